@@ -219,12 +219,15 @@ def _function(path: str, text: str, node: FunctionNode | ast.ClassDef, qualname:
     docstring = ast.get_docstring(node, clean=False)
     first = node.body[1] if docstring is not None and len(node.body) > 1 else node.body[0]
     return Function(
-        path=path, qualname=qualname, node=node,
-        first_line=min([node.lineno, *(d.lineno for d in node.decorator_list)]), last_line=node.end_lineno,
+        path=path,
+        qualname=qualname,
+        node=node,
+        first_line=min([node.lineno, *(d.lineno for d in node.decorator_list)]),
+        last_line=node.end_lineno,
         body_lines=0 if docstring is not None and len(node.body) == 1 else node.end_lineno - first.lineno + 1,
         complexity=1 + sum(isinstance(child, _BRANCHES) for child in ast.walk(node)),
         doctest=docstring is not None and ">>>" in docstring,
-    )  # fmt: skip
+    )
 
 
 def _is_stub(node: FunctionNode) -> bool:

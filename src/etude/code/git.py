@@ -91,9 +91,13 @@ class Clone:
         self._refresh()
         try:
             return subprocess.run(
-                [self._program, "--no-pager", *arguments], input=given, capture_output=True, timeout=SECONDS,
-                cwd=within or self._own, env=inherited | _ENVIRONMENT | places,
-            )  # fmt: skip
+                [self._program, "--no-pager", *arguments],
+                input=given,
+                capture_output=True,
+                timeout=SECONDS,
+                cwd=within or self._own,
+                env=inherited | _ENVIRONMENT | places,
+            )
         except subprocess.TimeoutExpired:
             took = f"git {arguments[0]} took over {SECONDS:.0f} s in {self.root}"
             raise UserError(f"{took}; give a smaller clone.") from None

@@ -150,10 +150,15 @@ def merged(parts: Sequence[Mutant], operator: str) -> Mutant:
     above = [edit for edit in edits if edit.start < start]
     shift = sum(edit.text.count(b"\n") - data[edit.start : edit.end].count(b"\n") for edit in above)
     return Mutant(
-        operator=operator, source=first.source, edits=edits, original="\n".join(part.original for part in parts),
-        snippet="\n".join(part.snippet for part in parts), first_line=first.first_line + shift,
-        last_line=first.last_line + shift, body_line=first.body_line + shift,
-    )  # fmt: skip
+        operator=operator,
+        source=first.source,
+        edits=edits,
+        original="\n".join(part.original for part in parts),
+        snippet="\n".join(part.snippet for part in parts),
+        first_line=first.first_line + shift,
+        last_line=first.last_line + shift,
+        body_line=first.body_line + shift,
+    )
 
 
 def draw(
@@ -208,9 +213,15 @@ def _apply(place: FunctionBytes, operator: str, edits: tuple[ByteEdit, ...]) -> 
         return None
     first_line = place.function.first_line
     return Mutant(
-        operator=operator, source=place.source, edits=ordered, original=place.original, snippet=snippet,
-        first_line=first_line, last_line=first_line + snippet.count("\n"), body_line=place.function.body[0].lineno,
-    )  # fmt: skip
+        operator=operator,
+        source=place.source,
+        edits=ordered,
+        original=place.original,
+        snippet=snippet,
+        first_line=first_line,
+        last_line=first_line + snippet.count("\n"),
+        body_line=place.function.body[0].lineno,
+    )
 
 
 def parse_snippet(snippet: str) -> FunctionNode | ast.ClassDef | None:
@@ -459,10 +470,19 @@ def _wrong_name(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
 
 
 OPERATORS: dict[str, Operator] = {
-    "remove_loop": _remove(ast.For, ast.While, ast.AsyncFor), "remove_cond": _remove(ast.If),
+    "remove_loop": _remove(ast.For, ast.While, ast.AsyncFor),
+    "remove_cond": _remove(ast.If),
     "remove_assign": _remove(ast.Assign, ast.AugAssign, ast.AnnAssign),
-    "remove_wrapper": _remove(ast.With, ast.Try, ast.AsyncWith), "remove_return": _remove(ast.Return),
-    "invert_if": _invert_if, "shuffle_lines": _shuffle_lines, "op_change": _op_change, "op_flip": _op_flip,
-    "op_swap": _op_swap, "op_break_chain": _op_break_chain, "op_const": _op_const, "negate_cond": _negate_cond,
-    "bool_flip": _bool_flip, "wrong_name": _wrong_name,
-}  # fmt: skip
+    "remove_wrapper": _remove(ast.With, ast.Try, ast.AsyncWith),
+    "remove_return": _remove(ast.Return),
+    "invert_if": _invert_if,
+    "shuffle_lines": _shuffle_lines,
+    "op_change": _op_change,
+    "op_flip": _op_flip,
+    "op_swap": _op_swap,
+    "op_break_chain": _op_break_chain,
+    "op_const": _op_const,
+    "negate_cond": _negate_cond,
+    "bool_flip": _bool_flip,
+    "wrong_name": _wrong_name,
+}

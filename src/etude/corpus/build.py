@@ -38,9 +38,15 @@ def extract(source: PackageSource) -> list[FunctionText]:
 
 
 def build_corpus(
-    packages: Sequence[str], held_out: Sequence[str], evaluation: Sequence[str], cache: Path, *, standard: bool,
-    per_package: int, seed: int,
-) -> Corpus:  # fmt: skip
+    packages: Sequence[str],
+    held_out: Sequence[str],
+    evaluation: Sequence[str],
+    cache: Path,
+    *,
+    standard: bool,
+    per_package: int,
+    seed: int,
+) -> Corpus:
     """Fetch, filter and deduplicate the functions; drop whatever overlaps the held-out and evaluation packages. The
     result is cached by its arguments below `cache`. Raises ValueError when a package is both trained on and held
     out."""
@@ -134,9 +140,13 @@ def fim_documents(train: Sequence[FunctionText], rng: random.Random) -> Iterator
     for function in rng.sample(train, len(train)):
         prefix, middle, suffix = fim.split(function.source, rng)
         yield (
-            special("<|fim_prefix|>"), TextPiece(prefix), special("<|fim_suffix|>"), TextPiece(suffix),
-            special("<|fim_middle|>"), TextPiece(middle),
-        )  # fmt: skip
+            special("<|fim_prefix|>"),
+            TextPiece(prefix),
+            special("<|fim_suffix|>"),
+            TextPiece(suffix),
+            special("<|fim_middle|>"),
+            TextPiece(middle),
+        )
 
 
 def repair_documents(
@@ -218,9 +228,14 @@ def midtrain_rows(
 
 
 def sft_rows(
-    train: Sequence[FunctionText], words: Vocabulary, shapes: Mapping[str, float],
-    operators: Mapping[str, float], tokens: int, length: int, seed: int,
-) -> packing.Rows:  # fmt: skip
+    train: Sequence[FunctionText],
+    words: Vocabulary,
+    shapes: Mapping[str, float],
+    operators: Mapping[str, float],
+    tokens: int,
+    length: int,
+    seed: int,
+) -> packing.Rows:
     """Rows of about `tokens` tokens of repair episodes; only what the assistant says is labelled."""
     stream = repair_documents(train, shapes, operators, random.Random(seed))
     encoded = take(stream, words, tokens, length)

@@ -81,9 +81,12 @@ def encode(chat: Chat, renderer: Renderer) -> Encoded:
 
 
 def rows(
-    paths: Sequence[Path], renderer: Callable[[], Renderer], *, text: Callable[[str], Encoded] | None = None,
+    paths: Sequence[Path],
+    renderer: Callable[[], Renderer],
+    *,
+    text: Callable[[str], Encoded] | None = None,
     least_reward: float | None = None,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """Every row of files and folders (.json and .jsonl below them, by name). Rows of plain text are encoded by `text`,
     or refused. Trajectories with a reward below `least_reward`, or without one, are refused. Raises UserError for a
     path without files, and where `renderer` does."""

@@ -132,9 +132,12 @@ class FunctionLibrary:
         return sorted(pair, key=self._by_path[function.path].index)
 
     def _questions(
-        self, first: FunctionText, chosen: Mapping[str, list[FunctionText]], titles: Mapping[str, str],
+        self,
+        first: FunctionText,
+        chosen: Mapping[str, list[FunctionText]],
+        titles: Mapping[str, str],
         rng: random.Random,
-    ) -> tuple[RetrievalQuestion, ...]:  # fmt: skip
+    ) -> tuple[RetrievalQuestion, ...]:
         """About `first` and, for the rest, about others; at most one for each name."""
         defined = [f for excerpt in chosen.values() for f in excerpt]
         named: dict[str, list[FunctionText]] = {}

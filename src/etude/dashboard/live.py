@@ -41,9 +41,12 @@ class LiveView:
     reported, and one for each stage."""
 
     def __init__(
-        self, title: str, stages: Sequence[str], console: Console | None = None,
+        self,
+        title: str,
+        stages: Sequence[str],
+        console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._console = console or Console()
         self._draws = self._console.is_terminal and not self._console.is_dumb_terminal  # TERM=dumb asks for lines
         self._clock = clock
@@ -180,9 +183,13 @@ class LiveView:
             body.append(table)
         clock = f" {duration(self._clock() - self._started)} "
         return Panel(
-            Group(*body), title=Text(f" {self._title} ", "bold"), title_align="left", subtitle=Text(clock, "dim"),
-            subtitle_align="right", border_style="dim",
-        )  # fmt: skip
+            Group(*body),
+            title=Text(f" {self._title} ", "bold"),
+            title_align="left",
+            subtitle=Text(clock, "dim"),
+            subtitle_align="right",
+            border_style="dim",
+        )
 
     def _stage_row(self) -> Text:
         text = Text()

@@ -289,9 +289,14 @@ def _checks(report: RunReport) -> str:
 
 
 def _line(
-    view: RunView, title: str, note: str, names: Mapping[str, str], fmt: Format = compact, log: bool = False,
+    view: RunView,
+    title: str,
+    note: str,
+    names: Mapping[str, str],
+    fmt: Format = compact,
+    log: bool = False,
     smooth: bool = True,
-) -> str:  # fmt: skip
+) -> str:
     """A chart of metrics, {name: label}."""
     series = [Series(label, view.series(name), i % 6 + 1) for i, (name, label) in enumerate(names.items())]
     return line_chart(title, note, series, fmt, log, smooth)

@@ -164,17 +164,22 @@ def held_out_figures(before: EvalResult | None, after: EvalResult | None) -> tup
         return HeldOutFigures(), None
     both = compare(before, after) if before is not None and after is not None else None
     figures = HeldOutFigures(
-        before=_side(before), after=_side(after), tasks=len(measured.tasks),
-        functions=len({task.function for task in measured.tasks}), samples=measured.samples,
-        better=both.better if both else 0, worse=both.worse if both else 0,
+        before=_side(before),
+        after=_side(after),
+        tasks=len(measured.tasks),
+        functions=len({task.function for task in measured.tasks}),
+        samples=measured.samples,
+        better=both.better if both else 0,
+        worse=both.worse if both else 0,
         repositories={
             name: RepositoryFigures(
                 before=before and before.repositories.get(name), after=after and after.repositories.get(name)
             )
             for name in measured.repositories
         },
-        damage=_by_damage(before, after), unlearned=_unlearned(before, after),
-    )  # fmt: skip
+        damage=_by_damage(before, after),
+        unlearned=_unlearned(before, after),
+    )
     return figures, both.difference if both else None
 
 
@@ -193,12 +198,16 @@ def training_figures(
     later = [step for step in steps if step["step"] >= LATER]
     entropies = [step["entropy/mean"] for step in steps if "entropy/mean" in step]
     return TrainingFigures(
-        tasks=len(rates), groups=sum(map(len, rates.values())),
-        new=_quarters(rates, repositories), again=len(again),
-        first=_mean([own[0] for own in again]), last=_mean([own[-1] for own in again]), teach=_teach(steps),
+        tasks=len(rates),
+        groups=sum(map(len, rates.values())),
+        new=_quarters(rates, repositories),
+        again=len(again),
+        first=_mean([own[0] for own in again]),
+        last=_mean([own[-1] for own in again]),
+        teach=_teach(steps),
         teach_later=_teach(later) if later else None,
         entropy=(entropies[0], entropies[-1]) if entropies else None,
-    )  # fmt: skip
+    )
 
 
 def _quarters(rates: Mapping[str, Sequence[float]], repositories: Mapping[str, str]) -> tuple[float, float] | None:

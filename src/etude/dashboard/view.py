@@ -106,9 +106,12 @@ def load_view(run_dir: Path, episodes: Sequence[ShownEpisode] = ()) -> RunView:
 
 
 def show(
-    title: str, episode: Episode, tokenizer: Tokenizer, advantage: float | Sequence[float] | None = None,
+    title: str,
+    episode: Episode,
+    tokenizer: Tokenizer,
+    advantage: float | Sequence[float] | None = None,
     stage: str = "",
-) -> ShownEpisode:  # fmt: skip
+) -> ShownEpisode:
     """An episode with the text of each of its tokens."""
     ids = [int(i) for segment in episode.segments for i in segment.arrays()[0]]
     return ShownEpisode(title, episode, advantage, token_texts(tokenizer, ids), stage)

@@ -86,9 +86,11 @@ def question(example: Example, text: str) -> str:
 
 async def _ask(http: httpx2.AsyncClient, judge: Judge, content: str) -> JudgeVerdict:
     body = {
-        "model": judge.model, "messages": [{"role": "user", "content": content}], "temperature": 0,
+        "model": judge.model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
         "max_tokens": _TOKENS,
-    }  # fmt: skip
+    }
     try:
         async with asyncio.timeout(judge.seconds):
             response = await http.post(f"{judge.url.rstrip('/')}/chat/completions", json=body)

@@ -212,8 +212,10 @@ def _shift(lines: list[str], file: list[str], pairs: Sequence[tuple[int, int]]) 
     if offset == 0:
         return lines
     filler = "\t" if any(file[j].startswith("\t") for _, j in pairs) else " "
-    return [(filler * offset + line if offset > 0 else line[min(-offset, _indent(line)) :]) if line else line
-            for line in lines]  # fmt: skip
+    return [
+        (filler * offset + line if offset > 0 else line[min(-offset, _indent(line)) :]) if line else line
+        for line in lines
+    ]
 
 
 def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_LineReplacement]) -> _LineReplacement:

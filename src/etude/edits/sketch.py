@@ -21,9 +21,14 @@ _WORDINGS = (
     "existing code here", "... other methods unchanged ...", "... rest of file ...",
 )  # fmt: skip
 _PROSE = (
-    "Here is the updated code:", "I changed the following:", "Update the file like this:", "Apply this edit:",
-    "Here's the change:", "The fix is below.", "Edit:",
-)  # fmt: skip
+    "Here is the updated code:",
+    "I changed the following:",
+    "Update the file like this:",
+    "Apply this edit:",
+    "Here's the change:",
+    "The fix is below.",
+    "Edit:",
+)
 _AFTERWARDS = (
     "",
     "",
@@ -146,9 +151,12 @@ def _regions(changes: Sequence[Hunk], result: Sequence[str], size: int) -> list[
 
 def _draft(regions: Sequence[Region], result: Sequence[str], language: str) -> _SketchDraft:
     return _SketchDraft(
-        blocks=tuple(tuple(result[r.low : r.high]) for r in regions), heads=("",) * len(regions),
-        marker=comment(language, MARKER), before=regions[0].low > 0, after=regions[-1].high < len(result),
-    )  # fmt: skip
+        blocks=tuple(tuple(result[r.low : r.high]) for r in regions),
+        heads=("",) * len(regions),
+        marker=comment(language, MARKER),
+        before=regions[0].low > 0,
+        after=regions[-1].high < len(result),
+    )
 
 
 def _written(draft: _SketchDraft) -> str:
@@ -304,7 +312,14 @@ _Noise = Callable[[_SketchDraft, Sequence[Region], Sequence[str], str, random.Ra
 # In the order in which they are made: what is held against the merge comes first, what moves blocks after what names
 # them by their place.
 NOISE: dict[str, _Noise] = {
-    "one-sided": _one_sided, "no-ends": _no_ends, "enclosing": _enclosing, "stale": _stale, "indent": _indent,
-    "reordered": _reordered, "wording": _wording, "fence": _fence, "prose": _prose,
-}  # fmt: skip
+    "one-sided": _one_sided,
+    "no-ends": _no_ends,
+    "enclosing": _enclosing,
+    "stale": _stale,
+    "indent": _indent,
+    "reordered": _reordered,
+    "wording": _wording,
+    "fence": _fence,
+    "prose": _prose,
+}
 _LOSING = ("one-sided", "no-ends")

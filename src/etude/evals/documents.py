@@ -49,9 +49,16 @@ class RetrievalScore:
 
 
 def evaluate_retrieval(
-    models: Sequence[Path], inference: EngineConfig, *, masks: Sequence[str], repositories: Sequence[Path],
-    samples: int, orders: int, seed: int, as_json: bool,
-) -> None:  # fmt: skip
+    models: Sequence[Path],
+    inference: EngineConfig,
+    *,
+    masks: Sequence[str],
+    repositories: Sequence[Path],
+    samples: int,
+    orders: int,
+    seed: int,
+    as_json: bool,
+) -> None:
     """Prints shares of exact answers with 95 % intervals, and paired differences. Raises UserError."""
     from etude.models.files import check_folder
 
@@ -94,9 +101,13 @@ def questions(repositories: Sequence[Path], count: int, seed: int) -> list[Retri
 
 
 def measure(
-    model: Path, samples: Sequence[RetrievalSample], masks: Sequence[str], orders: int, seed: int,
+    model: Path,
+    samples: Sequence[RetrievalSample],
+    masks: Sequence[str],
+    orders: int,
+    seed: int,
     inference: EngineConfig = EngineConfig(),
-) -> list[RetrievalScore]:  # fmt: skip
+) -> list[RetrievalScore]:
     """Greedy answers of a model in an engine of its own. Order 0 is that of the samples, the others are random."""
     from etude.inference.engine.loading import load_engine
     from etude.models.loading import load_tokenizer

@@ -55,9 +55,17 @@ class Applied:
 
 
 def evaluate_edits(
-    models: Sequence[Path], suite: Path, inference: EngineConfig, *, form: str, max_edits: int | None, as_json: bool,
-    tests: Path | None = None, split: str = "heldout", judge: Judge | None = None,
-) -> None:  # fmt: skip
+    models: Sequence[Path],
+    suite: Path,
+    inference: EngineConfig,
+    *,
+    form: str,
+    max_edits: int | None,
+    as_json: bool,
+    tests: Path | None = None,
+    split: str = "heldout",
+    judge: Judge | None = None,
+) -> None:
     """Prints grades with 95 % intervals, by language, size and noise. Raises UserError. `form` is how models write an
     edit. With `tests`, a task dataset, the edits are those that undo the mutations of its split; `judge` is asked about
     answers that fail."""
@@ -72,9 +80,11 @@ def evaluate_edits(
     for name, applied, seconds in named:
         _show(name, applied, seconds, form if name != "merge" else "no model")
     report = {
-        "suite": str(tests or suite), "format": form, "edits": len(examples),
+        "suite": str(tests or suite),
+        "format": form,
+        "edits": len(examples),
         "results": [{"model": n, "seconds": round(seconds, 1), **summary(applied)} for n, applied, seconds in named],
-    }  # fmt: skip
+    }
     if len(models) == 2:
         first, second = ([[a.grade == EditGrade.EXACT] for a in applied] for _, applied, _ in named[1:])
         difference = paired_difference(first, second, _clusters(examples))

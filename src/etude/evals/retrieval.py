@@ -39,8 +39,12 @@ def summary(
         return pass_rate([right[n] for n in numbers], [questions[n][0] for n in numbers], seed)
 
     return RetrievalResult(
-        documents=documents, samples=len(samples), questions=len(questions), exact=rate(range(len(questions))),
+        documents=documents,
+        samples=len(samples),
+        questions=len(questions),
+        exact=rate(range(len(questions))),
         kinds={kind: rate(numbers) for kind, numbers in sorted(by_kind.items())},
-        counts={kind: len(numbers) for kind, numbers in sorted(by_kind.items())}, orders=orders,
+        counts={kind: len(numbers) for kind, numbers in sorted(by_kind.items())},
+        orders=orders,
         spread=max(orders) - min(orders),
-    )  # fmt: skip
+    )

@@ -47,9 +47,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_rate(
-    results: Sequence[Sequence[bool]], clusters: Sequence[Hashable] | None = None, seed: int = 0,
+    results: Sequence[Sequence[bool]],
+    clusters: Sequence[Hashable] | None = None,
+    seed: int = 0,
     resamples: int = RESAMPLES,
-) -> Estimate:  # fmt: skip
+) -> Estimate:
     """Mean over tasks of each task's share of passed samples, i.e. pass@1. `clusters` names the cluster of each task;
     without it every task is its own. Where all samples agree the bootstrap has nothing to resample, so the interval is
     the exact binomial one (Clopper and Pearson 1934) over the clusters; a single cluster says nothing about spread, so
@@ -66,9 +68,12 @@ def pass_rate(
 
 
 def paired_difference(
-    before: Sequence[Sequence[bool]], after: Sequence[Sequence[bool]], clusters: Sequence[Hashable] | None = None,
-    seed: int = 0, resamples: int = RESAMPLES,
-) -> Estimate:  # fmt: skip
+    before: Sequence[Sequence[bool]],
+    after: Sequence[Sequence[bool]],
+    clusters: Sequence[Hashable] | None = None,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> Estimate:
     """Mean over tasks of `after` minus `before`; the same tasks in the same order on both sides. A single cluster gives
     [-1, 1]. Two sides that agree on every task give [0, 0]."""
     if len(before) != len(after):
@@ -81,9 +86,12 @@ def paired_difference(
 
 
 def mean_difference(
-    before: Sequence[float], after: Sequence[float], clusters: Sequence[Hashable] | None = None, seed: int = 0,
+    before: Sequence[float],
+    after: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    seed: int = 0,
     resamples: int = RESAMPLES,
-) -> Estimate:  # fmt: skip
+) -> Estimate:
     """`paired_difference` of any figure of a task: its means on both sides, the same tasks in the same order."""
     if len(before) != len(after) or not before:
         raise ValueError(f"a paired difference needs the same tasks on both sides, got {len(before)} and {len(after)}")

@@ -95,10 +95,17 @@ class Comparison(Record, frozen=True):
 
 
 async def evaluate(
-    context: RolloutContext | ChatContext, *, samples: int, split: str = "heldout", max_tasks: int | None = None,
-    seed: int = 0, concurrency: int = 64, progress: Progress | None = None,
-    on_episode: Callable[[Episode], None] | None = None, known: Known = _NOTHING_KNOWN,
-) -> EvalResult:  # fmt: skip
+    context: RolloutContext | ChatContext,
+    *,
+    samples: int,
+    split: str = "heldout",
+    max_tasks: int | None = None,
+    seed: int = 0,
+    concurrency: int = 64,
+    progress: Progress | None = None,
+    on_episode: Callable[[Episode], None] | None = None,
+    known: Known = _NOTHING_KNOWN,
+) -> EvalResult:
     """Plays `samples` episodes of every task of `split`. `on_episode` is called with each counted episode that is
     played; `known` ones are not. Raises UserError if the split is empty and RunFailed if every episode was lost."""
     tasks = pick_tasks(context.dataset.tasks, split, max_tasks)
@@ -116,16 +123,30 @@ async def evaluate(
         return await run_episode(context, task, id)
 
     return await run_suite(
-        tasks, attempt, samples=samples, split=split, seed=seed, concurrency=concurrency, progress=progress,
-        on_episode=on_episode, known=known,
-    )  # fmt: skip
+        tasks,
+        attempt,
+        samples=samples,
+        split=split,
+        seed=seed,
+        concurrency=concurrency,
+        progress=progress,
+        on_episode=on_episode,
+        known=known,
+    )
 
 
 async def run_suite(
-    tasks: Sequence[Task], attempt: Attempt, *, samples: int, split: str, seed: int, concurrency: int,
-    progress: Progress | None = None, on_episode: Callable[[Episode], None] | None = None,
+    tasks: Sequence[Task],
+    attempt: Attempt,
+    *,
+    samples: int,
+    split: str,
+    seed: int,
+    concurrency: int,
+    progress: Progress | None = None,
+    on_episode: Callable[[Episode], None] | None = None,
     known: Known = _NOTHING_KNOWN,
-) -> EvalResult:  # fmt: skip
+) -> EvalResult:
     """`evaluate` over any way of playing one attempt. At most `concurrency` attempts are live at a time."""
     if samples < 1 or concurrency < 1:
         raise ValueError(f"an evaluation needs samples >= 1 and concurrency >= 1, got {samples} and {concurrency}")
@@ -175,11 +196,15 @@ def compare(before: EvalResult, after: EvalResult, seed: int = 0) -> Comparison:
     a, b = [first[name].passed for name in shared], [second[name].passed for name in shared]
     gains = [sum(y) / len(y) - sum(x) / len(x) for x, y in zip(a, b, strict=True)]
     return Comparison(
-        before=pass_rate(a, functions, seed), after=pass_rate(b, functions, seed),
-        difference=paired_difference(a, b, functions, seed), tasks=len(shared), functions=len(set(functions)),
-        better=sum(gain > 0 for gain in gains), worse=sum(gain < 0 for gain in gains),
+        before=pass_rate(a, functions, seed),
+        after=pass_rate(b, functions, seed),
+        difference=paired_difference(a, b, functions, seed),
+        tasks=len(shared),
+        functions=len(set(functions)),
+        better=sum(gain > 0 for gain in gains),
+        worse=sum(gain < 0 for gain in gains),
         same=sum(gain == 0 for gain in gains),
-    )  # fmt: skip
+    )
 
 
 def pick_tasks(tasks: Iterable[Task], split: str, max_tasks: int | None = None) -> list[Task]:
@@ -207,9 +232,14 @@ def _hash(text: str) -> int:
 
 
 def _summary(
-    tasks: Sequence[Task], by_task: Sequence[Sequence[Episode]], split: str, seed: int, samples: int, retries: int,
+    tasks: Sequence[Task],
+    by_task: Sequence[Sequence[Episode]],
+    split: str,
+    seed: int,
+    samples: int,
+    retries: int,
     seconds: float,
-) -> EvalResult:  # fmt: skip
+) -> EvalResult:
     kept = [[e for e in episodes if not e.outcome.lost] for episodes in by_task]
     counted = [e for episodes in kept for e in episodes]
     if not counted:
@@ -228,15 +258,20 @@ def _summary(
     )
     measured = [result for result in results if result.passed]
     return EvalResult(
-        split=split, seed=seed, samples=samples, seconds=seconds, tasks=results,
+        split=split,
+        seed=seed,
+        samples=samples,
+        seconds=seconds,
+        tasks=results,
         pass_1=pass_rate([r.passed for r in measured], [r.function for r in measured], seed),
         pass_k=_pass_ks([r.passed for r in measured], samples),
-        outcomes=dict(Counter(str(e.outcome) for episodes in by_task for e in episodes)), retries=retries,
+        outcomes=dict(Counter(str(e.outcome) for episodes in by_task for e in episodes)),
+        retries=retries,
         stops=dict(Counter(str(e.stop_reason) for e in counted)),
         behaviour={name: sum(_behaviour(e, name) for e in counted) / len(counted) for name in BEHAVIOUR},
         tokens={name: int(sum(_tokens(e, name) for e in counted)) for name in ("prompt", "cached", "sampled")},
         repositories=_by_repository(measured, seed),
-    )  # fmt: skip
+    )
 
 
 def _by_repository(measured: Sequence[TaskResult], seed: int) -> dict[str, Estimate]:

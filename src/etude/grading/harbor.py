@@ -142,9 +142,7 @@ async def grade(sandbox: Sandbox, tests: HarborTests, image: Image, changes: Cha
 
 def _with(image: Image, name: str, folder: Path) -> Image:
     """The image with a folder that its boxes copy to /`name`, where scripts may write."""
-    return replace(
-        image, mounts={**image.mounts, _GIVEN: folder}, places={**image.places, f"/{name}": f".root/{name}"}
-    )  # fmt: skip
+    return replace(image, mounts={**image.mounts, _GIVEN: folder}, places={**image.places, f"/{name}": f".root/{name}"})
 
 
 async def _lay(box: Box, changes: Changes) -> None:

@@ -172,9 +172,15 @@ class ScriptRunner:
         }
         seconds = time.monotonic() - started
         return TestReport(
-            outcomes, messages, seconds, report.timed_out, report.crashed, report.tampered,
-            frozenset(report.outside), report.controlled,
-        )  # fmt: skip
+            outcomes,
+            messages,
+            seconds,
+            report.timed_out,
+            report.crashed,
+            report.tampered,
+            frozenset(report.outside),
+            report.controlled,
+        )
 
     async def _run_file(self, job: _ScriptJob, names: list[str], report: _Report) -> None:
         """Run tests of a file: in the verifier those that it can decide, the others with the tested code."""
@@ -283,9 +289,13 @@ class ScriptRunner:
             serving = asyncio.create_task(self._serve(tested, config, [*server], flags, seconds, theirs.detach()))
             try:
                 done = await verifier.program(
-                    ["node", *flags, f"{EXAMINER}/suite.mjs"], json.dumps(config).encode(), seconds,
-                    environment=_variables(files), channel=ours.detach(), max_report=MAX_REPORT,
-                )  # fmt: skip
+                    ["node", *flags, f"{EXAMINER}/suite.mjs"],
+                    json.dumps(config).encode(),
+                    seconds,
+                    environment=_variables(files),
+                    channel=ours.detach(),
+                    max_report=MAX_REPORT,
+                )
             finally:
                 await tested.close()
                 await asyncio.gather(serving, return_exceptions=True)
@@ -318,9 +328,12 @@ class ScriptRunner:
             held = {**job.layers, **_hidden_files(job.hidden), **files}
             shell = await self._open(ends, job.image, held, limits)
             done = await shell.program(
-                ["node", *flags, f"{EXAMINER}/suite.mjs"], json.dumps(config).encode(), seconds,
-                environment=_variables(files), max_report=MAX_REPORT,
-            )  # fmt: skip
+                ["node", *flags, f"{EXAMINER}/suite.mjs"],
+                json.dumps(config).encode(),
+                seconds,
+                environment=_variables(files),
+                max_report=MAX_REPORT,
+            )
             if trace is not None:
                 numbers = (await _written(shell, CALLED)).split()
                 trace.called = frozenset(int(number) for number in numbers if re.fullmatch(r"[0-9]{1,9}", number))

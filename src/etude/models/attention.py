@@ -107,7 +107,7 @@ class SegmentLayout:
 
 def causal(
     query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float, variant: AttentionVariant = PLAIN
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Causal attention of whole rows; padding on the right needs no mask, for no real token sees it. With fewer queries
     than keys, the queries are those of the last keys. In batch-invariant mode, in the engine's bits."""
     count, end = query_BHTD.shape[2], key_BKTD.shape[2]
@@ -145,10 +145,19 @@ def _row_mask(count: int, end: int, device: torch.device, window: int | None) ->
 
 
 def etude_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
-    layout: AttentionLayout | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    s_aux: Tensor | None = None, **options: object,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    layout: AttentionLayout | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer: `sliding_window` in tokens, `s_aux` the logits of
     attention sinks, [H]. Raises ValueError for what it does not compute: dropout, soft-capping, a bias by position, and
     windows and sinks in a layout that does not take them."""

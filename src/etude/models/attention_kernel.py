@@ -26,10 +26,7 @@ _LOWEST = np.finfo(np.float32).min
 def takes(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor) -> bool:
     """Whether the tiles are for these: enough queries, keys as wide as values, one thread."""
     alike = query_BHTD.shape[3] == value_BKTD.shape[3]
-    return (
-        alike and query_BHTD.shape[2] >= MANY and torch.get_num_threads() == 1
-        and gemm.takes(query_BHTD, key_BKTD)
-    )  # fmt: skip
+    return alike and query_BHTD.shape[2] >= MANY and torch.get_num_threads() == 1 and gemm.takes(query_BHTD, key_BKTD)
 
 
 def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:

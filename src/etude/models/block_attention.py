@@ -102,9 +102,14 @@ def _bias(shift: int, queries: int, keys: int, window: int) -> Tensor:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Tile], scale: float, sinks_H: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: Sequence[Tile],
+    scale: float,
+    sinks_H: Tensor | None = None,
     whole: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention output, [B, H, T, size of values], in float32. `whole` computes the same function in the bits that are
     wanted of the output."""
     size, wide = value.shape[3], max(key.shape[3], value.shape[3])
@@ -116,9 +121,15 @@ def attend(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None, parts: Sequence[Tile],
-        scale: float, whole: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks_H: Tensor | None,
+        parts: Sequence[Tile],
+        scale: float,
+        whole: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None,
+    ) -> Tensor:
         if whole is not None and not any(ctx.needs_input_grad):
             return whole(query, key, value, scale)
         out = torch.empty_like(query)
@@ -152,9 +163,17 @@ class _Attention(torch.autograd.Function):
         for part in ctx.parts:
             q, at = slice(part.q0, part.q1), slice(part.k0, part.k1)
             of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grads[0][:, :, q], query[:, :, q], key[:, :, at], value[:, :, at], out[:, :, q], lse[:, :, q],
-                0.0, part.causal, attn_mask=part.bias, scale=ctx.scale,
-            )  # fmt: skip
+                grads[0][:, :, q],
+                query[:, :, q],
+                key[:, :, at],
+                value[:, :, at],
+                out[:, :, q],
+                lse[:, :, q],
+                0.0,
+                part.causal,
+                attn_mask=part.bias,
+                scale=ctx.scale,
+            )
             grad_query[:, :, q] += of_query
             grad_key[:, :, at] += of_key
             grad_value[:, :, at] += of_value

@@ -116,8 +116,9 @@ def compute(
         model.get_decoder()(
             input_ids=torch.from_numpy(padded_N).to(device)[None],
             position_ids=torch.zeros((1, len(padded_N)), dtype=torch.int64, device=device),
-            layout=_Apart(rotation, parts), use_cache=False,
-        )  # fmt: skip
+            layout=_Apart(rotation, parts),
+            use_cache=False,
+        )
     experts_NEK = choices.stacked() if choices is not None and choices.layers else None
     at = 0
     for document, count in parts:

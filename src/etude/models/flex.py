@@ -31,9 +31,7 @@ class Tiles(NamedTuple):
     whole: np.ndarray
 
 
-def visible(
-    graph: Graph, above: int, device: torch.device | str, window: int | None = None
-) -> Callable[..., Tensor]:  # fmt: skip
+def visible(graph: Graph, above: int, device: torch.device | str, window: int | None = None) -> Callable[..., Tensor]:
     """The rule of the segment graph as a `mask_mod`; `above` keys that all queries see come first, at positions 0 to
     above - 1 where there is a window. It holds tensors only: a number would be compiled in, and every graph compiled
     for itself."""
@@ -137,9 +135,13 @@ def _ordered(table_QS: np.ndarray, device: torch.device | str) -> tuple[Tensor, 
 
 
 def attend(
-    query_BHTD: Tensor, key_BKCD: Tensor, value_BKCD: Tensor, mask: BlockMask, scale: float,
+    query_BHTD: Tensor,
+    key_BKCD: Tensor,
+    value_BKCD: Tensor,
+    mask: BlockMask,
+    scale: float,
     sinks_H: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention output, [B, H, T, D]. Compiled on an accelerator; on the CPU written out, for tests of the rule. A sink
     is one more key of each head, with this logit and a value of 0."""
     repeats = query_BHTD.shape[1] // key_BKCD.shape[1]

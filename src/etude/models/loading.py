@@ -38,9 +38,13 @@ def load_model(
     transformers_logging.disable_progress_bar()
     try:
         model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
-            root, dtype=dtype, attn_implementation=attention.NAME, experts_implementation=experts.NAME,
-            local_files_only=True, output_loading_info=True,
-        )  # fmt: skip
+            root,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            experts_implementation=experts.NAME,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         raise UserError(f"{root} cannot be loaded as a causal language model: {first_line(e)}") from e
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):

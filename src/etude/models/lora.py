@@ -119,9 +119,14 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, down_RI: Tensor, up_OR: Tensor,
+        ctx: Any,
+        input_: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        down_RI: Tensor,
+        up_OR: Tensor,
         scale: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.scale = scale
         ctx.save_for_backward(input_, weight_OI, down_RI, up_OR)
         return F.linear(input_, weight_OI, bias_O)

@@ -132,9 +132,13 @@ class _Hook:
     """Gives the routers of one pass their experts, and sums up statistics."""
 
     def __init__(
-        self, routers: Sequence[nn.Module], routes_TLK: Tensor, weight_T: Tensor, plausible: float,
+        self,
+        routers: Sequence[nn.Module],
+        routes_TLK: Tensor,
+        weight_T: Tensor,
+        plausible: float,
         sums: ReplayStatistics,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.routers = routers
         self.routes_TLK, self.weight_T, self.plausible, self.sums = routes_TLK, weight_T, plausible, sums
         self.known_T = routes_TLK[:, 0, 0] >= 0

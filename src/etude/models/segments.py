@@ -183,9 +183,12 @@ class Trie:
 
 
 def trie(
-    rows: Sequence[np.ndarray], min_share: int = MIN_SHARE, *, marks: Sequence[np.ndarray] | None = None,
+    rows: Sequence[np.ndarray],
+    min_share: int = MIN_SHARE,
+    *,
+    marks: Sequence[np.ndarray] | None = None,
     documents: Sequence[tuple[int, ...]] | None = None,
-) -> Trie:  # fmt: skip
+) -> Trie:
     """The prefix tree of rows of token ids: equal beginnings of at least `min_share` tokens become one node.
 
     Shorter common runs stay with each branch. Rows may be equal, empty, or beginnings of each other: a row ends with
@@ -217,9 +220,14 @@ def trie(
 
 
 def _grow(
-    nodes: list[Node], paths: list[tuple[int, ...]], rows: Sequence[np.ndarray], keys: Sequence[np.ndarray],
-    members: Sequence[int], documents: tuple[int, ...], min_share: int,
-) -> None:  # fmt: skip
+    nodes: list[Node],
+    paths: list[tuple[int, ...]],
+    rows: Sequence[np.ndarray],
+    keys: Sequence[np.ndarray],
+    members: Sequence[int],
+    documents: tuple[int, ...],
+    min_share: int,
+) -> None:
     """Adds the tree of the rows `members`, which all see `documents`, to `nodes`, and their paths to `paths`."""
     order = sorted(members, key=lambda i: keys[i].tobytes())
     ordered = [rows[i] for i in order]

@@ -40,10 +40,17 @@ _SELECTS = "choose the keys that a query sees"
 _CHUNKS = "see by chunks of positions"
 _WINDOW = "see by distance"
 _KINDS = {
-    "linear_attention": _STATE, "conv": _STATE, "hybrid": _STATE, "mamba": _STATE, "recurrent": _STATE,
-    "indexed_attention": _SELECTS, "compressed_sparse_attention": _SELECTS, "heavily_compressed_attention": _SELECTS,
-    "chunked_attention": _CHUNKS, "sliding_attention": _WINDOW,
-}  # fmt: skip
+    "linear_attention": _STATE,
+    "conv": _STATE,
+    "hybrid": _STATE,
+    "mamba": _STATE,
+    "recurrent": _STATE,
+    "indexed_attention": _SELECTS,
+    "compressed_sparse_attention": _SELECTS,
+    "heavily_compressed_attention": _SELECTS,
+    "chunked_attention": _CHUNKS,
+    "sliding_attention": _WINDOW,
+}
 _PLAIN = {"full_attention", "attention", "mlp", "moe"}
 _REFUSED: dict[Use, set[str]] = {
     "rows": {_SELECTS, _CHUNKS},

@@ -157,17 +157,25 @@ def unmarked(spoken: Spoken, mark: str) -> Spoken:
         return text.replace(mark, "")
 
     calls = [
-        Found(type(c.call)(name=clean(c.call.name), arguments=map_strings(c.call.arguments, clean),
-                           error=clean(c.call.error)), clean(c.id))
+        Found(
+            type(c.call)(
+                name=clean(c.call.name), arguments=map_strings(c.call.arguments, clean), error=clean(c.call.error)
+            ),
+            clean(c.id),
+        )
         for c in spoken.calls
-    ]  # fmt: skip
+    ]
     return Spoken(clean(spoken.text), calls, clean(spoken.reasoning))
 
 
 def find_form(
-    template: ChatTemplate, codec: MarkedCodec, opening: Openings, tags: tuple[str, str], ends: frozenset[str],
+    template: ChatTemplate,
+    codec: MarkedCodec,
+    opening: Openings,
+    tags: tuple[str, str],
+    ends: frozenset[str],
     dialects: Sequence[ToolDialect],
-) -> TemplateForm:  # fmt: skip
+) -> TemplateForm:
     """The first form in which a dialect reads what the template writes. Raises TemplateRefused."""
     why: dict[int, str] = {}  # of attempts that came as far; the farthest is told
     for several, empty, text_arguments in product((True, False), ("", None), (False, True)):

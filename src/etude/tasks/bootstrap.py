@@ -87,10 +87,15 @@ async def find(
     whole = work / "bootstrap"
     functions.copy(repository, whole, layout.files)
     kit = Kit(
-        repository=named, language="Python", files=layout.files, given="pytest is there", goals=tuple(_goals(layout)),
-        rules=lambda tries: _by_rules(repository, tries), usable=lambda lines: requirements.usable(list(lines)),
+        repository=named,
+        language="Python",
+        files=layout.files,
+        given="pytest is there",
+        goals=tuple(_goals(layout)),
+        rules=lambda tries: _by_rules(repository, tries),
+        usable=lambda lines: requirements.usable(list(lines)),
         reach=lambda site, wanted, goals: _reach(whole, site, wanted, goals, finish),
-    )  # fmt: skip
+    )
     try:
         return await try_out(repository, work, how, kit)
     finally:

@@ -214,9 +214,15 @@ async def _run(plan: _BuildPlan) -> None:
         if plan.writer is not None:
             callers = await _write_tests(plan, sandbox, callers, plan.writer)
         bench = Bench(
-            sandbox=sandbox, name=declared.find_name(plan.repo), repository=work / "repository", site=work / "site",
-            hidden=work / "hidden", source_roots=plan.layout.source_roots, licence=licence_name, options=options,
-        )  # fmt: skip
+            sandbox=sandbox,
+            name=declared.find_name(plan.repo),
+            repository=work / "repository",
+            site=work / "site",
+            hidden=work / "hidden",
+            source_roots=plan.layout.source_roots,
+            licence=licence_name,
+            options=options,
+        )
         drawn = await _targets(plan, bench, callers, policy, shown)
         files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
         searched = await search(bench, drawn.targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
@@ -232,18 +238,36 @@ async def _run(plan: _BuildPlan) -> None:
     commits = histories.build(plan.past, bench.repository, tasks, work)
     fit = searched.tried - sum(searched.rejected.values())
     manifest = dataset.Manifest(
-        format=dataset.FORMAT, name=bench.name, licence=licence_name, licence_source=licence_source, seed=options.seed,
-        python_path=plan.layout.python_path, source_roots=plan.layout.source_roots, visible=policy,
-        options=options.model_dump(mode="json", include=_RECORDED), digests={},
+        format=dataset.FORMAT,
+        name=bench.name,
+        licence=licence_name,
+        licence_source=licence_source,
+        seed=options.seed,
+        python_path=plan.layout.python_path,
+        source_roots=plan.layout.source_roots,
+        visible=policy,
+        options=options.model_dump(mode="json", include=_RECORDED),
+        digests={},
         counts={"functions": len(drawn.functions), "candidates": searched.tried, "fit": fit, "commits": commits},
-    )  # fmt: skip
+    )
     history = card.TaskBuildLog(
-        functions=len(plan.functions), eligible=len(plan.eligible), covered=len(drawn.functions),
-        candidates=searched.tried, rejected=searched.rejected, tests=len(drawn.stable),
-        unstable=sorted(drawn.unstable), failed=prepared.failed, inventory=plan.inventory, settings=plan.pytest,
-        generated=plan.generated, requirements=prepared.requirements, refused=prepared.refused, recipe=prepared.recipe,
-        straddling=drawn.straddling, copies=searched.copies,
-    )  # fmt: skip
+        functions=len(plan.functions),
+        eligible=len(plan.eligible),
+        covered=len(drawn.functions),
+        candidates=searched.tried,
+        rejected=searched.rejected,
+        tests=len(drawn.stable),
+        unstable=sorted(drawn.unstable),
+        failed=prepared.failed,
+        inventory=plan.inventory,
+        settings=plan.pytest,
+        generated=plan.generated,
+        requirements=prepared.requirements,
+        refused=prepared.refused,
+        recipe=prepared.recipe,
+        straddling=drawn.straddling,
+        copies=searched.copies,
+    )
     manifest = msgspec.structs.replace(manifest, warnings=card.warnings(tasks, history, options))
     result = dataset.save(work, manifest, tasks)
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
@@ -277,15 +301,23 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     name = declared.find_name(plan.repo).removesuffix(f"-{plan.version}")
     if plan.options.bootstrap == "declared":
         found = await environment.find(
-            plan.tree, plan.work, (name, plan.version), plan.options.requires, plan.pytest,
+            plan.tree,
+            plan.work,
+            (name, plan.version),
+            plan.options.requires,
+            plan.pytest,
             lambda site: _trace(plan, sandbox, site),
-        )  # fmt: skip
+        )
         trace, requirements, recipe, refused = found.trace, found.requirements, None, found.refused
     else:
         recipe = await bootstrap.find(
-            plan.tree, plan.layout, plan.work, plan.options.bootstrap,
-            lambda site: environment.finish(site, plan.tree, name, plan.version, plan.pytest), plan.repo,
-        )  # fmt: skip
+            plan.tree,
+            plan.layout,
+            plan.work,
+            plan.options.bootstrap,
+            lambda site: environment.finish(site, plan.tree, name, plan.version, plan.pytest),
+            plan.repo,
+        )
         trace, requirements, refused = await _trace(plan, sandbox, plan.work / "site"), recipe.requirements, ""
     if not trace.passed:
         raise environment.explained(plan.repo, trace, refused)
@@ -410,11 +442,14 @@ async def _targets(
     heldout = multi_function.find_heldout(eligible, changes, options)
     targets = [
         Target(
-            function=f, source=plan.sources[f.path], split="heldout" if f.id in heldout else "train",
-            visible=_kept(visible[f.id], stable), hidden=_kept(hidden[f.id], stable),
+            function=f,
+            source=plan.sources[f.path],
+            split="heldout" if f.id in heldout else "train",
+            visible=_kept(visible[f.id], stable),
+            hidden=_kept(hidden[f.id], stable),
         )
         for f in eligible
-    ]  # fmt: skip
+    ]
     if not {"mutation", "removal", "combined"} & set(options.kinds):
         targets = []
     straddling: Counter[str] = Counter()

@@ -88,10 +88,13 @@ def _repeated(log: TaskBuildLog) -> Iterator[str]:
 def _wider(options: BuildConfig) -> str:
     """What gives more tasks, of the options that are not there already."""
     ways = [
-        ("more `kinds`", len(options.kinds) < 4), ("more `operators`", bool(options.operators)),
-        ("`visible_failure = false`", options.visible_failure), ("a higher `max_tasks`", options.max_tasks < 200),
-        ("a higher `max_lines`", options.max_lines < 60), ("no `max_functions`", options.max_functions is not None),
-    ]  # fmt: skip
+        ("more `kinds`", len(options.kinds) < 4),
+        ("more `operators`", bool(options.operators)),
+        ("`visible_failure = false`", options.visible_failure),
+        ("a higher `max_tasks`", options.max_tasks < 200),
+        ("a higher `max_lines`", options.max_lines < 60),
+        ("no `max_functions`", options.max_functions is not None),
+    ]
     given = [way for way, possible in ways if possible]
     return f"What gives more: {', '.join(given)}." if given else "Another repository is needed."
 

@@ -26,9 +26,15 @@ _CHANGES = re.compile(r"(^|/)(change|history|news|release)[\w.-]*(/[^/]*)?$", re
 _TRAILER = re.compile(
     r"^(Co-authored-by|Signed-off-by|Reviewed-by|Change-Id|git-svn-id|\(cherry picked)", re.IGNORECASE
 )
-_NOISE = (r"\s*\(#\d+\)", r"\s*#\d+\b", r"^(?:feat|fix|chore|refactor|perf|bug|bugfix)(?:\([^)]*\))?!?:\s*",
-          r"^Merge (?:pull request|branch|remote-tracking|tag|commit)\b.*$", r"\bhttps?://\S+",
-          r"(?i)^(?:issue|gh|pr|bpo)[ -]?\d+\s*[:.-]?\s*", r"(?i)\b(?:issue|gh|pr) ?-?\d+\b\s*")  # fmt: skip
+_NOISE = (
+    r"\s*\(#\d+\)",
+    r"\s*#\d+\b",
+    r"^(?:feat|fix|chore|refactor|perf|bug|bugfix)(?:\([^)]*\))?!?:\s*",
+    r"^Merge (?:pull request|branch|remote-tracking|tag|commit)\b.*$",
+    r"\bhttps?://\S+",
+    r"(?i)^(?:issue|gh|pr|bpo)[ -]?\d+\s*[:.-]?\s*",
+    r"(?i)\b(?:issue|gh|pr) ?-?\d+\b\s*",
+)
 
 
 @dataclass(frozen=True)
@@ -133,11 +139,15 @@ def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
     edits = [ByteEdit(offsets[i], offsets[j], "".join(new[k:n]).encode()) for _, i, j, k, n in blocks]
     lines = [line for _, i, j, _, _ in blocks for line in range(i + 1, max(j, i + 1) + 1)]
     mutant = Mutant(
-        operator="commit", source=source, edits=tuple(reversed(edits)),
+        operator="commit",
+        source=source,
+        edits=tuple(reversed(edits)),
         original="".join("".join(old[i:j]) for _, i, j, _, _ in blocks),
-        snippet="".join("".join(new[k:n]) for _, _, _, k, n in blocks), first_line=blocks[0][3] + 1,
-        last_line=max(blocks[-1][4], blocks[0][3] + 1), body_line=blocks[0][3] + 1,
-    )  # fmt: skip
+        snippet="".join("".join(new[k:n]) for _, _, _, k, n in blocks),
+        first_line=blocks[0][3] + 1,
+        last_line=max(blocks[-1][4], blocks[0][3] + 1),
+        body_line=blocks[0][3] + 1,
+    )
     return mutant, lines
 
 

@@ -210,6 +210,12 @@ def _own_digest(manifest: Manifest) -> str:
 
 def _dataset(root: Path, manifest: Manifest, tasks: tuple[Task, ...]) -> Dataset:
     return Dataset(
-        root=root, name=manifest.name, repository=root / "repository", site=root / "site", hidden=root / "hidden",
-        tasks=tasks, manifest=manifest, histories=histories.load(root, root / "repository"),
-    )  # fmt: skip
+        root=root,
+        name=manifest.name,
+        repository=root / "repository",
+        site=root / "site",
+        hidden=root / "hidden",
+        tasks=tasks,
+        manifest=manifest,
+        histories=histories.load(root, root / "repository"),
+    )

@@ -117,9 +117,11 @@ def version_files(repository: Path, inventory: Inventory, version: str) -> dict[
     scm = declared.table(data, "tool", "setuptools_scm")
     named = [
         declared.table(data, "tool", "hatch", "build", "hooks", "vcs").get("version-file"),
-        scm.get("version_file"), scm.get("write_to"), declared.table(data, "tool", "pdm", "version").get("write_to"),
+        scm.get("version_file"),
+        scm.get("write_to"),
+        declared.table(data, "tool", "pdm", "version").get("write_to"),
         declared.table(data, "tool", "setuptools-git-versioning").get("version_file"),
-    ]  # fmt: skip
+    ]
     if isinstance(named[3], str) and not (repository / named[3]).parent.is_dir():
         named[3] = f"src/{named[3]}"  # PDM's is relative to the package folder
     files: dict[str, str] = {}
@@ -145,8 +147,11 @@ def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserErr
     lacking = [requirements.MISSING.get(name, name.replace("_", "-")) for name in (*modules, *fixtures)]
     own = {name: place for name in modules if (place := _place_of(repository, name)) is not None}
     lacking = [name for name in lacking if name.replace("-", "_") not in own]
-    links = [f"{place} is a link, and links are left out: put a copy in its place" for place in own.values()
-             if (repository / place).is_symlink()]  # fmt: skip
+    links = [
+        f"{place} is a link, and links are left out: put a copy in its place"
+        for place in own.values()
+        if (repository / place).is_symlink()
+    ]
     said = last_lines(next(iter([*trace.broken.values(), *trace.failed.values()]), trace.printed))
     if links:
         advice = links[0]

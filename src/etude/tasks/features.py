@@ -60,6 +60,9 @@ def deletion(members: Sequence[Function], sources: Mapping[str, str]) -> Mutatio
     entry, *helpers = members
     listed = ", ".join(f"`{f.qualname}`" if f.path == entry.path else f"`{f.qualname}` in {f.path}" for f in helpers)
     return MutationCandidate(
-        kind="feature", mutant=files.pop(entry.path), elsewhere=tuple(files.items()),
-        instruction=f"Implement `{entry.qualname}` in {entry.path} and what it calls: {listed}", sites=len(members),
-    )  # fmt: skip
+        kind="feature",
+        mutant=files.pop(entry.path),
+        elsewhere=tuple(files.items()),
+        instruction=f"Implement `{entry.qualname}` in {entry.path} and what it calls: {listed}",
+        sites=len(members),
+    )

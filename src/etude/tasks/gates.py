@@ -210,14 +210,23 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
     if is_script(function.path):
         difficulty["covered"] = round(report.covered, 3)
     return Task(
-        id=task_id(candidate), repository=bench.name, kind=broken.kind, operator=broken.mutant.operator,
-        function=function.id, split=candidate.split,
+        id=task_id(candidate),
+        repository=bench.name,
+        kind=broken.kind,
+        operator=broken.mutant.operator,
+        function=function.id,
+        split=candidate.split,
         instruction=statement,
         focus=Focus(path=function.path, first_line=broken.mutant.first_line, last_line=broken.mutant.last_line),
-        source_roots=bench.source_roots, changes=candidate.changes, solution=candidate.solution,
-        visible_tests=candidate.visible, fail_to_pass=f2p, pass_to_pass=p2p, difficulty=difficulty,
+        source_roots=bench.source_roots,
+        changes=candidate.changes,
+        solution=candidate.solution,
+        visible_tests=candidate.visible,
+        fail_to_pass=f2p,
+        pass_to_pass=p2p,
+        difficulty=difficulty,
         licence=bench.licence,
-    )  # fmt: skip
+    )
 
 
 def task_id(candidate: Candidate) -> str:

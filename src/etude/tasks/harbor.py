@@ -108,13 +108,24 @@ def read_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
     except (msgspec.MsgspecError, FileNotFoundError) as e:
         raise UserError(f"{folder} cannot be read ({e}); build the dataset again.") from None
     return Task(
-        id=folder.name, repository=etude.repository, kind=etude.kind, operator=etude.operator,
-        function=etude.function, split=etude.split, instruction=instruction.removesuffix("\n"), focus=etude.focus,
-        source_roots=etude.source_roots, changes=_read_files(folder / "environment/files", texts),
-        solution=_read_files(folder / "solution/files", texts), visible_tests=etude.visible_tests,
-        fail_to_pass=tests.fail_to_pass, pass_to_pass=tests.pass_to_pass, difficulty=etude.difficulty,
-        licence=etude.licence, budget=etude.budget,
-    )  # fmt: skip
+        id=folder.name,
+        repository=etude.repository,
+        kind=etude.kind,
+        operator=etude.operator,
+        function=etude.function,
+        split=etude.split,
+        instruction=instruction.removesuffix("\n"),
+        focus=etude.focus,
+        source_roots=etude.source_roots,
+        changes=_read_files(folder / "environment/files", texts),
+        solution=_read_files(folder / "solution/files", texts),
+        visible_tests=etude.visible_tests,
+        fail_to_pass=tests.fail_to_pass,
+        pass_to_pass=tests.pass_to_pass,
+        difficulty=etude.difficulty,
+        licence=etude.licence,
+        budget=etude.budget,
+    )
 
 
 def write_verifier(root: Path, name: str, python_path: tuple[str, ...], source_roots: tuple[str, ...]) -> None:

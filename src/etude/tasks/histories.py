@@ -141,9 +141,13 @@ def build(past: Past, repository: Path, tasks: Sequence[Task], out: Path) -> int
     """Write `out`/history.msgpack for `tasks` of the repository whose history is `past`. Returns the number of
     commits."""
     paths = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
-    past = replace(past, commits=tuple(
-        replace(commit, tree={path: at for path, at in commit.tree.items() if path in paths}) for commit in past.commits
-    ))  # fmt: skip
+    past = replace(
+        past,
+        commits=tuple(
+            replace(commit, tree={path: at for path, at in commit.tree.items() if path in paths})
+            for commit in past.commits
+        ),
+    )
     present = {path: (repository / path).read_bytes() for path in paths}
     tests = {path for path in paths if functions.is_test(path) or (out / "hidden" / path).is_file()}
     past = _without_credentials(_without_tests(past, {path: present[path] for path in tests}), present)
@@ -156,9 +160,13 @@ def build(past: Past, repository: Path, tasks: Sequence[Task], out: Path) -> int
         before = commit.tree
     stored = _Stored(
         people=tuple(commit.people for commit in past.commits),
-        messages=tuple(commit.message for commit in past.commits), trees=tuple(trees), entries=dict(past.entries),
-        branch=past.branch, origin=past.origin, secrets=secrets,
-    )  # fmt: skip
+        messages=tuple(commit.message for commit in past.commits),
+        trees=tuple(trees),
+        entries=dict(past.entries),
+        branch=past.branch,
+        origin=past.origin,
+        secrets=secrets,
+    )
     (out / FILE).write_bytes(msgspec.msgpack.encode(stored))
     return len(past.commits)
 

@@ -72,11 +72,17 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     modules = [path for path in names if staged[path][0] == git.SUBMODULE]
     options = ("ls-files", "-z", "--others", "--directory", "--no-empty-directory")
     others = clone.demand(*options, within=repository.resolve()).split(b"\0")
-    return _checked(repository, Inventory(
-        files=tuple(sorted({*tracked} - {*excluded})), tracked=True,
-        untracked=tuple(sorted(_named(name.decode("utf-8", "surrogateescape") for name in others if name))),
-        changed=_changed(repository, clone, below, names), absent=tuple(sorted(modules)), excluded=excluded,
-    ))  # fmt: skip
+    return _checked(
+        repository,
+        Inventory(
+            files=tuple(sorted({*tracked} - {*excluded})),
+            tracked=True,
+            untracked=tuple(sorted(_named(name.decode("utf-8", "surrogateescape") for name in others if name))),
+            changed=_changed(repository, clone, below, names),
+            absent=tuple(sorted(modules)),
+            excluded=excluded,
+        ),
+    )
 
 
 def _staged(clone: git.Clone, below: str) -> git.Tree:

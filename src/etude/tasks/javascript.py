@@ -20,11 +20,22 @@ from etude.errors import UserError
 from etude.grading import javascript
 from etude.grading.javascript import is_test_file
 
-_FUNCTIONS = ("function_declaration", "function_expression", "arrow_function", "method_definition",
-              "generator_function_declaration", "generator_function")  # fmt: skip
+_FUNCTIONS = (
+    "function_declaration",
+    "function_expression",
+    "arrow_function",
+    "method_definition",
+    "generator_function_declaration",
+    "generator_function",
+)
 _CLASSES = ("class_declaration", "abstract_class_declaration", "class")
-_NAMED = (("variable_declarator", "name"), ("assignment_expression", "left"), ("pair", "key"),
-          ("field_definition", "property"), ("public_field_definition", "name"))  # fmt: skip
+_NAMED = (
+    ("variable_declarator", "name"),
+    ("assignment_expression", "left"),
+    ("pair", "key"),
+    ("field_definition", "property"),
+    ("public_field_definition", "name"),
+)
 _BRANCHES = ("if_statement", "for_statement", "for_in_statement", "while_statement", "do_statement", "switch_case",
              "catch_clause", "ternary_expression")  # fmt: skip
 _NOT_CODE = frozenset(
@@ -200,12 +211,18 @@ def _function(path: str, node: Any, body: Any, qualname: str) -> JsFunction:
     statements = body.named_children
     lines = body.end_point[0] - body.start_point[0] - 1 if statements else 0
     return JsFunction(
-        path=path, qualname=qualname, first_line=node.start_point[0] + 1, last_line=node.end_point[0] + 1,
+        path=path,
+        qualname=qualname,
+        first_line=node.start_point[0] + 1,
+        last_line=node.end_point[0] + 1,
         body_lines=max(lines, 0),
-        complexity=1 + sum(inner.type in _BRANCHES or _is_logic(inner) for inner in walk(node)), doctest=False,
-        start=node.start_byte, end=node.end_byte, body=(body.start_byte, body.end_byte),
+        complexity=1 + sum(inner.type in _BRANCHES or _is_logic(inner) for inner in walk(node)),
+        doctest=False,
+        start=node.start_byte,
+        end=node.end_byte,
+        body=(body.start_byte, body.end_byte),
         statements=" ".join(leaf.text.decode() for leaf in walk(body) if leaf.child_count == 0),
-    )  # fmt: skip
+    )
 
 
 def _is_logic(node: Any) -> bool:
@@ -307,12 +324,20 @@ def _shuffle_lines(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None
 
 OPERATORS: dict[str, Operator] = {
     "remove_loop": _remove("for_statement", "for_in_statement", "while_statement", "do_statement"),
-    "remove_cond": _remove("if_statement", "switch_statement"), "remove_assign": _remove("expression_statement"),
-    "remove_wrapper": _remove("try_statement"), "remove_return": _remove("return_statement"),
-    "invert_if": _invert_if, "shuffle_lines": _shuffle_lines, "op_change": _binary(_CHANGE),
-    "op_flip": _binary(_FLIP), "op_swap": _op_swap, "op_break_chain": _op_break_chain, "op_const": _op_const,
-    "negate_cond": _negate_cond, "bool_flip": _bool_flip,
-}  # fmt: skip
+    "remove_cond": _remove("if_statement", "switch_statement"),
+    "remove_assign": _remove("expression_statement"),
+    "remove_wrapper": _remove("try_statement"),
+    "remove_return": _remove("return_statement"),
+    "invert_if": _invert_if,
+    "shuffle_lines": _shuffle_lines,
+    "op_change": _binary(_CHANGE),
+    "op_flip": _binary(_FLIP),
+    "op_swap": _op_swap,
+    "op_break_chain": _op_break_chain,
+    "op_const": _op_const,
+    "negate_cond": _negate_cond,
+    "bool_flip": _bool_flip,
+}
 
 
 def broken(source: str, function: JsFunction, options: BuildConfig) -> list[MutationCandidate]:
@@ -367,10 +392,15 @@ def _apply(source: str, function: JsFunction, operator: str, edits: tuple[ByteEd
     if not languages.parses(whole.decode(), language) or languages.same_syntax(whole.decode(), source, language):
         return None
     return Mutant(
-        operator=operator, source=source, edits=ordered, original=original, snippet=snippet,
-        first_line=function.first_line, last_line=function.first_line + snippet.count("\n"),
+        operator=operator,
+        source=source,
+        edits=ordered,
+        original=original,
+        snippet=snippet,
+        first_line=function.first_line,
+        last_line=function.first_line + snippet.count("\n"),
         body_line=function.first_line + 1,
-    )  # fmt: skip
+    )
 
 
 def _with_its_lines(data: bytes, edit: ByteEdit) -> ByteEdit:

@@ -82,10 +82,26 @@ def _joined(parts: Sequence[Dataset]) -> MixedDataset:
     ]
     name, first = " + ".join(part.name for part in parts), parts[0]
     manifest = Manifest(
-        format=FORMAT, name=name, licence="", licence_source="", seed=first.manifest.seed, python_path=(),
-        source_roots=(), visible="", options={}, counts={}, digests={},
-    )  # fmt: skip
+        format=FORMAT,
+        name=name,
+        licence="",
+        licence_source="",
+        seed=first.manifest.seed,
+        python_path=(),
+        source_roots=(),
+        visible="",
+        options={},
+        counts={},
+        digests={},
+    )
     return MixedDataset(
-        root=first.root, name=name, repository=first.repository, site=first.site, hidden=first.hidden,
-        tasks=tuple(tasks), manifest=manifest, sources=tuple(parts), weights={},
-    )  # fmt: skip
+        root=first.root,
+        name=name,
+        repository=first.repository,
+        site=first.site,
+        hidden=first.hidden,
+        tasks=tuple(tasks),
+        manifest=manifest,
+        sources=tuple(parts),
+        weights={},
+    )

@@ -29,9 +29,13 @@ class MultiFunctionChange:
 
 
 def find(
-    repository: Path, sources: Mapping[str, str], functions: Sequence[Function], callers: Mapping[str, set[str]],
-    modules: Sequence[str], options: BuildConfig,
-) -> list[MultiFunctionChange]:  # fmt: skip
+    repository: Path,
+    sources: Mapping[str, str],
+    functions: Sequence[Function],
+    callers: Mapping[str, set[str]],
+    modules: Sequence[str],
+    options: BuildConfig,
+) -> list[MultiFunctionChange]:
     """Changes of the kinds in `options.kinds`, of each at most twice an equal share of `max_tasks`, by the seed."""
     share = max(1, options.max_tasks // len(options.kinds))
     made = {
@@ -88,9 +92,12 @@ def _features(
 
 
 def _commits(
-    repository: Path, sources: Mapping[str, str], functions: Sequence[Function], callers: Mapping[str, set[str]],
+    repository: Path,
+    sources: Mapping[str, str],
+    functions: Sequence[Function],
+    callers: Mapping[str, set[str]],
     modules: Sequence[str],
-) -> Iterator[MultiFunctionChange]:  # fmt: skip
+) -> Iterator[MultiFunctionChange]:
     by_id = {function.id: function for function in functions}
     everything = {test for tests in callers.values() for test in tests}
     for reversal in commits.reversals(repository, sources, functions, modules):

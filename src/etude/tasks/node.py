@@ -83,11 +83,15 @@ async def prepare(
         return tuple((command, text) for command, text in outputs if text is not None)
 
     kit = Kit(
-        repository=named, language="JavaScript", files=layout.files,
+        repository=named,
+        language="JavaScript",
+        files=layout.files,
         given="packages of npm are meant, as name@range; their scripts do not run",
-        goals=tuple(_goals(whole, layout, modules)), rules=lambda tries: _by_rules(whole, layout, modules, tries),
-        usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)], reach=reach,
-    )  # fmt: skip
+        goals=tuple(_goals(whole, layout, modules)),
+        rules=lambda tries: _by_rules(whole, layout, modules, tries),
+        usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)],
+        reach=reach,
+    )
     how = "rules" if options.bootstrap == "declared" else options.bootstrap
     return await bootstrap.try_out(repository, work, how, kit), callers
 

@@ -69,9 +69,12 @@ async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, prog
 
 
 async def _probe(
-    bench: Bench, targets: Sequence[Target], programs: Sequence[Iterator[Candidate]], rejected: Counter[str],
+    bench: Bench,
+    targets: Sequence[Target],
+    programs: Sequence[Iterator[Candidate]],
+    rejected: Counter[str],
     progress: Progress,
-) -> None:  # fmt: skip
+) -> None:
     """Try programs in waves until there are `max_tasks` good ones. A wave holds one program of every function that
     still needs one, so what is tried does not depend on timing."""
     options = bench.options
@@ -128,9 +131,13 @@ def _programs(
             copies[leaks.place(target.function.path, worst.original_body, worst.body)] += 1
             continue
         yield Candidate(
-            function=target.function, broken=broken, split=target.split, visible=target.visible,
-            hidden=target.hidden, leak=leak,
-        )  # fmt: skip
+            function=target.function,
+            broken=broken,
+            split=target.split,
+            visible=target.visible,
+            hidden=target.hidden,
+            leak=leak,
+        )
 
 
 def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:

@@ -135,10 +135,14 @@ def _settings(source: str, values: dict[str, Any]) -> PytestSettings:
 
     options, dropped = _filtered(listed("addopts"))
     return PytestSettings(
-        source=source, kept=tuple((name, listed(name)) for name in _KEPT if listed(name)), options=options,
-        testpaths=_folders(listed("testpaths")), python_files=listed("python_files"),
-        pythonpath=_folders(listed("pythonpath")), dropped=dropped,
-    )  # fmt: skip
+        source=source,
+        kept=tuple((name, listed(name)) for name in _KEPT if listed(name)),
+        options=options,
+        testpaths=_folders(listed("testpaths")),
+        python_files=listed("python_files"),
+        pythonpath=_folders(listed("pythonpath")),
+        dropped=dropped,
+    )
 
 
 def _words(text: str) -> list[str]:

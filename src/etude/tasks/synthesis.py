@@ -43,9 +43,14 @@ def by_command(command: str) -> Writer:
 
 
 async def write(
-    sandbox: Sandbox, image: Image, functions: Sequence[Function], sources: Mapping[str, str], writer: Writer,
-    folder: Path, seed: int,
-) -> dict[str, set[str]]:  # fmt: skip
+    sandbox: Sandbox,
+    image: Image,
+    functions: Sequence[Function],
+    sources: Mapping[str, str],
+    writer: Writer,
+    folder: Path,
+    seed: int,
+) -> dict[str, set[str]]:
     """Function id -> tests that were written for it and kept. Their files are in `folder`, which must not exist."""
     files: dict[str, tuple[str, list[str]]] = {}
     for function in functions:

@@ -57,10 +57,16 @@ def export_adapters(store: Store, version: int, base: Path, out: Path, trust: Tr
     layers = sorted(name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN))
     rank = len(tensors[layers[0] + DOWN])
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True,
-        "r": rank, "lora_alpha": manifest.adapted.scale * rank, "lora_dropout": 0.0, "bias": "none",
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": manifest.adapted.scale * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
         "target_modules": _targets(model, layers),
-    }  # fmt: skip
+    }
     partial = out.with_name(f".{out.name}.incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     try:

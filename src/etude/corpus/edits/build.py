@@ -28,9 +28,12 @@ Progress = Callable[[str, int, int], None]
 
 
 def build(
-    training: Sequence[str], held_out: Sequence[str], output: Path, options: EditTableConfig,
+    training: Sequence[str],
+    held_out: Sequence[str],
+    output: Path,
+    options: EditTableConfig,
     progress: Progress | None = None,
-) -> tuple[list[Example], list[Example]]:  # fmt: skip
+) -> tuple[list[Example], list[Example]]:
     """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md. Raises UserError for a
     repository that cannot be used or is on both sides, and if nothing comes of them; then nothing is left behind."""
     if output.exists():
@@ -52,11 +55,17 @@ def build(
         raise UserError("no edit could be made of these repositories: give ones with more code, or a history")
     clean, tested = tables.weighted(clean), tables.weighted(tested)
     history = EditBuildLog(
-        repositories=tuple((r.name, r.licence, r.licence_source, r.origin, len(r.texts), len(r.changes)) for r in
-                           [*read_all, *tests]),
-        held_out=tuple(r.name for r in tests), without_syntax=dict(missing), near_duplicates=duplicates + copies,
-        contaminated=flagged, worst_overlap=worst, tried=counter["tried"], kept=counter["kept"],
-    )  # fmt: skip
+        repositories=tuple(
+            (r.name, r.licence, r.licence_source, r.origin, len(r.texts), len(r.changes)) for r in [*read_all, *tests]
+        ),
+        held_out=tuple(r.name for r in tests),
+        without_syntax=dict(missing),
+        near_duplicates=duplicates + copies,
+        contaminated=flagged,
+        worst_overlap=worst,
+        tried=counter["tried"],
+        kept=counter["kept"],
+    )
     _write(output, clean, tested, card(clean, tested, options, history))
     return clean, tested
 
@@ -130,9 +139,13 @@ class _EditDraw:
 
 
 def _drawn(
-    repositories: Sequence[Repository], options: EditTableConfig, most: int, wanted: int | None, counter: Counter[str],
+    repositories: Sequence[Repository],
+    options: EditTableConfig,
+    most: int,
+    wanted: int | None,
+    counter: Counter[str],
     report: Progress,
-) -> list[Example]:  # fmt: skip
+) -> list[Example]:
     """Real edits first, then synthetic ones in their ratio, then sketches that change nothing. `wanted` is the number
     of examples of an evaluation; None draws training examples in the ratios of `options`."""
     draw = _EditDraw(most, random.Random(f"{options.seed}/{most}/{wanted}"), counter)

@@ -49,9 +49,15 @@ def _drawn_size(most: int, rng: random.Random) -> int:
 
 
 def pair(
-    repository: Repository, path: str, language: str, kind: str, before: str, after: str, subject: str,
+    repository: Repository,
+    path: str,
+    language: str,
+    kind: str,
+    before: str,
+    after: str,
+    subject: str,
     rng: random.Random,
-) -> Example | None:  # fmt: skip
+) -> Example | None:
     """An edit with a sketch drawn for it; None if no sketch determines it."""
     if not after.strip() or not before.strip():
         return None
@@ -64,16 +70,33 @@ def pair(
 
 
 def _row(
-    repository: Repository, path: str, language: str, kind: str, before: str, after: str, drawn: sketch.Sketch,
+    repository: Repository,
+    path: str,
+    language: str,
+    kind: str,
+    before: str,
+    after: str,
+    drawn: sketch.Sketch,
     instruction: str,
-) -> Example:  # fmt: skip
+) -> Example:
     lines = max(before.count("\n"), after.count("\n"))
     return Example(
         id=hashlib.blake2b("\0".join((before, drawn.text, after)).encode(), digest_size=8).hexdigest(),
-        repository=repository.name, licence=repository.licence, origin=repository.origin, path=path, language=language,
-        kind=kind, noise=drawn.noise, merges=drawn.merges, instruction=instruction, file=before, sketch=drawn.text,
-        result=after, lines=lines, fraction=changed_fraction(before, after),
-    )  # fmt: skip
+        repository=repository.name,
+        licence=repository.licence,
+        origin=repository.origin,
+        path=path,
+        language=language,
+        kind=kind,
+        noise=drawn.noise,
+        merges=drawn.merges,
+        instruction=instruction,
+        file=before,
+        sketch=drawn.text,
+        result=after,
+        lines=lines,
+        fraction=changed_fraction(before, after),
+    )
 
 
 def changed_fraction(before: str, after: str) -> float:

@@ -150,8 +150,17 @@ def _head(clone: git.Clone) -> Iterator[Text]:
 
 def _commits(clone: git.Clone) -> Iterator[FileChange]:
     """Files that a commit without a second parent modified, newest first."""
-    log = clone.demand("log", "--no-merges", "--no-renames", "--diff-filter=M", "--raw", "--no-abbrev",
-                       f"--max-count={MAX_COMMITS}", "--format=%x00%s", "-z").decode(errors="replace")  # fmt: skip
+    log = clone.demand(
+        "log",
+        "--no-merges",
+        "--no-renames",
+        "--diff-filter=M",
+        "--raw",
+        "--no-abbrev",
+        f"--max-count={MAX_COMMITS}",
+        "--format=%x00%s",
+        "-z",
+    ).decode(errors="replace")
     rows: list[tuple[str, str, str, str]] = []
     subject = ""
     fields = iter(log.split("\0"))

@@ -16,13 +16,73 @@ _OPERATORS = {"==": "!=", "!=": "==", "<=": "<", ">=": ">", "<": "<=", ">": ">="
               " and ": " or ", " or ": " and ", "&&": "||", "||": "&&"}  # fmt: skip
 _OPERATOR = re.compile("|".join(re.escape(o) for o in sorted(_OPERATORS, key=len, reverse=True)))
 _WORDS = frozenset(keyword.kwlist) | frozenset(
-    ("var", "let", "const", "function", "return", "this", "new", "null", "undefined", "true", "false", "typeof",
-     "instanceof", "export", "default", "import", "from", "class", "extends", "async", "await", "public", "private",
-     "protected", "static", "final", "void", "int", "char", "long", "double", "float", "boolean", "string", "package",
-     "throws", "throw", "try", "catch", "finally", "switch", "case", "break", "continue", "struct", "typedef",
-     "unsigned", "sizeof", "func", "type", "interface", "map", "range", "defer", "chan", "nil", "self", "cls", "super",
-     "print", "include", "define", "ifdef", "endif")
-)  # fmt: skip
+    (
+        "var",
+        "let",
+        "const",
+        "function",
+        "return",
+        "this",
+        "new",
+        "null",
+        "undefined",
+        "true",
+        "false",
+        "typeof",
+        "instanceof",
+        "export",
+        "default",
+        "import",
+        "from",
+        "class",
+        "extends",
+        "async",
+        "await",
+        "public",
+        "private",
+        "protected",
+        "static",
+        "final",
+        "void",
+        "int",
+        "char",
+        "long",
+        "double",
+        "float",
+        "boolean",
+        "string",
+        "package",
+        "throws",
+        "throw",
+        "try",
+        "catch",
+        "finally",
+        "switch",
+        "case",
+        "break",
+        "continue",
+        "struct",
+        "typedef",
+        "unsigned",
+        "sizeof",
+        "func",
+        "type",
+        "interface",
+        "map",
+        "range",
+        "defer",
+        "chan",
+        "nil",
+        "self",
+        "cls",
+        "super",
+        "print",
+        "include",
+        "define",
+        "ifdef",
+        "endif",
+    )
+)
 _PARTS = (
     "value", "item", "index", "count", "result", "options", "name", "state", "buffer", "entry", "offset", "limit",
     "handler", "target", "context", "config", "data", "key", "node", "length", "total", "source", "message",
@@ -152,8 +212,11 @@ def _argument(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | Non
     match = rng.choice(list(re.finditer(r"(\w\()([^()]*)\)", lines[at])))
     new = rng.choice((_fresh(rng, "a"), str(rng.randrange(10))))
     inside = f"{match.group(2)}, {new}" if match.group(2).strip() else new
-    return [*lines[:at], lines[at][: match.start()] + match.group(1) + inside + ")" + lines[at][match.end() :],
-            *lines[at + 1 :]]  # fmt: skip
+    return [
+        *lines[:at],
+        lines[at][: match.start()] + match.group(1) + inside + ")" + lines[at][match.end() :],
+        *lines[at + 1 :],
+    ]
 
 
 def _wrap(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:

@@ -35,9 +35,11 @@ _OPERATOR = {"and": "and_", "or": "or_"}
 # Names that plain values have as well: an object can pose as one only by them.
 PLAIN_NAMES = frozenset(name for kind in (*_CONTENT, complex, range) for name in dir(kind) if not name.startswith("__"))
 _STANDARD = ("builtins", "itertools", "functools", "collections", "re", "types")
-_KNOWN = {kind.__name__: kind for kind in vars(types).values() if isinstance(kind, type)} | {
-    kind.__name__: kind for kind in (map, filter, zip, enumerate, reversed, memoryview, functools.partial)
-} | {kind.__name__: kind for kind in vars(itertools).values() if isinstance(kind, type)}  # fmt: skip
+_KNOWN = (
+    {kind.__name__: kind for kind in vars(types).values() if isinstance(kind, type)}
+    | {kind.__name__: kind for kind in (map, filter, zip, enumerate, reversed, memoryview, functools.partial)}
+    | {kind.__name__: kind for kind in vars(itertools).values() if isinstance(kind, type)}
+)
 
 
 class RemoteType(type):

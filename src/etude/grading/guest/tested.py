@@ -26,18 +26,60 @@ _HIDDEN = {"__dict__", "__weakref__", "__module__", "__doc__", "__slots__", "__a
 _NAMED_ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 
 OPERATIONS: dict[str, Callable[..., object]] = {
-    **{name: getattr(operator, name) for name in (
-        "eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "lshift",
-        "rshift", "and_", "or_", "xor", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ilshift",
-        "irshift", "iand", "ior", "ixor", "ipow", "neg", "pos", "abs", "invert", "index", "contains", "getitem",
-        "setitem", "delitem")},
+    **{
+        name: getattr(operator, name)
+        for name in (
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "add",
+            "sub",
+            "mul",
+            "matmul",
+            "truediv",
+            "floordiv",
+            "mod",
+            "lshift",
+            "rshift",
+            "and_",
+            "or_",
+            "xor",
+            "iadd",
+            "isub",
+            "imul",
+            "imatmul",
+            "itruediv",
+            "ifloordiv",
+            "imod",
+            "ilshift",
+            "irshift",
+            "iand",
+            "ior",
+            "ixor",
+            "ipow",
+            "neg",
+            "pos",
+            "abs",
+            "invert",
+            "index",
+            "contains",
+            "getitem",
+            "setitem",
+            "delitem",
+        )
+    },
     **{kind.__name__: kind for kind in (bool, int, float, complex, bytes, str)},
-    **{function.__name__: function for function in (
-        len, iter, next, hash, repr, reversed, round, divmod, pow, format, dir)},
+    **{
+        function.__name__: function
+        for function in (len, iter, next, hash, repr, reversed, round, divmod, pow, format, dir)
+    },
     "fspath": lambda value: type(value).__fspath__(value),
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value, *error: type(value).__exit__(value, *error),
-}  # fmt: skip
+}
 
 
 class TestedSide(Wire):

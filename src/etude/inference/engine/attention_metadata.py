@@ -34,9 +34,14 @@ class PagedBatch:
         self.position_N = position_N
 
     def attend(
-        self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float,
+        self,
+        layer: int,
+        query_BHTD: Tensor,
+        key_BKTD: Tensor,
+        value_BKTD: Tensor,
+        scale: float,
         variant: AttentionVariant = PLAIN,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Attention output, [1, H, T, D]; the keys and values go to the cache. On the CPU in float32 whatever the
         weights' type; our kernel there knows no windows and no sinks."""
         dtype = query_BHTD.dtype
@@ -162,9 +167,14 @@ class _Gather:
         return self._seen[window]
 
     def attend(
-        self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float,
+        self,
+        layer: int,
+        query_BHTD: Tensor,
+        key_BKTD: Tensor,
+        value_BKTD: Tensor,
+        scale: float,
         variant: AttentionVariant,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         count, padding = len(self.page_N), query_BHTD.shape[2] - len(self.page_N)
         query, key, value = (x[0, :, :count].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
         keys, values = self.cache.keys[layer], self.cache.values[layer]

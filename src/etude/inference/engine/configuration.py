@@ -26,21 +26,32 @@ def configuration(engine: Engine) -> dict[str, EngineSetting]:
     plain = on_cpu and keys.dtype == torch.float32
     wide = batch_invariant.float32_head(model) and batch_invariant.float32_head(model, gemm.head)
     return {
-        "model": type(model).__name__, "dtype": _name(model.dtype), "keys": _name(keys.dtype),
+        "model": type(model).__name__,
+        "dtype": _name(model.dtype),
+        "keys": _name(keys.dtype),
         "head": "float32" if wide else "narrower than float32",
         "log_softmax": _name(batch_invariant.log_probs(torch.zeros(1, 2, dtype=model.dtype)).dtype),
         "attention": f"paged, blocks of {BLOCK}, {'numba in float32' if plain else 'torch'}",
         "experts": str(getattr(model.config, "_experts_implementation", None) or "none"),
         "matmul": torch.get_float32_matmul_precision(),
-        "batch_invariant": engine.batch_invariant, "one_at_a_time": engine.serial, "prefix_cache": not engine.serial,
-        "cache_mb": config.cache_mb or "auto", "documents_mb": config.documents_mb, "max_length": engine.max_length,
-        "max_batch": config.max_batch, "prefill_tokens": config.prefill_tokens,
-        "speculate": engine.speculate, "routes": engine.routes,
+        "batch_invariant": engine.batch_invariant,
+        "one_at_a_time": engine.serial,
+        "prefix_cache": not engine.serial,
+        "cache_mb": config.cache_mb or "auto",
+        "documents_mb": config.documents_mb,
+        "max_length": engine.max_length,
+        "max_batch": config.max_batch,
+        "prefill_tokens": config.prefill_tokens,
+        "speculate": engine.speculate,
+        "routes": engine.routes,
         "swap": "between steps, running sequences keep their keys",
-        "torch": torch.__version__, "numba": numba.__version__, "threads": torch.get_num_threads(),
-        "device": keys.device.type, "processor": _processor(keys.device),
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "threads": torch.get_num_threads(),
+        "device": keys.device.type,
+        "processor": _processor(keys.device),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-    }  # fmt: skip
+    }
 
 
 def digest_of(settings: Mapping[str, EngineSetting]) -> str:

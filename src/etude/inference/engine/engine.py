@@ -78,9 +78,15 @@ class Engine:
     ValueError for a model whose layers keep no keys and values that it could hold."""
 
     def __init__(
-        self, model: PreTrainedModel, config: EngineConfig | None = None, *, version: int = 0,
-        max_length: int | None = None, deterministic: bool = False, routes: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig | None = None,
+        *,
+        version: int = 0,
+        max_length: int | None = None,
+        deterministic: bool = False,
+        routes: bool = False,
+    ) -> None:
         fused.install(model)
         self.model = model
         self.config = config or EngineConfig()
@@ -91,17 +97,26 @@ class Engine:
         self.counters = Counters()
         self.vocab_size = model.config.vocab_size
         self.scheduler = Scheduler(
-            model, self.config, self.counters, serial=self.serial, routes=routes,
+            model,
+            self.config,
+            self.counters,
+            serial=self.serial,
+            routes=routes,
             max_length=min(max_length or 2**31, model.config.max_position_embeddings),
-        )  # fmt: skip
+        )
         self.cache, self.documents = self.scheduler.cache, self.scheduler.documents
         self.max_length = self.cache.max_length
         # Deterministic mode is about bits, and those depend on the size of a pass.
         self.speculate = self.config.speculate and not deterministic
         self.runner = Runner(
-            model, self.cache, self.scheduler.states, self.counters, serial=self.serial, routes=routes,
+            model,
+            self.cache,
+            self.scheduler.states,
+            self.counters,
+            serial=self.serial,
+            routes=routes,
             speculate=self.speculate,
-        )  # fmt: skip
+        )
         self.last_pause = 0.0
         self.on_failure: Callable[[], None] = lambda: None
         self._arrived: list[RunningSequence] = []  # submitted from any thread; under the lock

@@ -28,9 +28,16 @@ _curves: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], Cos
 
 
 def logits_of(
-    model: PreTrainedModel, cache: PagedCache, table: np.ndarray, ids_N: np.ndarray, slot_N: np.ndarray,
-    position_N: np.ndarray, sampled_S: np.ndarray, alone: bool = False, routes: bool = False,
-) -> Tensor:  # fmt: skip
+    model: PreTrainedModel,
+    cache: PagedCache,
+    table: np.ndarray,
+    ids_N: np.ndarray,
+    slot_N: np.ndarray,
+    position_N: np.ndarray,
+    sampled_S: np.ndarray,
+    alone: bool = False,
+    routes: bool = False,
+) -> Tensor:
     """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys and values go to the cache. `routes`: its
     expert ids, too. `alone`: no padding, so that the bits are those of a plain pass over these tokens. In
     batch-invariant mode (`etude.models.batch_invariant`) those of a token are the same in any pass."""
@@ -73,7 +80,7 @@ class PromptScores(NamedTuple):
 
 def score(
     model: PreTrainedModel, like: PagedCache, ids: Sequence[int], top: int = 0, *, alone: bool = False
-) -> PromptScores:  # fmt: skip
+) -> PromptScores:
     """Log-probabilities, float32 [T - 1], of `ids` [T] but the first, each given those before it, at temperature 1;
     with `top`, the most probable tokens beside each. One pass as `logits_of` makes them, over keys and values of its
     own: nothing is read from the cache `like`, nor left there. May be called between two passes of an engine."""
@@ -96,9 +103,12 @@ def _scratch(like: PagedCache, tokens: int) -> PagedCache:
     """An empty cache of the same kind for one sequence of so many tokens."""
     blocks = max(2, -(-tokens // BLOCK))
     return PagedCache(
-        like.kept, num_bytes=blocks * like.page_bytes, max_length=blocks * BLOCK, dtype=like.keys.dtype,
+        like.kept,
+        num_bytes=blocks * like.page_bytes,
+        max_length=blocks * BLOCK,
+        dtype=like.keys.dtype,
         device=like.keys.device,
-    )  # fmt: skip
+    )
 
 
 def cost_curve(model: PreTrainedModel, cache: PagedCache) -> CostCurve:

@@ -22,9 +22,13 @@ _STEPS = 1000  # more than the trial takes
 
 
 def load_engine(
-    folder: Path | str, config: EngineConfig, *, max_length: int | None = None, deterministic: bool = False,
+    folder: Path | str,
+    config: EngineConfig,
+    *,
+    max_length: int | None = None,
+    deterministic: bool = False,
     routes: bool = False,
-) -> Engine:  # fmt: skip
+) -> Engine:
     """An engine on the model of a Hugging Face folder, not started. Raises UserError: for a folder that cannot be
     loaded, a cache that does not hold `max_length` tokens, and an architecture that the engine does not compute."""
     root = Path(folder)

@@ -199,9 +199,14 @@ class SequenceStates:
         return self._ended(slot_N)
 
     def extend(
-        self, slot_N: np.ndarray, starts: np.ndarray, counts: np.ndarray, ids_S: np.ndarray, log_probs_S: np.ndarray,
+        self,
+        slot_N: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        ids_S: np.ndarray,
+        log_probs_S: np.ndarray,
         version: int,
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         """Note `counts[n]` sampled tokens, from `starts[n]` on, per slot; bool [N], true where the sequence ends with
         the last of them."""
         for slot, start, count in zip(slot_N.tolist(), starts.tolist(), counts.tolist(), strict=True):

@@ -42,9 +42,16 @@ class Runner:
     time. `routes`: the experts of every token are kept."""
 
     def __init__(
-        self, model: PreTrainedModel, cache: PagedCache, states: SequenceStates, counters: Counters, *, serial: bool,
-        routes: bool, speculate: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        states: SequenceStates,
+        counters: Counters,
+        *,
+        serial: bool,
+        routes: bool,
+        speculate: bool,
+    ) -> None:
         self._model, self._cache, self._states, self._counters = model, cache, states, counters
         self._serial, self._routes = serial, routes
         self.speculation = Speculation(lambda: cost_curve(model, cache)) if speculate else None
@@ -97,9 +104,16 @@ class Runner:
         sampled_S = np.concatenate([np.arange(decoded), ends[batch.complete]])
         ids_N, slot_N, position_N = np.concatenate(ids), np.concatenate(slots), np.concatenate(positions)
         logits_SV = logits_of(
-            self._model, self._cache, self._states.table, ids_N, slot_N, position_N, sampled_S, alone=self._serial,
+            self._model,
+            self._cache,
+            self._states.table,
+            ids_N,
+            slot_N,
+            position_N,
+            sampled_S,
+            alone=self._serial,
             routes=self._routes,
-        )  # fmt: skip
+        )
         if not len(sampled_S):
             return None
         states, sequences = self._states, [*decoding, *prompts]
@@ -108,9 +122,13 @@ class Runner:
         top_S = self._process(logits_SV, sequences, count_R)
         # The token after position p is drawn with (seed, p + 1).
         draws = sample(
-            logits_SV, states.temperature[slot_S], states.top_p[slot_S], states.seed[slot_S], position_N[sampled_S] + 1,
+            logits_SV,
+            states.temperature[slot_S],
+            states.top_p[slot_S],
+            states.seed[slot_S],
+            position_N[sampled_S] + 1,
             top_S,
-        )  # fmt: skip
+        )
         self._force(slot_S, position_N[sampled_S] + 1, logits_SV, *draws[:2])
         return Drawn(sequences, drafts, count_R, *draws)
 

@@ -37,9 +37,13 @@ class Draws(NamedTuple):
 
 
 def sample(
-    logits_NV: Tensor, temperature_N: np.ndarray, top_p_N: np.ndarray, seed_N: np.ndarray, position_N: np.ndarray,
+    logits_NV: Tensor,
+    temperature_N: np.ndarray,
+    top_p_N: np.ndarray,
+    seed_N: np.ndarray,
+    position_N: np.ndarray,
     top_N: Mapping[int, int] | None = None,
-) -> Draws:  # fmt: skip
+) -> Draws:
     """N draws. A margin says how far a draw was
     from another token: at temperature 0 the log-probability above the second best, else the distance of the random
     number from the ends of the token's interval, in probability. `top_N` asks for the most probable tokens of some

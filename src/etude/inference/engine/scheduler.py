@@ -53,9 +53,15 @@ class Scheduler:
     sequence at a time, and nothing is shared between sequences."""
 
     def __init__(
-        self, model: PreTrainedModel, config: EngineConfig, counters: Counters, *, max_length: int, serial: bool,
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        counters: Counters,
+        *,
+        max_length: int,
+        serial: bool,
         routes: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         device = next(model.parameters()).device
         kept = measured(model)
         self.cache = PagedCache(
@@ -256,9 +262,15 @@ class Scheduler:
         if request.routes_from is not None and self.cache.experts is not None and ids:
             routes = self.cache.routes(sequence.pages, request.routes_from, len(request.prompt) + len(ids) - 1)
         return Generation(
-            ids=ids, logprobs=log_probs, versions=versions, finish_reason=reason, routes=routes,
+            ids=ids,
+            logprobs=log_probs,
+            versions=versions,
+            finish_reason=reason,
+            routes=routes,
             kv_version=sequence.kv_version,
-            cached_tokens=sequence.cached, cached_document_tokens=sequence.cached_documents,
+            cached_tokens=sequence.cached,
+            cached_document_tokens=sequence.cached_documents,
             recipe=RECIPE if request.documents else "",
-            accepted_draft_tokens=accepted, rejected_draft_tokens=rejected,
-        )  # fmt: skip
+            accepted_draft_tokens=accepted,
+            rejected_draft_tokens=rejected,
+        )

@@ -37,9 +37,13 @@ _MESSAGES = frozenset({
     "top_p", "top_k", "thinking", "output_format", "output_config",
 })  # fmt: skip
 _MESSAGES_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "container": (), "mcp_servers": ([],), "context_management": (), "inference_geo": (), "speed": ("standard",),
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": (),
+    "inference_geo": (),
+    "speed": ("standard",),
     "cache_control": ({"type": "ephemeral"},),
-}  # fmt: skip
+}
 
 
 class Conversations(dict[str, list[Message]]):
@@ -142,10 +146,15 @@ def _chat_of_responses(fields: Mapping[str, Any], request: AgentRequest) -> Chat
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     reasoning = fields.get("reasoning") or {}
     return _chat(
-        request, temperature=fields.get("temperature"), top_p=fields.get("top_p"), user=fields.get("user"),
-        tool_choice=choice, parallel_tool_calls=fields.get("parallel_tool_calls"), response_format=form,
+        request,
+        temperature=fields.get("temperature"),
+        top_p=fields.get("top_p"),
+        user=fields.get("user"),
+        tool_choice=choice,
+        parallel_tool_calls=fields.get("parallel_tool_calls"),
+        response_format=form,
         reasoning_effort=reasoning.get("effort"),
-    )  # fmt: skip
+    )
 
 
 def _chat_of_messages(fields: dict[str, Any], done: frozenset[str]) -> tuple[AgentRequest, ChatBody]:
@@ -165,19 +174,28 @@ def _chat_of_messages(fields: dict[str, Any], done: frozenset[str]) -> tuple[Age
         if form is not None:
             form = {"type": form["type"], "json_schema": {"schema": form["schema"]}}
         body = _chat(
-            request, temperature=fields.get("temperature"), top_p=fields.get("top_p"), top_k=fields.get("top_k"),
-            tool_choice=forced, parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
-            response_format=form, reasoning_effort=config.get("effort"),
-        )  # fmt: skip
+            request,
+            temperature=fields.get("temperature"),
+            top_p=fields.get("top_p"),
+            top_k=fields.get("top_k"),
+            tool_choice=forced,
+            parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+            response_format=form,
+            reasoning_effort=config.get("effort"),
+        )
     return request, body
 
 
 def _chat(request: AgentRequest, **options: Any) -> ChatBody:
     """A request as a chat. Raises Refusal."""
     fields = {
-        "model": request.model, "messages": list(request.messages), "tools": list(request.tools) or None,
-        "stop": list(request.stops) or None, "max_tokens": request.max_tokens, **options,
-    }  # fmt: skip
+        "model": request.model,
+        "messages": list(request.messages),
+        "tools": list(request.tools) or None,
+        "stop": list(request.stops) or None,
+        "max_tokens": request.max_tokens,
+        **options,
+    }
     body = ChatBody.of(fields)
     body.check()
     return body

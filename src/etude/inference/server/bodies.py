@@ -42,9 +42,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that other servers understand and this one does not, with the values (besides null) that change nothing."""
 
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (), "add_special_tokens": (False,),
-}  # fmt: skip
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (),
+    "add_special_tokens": (False,),
+}
 _COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {"top_logprobs": (), "tools": ([],), "tool_choice": ("none", "auto")}
 
 HARMLESS = frozenset({
@@ -156,12 +160,18 @@ class Body(msgspec.Struct, kw_only=True):
         except ValueError:
             raise invalid("the keys of logit_bias are token ids", "logit_bias") from None
         return SamplingParams(
-            top_k=max(0, self.top_k or 0), min_p=self.min_p or 0.0, presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0, logit_bias=bias, bad_words=bad_words,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=bias,
+            bad_words=bad_words,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             allowed=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            min_tokens=self.min_tokens or 0, grammar=grammar, top_logprobs=top_logprobs,
-        )  # fmt: skip
+            min_tokens=self.min_tokens or 0,
+            grammar=grammar,
+            top_logprobs=top_logprobs,
+        )
 
     @property
     def mass(self) -> float:

@@ -96,10 +96,16 @@ class Chats:
         prompt, documents = await asyncio.to_thread(self.encoded, body, renderer, tools)
         limit = first(body.max_completion_tokens, body.max_tokens, model.engine.max_length)
         choices = await model.choices(
-            body, prompt, limit, seed=body.first_seed, top_logprobs=body.top_logprobs or 0, documents=documents,
-            grammar=grammar, stops=body.stops,
+            body,
+            prompt,
+            limit,
+            seed=body.first_seed,
+            top_logprobs=body.top_logprobs or 0,
+            documents=documents,
+            grammar=grammar,
+            stops=body.stops,
             detokenizer=partial(Detokenizer, model.tokenizer) if body.stops else None,
-        )  # fmt: skip
+        )
         length = len(choices[0].sequence.request.prompt)
         turns = [SampledTurn(renderer, length, body.stops, tools) for _ in choices]
         for turn in turns:

@@ -51,9 +51,13 @@ class Choice:
     detokenizer it stays empty, unless there are stop strings. Submits `request`. Raises ValueError or RuntimeError."""
 
     def __init__(
-        self, engine: Engine, request: Request, detokenizer: Detokenizer | None, stops: Sequence[str] = (),
+        self,
+        engine: Engine,
+        request: Request,
+        detokenizer: Detokenizer | None,
+        stops: Sequence[str] = (),
         keep_stop: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.text = ""

@@ -101,10 +101,16 @@ class Completions:
         try:
             for number, prompt in enumerate(prompts):
                 prompt.choices = await self._model.choices(
-                    body, prompt.ids, max_tokens, seed=seed + number * body.count, top_logprobs=body.logprobs or 0,
-                    grammar=grammar, detokenizer=detokenizer, stops=body.stops,
+                    body,
+                    prompt.ids,
+                    max_tokens,
+                    seed=seed + number * body.count,
+                    top_logprobs=body.logprobs or 0,
+                    grammar=grammar,
+                    detokenizer=detokenizer,
+                    stops=body.stops,
                     keep_stop=bool(body.include_stop_str_in_output),
-                )  # fmt: skip
+                )
         except BaseException:
             _abort(prompts)
             raise
@@ -215,10 +221,12 @@ class _Shown:
         for place, (token, logprob, rank) in enumerate(rows):
             best = [(i, p, r) for r, (i, p) in enumerate(scores.tops[place][:count], 1)] if scores.tops else []
             entries = {i: (p, r) for i, p, r in best} | {token: (logprob, rank)}
-            shown.append({
-                str(i): {"logprob": p, "rank": r, "decoded_token": self._model.token(i)}
-                for i, (p, r) in entries.items()
-            })  # fmt: skip
+            shown.append(
+                {
+                    str(i): {"logprob": p, "rank": r, "decoded_token": self._model.token(i)}
+                    for i, (p, r) in entries.items()
+                }
+            )
         return shown
 
 

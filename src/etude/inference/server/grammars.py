@@ -74,8 +74,9 @@ class Grammars:
                 )
                 self._ids = llguidance.LLTokenizer(
                     llguidance.TokenizerWrapper(_PlainTokens(plain, PlainEncoder(self._tokenizer))),
-                    n_vocab=self._vocab_size, eos_token=self._eos or None,
-                )  # fmt: skip
+                    n_vocab=self._vocab_size,
+                    eos_token=self._eos or None,
+                )
         return self._ids
 
     def of_text(self, renderer: Renderer, rule: str) -> str:
@@ -133,10 +134,11 @@ class Grammars:
         is_special = self._vocabulary().is_special_token
         runs = groupby(_turn(renderer, message), key=is_special)
         return "".join(
-            "".join(f"{MARK}{token}{MARK}" for token in run) if special
+            "".join(f"{MARK}{token}{MARK}" for token in run)
+            if special
             else self._tokenizer.decode(list(run), skip_special_tokens=False)
             for special, run in runs
-        )  # fmt: skip
+        )
 
 
 def _turn(renderer: Renderer, message: Mapping[str, Any]) -> list[int]:

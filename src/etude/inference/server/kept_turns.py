@@ -94,12 +94,16 @@ class KeptTurns:
         spans = zip(starts, [*starts[1:], len(versions)], strict=False)
         tokenizer = self._model.tokenizer
         return ServedTokens(
-            prompt_ids=np.array(request.prompt, "<i4").tobytes(), ids=np.array(ids, "<i4").tobytes(),
+            prompt_ids=np.array(request.prompt, "<i4").tobytes(),
+            ids=np.array(ids, "<i4").tobytes(),
             logprobs=np.array(generation.logprobs, "<f4").tobytes(),
             spans=[(low, high, versions[low]) for low, high in spans],
-            temperature=request.temperature, top_p=request.top_p, finish_reason=generation.finish_reason,
-            plain=not request.params.changes_draws and not request.documents, choices=kept.choices,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            finish_reason=generation.finish_reason,
+            plain=not request.params.changes_draws and not request.documents,
+            choices=kept.choices,
             message=msgspec.json.encode(kept.turn.message),
             text=tokenizer.decode(request.prompt, skip_special_tokens=False)
             + tokenizer.decode(ids, skip_special_tokens=False),
-        )  # fmt: skip
+        )

@@ -69,13 +69,14 @@ class OpenAI:
         completions, chats = Completions(self._model), self._chats
         agents, texts = AgentRoutes(self._model, chats), TextRoutes(self._model, chats)
         posts: dict[str, Handler] = {
-            "/v1/completions": completions.answer, "/v1/chat/completions": chats.completions,
-            "/v1/responses": agents.responses, "/v1/apply": self._apply,
-            "/tokenize": texts.tokenize, "/detokenize": texts.detokenize,
-        }  # fmt: skip
-        others: dict[str, Handler] = {
-            "/v1/messages": agents.messages, "/v1/messages/count_tokens": agents.count_tokens
-        }  # fmt: skip
+            "/v1/completions": completions.answer,
+            "/v1/chat/completions": chats.completions,
+            "/v1/responses": agents.responses,
+            "/v1/apply": self._apply,
+            "/tokenize": texts.tokenize,
+            "/detokenize": texts.detokenize,
+        }
+        others: dict[str, Handler] = {"/v1/messages": agents.messages, "/v1/messages/count_tokens": agents.count_tokens}
         named = [(path, partial(_answer, partial(self._named, handler))) for path, handler in posts.items()]
         named += [(path, partial(_answer_anthropic, partial(self._named, handler))) for path, handler in others.items()]
         return [

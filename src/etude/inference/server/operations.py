@@ -56,16 +56,23 @@ class OperationRoutes:
         served = watcher.served
         running, waiting = engine.load
         body: dict[str, object] = {
-            "status": self._status(), "version": served.version, "digest": served.digest,
-            "error": str(engine.failure or watcher.trouble), "repaired_chunks": watcher.repairs,
-            "pid": os.getpid(), "device": self._device, "uptime_seconds": time.monotonic() - self._started,
-            "running": running, "waiting": waiting, "generated_tokens": engine.counters.sampled_tokens,
+            "status": self._status(),
+            "version": served.version,
+            "digest": served.digest,
+            "error": str(engine.failure or watcher.trouble),
+            "repaired_chunks": watcher.repairs,
+            "pid": os.getpid(),
+            "device": self._device,
+            "uptime_seconds": time.monotonic() - self._started,
+            "running": running,
+            "waiting": waiting,
+            "generated_tokens": engine.counters.sampled_tokens,
             "last_pause_ms": engine.last_pause * 1e3,
             **{k: v for k, v in vars(engine.counters).items() if k != "sampled_tokens"},
             "documents": engine.documents.stats(),
             "configuration": self._configuration,
             "configuration_digest": digest_of(self._configuration),
-        }  # fmt: skip
+        }
         if http.query_params.get("verify"):
             async with self._verifying:  # it reads all weights
                 body["digest"] = await asyncio.to_thread(watcher.live_digest)

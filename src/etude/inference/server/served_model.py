@@ -114,10 +114,19 @@ class ServedModel:
         return (DraftSource("prediction", np.array(ids, dtype=np.int32)),)
 
     async def choices(
-        self, body: Body, prompt: list[int], max_tokens: int, *, seed: int, top_logprobs: int = 0,
-        documents: tuple[list[int], ...] = (), grammar: tuple[str, str | None] | None = None,
-        detokenizer: partial[Detokenizer] | None = None, stops: Sequence[str] = (), keep_stop: bool = False,
-    ) -> list[Choice]:  # fmt: skip
+        self,
+        body: Body,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        seed: int,
+        top_logprobs: int = 0,
+        documents: tuple[list[int], ...] = (),
+        grammar: tuple[str, str | None] | None = None,
+        detokenizer: partial[Detokenizer] | None = None,
+        stops: Sequence[str] = (),
+        keep_stop: bool = False,
+    ) -> list[Choice]:
         """Submits the `n` answers to a prompt. Raises ValueError, RuntimeError or Refusal."""
         matchers: list[GrammarMatcher | None] = [None] * body.count
         if grammar is not None:
@@ -129,10 +138,17 @@ class ServedModel:
         try:
             for number, matcher in enumerate(matchers):
                 request = Request(
-                    ids=prompt, max_tokens=max_tokens, temperature=first_given(body.temperature, 1.0), top_p=body.mass,
-                    stop=stop, seed=seed + number, session=body.user, sources=sources, documents=documents,
+                    ids=prompt,
+                    max_tokens=max_tokens,
+                    temperature=first_given(body.temperature, 1.0),
+                    top_p=body.mass,
+                    stop=stop,
+                    seed=seed + number,
+                    session=body.user,
+                    sources=sources,
+                    documents=documents,
                     params=body.params(matcher, words, top_logprobs),
-                )  # fmt: skip
+                )
                 text = detokenizer() if detokenizer is not None else None
                 found.append(Choice(self.engine, request, text, stops, keep_stop))
         except BaseException:

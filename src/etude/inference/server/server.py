@@ -56,9 +56,12 @@ def run(config: ServerConfig, access: Access = LOOPBACK) -> None:
         name = (*config.served_model_name, Path(config.model).resolve().name)[0]
         with _stage(f"loading {name} on {config.device}, and trying it"):
             engine = load_engine(
-                config.model, config, max_length=config.max_model_len, deterministic=config.deterministic,
+                config.model,
+                config,
+                max_length=config.max_model_len,
+                deterministic=config.deterministic,
                 routes=config.routes,
-            )  # fmt: skip
+            )
         print(f"weights: {described(engine)}", flush=True)
         watcher = _watcher(engine, config)
         engine.start()

@@ -21,10 +21,17 @@ from etude.inference.server.served_model import ServedModel
 from etude.protocol.access import Refusal
 from etude.protocol.guard import decoded
 
-_CHAT = frozenset({
-    "model", "messages", "tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message",
-    "add_generation_prompt",
-})  # fmt: skip
+_CHAT = frozenset(
+    {
+        "model",
+        "messages",
+        "tools",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "continue_final_message",
+        "add_generation_prompt",
+    }
+)
 
 
 class _TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):

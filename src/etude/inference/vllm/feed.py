@@ -27,9 +27,16 @@ DEADLINE = 600.0  # seconds that a version may take from its first sight to bein
 
 
 def feed(
-    url: str, store: Store, relay: str | None = None, public_key: str | None = None, *, once: bool = False,
-    every: float = EVERY, deadline: float = DEADLINE, say: Callable[[str], None] = print,
-) -> int:  # fmt: skip
+    url: str,
+    store: Store,
+    relay: str | None = None,
+    public_key: str | None = None,
+    *,
+    once: bool = False,
+    every: float = EVERY,
+    deadline: float = DEADLINE,
+    say: Callable[[str], None] = print,
+) -> int:
     """Updates the server to every newest version, for ever; with `once` until it serves the newest, which it returns.
     Raises UserError if the server does not answer, or if a version is not live `deadline` seconds after it was seen."""
 

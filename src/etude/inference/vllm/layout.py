@@ -94,9 +94,10 @@ _HELP = "serve unquantised weights on one device with a backend that keeps them 
 
 
 def _load(
-    model: LoadableModel, weights: Iterable[tuple[str, torch.Tensor]],
+    model: LoadableModel,
+    weights: Iterable[tuple[str, torch.Tensor]],
     seen: Callable[[torch.Tensor, torch.Tensor], None],
-) -> None:  # fmt: skip
+) -> None:
     try:
         with torch.no_grad(), _Copies(memory(model), seen):
             model.load_weights(weights)

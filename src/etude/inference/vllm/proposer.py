@@ -49,9 +49,12 @@ class Proposer:
         """Nothing to load; vLLM calls this of every proposer."""
 
     def propose(
-        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray,
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """Drafted tokens per row of `token_ids_cpu`, of any number up to the configured one."""
         return self._drafts.after_pass(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
 
@@ -71,9 +74,13 @@ class SequenceDrafts:
     Raises UserError for a `longest` that vLLM cannot verify."""
 
     def __init__(
-        self, tokenizer: Tokenizer, longest: int, max_length: int, sequences: int,
+        self,
+        tokenizer: Tokenizer,
+        longest: int,
+        max_length: int,
+        sequences: int,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not 1 <= longest <= LONGEST:
             raise UserError(f"num_speculative_tokens is {longest}; vLLM verifies 1 to {LONGEST} tokens per request")
         self._tokenizer, self._longest, self._max_length, self._clock = tokenizer, longest, max_length, clock

@@ -177,9 +177,18 @@ def _keep_plain_on_cpu() -> None:
 
 
 def _experts(
-    self: Any, *, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, apply_router_weight_on_input: bool, **_: Any,
-) -> None:  # fmt: skip
+    self: Any,
+    *,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    apply_router_weight_on_input: bool,
+    **_: Any,
+) -> None:
     """Mixed experts by their definition, from weights as they are published. Shapes: output and hidden_states [T, D],
     w1 [E, 2I, D] (gates before ups), w2 [E, D, I], topk_weights and topk_ids [T, K]."""
     if activation.value != "silu" or self.w1_bias is not None or apply_router_weight_on_input:

@@ -101,9 +101,14 @@ async def check(data: ForeignDataset, progress: Progress) -> dict[str, str]:
         for number, task in enumerate(data.tasks):
             record = data.records[task.id]
             try:
-                await _gates(sandbox, record, data.root / "tasks" / task.id, images.ForeignImage(
-                    data.root / "images" / task.id, images.Layout(record.workdir, record.places), record.environment
-                ))  # fmt: skip
+                await _gates(
+                    sandbox,
+                    record,
+                    data.root / "tasks" / task.id,
+                    images.ForeignImage(
+                        data.root / "images" / task.id, images.Layout(record.workdir, record.places), record.environment
+                    ),
+                )
             except (FolderRefused, BoxError, TimeoutError) as e:
                 failures[task.id] = str(e) or "its box did not answer in time"
             progress("checking tasks", number + 1, len(data.tasks))
@@ -138,11 +143,14 @@ def _divided(trials: Sequence[Trial], heldout_fraction: float) -> Trials:
     ordered = sorted(kept, key=lambda id: blake3.blake3(id.encode()).digest())
     count = max(1, round(heldout_fraction * len(kept))) if heldout_fraction and len(kept) > 1 else 0
     heldout = frozenset(ordered[:count])
-    return Trials(tuple(
-        replace(trial, record=msgspec.structs.replace(trial.record, split="heldout"))
-        if trial.record is not None and trial.record.id in heldout else trial
-        for trial in trials
-    ))  # fmt: skip
+    return Trials(
+        tuple(
+            replace(trial, record=msgspec.structs.replace(trial.record, split="heldout"))
+            if trial.record is not None and trial.record.id in heldout
+            else trial
+            for trial in trials
+        )
+    )
 
 
 async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> ForeignRecord:
@@ -167,10 +175,18 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
 async def _record(sandbox: Sandbox, folder: Folder, id: str, root: Path) -> ForeignRecord:
     made = await images.make(sandbox, folder, root, limits_of(folder.memory_mb))
     record = ForeignRecord(
-        id=id, source=folder.path.name, split="train", workdir=folder.layout.workdir, places=folder.layout.places,
-        environment=made.environment, verifier_environment=folder.verifier_environment, seconds=folder.seconds,
-        memory_mb=folder.memory_mb, allowed=(), licence=folder.licence,
-    )  # fmt: skip
+        id=id,
+        source=folder.path.name,
+        split="train",
+        workdir=folder.layout.workdir,
+        places=folder.layout.places,
+        environment=made.environment,
+        verifier_environment=folder.verifier_environment,
+        seconds=folder.seconds,
+        memory_mb=folder.memory_mb,
+        allowed=(),
+        licence=folder.licence,
+    )
     return await _gates(sandbox, record, folder.path, made)
 
 
@@ -212,10 +228,20 @@ def _save(work: Path, name: str, trials: Trials, bases: Sequence[str]) -> None:
     splits = [record.split for record in trials.kept]
     counts = {"tried": len(trials.trials), "tasks": len(splits), "train": splits.count("train")}
     manifest = dataset.Manifest(
-        format=dataset.FORMAT, name=name, licence="", licence_source="", seed=0, python_path=(), source_roots=(),
-        visible="", options={"base": list(bases)}, counts=counts | {"heldout": splits.count("heldout")}, digests={},
-        kind=KIND, warnings=(DECIDED_INSIDE,),
-    )  # fmt: skip
+        format=dataset.FORMAT,
+        name=name,
+        licence="",
+        licence_source="",
+        seed=0,
+        python_path=(),
+        source_roots=(),
+        visible="",
+        options={"base": list(bases)},
+        counts=counts | {"heldout": splits.count("heldout")},
+        digests={},
+        kind=KIND,
+        warnings=(DECIDED_INSIDE,),
+    )
     dataset.seal(work, manifest)
     (work / "DATACARD.md").write_text(card(name, trials), encoding="utf-8")
 
@@ -230,11 +256,17 @@ def card(name: str, trials: Trials) -> str:
     """DATACARD.md: what the folders are, and why others were left out."""
     kept = [(record.id, record.split, "decided inside", record.licence or "not stated") for record in trials.kept]
     left = [(trial.folder, trial.why) for trial in trials.trials if trial.record is None]
-    return "\n".join([
-        f"# {name}\n", f"Foreign Harbor tasks. {trials.share}.\n", f"**Warning:** {DECIDED_INSIDE}.\n",
-        "## Tasks\n", table(("task", "split", "decided", "licence"), kept),
-        "## Left out\n", table(("folder", "reason"), left) if left else "None.\n",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"# {name}\n",
+            f"Foreign Harbor tasks. {trials.share}.\n",
+            f"**Warning:** {DECIDED_INSIDE}.\n",
+            "## Tasks\n",
+            table(("task", "split", "decided", "licence"), kept),
+            "## Left out\n",
+            table(("folder", "reason"), left) if left else "None.\n",
+        ]
+    )
 
 
 def lines(trials: Trials) -> list[str]:

@@ -98,9 +98,15 @@ def read(root: Path, manifest: Manifest) -> ForeignDataset:
     tasks = tuple(_task(root, manifest.name, record) for record in records)
     empty = root / "hidden"
     return ForeignDataset(
-        root=root, name=manifest.name, repository=empty, site=empty, hidden=empty, tasks=tasks, manifest=manifest,
+        root=root,
+        name=manifest.name,
+        repository=empty,
+        site=empty,
+        hidden=empty,
+        tasks=tasks,
+        manifest=manifest,
         records={record.id: record for record in records},
-    )  # fmt: skip
+    )
 
 
 def _task(root: Path, name: str, record: ForeignRecord) -> Task:
@@ -108,8 +114,20 @@ def _task(root: Path, name: str, record: ForeignRecord) -> Task:
     tree = next((place for place, folder in record.places.items() if not folder), "/workspace")
     where = f"\n\nYou work in {record.workdir}. Paths that tools take are relative to {tree}."
     return Task(
-        id=record.id, repository=name, kind=KIND, operator="", function=record.id, split=record.split,
-        instruction=instruction + where, focus=Focus(path="", first_line=1, last_line=1), source_roots=("",),
-        changes={}, solution={}, visible_tests=(), fail_to_pass=(), pass_to_pass=(), difficulty={"decided": 0.0},
+        id=record.id,
+        repository=name,
+        kind=KIND,
+        operator="",
+        function=record.id,
+        split=record.split,
+        instruction=instruction + where,
+        focus=Focus(path="", first_line=1, last_line=1),
+        source_roots=("",),
+        changes={},
+        solution={},
+        visible_tests=(),
+        fail_to_pass=(),
+        pass_to_pass=(),
+        difficulty={"decided": 0.0},
         licence=record.licence,
-    )  # fmt: skip
+    )

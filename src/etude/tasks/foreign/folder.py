@@ -72,10 +72,16 @@ def load(path: Path, bases: Sequence[str] = ()) -> Folder:
     recipe = read(docker.read_text("utf-8", "replace"), bases)
     where = layout(recipe, instruction)
     return Folder(
-        path=path, instruction=instruction, recipe=recipe, layout=where,
-        seconds=min(MAX_SECONDS, float(verifier.get("timeout_sec") or 600.0)), memory_mb=_memory(environment),
-        environment=_variables(environment), verifier_environment=_variables(verifier), licence=_licence(config),
-    )  # fmt: skip
+        path=path,
+        instruction=instruction,
+        recipe=recipe,
+        layout=where,
+        seconds=min(MAX_SECONDS, float(verifier.get("timeout_sec") or 600.0)),
+        memory_mb=_memory(environment),
+        environment=_variables(environment),
+        verifier_environment=_variables(verifier),
+        licence=_licence(config),
+    )
 
 
 _MISSING = {"solution/solve.sh": "it has no solution/solve.sh, so nothing proves that it can be solved"}

@@ -49,9 +49,13 @@ class ForeignImage:
     def image(self) -> Image:
         """What boxes are made of."""
         return Image(
-            repository=self.root / "tree", site=self.root / "site", changes={},
-            mounts={PROVIDED: self.root / "provided"}, places=self.layout.places, environment=self.environment,
-        )  # fmt: skip
+            repository=self.root / "tree",
+            site=self.root / "site",
+            changes={},
+            mounts={PROVIDED: self.root / "provided"},
+            places=self.layout.places,
+            environment=self.environment,
+        )
 
 
 async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> ForeignImage:
