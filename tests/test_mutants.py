@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.code.mutate import ByteEdit, Mutant
+from etude.code.mutate import Mutant
+from etude.code.operators import ByteEdit
 from tests.helpers.mutants import Place, drawn, nearest, tried
 
 SOURCE = """def held(a, b):

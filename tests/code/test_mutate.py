@@ -9,6 +9,7 @@ import pytest
 
 from etude.code import functions, mutate
 from etude.code.functions import Function
+from etude.code.operators import OPERATORS
 
 # A function that every operator finds something in, with layout that a parser would not give back.
 SOURCE = '''"""Ümläuts before the function: positions count bytes."""
@@ -54,11 +55,11 @@ def _function(source: str = SOURCE, name: str = "target") -> Function:
 
 
 def test_every_operator_applies() -> None:
-    assert {mutant.operator for mutant in mutate.mutants(SOURCE, _function(), 1)} == set(mutate.OPERATORS)
-    assert len(mutate.OPERATORS) >= 10
+    assert {mutant.operator for mutant in mutate.mutants(SOURCE, _function(), 1)} == set(OPERATORS)
+    assert len(OPERATORS) >= 10
 
 
-@pytest.mark.parametrize("operator", sorted(mutate.OPERATORS))
+@pytest.mark.parametrize("operator", sorted(OPERATORS))
 def test_operator(operator: str) -> None:
     function = _function()
     before = ast.dump(ast.parse(SOURCE))
@@ -101,8 +102,8 @@ def test_same_seed_same_mutants() -> None:
 
 
 def test_operators_take_turns() -> None:
-    first = [mutant.operator for mutant in mutate.mutants(SOURCE, _function(), 1)[: len(mutate.OPERATORS)]]
-    assert sorted(first) == sorted(mutate.OPERATORS)
+    first = [mutant.operator for mutant in mutate.mutants(SOURCE, _function(), 1)[: len(OPERATORS)]]
+    assert sorted(first) == sorted(OPERATORS)
 
 
 def test_removal() -> None:
@@ -129,9 +130,9 @@ def test_fstrings_are_left_alone() -> None:
 
 
 def test_drawn_mutants_follow_the_weights_and_stay_in_a_line() -> None:
-    rng, weights = random.Random(0), dict.fromkeys(mutate.OPERATORS, 1.0)
+    rng, weights = random.Random(0), dict.fromkeys(OPERATORS, 1.0)
     drawn = [mutate.draw(SOURCE, _function(), rng, weights) for _ in range(200)]
-    assert {mutant.operator for mutant in drawn if mutant} == set(mutate.OPERATORS)
+    assert {mutant.operator for mutant in drawn if mutant} == set(OPERATORS)
     drawn = [mutate.draw(SOURCE, _function(), rng, {"op_flip": 1.0, "bool_flip": 0.0}) for _ in range(20)]
     assert {mutant.operator for mutant in drawn if mutant} == {"op_flip"}
     for _ in range(50):

@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import Tokenizer
 
-from etude.code.mutate import OPERATORS
+from etude.code.operators import OPERATORS
 from etude.corpus import dialect
 from etude.corpus.dialect import IDS, SPECIALS
 from etude.corpus.episodes import SHAPES, WEIGHTS, StringEdit, break_function, edit_between, episode, failure

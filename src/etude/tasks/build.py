@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from etude.code import declared, licence, mutate
+from etude.code import declared, licence
 from etude.code import functions as discover
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig
@@ -156,7 +156,7 @@ def read_functions(repo: Path, found: Survey) -> tuple[dict[str, str], list[Unit
 
 def check_operators(options: BuildConfig) -> None:
     """Raises UserError if `options` name a mutation operator that does not exist."""
-    known = {**mutate.OPERATORS, **classes.OPERATORS}
+    known = {**operators.OPERATORS, **classes.OPERATORS}
     if unknown := sorted(set(options.operators) - known.keys()):
         raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(known))}")
 

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from etude.code.functions import FunctionNode
-from etude.code.mutate import SIMPLE, ByteEdit, FunctionBytes, Operator
+from etude.code.operators import SIMPLE, ByteEdit, FunctionBytes, Operator
 
 MIN_COMPLEXITY = 10  # of a class, as SWE-smith has it
 MAX_LINES = 40  # of a method that is removed

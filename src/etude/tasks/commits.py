@@ -15,7 +15,8 @@ from pathlib import Path
 from etude.code import functions as discover
 from etude.code import git
 from etude.code.functions import Function
-from etude.code.mutate import ByteEdit, Mutant, MutationCandidate
+from etude.code.mutate import Mutant, MutationCandidate
+from etude.code.operators import ByteEdit
 from etude.grading import leaks
 
 MAX_COMMITS = 300  # looked at, newest first

@@ -14,7 +14,8 @@ from typing import Any
 from etude.code import extras, languages
 from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout, Unit
-from etude.code.mutate import FLIP, ByteEdit, Mutant, MutationCandidate
+from etude.code.mutate import Mutant, MutationCandidate
+from etude.code.operators import FLIP, ByteEdit
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import javascript

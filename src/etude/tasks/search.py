@@ -10,6 +10,7 @@ from itertools import zip_longest
 from etude.code import mutate
 from etude.code.functions import Function, Unit
 from etude.code.mutate import MutationCandidate
+from etude.code.operators import OPERATORS
 from etude.config import BuildConfig
 from etude.records import Task
 from etude.tasks import gates, javascript
@@ -147,7 +148,7 @@ def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
         return javascript.broken(target.source, function, options)
     assert isinstance(function, Function)
     programs: list[MutationCandidate] = []
-    allowed = set(options.operators or mutate.OPERATORS)
+    allowed = set(options.operators or OPERATORS)
     if "mutation" in options.kinds:
         mutants = mutate.mutants(target.source, function, options.seed)
         programs += [MutationCandidate("mutation", mutant) for mutant in mutants if mutant.operator in allowed]

@@ -26,7 +26,8 @@ import httpx2
 import numpy as np
 
 from etude.code.functions import functions
-from etude.code.mutate import OPERATORS, mutants
+from etude.code.mutate import mutants
+from etude.code.operators import OPERATORS
 from etude.errors import RunFailed, UserError
 from etude.harness.focus import EditError, view_of
 from etude.live.log.records import ulid
