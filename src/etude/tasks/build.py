@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from etude.code import declared, licence
+from etude.code import declared, licence, operators
 from etude.code import functions as discover
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig
