@@ -13,7 +13,8 @@ import importlib
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from etude.errors import RunFailed, UserError
 
@@ -40,9 +41,51 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits: 0, or the command's code; 2 with one sentence for an error that the user can fix, 1 for
     another failure of a run, 130 after Ctrl-C, 141 in silence when the reader of the output has gone (`| head`)."""
+    with _read_to_the_end():
+        if refusal := too_old(sys.version_info[:3]):
+            _fail(refusal)
+        words = list(sys.argv[1:] if argv is None else argv)
+        arguments, rest = command_parser(words).parse_known_args(words)
+        if rest and not arguments.takes_overrides:
+            _fail(f"unexpected argument {rest[0]!r}; see `etude {arguments.command} --help`")
+        from etude.cli import needs
+        from etude.code import extras
+
+        name = f"`etude {needs.name_of(arguments)}`"
+        try:
+            extras.need(name, *needs.extras_of(arguments))
+            code = arguments.run(arguments, rest)
+        except UserError as e:
+            _fail(str(e))
+        except ModuleNotFoundError as e:  # what a configuration asks for, such as a table of edits
+            sentence = extras.lacks(name, e.name or "")
+            if sentence is None:
+                raise
+            _fail(sentence)
+        except PermissionError as e:
+            if e.filename is None:  # a port, a process, a mount: no path
+                raise
+            _fail(f"{e.filename} is not yours to read or write ({e.strerror}): name another path, or change its rights")
+        except OSError as e:
+            if e.errno != errno.ENAMETOOLONG:
+                raise
+            _fail(f"{str(e.filename)[:60]}... is longer than a name may be: name another path")
+        except RunFailed as e:
+            print(f"etude: {e}", file=sys.stderr)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            advice = getattr(arguments, "interrupted", "nothing is left half-written")
+            print(f"\netude: interrupted; {advice}", file=sys.stderr)
+            sys.exit(130)
+        sys.exit(code or 0)
+
+
+@contextmanager
+def _read_to_the_end() -> Iterator[None]:
+    """Exits with READER_GONE if nobody reads what is printed any more."""
     try:
         try:
-            _command(argv)
+            yield
         finally:
             if sys.stdout is not None:  # closed by the caller
                 sys.stdout.flush()
@@ -50,45 +93,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not _reader_gone():  # another pipe: a process of ours died
             raise
         sys.exit(READER_GONE)
-
-
-def _command(argv: Sequence[str] | None) -> None:
-    if refusal := too_old(sys.version_info[:3]):
-        _fail(refusal)
-    words = list(sys.argv[1:] if argv is None else argv)
-    arguments, rest = command_parser(words).parse_known_args(words)
-    if rest and not arguments.takes_overrides:
-        _fail(f"unexpected argument {rest[0]!r}; see `etude {arguments.command} --help`")
-    from etude.cli import needs
-    from etude.code import extras
-
-    name = f"`etude {needs.name_of(arguments)}`"
-    try:
-        extras.need(name, *needs.extras_of(arguments))
-        code = arguments.run(arguments, rest)
-    except UserError as e:
-        _fail(str(e))
-    except ModuleNotFoundError as e:  # what a configuration asks for, such as a table of edits
-        sentence = extras.lacks(name, e.name or "")
-        if sentence is None:
-            raise
-        _fail(sentence)
-    except PermissionError as e:
-        if e.filename is None:  # a port, a process, a mount: no path
-            raise
-        _fail(f"{e.filename} is not yours to read or write ({e.strerror}): name another path, or change its rights")
-    except OSError as e:
-        if e.errno != errno.ENAMETOOLONG:
-            raise
-        _fail(f"{str(e.filename)[:60]}... is longer than a name may be: name another path")
-    except RunFailed as e:
-        print(f"etude: {e}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        advice = getattr(arguments, "interrupted", "nothing is left half-written")
-        print(f"\netude: interrupted; {advice}", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(code or 0)
 
 
 def _reader_gone() -> bool:

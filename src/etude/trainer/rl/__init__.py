@@ -8,6 +8,6 @@
     guards, figures, mismatch    what is measured of a step, and what is done when a figure is out of bounds
     probes, rescoring, memory    scores of fixed sequences, of recorded episodes, and the memory that a step took
 
-Imports models, weights, ledger, and of rollout the audit of groups, drift and probes. Public: `process.run`,
+Imports models, weights, ledger, and of rollout the audit of groups, drift and probes. Public: `process.main`,
 `step.train_step`, and `loss.LossTokens` for losses of the user's.
 """

@@ -96,35 +96,32 @@ class LoadedStep:
 
 
 def main() -> None:
-    """Runs the trainer of the run folder in argv[1], from the weights of the version in argv[2] if one is given; exits
-    with 2 for what a user can fix, with 1 for a failed run."""
+    """Trains the run in the folder argv[1], from the version argv[2] if one is given, else from the newest.
+
+    Steps until the configured number of versions is published or the minutes of training are spent; a batch whose
+    advantages are given is one step. Exits with 2 for what a user can fix, with 1 for a failed run.
+    """
     bound_kernels(os.environ)
     try:
-        run(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+        trainer = Trainer(Path(sys.argv[1]))
+        for base in sys.argv[2:]:
+            trainer.go_back(int(base))
+        while (groups := trainer.next_groups()) is not None:
+            loaded = trainer.load(groups)
+            result = train_step(
+                trainer.learner,
+                loaded.batch,
+                trainer.config,
+                trainer.version,
+                trainer.clock.progress(trainer.version, trainer.config.trainer.steps),
+                judge=partial(trainer.guards.judge, probes=loaded.probes),
+                checked=trainer.checked,
+            )
+            trainer.commit(loaded, result)
+        trainer.finish()
     except (UserError, RunFailed) as e:
         print(f"etude: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, UserError) else 1)
-
-
-def run(folder: Path, base: int | None = None) -> None:
-    """Steps until the configured number of versions is published or the minutes of training are spent; a batch whose
-    advantages are given is one step. `base` is the version to go on from, by default the newest."""
-    trainer = Trainer(folder)
-    if base is not None:
-        trainer.go_back(base)
-    while (groups := trainer.next_groups()) is not None:
-        loaded = trainer.load(groups)
-        result = train_step(
-            trainer.learner,
-            loaded.batch,
-            trainer.config,
-            trainer.version,
-            trainer.clock.progress(trainer.version, trainer.config.trainer.steps),
-            judge=partial(trainer.guards.judge, probes=loaded.probes),
-            checked=trainer.checked,
-        )
-        trainer.commit(loaded, result)
-    trainer.finish()
 
 
 def use_deterministic_algorithms() -> None:
