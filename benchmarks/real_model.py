@@ -8,18 +8,13 @@ start       seconds of a start by part, and memory
 mismatch    k3 of the trainer's log-probabilities against the engine's
 deltas      weights that one AdamW step changes, and the bytes that travel
 
-`python -m benchmarks.real_model -o FILE.json` writes one file: command, hardware, date, commit and the parts. Parts
-that `--only` leaves out stay in it as they are. Each part is written when it is done.
+`python -m benchmarks.real_model -o docs/figures/real-model.json` records each part when it is done
+(`benchmarks/results.py`). Parts that `--only` leaves out stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +26,7 @@ import torch
 from benchmarks.real_model_speed import engine, first_tokens, rewrites
 from benchmarks.real_model_start import starts
 from benchmarks.real_model_training import deltas, mismatch
+from benchmarks.results import record
 from etude.config import pretrained
 from etude.models.gguf import folder_of
 
@@ -73,40 +69,24 @@ def _measure(name: str, quick: bool, threads: int) -> dict[str, Any]:
     return result | {"threads": threads, "quick": quick, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def described(note: str) -> dict[str, Any]:
-    """Where and when a part was measured."""
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    root = Path(__file__).parents[1]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return {
-        "command": " ".join(["python -m benchmarks.real_model", *sys.argv[1:]]),
-        "hardware": f"{names[0].partition(':')[2].strip() if names else platform.machine()}, {len(names)} cores, "
-        f"{torch.backends.cpu.get_cpu_capability()}",
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "beside": note,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="smollm2 on the CPU")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts that are measured")
     parser.add_argument("--threads", type=int, default=2, help="of every system")
     parser.add_argument("--beside", default="nothing", help="what else ran on the machine, for the file")
-    parser.add_argument("-o", "--output", type=Path, help="JSON file")
+    parser.add_argument("-o", "--output", type=Path, help="data file of docs/results.md")
     arguments = parser.parse_args()
     output: Path | None = arguments.output
-    data = json.loads(output.read_text()) if output is not None and output.is_file() else {}
     for name in arguments.only:
-        part = _measure(name, arguments.quick, arguments.threads) | described(arguments.beside)
-        data[name] = part
+        part = _measure(name, arguments.quick, arguments.threads)
         for row in part["rows"]:
             print(f"{name + '/' + row['case']:76} {row['value']:>12.5g} {row['unit']:10} {row['baseline']}", flush=True)
         print(name, part["checks"], part.get("absent", {}), f"{part['seconds']} s", flush=True)
         if output is not None:
-            output.write_text(json.dumps(data, indent=1) + "\n")
+            quick = ["--quick"] * arguments.quick
+            words = ["python -m benchmarks.real_model --only", name, "--threads", str(arguments.threads), *quick]
+            record(output, part, " ".join(words), f"{arguments.threads} threads; beside: {arguments.beside}.")
 
 
 if __name__ == "__main__":

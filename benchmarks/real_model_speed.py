@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from benchmarks import documents, llama_cpp
 from benchmarks.edit_cases import Case, case
-from benchmarks.edits_trained import Timed, timed
 from benchmarks.table import Table
 from etude.config import EngineConfig
 from etude.inference.engine import runner
@@ -55,6 +54,30 @@ class System:
 
     name: str
     ask: Callable[[list[list[int]], int], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One answer: its tokens, and seconds until the first token and after it."""
+
+    ids: list[int]
+    prefill: float
+    decode: float
+    passes: int
+
+
+def timed(engine: Engine, request: Request) -> Timed:
+    """A whole answer, with the prompt computed anew."""
+    engine.cache.clear()
+    start = time.perf_counter()
+    row = engine.submit(request)
+    while row.fed < len(request.ids):
+        engine.step()
+    first, steps = time.perf_counter(), engine.counters.steps
+    while not row.future.done():
+        engine.step()
+    end = time.perf_counter()
+    return Timed(row.future.result().ids, first - start, end - first, max(1, engine.counters.steps - steps))
 
 
 def texts(encoder: PlainEncoder, count: int, length: int, seed: int) -> list[list[int]]:

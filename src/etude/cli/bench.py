@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
+from pathlib import Path
 
 from etude.config import bundled
 from etude.errors import UserError
@@ -23,6 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=BENCHMARKS)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="data file of docs/results.md that gets the result")
+    parser.add_argument("--conditions", help="what the record says of them, instead of the machine's load before")
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -31,9 +35,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if package is None:
         raise UserError("this installation has no benchmarks: install etude's wheel, or work in its repository")
     sys.path.insert(0, str(package.parent))
+    conditions = arguments.conditions or f"Load {os.getloadavg()[0]:.1f} before."
     result = importlib.import_module(f"benchmarks.{BENCHMARKS[arguments.name]}").run(quick=arguments.quick)
     if not arguments.json:
         for row in result["rows"]:
             print(f"{row['case']:40} {row['value']:>12.4g} {row['unit']:10} {row['baseline']}")
     print(json.dumps(result))
+    if arguments.record is not None:
+        command = " ".join(["etude bench", arguments.name, *["--quick"] * arguments.quick, "--json"])
+        importlib.import_module("benchmarks.results").record(arguments.record, result, command, conditions)
     return 0 if all(result["checks"].values()) else 1

@@ -3,8 +3,7 @@
 A scorer is any callable from a question and chunks to a score of each. The default needs no model: BM25 over fields
 (Robertson, Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", section 3.6: frequencies are weighted
 sums over fields, before saturation), whose words are the parts of identifiers, and of which one holds the names of the
-functions that mention the chunk's own name. `python -m benchmarks.experiments.search` compares it with plain BM25 and
-grep.
+functions that mention the chunk's own name. `docs/results.md` compares it with plain BM25 and grep.
 """
 
 import math
