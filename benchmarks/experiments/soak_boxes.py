@@ -1,9 +1,8 @@
 """Many boxes one after another, and what they leave behind: python -m benchmarks.experiments.soak_boxes --boxes 10000
 
-Every box writes files, leaves a process behind and is closed; every tenth is forked, and its fork is used. Counted
-before and after, on this machine: processes, control groups, mounts, descriptors, memory of the processes that stay,
-files in memory and temporary files. Then an owner is killed in the middle of its work, and what is left of it is
-counted.
+Every box writes files, leaves a process behind and is closed. Counted before and after, on this machine: processes,
+control groups, mounts, descriptors, memory of the processes that stay, files in memory and temporary files. Then an
+owner is killed in the middle of its work, and what is left of it is counted.
 """
 
 from __future__ import annotations
@@ -87,10 +86,6 @@ async def _life(sandbox: TestRunner, image: Image, number: int) -> None:
     box = await sandbox.create(task, Limits())
     done = await box.exec(LINE, 60.0)
     assert done.rc == 0, done
-    if number % 10 == 0:
-        (child,) = await box.fork(1)
-        assert (await child.exec("test -L link && rm big && cat src/library/code.py", 60.0)).rc == 0
-        await child.close()
     await box.close()
 
 

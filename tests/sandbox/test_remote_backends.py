@@ -71,8 +71,6 @@ def test_a_live_box_is_that_of_namespaces(place: Place) -> None:
             run(box.read(path))
     report = run(box.run_tests([DOCTEST], 30))
     assert report.outcomes == {DOCTEST: "passed"}
-    child = run(box.fork(1))[0]
-    assert run(child.read(PATH)) == CORE.encode()
     run(box.close())
     with pytest.raises(BoxDead):
         run(box.exec("true", 5))

@@ -168,8 +168,6 @@ class Capabilities:
     limits: tuple[str, ...] = ()  # of `Limits`, those that hold for a box as a whole
     machine_profile: bool = False  # whether a box can look like a given machine
     host_socket: bool = False  # whether a box can reach a socket of the host: an outside agent's endpoint
-    fork_fs: bool = True  # a fork has the same files, by its change set
-    fork_mem: bool = False  # a fork has the same processes
 
 
 class Box(Protocol):
@@ -209,10 +207,6 @@ class Box(Protocol):
 
     def requests(self) -> Sequence[EgressRequest] | None:
         """Requests of the box to the outside, complete once the box is closed; None without a way out."""
-        ...
-
-    async def fork(self, count: int) -> Sequence[Box]:
-        """Boxes with the same files; this one goes on, with its processes. Raises TooLarge."""
         ...
 
     async def close(self) -> None:
