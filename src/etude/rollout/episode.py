@@ -33,7 +33,8 @@ from etude.rollout import apply_edits
 from etude.rollout.agent import Agent, run_agent
 from etude.rollout.environment import EnvironmentDataset, EnvironmentFailed
 from etude.rollout.rewards import with_reward
-from etude.sandbox.base import Box, BoxError, EgressRequest, Sandbox
+from etude.sandbox.base import Box, BoxError, Sandbox
+from etude.sandbox.egress.policy import EgressRequest
 from etude.tasks.dataset import Dataset
 from etude.tasks.foreign.dataset import KIND as FOREIGN
 

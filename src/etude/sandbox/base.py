@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from etude.sandbox.egress.policy import EgressRequest
+
 Payer = Literal["agent", "infra"]
 Changes = Mapping[str, bytes | None]  # path -> content; None: the file is deleted
 WORKSPACE = "/workspace"  # the repository root inside a box
@@ -106,23 +108,6 @@ class ExecResult:
     cut: int
     seconds: float
     timed_out: bool
-
-
-@dataclass(frozen=True)
-class EgressRequest:
-    """One request of a box to the outside. Sizes are in bytes; `path` is None inside of a tunnel, which is not opened.
-
-    `allowed` is the decision of the policy. `why` says why a request was refused, or did not end as it should.
-    """
-
-    method: str
-    host: str
-    port: int
-    path: str | None
-    sent: int
-    received: int
-    allowed: bool
-    why: str
 
 
 @dataclass(frozen=True)

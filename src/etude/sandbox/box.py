@@ -13,7 +13,6 @@ from etude.sandbox.backend import Backend
 from etude.sandbox.base import (
     BoxDead,
     Changes,
-    EgressRequest,
     Escape,
     ExecResult,
     Image,
@@ -24,6 +23,7 @@ from etude.sandbox.base import (
     TestReport,
     TooLarge,
 )
+from etude.sandbox.egress.policy import EgressRequest
 from etude.sandbox.shell import Shell
 
 RunTests = Callable[

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.sandbox import base
-from etude.sandbox.base import BoxError, Busy, Changes, EgressRequest, ExecResult, TooLarge
+from etude.sandbox.base import BoxError, Busy, Changes, ExecResult, TooLarge
 from etude.sandbox.connection import Connection, Reply, encode
 from etude.sandbox.egress.gate import PORT, Gate
+from etude.sandbox.egress.policy import EgressRequest
 from etude.sandbox.guest.root import RUNNER, SITE, WORKSPACE
 from etude.sandbox.machine_profile import MachineProfile
 
