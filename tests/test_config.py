@@ -54,7 +54,7 @@ def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
             ["--inference.engine", "vllm", "--deterministic", "true", "--rollout.staleness", "0"],
             "deterministic = true needs servers of etude's engine",
         ),
-        (["--inference.engine", "sglang", "--weights.relay", "http://a:1"], "weights.relay needs inference.engine"),
+        (["--inference.engine", "sglang"], "inference.engine: Input should be 'etude' or 'vllm'"),
         (["--inference.python", "/usr/bin/python3"], "python is no option of etude's engine"),
         (['--inference.urls=["http://a:1"]', "--inference.servers", "2"], "urls are servers that others have started"),
         (['--inference.urls=["http://u:p@a:1"]'], "is no URL like http://host:8000"),

@@ -452,10 +452,6 @@ class RLConfig(Section):
             raise ValueError(f"rollout.documents {needs}: {engine} computes no documents")
         if self.rollout.temperature < 0.01:
             raise ValueError(f"rollout.temperature below 0.01 {needs}: {engine} samples as if it were higher")
-        if engine == "sglang" and self.trainer.lora is not None:
-            raise ValueError('trainer.lora needs inference.engine = "etude" or "vllm": sglang merges no adapters')
-        if engine == "sglang" and self.weights.relay is not None:
-            raise ValueError(f"weights.relay {needs}: sglang reads versions from folders of this machine")
         return self
 
     @pydantic.model_validator(mode="after")
