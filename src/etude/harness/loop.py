@@ -98,19 +98,16 @@ class EpisodeSpec:
 async def run_agent_loop(spec: EpisodeSpec, box: Box) -> UngradedEpisode:
     """Plays a coding task in `box`. A spent budget ends the episode where it stands. Raises BoxError with payer
     "infra", EngineError or Aborted if the infrastructure failed."""
-    return await run_from_opening(spec, await _open(spec, box))
+    sampling = spec.sampling
+    opening = await open_task(
+        spec.task, box, spec.renderer, spec.budget, spec.apply_edit, documents=sampling.documents, names=sampling.tools
+    )
+    return await run_from_opening(spec, opening)
 
 
 async def run_from_opening(spec: EpisodeSpec, opening: Opening) -> UngradedEpisode:
     """Plays from any opening, as `run_agent_loop` does from that of a coding task."""
     return await _AgentLoop(spec, opening).run()
-
-
-async def _open(spec: EpisodeSpec, box: Box) -> Opening:
-    sampling = spec.sampling
-    return await open_task(
-        spec.task, box, spec.renderer, spec.budget, spec.apply_edit, documents=sampling.documents, names=sampling.tools
-    )
 
 
 class _BudgetSpent(Exception):
@@ -254,7 +251,7 @@ class _AgentLoop:
                 )
         self._summaries += 1
         self._ledger = self._ledger.restarted(self._opening.documents)
-        self._next = await self._opening.reopen(self._tools, summary, self._summaries)
+        self._next = await self._opening.reopen(summary, self._summaries)
 
     def _metrics(self) -> dict[str, float]:
         """Counts of the episode; a tool that was never called has no entry."""

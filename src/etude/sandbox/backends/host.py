@@ -99,7 +99,7 @@ class RemoteHost(Protocol):
 class StreamConnection(Connection):
     """Requests and replies as in `Connection`, over a stream: what a request carries follows it."""
 
-    start_seconds = 180.0  # files travel, and a machine may be far away
+    start_seconds = 180.0  # files travel
 
     def __init__(self, stream: ProgramStream, fault: type[BoxError] = BoxDead) -> None:
         self._begin(fault)
