@@ -1,4 +1,4 @@
-"""The lives of boxes: how long they take to make, how many fit, how fast they fork and end.
+"""The lives of boxes: how long they take to make, how many fit, how fast they end.
 
 Beside them stand the same program as a plain process, in bwrap, and in runc, where these are installed and work.
 """
@@ -26,7 +26,6 @@ TOGETHER = 4  # lives at a time where their rate is measured
 MANY = 500
 ROUNDS = 4  # of measuring a rate: ours and that of plain processes in turn
 MEMORY = 2.2  # MiB of a live box, at most
-FORKED = 5  # files of 10 MB
 PYTHON = (sys._base_executable, "-c", "pass")
 
 
@@ -76,7 +75,7 @@ async def measure(sandbox: TestRunner, image: Image, count: int) -> tuple[list[d
             rows.append(_row(f"create-run-destroy/per-s {name}", rate, "1/s", "for comparison"))
     many = await _many(sandbox, image)
     checks[f"live-{MANY}/mib-each <= {MEMORY}"] = many[0]["value"] <= MEMORY
-    return rows + many + await _forks(sandbox, image), checks
+    return rows + many, checks
 
 
 async def _many(sandbox: TestRunner, image: Image) -> list[dict[str, Any]]:
@@ -109,27 +108,6 @@ async def _many(sandbox: TestRunner, image: Image) -> list[dict[str, Any]]:
         _row(f"live-{MANY}/mib-each", each, "MiB", parts),
         _row(f"live-{MANY}/ready-ms-each", ready, "ms", "from a value to a command that has run"),
         _row(f"destroy-{MANY}/ms", gone, "ms", "until the last process is gone"),
-    ]
-
-
-async def _forks(sandbox: TestRunner, image: Image) -> list[dict[str, Any]]:
-    """Of a box that has written 50 MB: the call, and the first command in the child, which makes it live."""
-    calls, firsts, copies = [], [], []
-    for _ in range(5):
-        box = await sandbox.create(image, Limits(disk_mb=160))
-        await box.exec(f"for i in $(seq {FORKED}); do head -c 10M /dev/urandom > big$i; done", 60.0)
-        started = time.perf_counter()
-        (child,) = await box.fork(1)
-        calls.append((time.perf_counter() - started) * 1000)
-        firsts.append(await _timed(child.exec("true", 60.0)))
-        copies.append((await box.exec("cp -a . /tmp/copy", 60.0)).seconds * 1000)
-        await child.close()
-        await box.close()
-    return [
-        _row("fork-50mb / cp", statistics.median(calls) / statistics.median(copies), "x", "cp -a of the same files"),
-        _row("fork-50mb/ms", statistics.median(calls), "ms", ""),
-        _row("fork-50mb/child-ready-ms", statistics.median(firsts), "ms", "first command in the child"),
-        _row("fork-50mb/ms cp", statistics.median(copies), "ms", "cp -a of the same files, in the box"),
     ]
 
 

@@ -103,6 +103,15 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return out
 
 
+def folders(graph: Mapping[str, set[str]], files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Folder -> other folders that its modules import."""
+    out: dict[str, set[str]] = defaultdict(set)
+    home = {name: name if path.name == "__init__.py" else name.rpartition(".")[0] for name, path in files.items()}
+    for name, targets in graph.items():
+        out[home[name]] |= {home[target] for target in targets} - {home[name]}
+    return out
+
+
 def upward(graph: Mapping[str, set[str]], order: Sequence[str] = ORDER) -> list[str]:
     """Imports that do not go down, as "a.b -> c.d"; a room or root file that the order does not name is one, too."""
     place = {name: i for i, name in enumerate(order)}
@@ -175,6 +184,14 @@ def test_rooms_have_an_order():
 
 def test_no_circle_of_files():
     assert circles(GRAPH) == []
+
+
+def test_the_folders_of_the_sandbox_have_an_order():
+    order = ("sandbox.backends", "sandbox.namespace", "sandbox", "sandbox.egress", "sandbox.guest")
+    graph = folders(GRAPH, FILES)
+    assert {name for name in graph if name.startswith("sandbox")} == {*order}
+    for i, folder in enumerate(order):
+        assert graph[folder].isdisjoint(order[:i]), folder
 
 
 def test_the_root_holds_the_foundations_alone():
@@ -307,6 +324,11 @@ def test_a_room_without_a_place_is_seen(tmp_path):
 def test_a_circle_of_files_is_seen(tmp_path):
     files = broken(tmp_path, code__a="from etude.code import b", code__b="def f():\n    from etude.code.a import x")
     assert circles(edges(files)) == [["code.a", "code.b"]]
+
+
+def test_an_import_between_folders_is_seen(tmp_path):
+    files = broken(tmp_path, code__a="from etude.code.sub.b import x", code__sub__b="import etude.code.c", code__c="")
+    assert circles(folders(edges(files), files)) == [["code", "code.sub"]]
 
 
 def test_a_class_name_with_two_meanings_is_seen(tmp_path):

@@ -4,9 +4,10 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from etude.cli.overlays import given_text, read_toml, split_overlays
-from etude.config import PRETRAINED, RLConfig, TasksConfig, bundled, find_model, validate
+from etude.config import PRETRAINED, RLConfig, RolloutConfig, TasksConfig, bundled, find_model, validate
 from etude.errors import UserError
 from etude.trainer.finetune.config import SftConfig
 
@@ -53,7 +54,7 @@ def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
             ["--inference.engine", "vllm", "--deterministic", "true", "--rollout.staleness", "0"],
             "deterministic = true needs servers of etude's engine",
         ),
-        (["--inference.engine", "sglang", "--weights.relay", "http://a:1"], "weights.relay needs inference.engine"),
+        (["--inference.engine", "sglang"], "inference.engine: Input should be 'etude' or 'vllm'"),
         (["--inference.python", "/usr/bin/python3"], "python is no option of etude's engine"),
         (['--inference.urls=["http://a:1"]', "--inference.servers", "2"], "urls are servers that others have started"),
         (['--inference.urls=["http://u:p@a:1"]'], "is no URL like http://host:8000"),
@@ -133,6 +134,13 @@ def test_what_an_outside_agent_does_not_show_cannot_be_priced(table, why):
         validate(RLConfig, data | table, "run.toml")
 
 
+def test_the_configuration_says_when_summaries_do_not_fit() -> None:
+    assert RolloutConfig().summarise_at == 0
+    assert RolloutConfig(summarise_at=800, summary_tokens=100, context=1024).summarise_at == 800
+    with pytest.raises(ValidationError, match=r"two summaries of 112 tokens do not fit into rollout\.context = 1024"):
+        RolloutConfig(summarise_at=800, summary_tokens=112, context=1024)
+
+
 def test_tasks_are_drawn_with_the_seed_of_the_run() -> None:
     def seed(**tasks: object) -> int:
         return RLConfig.model_validate({"seed": 3, "tasks": {"repository": "r", **tasks}}).tasks.seed
@@ -143,14 +151,14 @@ def test_tasks_are_drawn_with_the_seed_of_the_run() -> None:
 
 def test_overlays_merge_tables_and_replace_arrays(tmp_path):
     (tmp_path / "a.toml").write_text(
-        'name = "a"\n[tasks]\nrepository = "x"\n[rollout]\ngroup = 4\nturns = 3\nfork_turns = [1, 2]\n'
+        'name = "a"\n[tasks]\nrepository = "x"\n[rollout]\ngroup = 4\nturns = 3\ntools = ["read", "edit"]\n'
     )
-    (tmp_path / "b.toml").write_text("[rollout]\ngroup = 8\nfork_turns = [1]\n")
+    (tmp_path / "b.toml").write_text("[rollout]\ngroup = 8\ntools = ['list']\n")
     (tmp_path / "c.toml").write_text("[rollout]\ngroup = 2\n")
     files, overrides = split_overlays(["@", str(tmp_path / "b.toml"), "--name", "d", f"@{tmp_path / 'c.toml'}"])
     assert overrides == ["--name", "d"]
     config = validate(RLConfig, read_toml(tmp_path / "a.toml", overrides, files), "a @ b @ c")
-    assert (config.name, config.rollout.group, config.rollout.turns, config.rollout.fork_turns) == ("d", 2, 3, (1,))
+    assert (config.name, config.rollout.group, config.rollout.turns, config.rollout.tools) == ("d", 2, 3, ("list",))
     text = given_text([tmp_path / "a.toml", *files], overrides)
     assert text.index("b.toml") < text.index("c.toml") < text.index("# --name d")
 

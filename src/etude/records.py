@@ -213,16 +213,6 @@ class Turn(Record, frozen=True, kw_only=True):
     seconds_tools: float
 
 
-class Fork(Record, frozen=True, kw_only=True):
-    """The beginning that an episode has in common with other members of its group: the shared prefix, played once."""
-
-    prefix: str  # digest of its seed and its tokens; members with the same one are siblings
-    seed: int  # that its turns were sampled under
-    after: int  # turns that it was to have, summaries not counted
-    turns: int  # sampled turns that it has, summaries included
-    tokens: int  # of these turns
-
-
 class GivenAdvantage(Record, frozen=True, kw_only=True):
     """The advantage of an episode that no group is compared with, such as a turn of a user."""
 
@@ -257,17 +247,8 @@ class Episode(Record, frozen=True, kw_only=True):
     flags: tuple[str, ...] = ()  # what the detectors of cheating found, sorted; see grading/cheats
     tools: tuple[dict[str, Any], ...] = ()  # definitions that an outside agent gave its model, in OpenAI's format
     detail: str = ""  # one sentence: why it failed, or what was tampered with
-    fork: Fork | None = None  # None: it was played alone
     given: GivenAdvantage | None = None  # None: the advantage is that within its group
     hint: Hint | None = None  # for [distill]
-
-    def is_sibling(self, other: Episode) -> bool:
-        """Whether both have gone on from the same shared prefix."""
-        return self.fork is not None and self.fork == other.fork
-
-    def seed_of(self, turn: int) -> int:
-        """The seed of the episode, or the shared prefix's, under which sampled turn number `turn` was drawn."""
-        return self.fork.seed if self.fork is not None and turn < self.fork.turns else self.seed
 
     @property
     def sampled_tokens(self) -> int:

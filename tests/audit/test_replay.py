@@ -1,4 +1,4 @@
-"""Replay of a run outside of whole runs (`tests/run/test_forks_in_a_run.py` plays real ones again)."""
+"""Replay of a run outside of whole runs (`tests/run/test_recorded_run.py` plays real ones again)."""
 
 from __future__ import annotations
 

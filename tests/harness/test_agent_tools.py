@@ -227,25 +227,6 @@ def test_commands_in_the_background(tmp_path: Path) -> None:
     in_a_box(tmp_path, work)
 
 
-def test_a_fork_has_the_files_and_edits_but_no_terminals(tmp_path: Path) -> None:
-    async def work(tools: FullTools, call: Callable[..., Awaitable[str]]) -> None:
-        await call("edit", path=PATH, old="- 3", new="* 3")
-        await call("run", command="sleep 1000", background=True)
-        (box,) = await tools.box.fork(1)
-        fork = tools.forked(box)
-        try:
-            assert fork.state() == f"Files you have edited: {PATH}"
-            assert await fork.call(ToolCall(name="output", arguments={"id": 1})) == "error: there is no terminal 1"
-            assert await fork.call(ToolCall(name="undo", arguments={})) == f"undone: {PATH}"
-            assert (await box.read(PATH)).decode() == SOURCE
-            assert "* 3" in (await tools.box.read(PATH)).decode()
-            assert (tools.metrics["undo"], fork.metrics["undo"]) == (0, 1)
-        finally:
-            await box.close()
-
-    in_a_box(tmp_path, work)
-
-
 # --- the list of work -------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import pytest
 from etude.corpus import chats
 from etude.harness import atif
 from etude.harness.loop import UngradedEpisode
-from etude.records import Episode, Fork, Outcome, StopReason, decode, encode
+from etude.records import Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from tests.harness.test_loop import edit, play
 from tests.harness.test_summaries import Agent, a_search, chain, long_box, notes
@@ -32,7 +32,7 @@ def an_episode(draft: UngradedEpisode) -> Episode:
     return Episode(
         id="3-1-0", group_id=3, member=1, attempt=0, task_id=a_task().id, seed=7, outcome=Outcome.SCORED,
         stop_reason=draft.stop_reason, reward=1.0, passed=True, segments=draft.segments, turns=draft.turns,
-        metrics=draft.metrics, fork=Fork(prefix="a", seed=5, after=1, turns=1, tokens=4),
+        metrics=draft.metrics,
     )  # fmt: skip
 
 
@@ -85,7 +85,6 @@ def test_a_document_holds_every_token_of_a_chain(dialect: str, request: pytest.F
     assert [call["function_name"] for call in mended["tool_calls"]] == ["edit", "test"]
     assert mended["observation"]["results"][0]["content"] == "ok"
     assert document["extra"]["reward"] == 1.0
-    assert document["extra"]["fork"]["turns"] == 1
 
 
 @pytest.mark.parametrize("dialect", ["compact", "hermes"])

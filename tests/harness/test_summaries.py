@@ -1,33 +1,22 @@
-"""Episodes as chains of segments: summaries between turns, forks at turn boundaries, and both played again."""
+"""Episodes as chains of segments: summaries between turns, and the chain played again."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from etude.errors import UserError
-from etude.harness.loop import (
-    LEFT_OUT,
-    EpisodeSpec,
-    Sampling,
-    SharedPrefix,
-    UngradedEpisode,
-    run_shared_prefix,
-    turn_seed,
-)
+from etude.harness.loop import LEFT_OUT, Sampling, UngradedEpisode, turn_seed
 from etude.harness.prompts import AGAIN, MEMORY, SUMMARISE
 from etude.harness.token_ledger import TokenLedgerError
 from etude.protocol.wire import GenerateRequest
 from etude.records import Generation, StopReason
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.replay import RecordedPolicy
-from etude.sandbox.base import TooLarge
 from tests.harness.test_loop import WIDE, Routed, dialect, edit, play  # noqa: F401 - `dialect` is a fixture
 from tests.harness.test_open_documents import ROOM, Squid, documents_of
 from tests.helpers.speakers import PATH, SOURCE, TEMPLATE, MemoryBox, Scripted, Speaker, a_box, a_task, write_model
@@ -242,119 +231,3 @@ def test_a_template_without_a_place_for_requests_is_refused_before_the_first_tur
     with pytest.raises(UserError, match="no place for a request"):
         play(renderer, policy, sampling=Sampling(summarise_at=9999))
     assert policy.prompts == []
-
-
-# --- forks ------------------------------------------------------------------------------------------------------------
-
-
-class Forkable(MemoryBox):
-    async def fork(self, count: int) -> list[MemoryBox]:
-        if self.fault is not None:
-            raise self.fault
-        found = [Forkable(self.files, self.tests) for _ in range(count)]
-        for box in found:
-            box.start = dict(self.start)
-        return found
-
-
-def forked(
-    renderer: Renderer, policy: Any, turns: int, sampling: Sampling = Sampling(), box: MemoryBox | None = None
-) -> tuple[SharedPrefix, list[UngradedEpisode]]:
-    async def run() -> tuple[SharedPrefix, list[UngradedEpisode]]:
-        plan = EpisodeSpec(a_task(), policy, renderer, WIDE, sampling, 7)
-        prefix = await run_shared_prefix(plan, box or Forkable(long_box().files, a_box().tests), turns, [11, 12])
-        return prefix, list(await asyncio.gather(*(branch.run() for branch in prefix.branches)))
-
-    return asyncio.run(run())
-
-
-class Members(Agent):
-    """Two agents that differ after the fork: the seed tells which one is asked."""
-
-    def __init__(self, renderer: Renderer, speaker: Speaker, prefix: Sequence[list[int]]) -> None:
-        super().__init__(renderer, prefix, notes(speaker, 99))
-        right, wrong = edit(speaker, "+ 3", "* 3"), edit(speaker, "+ 3", "/ 3")
-        self._ways = {
-            seed: iter([speaker.turn(call, ("test", {})), speaker.turn(("undo", {}), ("undo", {})),
-                        speaker.turn(("finish", {}))])
-            for seed, call in ((11, right), (12, wrong))
-        }  # fmt: skip
-
-    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
-        numbers = {turn_seed(seed, n): seed for seed in (11, 12) for n in range(40)}
-        if (seed := numbers.get(request.seed)) is not None and request.ids[-20:] != self._ends:
-            self._turns = self._ways[seed]
-        return await super().generate(request, *rest)
-
-
-def test_forks_share_their_first_tokens_and_nothing_after(dialect: Dialect) -> None:  # noqa: F811
-    """Files, undo, counts and the chain go on in each as they stood; what one does the other does not see."""
-    renderer, speaker = dialect
-    first = edit(speaker, "- 3", "+ 3")
-    prefix = [speaker.turn(first), a_search(speaker), a_search(speaker), a_search(speaker)]
-    found, (one, two) = forked(renderer, Members(renderer, speaker, prefix), 4, chain(renderer, speaker))
-    assert one.metrics["summaries"] >= 1
-    shared = len(one.segments) - 1
-    assert one.segments[:shared] == two.segments[:shared]
-    a, b = one.segments[shared], two.segments[shared]
-    assert a.ids[: 4 * a.prompt_length] == b.ids[: 4 * b.prompt_length]
-    assert a.intact
-    assert b.intact
-    assert a.ids != b.ids
-    prefix = len(one.turns) - 3
-    assert one.turns[:prefix] == two.turns[:prefix]
-    assert one.turns[prefix].results[1] != two.turns[prefix].results[1], "the tests of the one pass"
-    for branch, draft in zip(found.branches, (one, two), strict=True):
-        box = branch.box
-        assert isinstance(box, MemoryBox)
-        assert box.files[PATH].decode() == SOURCE, "both edits were taken back, that of the prefix too"
-        assert (draft.metrics["edits"], draft.metrics["undo"], draft.metrics["turns"]) == (2, 2, 7)
-    replayed = asyncio.run(replay(renderer, one, chain(renderer, speaker)))
-    assert replayed.segments == one.segments
-
-
-async def replay(renderer: Renderer, draft: UngradedEpisode, sampling: Sampling) -> UngradedEpisode:
-    plan = EpisodeSpec(a_task(), RecordedPolicy(draft.segments), renderer, WIDE, sampling, 0)
-    prefix = await run_shared_prefix(plan, Forkable(long_box().files, a_box().tests), 3, [1])
-    return await prefix.branches[0].run()
-
-
-def test_a_fork_in_the_middle_of_a_segment_copies_it(dialect: Dialect) -> None:  # noqa: F811
-    renderer, speaker = dialect
-    prefix = [speaker.turn(edit(speaker, "- 3", "+ 3"))]
-    _, (one, two) = forked(renderer, Members(renderer, speaker, prefix), 1)
-    (a,), (b,) = one.segments, two.segments
-    same = a.turn_starts[1]
-    assert a.turn_starts[:2] == b.turn_starts[:2]
-    for x, y in zip(a.arrays(), b.arrays(), strict=True):
-        assert np.array_equal(x[:same], y[:same])
-    assert a.intact
-    assert b.intact
-
-
-def test_an_episode_that_ends_before_the_fork_is_everyones(dialect: Dialect) -> None:  # noqa: F811
-    renderer, speaker = dialect
-    policy = Scripted([speaker.turn(edit(speaker, "- 3", "* 3"), ("finish", {}))])
-    prefix, drafts = forked(renderer, policy, turns=3)
-    assert drafts[0] == drafts[1]
-    assert drafts[0].stop_reason is StopReason.FINISHED
-    assert all(
-        "* 3" in box.files[PATH].decode() for box in (b.box for b in prefix.branches) if isinstance(box, MemoryBox)
-    )
-    assert prefix.branches[0].box is not prefix.branches[1].box
-
-
-def test_what_cannot_be_forked_is_the_agents_doing(compact: Renderer, compact_folder: Path) -> None:
-    """TooLarge is for the agent to pay: its tokens are there."""
-    speaker = Speaker(compact_folder)
-    box = Forkable(long_box().files, a_box().tests)
-
-    def fill(n: int) -> list[int]:
-        if n == 1:
-            box.fault = TooLarge("too many files")
-        return speaker.turn(("finish", {}) if n == 1 else ("list", {}))
-
-    prefix, _ = forked(compact, Scripted(fill), turns=3, box=box)
-    assert "too many files" in prefix.fault
-    assert not prefix.branches
-    assert prefix.ungraded.metrics["turns"] == 2

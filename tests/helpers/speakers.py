@@ -13,7 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from etude.protocol.wire import GenerateRequest
 from etude.records import Focus, Generation, Task
 from etude.renderers.schemas import COMPACT_PARAMETERS
-from etude.sandbox.base import EgressRequest, ExecResult, NotFound, NotRegular, TestReport
+from etude.sandbox.base import ExecResult, NotFound, NotRegular, TestReport
+from etude.sandbox.egress.policy import EgressRequest
 
 TEXT = [Path(json.__file__).read_text(), Path(__file__).read_text(), "def function(x):\n    return x\n" * 20]
 

@@ -90,23 +90,6 @@ def test_the_oldest_group_is_played_first(ledger):
     assert order == [(index, member) for index in range(3) for member in range(2)]
 
 
-def test_families_are_leased_whole_and_what_is_left_of_one_as_a_whole(ledger):
-    for index in range(2):
-        ledger.admit(index, f"t{index}", 4, 0)
-
-    def leased(limit):
-        return [(lease.index, lease.member) for lease in ledger.lease("a", limit, LONG, together=2)]
-
-    assert leased(1) == [], "it waits for room"
-    first = ledger.lease("a", 3, LONG, together=2)
-    assert [(lease.index, lease.member) for lease in first] == [(0, 0), (0, 1)], "the next one would be cut"
-    assert leased(4) == [(0, 2), (0, 3), (1, 0), (1, 1)]
-    assert finish(ledger, first[0])
-    assert finish(ledger, first[1], outcome=Outcome.INFRA)
-    assert leased(2) == [(0, 1)], "one that is played again takes no other with it that would be cut"
-    assert leased(2) == [(1, 2), (1, 3)]
-
-
 def test_the_blobs_of_what_has_ended_are_known(ledger):
     for index in range(2):
         ledger.admit(index, f"t{index}", 2, 0)

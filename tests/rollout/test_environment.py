@@ -276,7 +276,6 @@ def test_what_is_wrong_with_an_environment_is_one_sentence(
 @pytest.mark.parametrize(
     "table",
     [
-        {"rollout": {"forks": 2, "group": 4}},
         {"rollout": {"documents": True}},
         {"rollout": {"agent": {"command": "x"}}},
         {"reward": {"refused_edits": 0.1}},

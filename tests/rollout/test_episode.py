@@ -236,6 +236,21 @@ def test_a_mistake_of_ours_costs_one_episode(
     assert sandbox.box.closed is (where != "create")
 
 
+def test_bad_summaries_can_be_charged(dataset: Dataset, compact: Renderer, compact_folder: Path) -> None:
+    """One summary is empty: it costs what it is set to cost, and so does its sampled token in the length."""
+    speaker = Speaker(compact_folder)
+    listing, finish, good = speaker.turn(("list", {})), speaker.turn(("finish", {})), speaker.turn(text="Good.")
+    policy = Scripted([listing, speaker.turn(), good, finish])
+    setting = RolloutContext(dataset, Fake(), policy, compact, BUDGET, Sampling(summarise_at=1, summary_tokens=20))
+    found = asyncio.run(run_episode(setting, a_task(), SLOT))
+    charged = with_reward(found, RewardConfig(behaviour={"summary_errors": 0.25}), BUDGET)
+    assert found.metrics["summary_errors"] == 1
+    assert charged.metrics["reward/behaviour"] == -0.25
+    costs = RewardConfig.model_validate({"length": {"weight": 1.0, "q": 0.0, "calling": 10.0, "final": 1.0}})
+    expected = 10 * (len(listing) + len(finish)) + 1 + len(good)
+    assert with_reward(found, costs, BUDGET).metrics["reward/length"] == -expected
+
+
 def test_what_the_user_can_mend_ends_the_run(dataset: Dataset, compact: Renderer, compact_folder: Path) -> None:
     with pytest.raises(UserError, match="mend it"):
         asyncio.run(attempt(dataset, Fake(create=UserError("mend it")), compact, Scripted([])))

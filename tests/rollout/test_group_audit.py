@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from etude.config import RewardConfig
-from etude.records import Budget, Episode, Fork, Outcome, StopReason
+from etude.records import Budget, Episode, Outcome, StopReason
 from etude.rollout.drift import BehaviourDrift, welch
 from etude.rollout.group_audit import audit_group, has_violation, without_grade
 from etude.rollout.rewards import with_reward
@@ -43,16 +43,6 @@ def test_what_others_do_as_well_is_no_offence(trait: str) -> None:
     assert audit_group(alone) == alone, "two others say nothing"
     silent = [both[0], *(member(i, passed=False, path_added=0.0, path_removed=0.0) for i in range(1, 9))]
     assert audit_group(silent) == silent, "members that changed nothing took no path"
-
-
-def test_siblings_that_went_the_same_way_do_not_excuse_each_other() -> None:
-    """The beginning that three members have in common left the trait; without it no other member has it."""
-    group = [member(i, passed=i < 3) for i in range(8)]
-    cheats = [member(8 + i, passed=True, path_reach=2.0) for i in range(3)]
-    assert not any(has_violation(e) for e in audit_group([*group, *cheats])), "three of ten alike are a way like others"
-    fork = Fork(prefix="t", seed=1, after=1, turns=1, tokens=4)
-    forked = [msgspec.structs.replace(e, fork=fork) for e in cheats]
-    assert [has_violation(e) for e in audit_group([*group, *forked])] == [False] * 8 + [True] * 3
 
 
 def test_a_charge_takes_the_grade_and_leaves_the_costs() -> None:

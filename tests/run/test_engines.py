@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -73,6 +74,6 @@ def test_the_folder_of_the_run_has_no_part_in_the_check_of_a_python(tmp_path, mo
     for name in ("csv", "email", "textwrap"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="has no sglang"):
-        check_python(config(inference={"engine": "sglang", "python": sys.executable}).inference)
+    with suppress(UserError):  # this Python has vLLM or not
+        check_python(config(inference={"engine": "vllm", "python": sys.executable}).inference)
     assert not (tmp_path / "marker").exists()

@@ -24,10 +24,20 @@ from etude.grading.grade import Grade
 from etude.grading.runner import open_sandbox
 from etude.records import Outcome
 from etude.run.parts import egress_of
-from etude.sandbox.base import Box, EgressRequest, Image, Limits
+from etude.sandbox.base import Box, Image, Limits
 from etude.sandbox.egress import wire
 from etude.sandbox.egress.gate import MAX_OPEN
-from etude.sandbox.egress.policy import AllowedHost, Egress, EgressRefused, index_of, parse, project_of, public, resolve
+from etude.sandbox.egress.policy import (
+    AllowedHost,
+    Egress,
+    EgressRefused,
+    EgressRequest,
+    index_of,
+    parse,
+    project_of,
+    public,
+    resolve,
+)
 from etude.tasks.dataset import load
 from tests.helpers.boxlibrary import TASK, Place, as_nobody
 

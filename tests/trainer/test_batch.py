@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from etude.errors import RunFailed
-from etude.records import Episode, Fork, Group, Outcome, Segment, StopReason, segment_digest
+from etude.records import Episode, Group, Outcome, Segment, StopReason, segment_digest
 from etude.trainer.rl.advantages import advantages, turn_advantages
-from etude.trainer.rl.batch import collate, make_batch, token_rows, with_shared_prefixes
+from etude.trainer.rl.batch import collate, make_batch, token_rows
 
 
 def segment(
@@ -95,14 +95,6 @@ def score(path):
     return np.array([1 / one, 1 / two if len(path) == 2 else 0.0])
 
 
-def a_family(size):
-    """What the members of a family of that size may do, and how likely it is: they have the first turn in common."""
-    yield [(1,)] * size, chance((1,))
-    for seconds in itertools.product((0, 1), repeat=size):
-        paths = [(0, second) for second in seconds]
-        yield paths, chance((0,)) * float(np.prod([chance(path) / chance((0,)) for path in paths]))
-
-
 def test_the_expected_gradient_does_not_depend_on_the_baseline():
     """Two turns of two actions each, enumerated: sums of P * A * grad log P, with baselines of a group of two members.
 
@@ -122,37 +114,6 @@ def test_the_expected_gradient_does_not_depend_on_the_baseline():
         # its direction stays.
         assert total[0] == pytest.approx(true[0] / 2, abs=1e-12)
         assert np.sign(total[1]) == np.sign(true[1])
-
-
-@pytest.mark.parametrize("baseline", ["group", "turn"])
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2), (3, 1), (2, 1, 1), (4,)])
-def test_forks_leave_the_expected_gradient_as_it_is(sizes, baseline):
-    """All that a group of four can do, enumerated; only a trunk that all share has nothing to be compared with.
-
-    With one baseline for all turns the gradient is (G - 1) / G of the true one; what a baseline per turn makes of it
-    depends on who came as far, so there it is compared with that of members played alone, in its direction.
-    """
-    true = sum(chance(path) * r * score(path) for path, r in TURN_REWARDS.items())
-    found = np.zeros(2)
-    for families in itertools.product(*(list(a_family(size)) for size in sizes)):
-        members, paths = [], []
-        for number, (family, _) in enumerate(families):
-            fork = Fork(prefix=str(number), seed=number, after=1, turns=1, tokens=4)
-            for path in family:
-                one = episode(len(paths), TURN_REWARDS[path], [])
-                members.append(msgspec.structs.replace(one, fork=fork))
-                paths.append(path)
-        rewards, turns = [m.reward for m in members], [len(path) for path in paths]
-        alone = turn_advantages(rewards, turns) if baseline == "turn" else [
-            np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]  # fmt: skip
-        weight = float(np.prod([p for _, p in families])) / len(members)
-        for path, advantage_of_turn in zip(paths, with_shared_prefixes(alone, members, baseline), strict=True):
-            found += weight * np.array([*advantage_of_turn, 0.0])[:2] * score(path)
-    first = 0.0 if sizes == (4,) else 0.75 * true[0]
-    assert found[0] == pytest.approx(first, abs=1e-12)
-    if baseline == "group":
-        assert found[1] == pytest.approx(0.75 * true[1], abs=1e-12)
-    assert np.sign(found[1]) == np.sign(true[1])
 
 
 def test_tokens_get_the_advantage_of_their_turn():

@@ -14,7 +14,7 @@ import torch
 
 from etude.config import EngineConfig, LossConfig, RLConfig
 from etude.grading.runner import open_sandbox
-from etude.harness.loop import Sampling, turn_seed
+from etude.harness.loop import Sampling
 from etude.harness.prompts import SUMMARISE
 from etude.harness.token_ledger import TokenLedger
 from etude.inference.engine.engine import Engine
@@ -23,7 +23,7 @@ from etude.models.loading import load_model, named_tensors
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer, renderer_for
-from etude.rollout.episode import EpisodeId, RolloutContext, run_branches, run_episode
+from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.replay import RecordedPolicy, replay
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
 from etude.trainer.optimizer import for_policy
@@ -136,18 +136,16 @@ TASK = msgspec.structs.replace(
 HIDDEN = "from shop import Shop\n\n\ndef test_price():\n    assert Shop().price(4) == 12\n"
 BUDGET = Budget(turns=60, tokens=20_000, context=4096, seconds=3000.0)
 SAMPLING = Sampling(summarise_at=2300, summary_tokens=24)
-FORK, SEEDS = 47, (11, 12)
+TURNS = 50
 
 
 class Forced:
     """A policy whose calls are written here and whose summaries are the model's own; log-probabilities are real."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, trunk: list[list[int]], ways: dict[int, list[list[int]]]):
+    def __init__(self, engine: Engine, renderer: Renderer, turns: list[list[int]]):
         self._engine = engine
         self._ends = renderer.bridge([], "stop", [], SUMMARISE)[-20:]
-        self._trunk = iter(trunk)
-        turns = {seed: iter(way) for seed, way in ways.items()}
-        self._ways = {turn_seed(seed, n): way for seed, way in turns.items() for n in range(200)}
+        self._turns = iter(turns)
         self.summaries: list[tuple[list[int], int, Generation]] = []
 
     async def generate(self, request: GenerateRequest, *_: Any) -> Generation:
@@ -157,7 +155,7 @@ class Forced:
             found = await asyncio.wrap_future(self._engine.submit(asked).future)
             self.summaries.append((ids, seed, found))
             return found
-        said = next(self._ways.get(seed, self._trunk))
+        said = next(self._turns)
         version, logprobs = await asyncio.wrap_future(self._engine.score([*ids, *said]))
         return Generation(
             ids=said, logprobs=logprobs[-len(said) :], versions=[version] * len(said), finish_reason="stop",
@@ -180,51 +178,38 @@ def a_dataset(root: Path) -> Dataset:
 @pytest.mark.release
 @pytest.mark.slow
 def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
-    """In real boxes, scored and summarised by the bundled model, forked, graded, replayed and trained on."""
+    """In real boxes, scored and summarised by the bundled model, graded, replayed and trained on."""
     renderer, say = renderer_for(NANO), Speaker(NANO)
     read, grep = ("read", {}), ("grep", {"pattern": "amount"})
     short, long = say.turn(read, text=" Look."), say.turn(read, grep, read)
-    edit = ("edit", {"old": "amount - 3\n", "new": "amount / 3\n"})
-    trunk = [say.turn(edit), *([short, long, long, long, long] * 10)][:FORK]
-    ways = {
-        seed: [short, say.turn(("edit", {"old": "amount / 3\n", "new": new}), ("test", {})), say.turn(("finish", {}))]
-        for seed, new in zip(SEEDS, ("amount * 3\n", "amount\n"), strict=True)
-    }
+    edit, finish = ("edit", {"old": "amount - 3\n", "new": "amount * 3\n"}), say.turn(("finish", {}))
+    turns = [*([short, long, long, long, long] * 10)[: TURNS - 2], say.turn(edit, ("test", {})), finish]
     engine = Engine(load_model(NANO), EngineConfig(cache_mb=64), deterministic=True)
     engine.start()
-    forced = Forced(engine, renderer, trunk, ways)
+    forced = Forced(engine, renderer, turns)
     dataset = a_dataset(tmp_path)
-    other = Forced(engine, renderer, [say.turn(("finish", {}))], {})
+    other = Forced(engine, renderer, [finish])
 
     async def group() -> list[Episode]:
         async with open_sandbox(workers=1) as sandbox:
             setting = RolloutContext(dataset, sandbox, forced, renderer, BUDGET, SAMPLING)
-            slots = [EpisodeId(group_id=0, member=m, attempt=0, seed=seed) for m, seed in enumerate((*SEEDS, 13))]
-            forks: list[Episode] = []
-
-            async def keep(episode: Episode) -> None:
-                forks.append(episode)
-
-            await run_branches(setting, TASK, slots[:2], seed=7, turns=FORK, on_episode=keep)
-            forks.sort(key=lambda episode: episode.member)
-            return [*forks, await run_episode(replace(setting, policy=other), TASK, slots[2])]
+            slots = [EpisodeId(group_id=0, member=m, attempt=0, seed=11 + m) for m in range(2)]
+            first = await run_episode(setting, TASK, slots[0])
+            return [first, await run_episode(replace(setting, policy=other), TASK, slots[1])]
 
     async def again(episode: Episode) -> str:
         async with open_sandbox(workers=1) as sandbox:
             return await replay(RolloutContext(dataset, sandbox, forced, renderer, BUDGET, SAMPLING), TASK, episode)
 
     episodes = [decode(encode(e), Episode) for e in asyncio.run(group())]
-    right, wrong, _ = episodes
-    assert [(e.outcome, e.reward) for e in episodes] == [(Outcome.SCORED, r) for r in (1.0, 0.0, 0.0)], [
+    right, _ = episodes
+    assert [(e.outcome, e.reward) for e in episodes] == [(Outcome.SCORED, r) for r in (1.0, 0.0)], [
         e.detail for e in episodes
     ]
-    for fork in (right, wrong):
-        assert fork.metrics["turns"] == FORK + 3 == 50
-        assert sum(len(s.ids) // 4 for s in fork.segments) >= 100_000
-        assert max(len(s.ids) // 4 for s in fork.segments) <= BUDGET.context
-        assert len(fork.segments) == fork.metrics["summaries"] + 1 > 25
-    shared = sum(a == b for a, b in zip(right.segments, wrong.segments, strict=False))
-    assert shared >= 25
+    assert right.metrics["turns"] == TURNS
+    assert sum(len(s.ids) // 4 for s in right.segments) >= 100_000
+    assert max(len(s.ids) // 4 for s in right.segments) <= BUDGET.context
+    assert len(right.segments) == right.metrics["summaries"] + 1 > 25
     # Played again in a new box from nothing but the blob, every token is the same.
     assert RecordedPolicy(right.segments).turns == len(right.turns)
     assert asyncio.run(again(right)) == ""
@@ -238,12 +223,11 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
 
 
 def trains(episodes: list[Episode]) -> None:
-    """Rewards 1, 0, 0: each fork's own tokens have its advantage; those that both hold twice the mean of the two, since
-    only the third member says what another beginning would have been worth."""
+    """Rewards 1 and 0: the tokens of all segments have their episode's advantage."""
     values = {
         "tasks": {"repository": "unused"},
         "model": {"path": str(NANO)},
-        "rollout": {"prompts": 1, "group": 3, "tokens": BUDGET.tokens, "context": BUDGET.context},
+        "rollout": {"prompts": 1, "group": 2, "tokens": BUDGET.tokens, "context": BUDGET.context},
         "trainer": {"lr": 1e-4, "warmup_steps": 0},
     }
     config = RLConfig.model_validate(values)
@@ -252,10 +236,7 @@ def trains(episodes: list[Episode]) -> None:
     assert sum(int(c.mask_C.sum()) for row in batch.rows for c in row.completions) == total
     for row in batch.rows:
         for c in row.completions:
-            fork, own = episodes[c.episode].fork, (2 / 3, -1 / 3, -1 / 3)[c.episode]
-            order_N = c.before + np.arange(int(c.mask_C.sum()))
-            expected = np.where(order_N < (fork.tokens if fork else 0), 2 * (2 / 3 - 1 / 3) / 2, own)
-            assert np.allclose(c.advantages_C[c.mask_C == 1], expected)
+            assert np.allclose(c.advantages_C[c.mask_C == 1], (1 / 2, -1 / 2)[c.episode])
     model = load_model(NANO)
     before = [p.detach().clone() for p in model.parameters()]
     result = train_step(Learner(model, for_policy(model, config.trainer)), batch, config, 0, 0.0)
@@ -264,6 +245,5 @@ def trains(episodes: list[Episode]) -> None:
     assert metrics["mismatch/tokens"] == total
     assert metrics["mismatch/max_abs"] < 1e-2, "float32 on both sides; calls that no model would make are improbable"
     assert metrics["mismatch/k2"] < 1e-7
-    assert metrics["share/ratio"] > 1.8, "what both forks hold is computed once"
     assert 0 < metrics["optim/grad_norm"] < float("inf")
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -156,7 +156,7 @@ def _pieces(e: Episode, experts: tuple[int, int] | None = None) -> Iterable[Vers
         other = np.flatnonzero(versions_T[at_N] != versions_T[at_N[:1]]) if len(at_N) else np.zeros(0, np.int64)
         n = int(other[0]) if len(other) else len(at_N)
         if n:
-            seeds = np.array([turn_seed(e.seed_of(int(turn)), int(turn)) for turn in turn_N[:n]], np.int64)
+            seeds = np.array([turn_seed(e.seed, int(turn)) for turn in turn_N[:n]], np.int64)
             length = int(at_N[n - 1]) + 1
             recorded = segment.routes is not None
             yield VersionPiece(

@@ -32,7 +32,6 @@ class EpisodeReplay:
     turns: int
     segments: int
     tokens: int  # of all segments, the environment's included
-    forked: bool
     difference: str
 
 
@@ -67,7 +66,6 @@ async def _replay(episodes: Episodes, dataset: Dataset) -> list[EpisodeReplay]:
                 turns=sum(len(segment.turn_starts) for segment in episode.segments),
                 segments=len(episode.segments),
                 tokens=sum(len(segment.mask) for segment in episode.segments),
-                forked=episode.fork is not None,
                 difference=difference,
             )
 

@@ -77,10 +77,10 @@ def show_replay(run: Path, names: Sequence[str], *, as_json: bool) -> int:
             if r.difference:
                 print(f"{r.episode}: {r.difference}")
         turns, tokens = sum(r.turns for r in replays), sum(r.tokens for r in replays)
-        segments, forked = sum(r.segments for r in replays), sum(r.forked for r in replays)
+        segments = sum(r.segments for r in replays)
         print(
             f"{exact} of {len(replays)} episodes are token-exact ({turns:,} turns, {tokens:,} tokens, "
-            f"{segments:,} segments; {forked} forked)"
+            f"{segments:,} segments)"
         )
     return 0 if exact == len(replays) else 1
 

@@ -22,7 +22,6 @@ EXTRAS = {
     "train": "`etude train`, `demo` and `bench`",
     "apply": "tables of edits and JavaScript",
     "live": "`etude live`",
-    "modal": "boxes of Modal",
     "postgres": "ledgers and logs in PostgreSQL",
 }
 _SHOWN = 3

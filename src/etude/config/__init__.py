@@ -30,10 +30,8 @@ from etude.config.run import (
 from etude.config.sandbox import (
     SANDBOX_TYPES,
     ContainerSandboxConfig,
-    KubernetesSandboxConfig,
     NamespaceSandboxConfig,
     SandboxConfig,
-    ServiceSandboxConfig,
     validate_sandbox,
 )
 from etude.config.sections import Section, bundled, bundled_model, find_model, import_object, keys, validate
@@ -50,10 +48,10 @@ from etude.config.tasks import (
 __all__ = [
     "CHAT_TEMPLATES", "PRETRAINED", "SANDBOX_TYPES", "AgentConfig", "BuildConfig", "CanaryConfig", "CheatsConfig",
     "ClusterConfig", "ContainerSandboxConfig", "EditTableConfig", "EngineConfig", "EvalConfig", "GateConfig",
-    "Guard", "GuardsConfig", "InferenceConfig", "KubernetesSandboxConfig", "LabelsConfig", "LengthCost",
-    "LiveConfig", "LiveGatewayConfig", "LoraConfig", "LossConfig", "Mask", "ModelConfig", "NamespaceSandboxConfig",
-    "OnPolicyDistillConfig", "PretrainedModel", "RLConfig", "RewardConfig", "RolloutConfig", "SandboxConfig",
-    "Section", "ServerConfig", "ServiceSandboxConfig", "TaskKind", "TaskSource", "TasksConfig", "TracesConfig",
-    "TrainerConfig", "WeightSource", "WeightedSource", "WeightsConfig", "bundled", "bundled_model", "cache",
-    "find_model", "import_object", "keys", "pretrained", "validate", "validate_sandbox",
+    "Guard", "GuardsConfig", "InferenceConfig", "LabelsConfig", "LengthCost", "LiveConfig", "LiveGatewayConfig",
+    "LoraConfig", "LossConfig", "Mask", "ModelConfig", "NamespaceSandboxConfig", "OnPolicyDistillConfig",
+    "PretrainedModel", "RLConfig", "RewardConfig", "RolloutConfig", "SandboxConfig", "Section", "ServerConfig",
+    "TaskKind", "TaskSource", "TasksConfig", "TracesConfig", "TrainerConfig", "WeightSource", "WeightedSource",
+    "WeightsConfig", "bundled", "bundled_model", "cache", "find_model", "import_object", "keys", "pretrained",
+    "validate", "validate_sandbox",
 ]  # fmt: skip

@@ -41,18 +41,18 @@ class EngineConfig(Section):
         return self.dtype == "float32" or (self.dtype == "auto" and self.on_cpu)
 
 
-Engine = Literal["etude", "vllm", "sglang"]
+Engine = Literal["etude", "vllm"]
 
 
 class InferenceConfig(EngineConfig):
     """The inference servers of a run. What else they are told follows from other tables of the run."""
 
-    engine: Engine = option("etude", "what the servers are: etude's own, vllm or sglang (docs/serving.md)")
+    engine: Engine = option("etude", "what the servers are: etude's own or vllm (docs/serving.md)")
     urls: tuple[str, ...] = option((), "servers that others have started, in place of own ones")
     servers: int = option(1, "inference servers of the run", ge=1)
     port: int = option(0, "first port; 0 picks free ones", ge=0, le=65535)
-    python: str | None = option(None, "Python with vLLM or SGLang; none: $ETUDE_VLLM_PYTHON, $ETUDE_SGLANG_PYTHON")
-    args: tuple[str, ...] = option((), "further arguments of vLLM's or SGLang's server")
+    python: str | None = option(None, "Python with vLLM; none: $ETUDE_VLLM_PYTHON")
+    args: tuple[str, ...] = option((), "further arguments of vLLM's server")
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -60,10 +60,6 @@ class RolloutConfig(Section):
 
     prompts: int = option(16, "P: groups per optimizer step", ge=1)
     group: int = option(16, "G: episodes per group", ge=2)
-    forks: int = option(1, "members of a group that are forked from a shared prefix; 1: none", ge=1)
-    fork_turns: tuple[Annotated[int, Field(ge=1)], ...] = option(
-        (1,), "turns of a shared prefix; of several, the seed chooses one", min_length=1
-    )
     staleness: int = option(1, "O: versions a token may lag when trained on; 0 is on-policy", ge=0)
     max_in_flight: int | Literal["auto"] = option(128, "live episodes; auto: what keeps engines busy (docs/async.md)")
     temperature: float = option(1.0, "of sampling; engines take less for 0", ge=1e-4)
@@ -98,20 +94,6 @@ class RolloutConfig(Section):
                 f"rollout.summarise_at = {self.summarise_at} and two summaries of {self.summary_tokens} tokens do not "
                 f"fit into rollout.context = {self.context}; lower one of the first two"
             )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _forks_fit(self) -> RolloutConfig:
-        if self.group % self.forks:
-            raise ValueError(f"rollout.forks = {self.forks} must divide rollout.group = {self.group}")
-        if self.forks == 1:
-            return self
-        if self.max_in_flight != "auto" and self.max_in_flight < self.forks:
-            raise ValueError(f"rollout.forks = {self.forks} needs a rollout.max_in_flight that is not smaller")
-        if max(self.fork_turns) >= self.turns:
-            raise ValueError(f"rollout.fork_turns must be below rollout.turns = {self.turns}")
-        if self.agent is not None:
-            raise ValueError("an outside agent cannot be forked: drop rollout.forks")
         return self
 
     def budget(self) -> Budget:
@@ -384,8 +366,6 @@ class RLConfig(Section):
     def _edits_are_one_answer(self) -> RLConfig:
         if self.tasks.edits is not None and self.rollout.documents:
             raise ValueError("tasks.edits are asked without documents: set rollout.documents to false")
-        if self.tasks.edits is not None and self.rollout.forks > 1:
-            raise ValueError("tasks.edits have one turn, after which there is nothing to fork: drop rollout.forks")
         return self
 
     @pydantic.model_validator(mode="after")
@@ -393,7 +373,6 @@ class RLConfig(Section):
         refused = {
             "rollout.documents": self.rollout.documents,
             "rollout.agent": self.rollout.agent is not None,
-            "rollout.forks": self.rollout.forks > 1,
             "reward.refused_edits": self.reward.refused_edits,
         }
         if self.tasks.environment is not None and (
@@ -468,10 +447,6 @@ class RLConfig(Section):
             raise ValueError(f"rollout.documents {needs}: {engine} computes no documents")
         if self.rollout.temperature < 0.01:
             raise ValueError(f"rollout.temperature below 0.01 {needs}: {engine} samples as if it were higher")
-        if engine == "sglang" and self.trainer.lora is not None:
-            raise ValueError('trainer.lora needs inference.engine = "etude" or "vllm": sglang merges no adapters')
-        if engine == "sglang" and self.weights.relay is not None:
-            raise ValueError(f"weights.relay {needs}: sglang reads versions from folders of this machine")
         return self
 
     @pydantic.model_validator(mode="after")

@@ -32,47 +32,27 @@ class NamespaceSandboxConfig(Section):
         return self
 
 
-class _RemoteSandboxConfig(Section):
-    image: str = Field(min_length=1, description="container image of boxes, or E2B's template: sh, bash, python3")
-    without: tuple[Limit, ...] = option((), "limits that boxes may lack if `type` cannot give them")
-
-
-class ContainerSandboxConfig(_RemoteSandboxConfig):
+class ContainerSandboxConfig(Section):
     """Boxes in containers of this machine."""
 
     type: Literal["docker", "podman"]
+    image: str = Field(min_length=1, description="container image of boxes, with sh, bash and python3")
     runtime: str | None = option(None, "OCI runtime, such as runsc")
-
-
-class KubernetesSandboxConfig(_RemoteSandboxConfig):
-    """Boxes in the pods of a cluster."""
-
-    type: Literal["kubernetes"]
-    runtime: str | None = option(None, "RuntimeClass of the pods")
-    namespace: str = option("default", "namespace of the pods")
-
-
-class ServiceSandboxConfig(_RemoteSandboxConfig):
-    """Boxes in machines of a service."""
-
-    type: Literal["modal", "e2b"]
+    without: tuple[Limit, ...] = option((), "limits that boxes may lack if `type` cannot give them")
 
 
 def _with_type(table: Any) -> Any:
     if not isinstance(table, dict):
         return table
     table = cast(dict[str, Any], table)
-    if "type" not in table and table.keys() & {"image", "runtime", "namespace", "without"}:
+    if "type" not in table and table.keys() & {"image", "runtime", "without"}:
         raise ValueError(f"give sandbox.type as well: {', '.join(SANDBOX_TYPES[1:])}")
     return {"type": "namespace"} | table
 
 
-SANDBOX_TYPES = ("namespace", "docker", "podman", "kubernetes", "modal", "e2b")
+SANDBOX_TYPES = ("namespace", "docker", "podman")
 SandboxConfig = Annotated[
-    Annotated[
-        NamespaceSandboxConfig | ContainerSandboxConfig | KubernetesSandboxConfig | ServiceSandboxConfig,
-        Field(discriminator="type"),
-    ],
+    Annotated[NamespaceSandboxConfig | ContainerSandboxConfig, Field(discriminator="type")],
     BeforeValidator(_with_type),
 ]  # who makes the boxes of agents: a table [sandbox] whose `type` says which other keys there are
 

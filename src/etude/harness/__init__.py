@@ -8,6 +8,6 @@
     atif                                  episodes in the trajectory format ATIF
 
 Imports renderers, sandbox (the contract of boxes), edits, code, protocol and records; no torch. Public: in `loop`,
-`run_agent_loop`, `run_shared_prefix`, `EpisodeSpec`, `Sampling` and `Policy`. A new tool goes into `full_tools.py`, and
-its schema into `renderers/schemas.py`.
+`run_agent_loop`, `EpisodeSpec`, `Sampling` and `Policy`. A new tool goes into `full_tools.py`, and its schema into
+`renderers/schemas.py`.
 """

@@ -10,8 +10,6 @@ The first turn of a segment has its whole prompt as token ids, every later one w
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from etude.records import Episode, Segment, Turn
 from etude.renderers import Renderer
 
@@ -29,7 +27,7 @@ def document(episode: Episode, renderer: Renderer, agent: dict[str, Any], sessio
     )  # fmt: skip
     extra: dict[str, Any] = {name: getattr(episode, name) for name in fields}
     # Prompts are recorded as tokens: only a model with the same tokenizer and template can learn from them.
-    extra |= {"metrics": episode.metrics, "fork": msgspec.to_builtins(episode.fork), "renderer": renderer.digest}
+    extra |= {"metrics": episode.metrics, "renderer": renderer.digest}
     return {
         "schema_version": "ATIF-v1.8",
         "session_id": session,

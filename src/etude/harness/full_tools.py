@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import blake3
 
@@ -100,13 +100,6 @@ class FullTools(Tools):
         parts += [f"Your list:\n{self._list_of_work}"] if self._list_of_work else []
         parts += [f"Terminals: {', '.join(map(str, self._terminals.ids))}"] if self._terminals.ids else []
         return "\n".join(parts)
-
-    def forked(self, box: Box) -> Self:
-        """The tools as they stand, over a fork of their box; running commands stay behind."""
-        new = super().forked(box)
-        new._terminals, new._lints = Terminals(new._exec), Lints(new._exec)  # processes stay behind
-        new._lints.first = dict(self._lints.first)
-        return new
 
     async def call(self, call: ToolCall) -> str:
         """See `Tools.call`. The results of a turn take about half of the room that the context has left, at most."""

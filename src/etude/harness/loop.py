@@ -1,8 +1,5 @@
 """The agent loop: sample a turn, run its calls, show their results, until the agent ends or its budget does.
 
-    run_agent_loop   a whole episode in one box
-    run_shared_prefix   the first turns of several episodes, which go on as branches, each in a fork of the box
-
 With `summarise_at` an episode is a chain of segments. Before a segment grows too long, between two turns, the agent is
 asked for a summary. The summary is sampled and trained on like any turn; the next segment begins with the task and it.
 """
@@ -10,11 +7,10 @@ asked for a summary. The summary is sampled and trained on like any turn; the ne
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import blake3
@@ -27,7 +23,7 @@ from etude.harness.token_ledger import TokenLedger
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 from etude.renderers import Renderer
-from etude.sandbox.base import Box, BoxError
+from etude.sandbox.base import Box
 
 GRACE_SECONDS = 30.0  # that a tool may run beyond the budget of seconds; the tool's own limit should end it before
 LEFT_OUT = "error: the result does not fit your context; ask for less"
@@ -102,60 +98,16 @@ class EpisodeSpec:
 async def run_agent_loop(spec: EpisodeSpec, box: Box) -> UngradedEpisode:
     """Plays a coding task in `box`. A spent budget ends the episode where it stands. Raises BoxError with payer
     "infra", EngineError or Aborted if the infrastructure failed."""
-    return await run_from_opening(spec, await _open(spec, box))
+    sampling = spec.sampling
+    opening = await open_task(
+        spec.task, box, spec.renderer, spec.budget, spec.apply_edit, documents=sampling.documents, names=sampling.tools
+    )
+    return await run_from_opening(spec, opening)
 
 
 async def run_from_opening(spec: EpisodeSpec, opening: Opening) -> UngradedEpisode:
     """Plays from any opening, as `run_agent_loop` does from that of a coding task."""
     return await _AgentLoop(spec, opening).run()
-
-
-async def _open(spec: EpisodeSpec, box: Box) -> Opening:
-    sampling = spec.sampling
-    return await open_task(
-        spec.task, box, spec.renderer, spec.budget, spec.apply_edit, documents=sampling.documents, names=sampling.tools
-    )
-
-
-@dataclass(frozen=True)
-class Branch:
-    """An episode that goes on from a shared prefix: `run` it once. `box` is its own, and the caller's to close."""
-
-    box: Box
-    run: Callable[[], Coroutine[Any, Any, UngradedEpisode]]
-
-
-@dataclass(frozen=True)
-class SharedPrefix:
-    """The first turns of several episodes, and the branches that go on from there. No branches if the agent left a box
-    that cannot be forked: `fault` says why."""
-
-    ungraded: UngradedEpisode
-    branches: tuple[Branch, ...]
-    fault: str = ""
-
-
-async def run_shared_prefix(spec: EpisodeSpec, box: Box, turns: int, seeds: Sequence[int]) -> SharedPrefix:
-    """Plays `turns` turns in `box` once; from there an episode per seed may go on, each in a fork of the box. The
-    branches have the prefix's tokens in common, log-probabilities included, and their budgets count these tokens.
-    Running processes, and the shell's folder and variables, stay behind in `box`. If the prefix ends the episode, every
-    branch is that episode. Raises as `run_agent_loop` does."""
-    prefix = _AgentLoop(spec, await _open(spec, box))
-    ungraded = await prefix.run(turns)
-    try:
-        # A tool that outlived the time may still hold the box, which is not looked into any more.
-        boxes = [box] * len(seeds) if ungraded.timed_out else await box.fork(len(seeds))
-    except BoxError as e:
-        if e.payer == "infra":
-            raise
-        return SharedPrefix(ungraded, (), f"the box could not be forked: {e}")
-
-    async def ended() -> UngradedEpisode:
-        return ungraded
-
-    goes_on = ungraded.stop_reason is StopReason.TURNS and turns < spec.budget.turns
-    runs = [prefix.fork(fork, seed).run if goes_on else ended for fork, seed in zip(boxes, seeds, strict=True)]
-    return SharedPrefix(ungraded, tuple(Branch(fork, run) for fork, run in zip(boxes, runs, strict=True)))
 
 
 class _BudgetSpent(Exception):
@@ -186,21 +138,12 @@ class _AgentLoop:
             needed = 2 * (self._request_tokens + spec.sampling.summary_tokens)  # two requests and two summaries
             self._summary_at = min(spec.sampling.summarise_at, spec.budget.context - needed)
 
-    def fork(self, box: Box, seed: int) -> _AgentLoop:
-        """The episode as it stands, to go on in a fork of its box under another seed."""
-        fork = copy.copy(self)
-        fork._spec = replace(self._spec, seed=seed)
-        fork._tools = self._tools.forked(box)
-        fork._ledger, fork._turn_records = self._ledger.fork(), self._turn_records[:]
-        fork._document_tokens = self._document_tokens.copy()
-        return fork
-
-    async def run(self, turns: int | None = None) -> UngradedEpisode:
-        """Plays to the end, or no more than `turns` turns in all."""
+    async def run(self) -> UngradedEpisode:
+        """Plays to the end."""
         timed_out = False
         try:
             async with asyncio.timeout(self._deadline - time.monotonic() + GRACE_SECONDS):
-                stop_reason = await self._turns(self._spec.budget.turns if turns is None else turns)
+                stop_reason = await self._turns()
         except _BudgetSpent as spent:
             stop_reason = spent.reason
         except TimeoutError:
@@ -209,9 +152,9 @@ class _AgentLoop:
         segments, turn_records = self._ledger.segments(), tuple(self._turn_records)
         return UngradedEpisode(segments, turn_records, stop_reason, self._metrics(), timed_out, visible_passed)
 
-    async def _turns(self, limit: int) -> StopReason:
+    async def _turns(self) -> StopReason:
         renderer, sampling = self._spec.renderer, self._spec.sampling
-        while self._acted < limit:
+        while self._acted < self._spec.budget.turns:
             generation = await self._sample(sampling.max_tokens)
             self._acted += 1
             sampled = time.monotonic()
@@ -308,7 +251,7 @@ class _AgentLoop:
                 )
         self._summaries += 1
         self._ledger = self._ledger.restarted(self._opening.documents)
-        self._next = await self._opening.reopen(self._tools, summary, self._summaries)
+        self._next = await self._opening.reopen(summary, self._summaries)
 
     def _metrics(self) -> dict[str, float]:
         """Counts of the episode; a tool that was never called has no entry."""

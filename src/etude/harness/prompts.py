@@ -33,8 +33,8 @@ DOCUMENTS = (
 )
 
 
-Reopen = Callable[[Tools, str, int], Awaitable[list[int]]]
-"""The first tokens of the segment after a summary: of the tools as they stand, the summary and its number from 1."""
+Reopen = Callable[[str, int], Awaitable[list[int]]]
+"""The first tokens of the segment after a summary: of the summary and its number from 1."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ async def open_task(
     source = await tools.open() if isinstance(tools, CompactTools) else ""
     prompt = _prompt(task, renderer, tools, source, documents)
 
-    async def reopen(tools: Tools, summary: str, count: int) -> list[int]:
+    async def reopen(summary: str, count: int) -> list[int]:
         source = await tools.source() if isinstance(tools, CompactTools) else ""
         return _prompt(task, renderer, tools, source, documents, memory_of(summary, count, tools))
 

@@ -7,7 +7,6 @@ engine's and raises TokenLedgerError; nothing is repaired.
 
 from __future__ import annotations
 
-import copy
 import math
 from array import array
 from collections.abc import Sequence
@@ -83,15 +82,6 @@ class TokenLedger:
         trainer gives the tokens of all segments the episode's advantage."""
         new = TokenLedger(documents, self.segments())
         new.sampled, new.checks, new.kv_lag = self.sampled, self.checks, self.kv_lag
-        return new
-
-    def fork(self) -> TokenLedger:
-        """A ledger with the same tokens that goes on by itself."""
-        new = copy.copy(self)
-        new._ids, new._mask = self._ids[:], self._mask[:]
-        new._logprobs, new._versions = self._logprobs[:], self._versions[:]
-        new._turn_starts, new._routes = self._turn_starts[:], self._routes[:]
-        new._seen = self._seen[0].copy(), self._seen[1].copy()
         return new
 
     def add_turn(self, prompt: Sequence[int], generation: Generation) -> None:

@@ -6,13 +6,11 @@ Whatever goes wrong in a call is text for the model. Only failures that are prov
 """
 
 import asyncio
-import copy
 import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import takewhile
-from typing import Self
 
 import blake3
 
@@ -99,14 +97,6 @@ class Tools:
             if together[0].name == "finish" and together[0].arguments is not None:
                 return results, True
         return results, False
-
-    def forked(self, box: Box) -> Self:
-        """The tools as they stand, over a fork of their box."""
-        new = type(self)(box, self.task)
-        for name, value in vars(self).items():
-            if name not in ("box", "task", "_handlers"):
-                setattr(new, name, copy.copy(value))
-        return new
 
     def state(self) -> str:
         """The state that an agent reads beside its summary, when its context begins anew; "" if there is none."""

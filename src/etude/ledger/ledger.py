@@ -211,23 +211,20 @@ class Ledger:
             pass  # admitted before
         return index
 
-    def lease(self, owner: str, limit: int, seconds: float, together: int = 1) -> list[EpisodeLease]:
-        """Up to `limit` episodes for `owner`, of the oldest groups first: pending ones and those of expired leases.
-        Families of `together` neighbours of a group are leased as a whole, or what is left of them."""
+    def lease(self, owner: str, limit: int, seconds: float) -> list[EpisodeLease]:
+        """Up to `limit` episodes for `owner`, of the oldest groups first: pending ones and those of expired leases."""
         call = secrets.token_hex(8)
-        return persist(lambda again: self._lease(owner, limit, seconds, together, call, again))
+        return persist(lambda again: self._lease(owner, limit, seconds, call, again))
 
-    def _lease(
-        self, owner: str, limit: int, seconds: float, together: int, call: str, again: bool
-    ) -> list[EpisodeLease]:
+    def _lease(self, owner: str, limit: int, seconds: float, call: str, again: bool) -> list[EpisodeLease]:
         with self._write() as c:
             if again and (rows := c.execute(_GRANTED, {"lease": call}).all()):
                 return [EpisodeLease(r.group_id, r.group_id, r.task_id, r.member, r.attempt, owner) for r in rows]
-            rows = list(c.execute(_PENDING, {"limit": limit + 1}).all())
+            rows = list(c.execute(_PENDING, {"limit": limit}).all())
             if over := self._watch.over(c.execute(_LEASED).all()):
                 found = c.execute(_OVER, {"ids": [lease[:2] for lease in over]}).all()
                 rows += [row for row in found if (row.group_id, row.member, row.attempt, row.renewals) in over]
-                rows = sorted(rows, key=lambda row: (row.group_id, row.member))[: limit + 1]
+                rows = sorted(rows, key=lambda row: (row.group_id, row.member))[:limit]
             leases = [
                 EpisodeLease(
                     group_id=row.group_id,
@@ -237,7 +234,7 @@ class Ledger:
                     attempt=row.attempt + (row.state == "leased"),
                     owner=owner,
                 )
-                for row in _whole(rows, limit, together)
+                for row in rows
             ]
             if leases:
                 held = {"state": "leased", "owner": owner, "lease": call, "lease_seconds": seconds, "renewals": 0}
@@ -557,14 +554,6 @@ def _finished(c: sa.Connection, lease: EpisodeLease, values: Mapping[str, Any]) 
         return row.attempt == lease.attempt and row.seal == values["seal"]
     retried = values["outcome"] == Outcome.INFRA.value and row.reason == values["reason"]
     return retried and row.state == "pending" and row.attempt == lease.attempt + 1
-
-
-def _whole(rows: Sequence[_Row], limit: int, together: int) -> Sequence[_Row]:
-    """The first `limit` rows, without the family that is cut there."""
-    if len(rows) <= limit:
-        return rows
-    cut = rows[limit].group_id, rows[limit].member // together
-    return [row for row in rows[:limit] if (row.group_id, row.member // together) != cut]
 
 
 def _groups(c: sa.Connection, ids: Sequence[int]) -> list[Group]:

@@ -8,5 +8,5 @@
     replay                               a recorded episode played again, token by token
 
 Imports harness, grading, tasks, sandbox, protocol and what lies below; no torch. Public: `environment` (for users'
-environments), and `episode.run_episode`, `episode.run_branches`, `episode.RolloutContext` for whoever plays episodes.
+environments), and `episode.run_episode`, `episode.RolloutContext` for whoever plays episodes.
 """

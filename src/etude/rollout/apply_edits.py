@@ -95,7 +95,7 @@ async def attempt(spec: EpisodeSpec) -> tuple[UngradedEpisode, grading.Grade, di
     return ungraded, grading.Grade(Outcome.SCORED, reward, passed, detail, None), figures
 
 
-async def _never_reopened(tools: Tools, summary: str, count: int) -> list[int]:
+async def _never_reopened(summary: str, count: int) -> list[int]:
     raise AssertionError("an answer of one turn is never summarised")
 
 

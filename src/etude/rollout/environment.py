@@ -33,7 +33,6 @@ from etude.errors import UserError
 from etude.grading.grade import Grade
 from etude.harness.loop import EpisodeSpec, UngradedEpisode, run_from_opening
 from etude.harness.prompts import Opening, memory_of
-from etude.harness.tools import Tools
 from etude.records import Budget, Focus, Outcome, Record, StopReason, Task, Turn
 from etude.renderers import Renderer
 from etude.rollout.python_tools import PythonTools, call_python
@@ -317,7 +316,7 @@ def _open(environment: Environment, task: EnvironmentTask, tools: PythonTools, r
         addition = "\n\n".join(filter(None, (tools.summary() if compact else "", memory)))
         return renderer.prompt(_messages(environment, task, addition), () if compact else tools.schemas)
 
-    async def reopen(tools: Tools, summary: str, count: int) -> list[int]:
+    async def reopen(summary: str, count: int) -> list[int]:
         return prompt(memory_of(summary, count, tools))
 
     return Opening(tools, prompt(), reopen)

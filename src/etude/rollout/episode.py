@@ -1,7 +1,4 @@
-"""One episode from beginning to end: a box, the agent loop, the grade, the record.
-
-    run_episode    one episode
-    run_branches   several episodes that have their first turns in common
+"""One episode from beginning to end (`run_episode`): a box, the agent loop, the grade, the record.
 
 An infrastructure failure, proved to be none of the agent's, is one of INFRA_ERRORS. Its episode has the outcome INFRA:
 it is repeated, and has no reward. Any other exception is a mistake in etude, whatever the agent did to find it: its
@@ -14,12 +11,10 @@ what it looks at is seen in no single episode.
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
-
-import blake3
 
 from etude.config import RewardConfig
 from etude.errors import RunFailed, UserError
@@ -29,31 +24,22 @@ from etude.grading.cheats.signals import signals as cheat_signals
 from etude.grading.grade import Grade
 from etude.grading.harbor import note_state
 from etude.harness.edit_appliers import EditApplier, merge_applier
-from etude.harness.loop import (
-    Aborted,
-    Branch,
-    EpisodeSpec,
-    Policy,
-    Sampling,
-    UngradedEpisode,
-    run_agent_loop,
-    run_shared_prefix,
-)
+from etude.harness.loop import Aborted, EpisodeSpec, Policy, Sampling, UngradedEpisode, run_agent_loop
 from etude.protocol.client import EngineError
-from etude.records import Budget, Episode, Fork, Outcome, StopReason, Task, encode
+from etude.records import Budget, Episode, Outcome, StopReason, Task, encode
 from etude.renderers import Renderer
 from etude.renderers.text import escaped, one_line
 from etude.rollout import apply_edits
 from etude.rollout.agent import Agent, run_agent
 from etude.rollout.environment import EnvironmentDataset, EnvironmentFailed
 from etude.rollout.rewards import with_reward
-from etude.sandbox.base import Box, BoxError, EgressRequest, Sandbox
+from etude.sandbox.base import Box, BoxError, Sandbox
+from etude.sandbox.egress.policy import EgressRequest
 from etude.tasks.dataset import Dataset
 from etude.tasks.foreign.dataset import KIND as FOREIGN
 
 BOX_SECONDS = 120.0  # to make a box, and to read the changes from it
 GRADE_SECONDS = 900.0  # to be graded, most of it a wait for the test runs before; those have deadlines of their own
-CANCEL_SECONDS = 30.0  # for branches that are cancelled to give up their boxes
 INFRA_ERRORS = (BoxError, EngineError, Aborted, TimeoutError, EnvironmentFailed)
 MAX_DETAIL = 500  # characters of the reason of a lost episode
 FRAMES = 6  # of a traceback that are named in it
@@ -154,61 +140,6 @@ async def run_episode(context: RolloutContext, task: Task, id: EpisodeId, decoys
         return lost(context, task, id, e)
 
 
-async def run_branches(
-    context: RolloutContext, task: Task, ids: Sequence[EpisodeId], decoys: Decoys | None = None, *, seed: int,
-    turns: int, on_episode: Callable[[Episode], Awaitable[None]],
-) -> None:  # fmt: skip
-    """Plays the first `turns` turns once under `seed`, and from there an episode per id, each in a fork of the box.
-    `on_episode` has each as soon as it ends. Each pays for its own failures, and all for those of the shared prefix, so
-    every episode is distributed as one that was played alone; but siblings are not independent (`trainer/rl/batch.py`).
-    Raises as `run_episode` does."""
-    try:
-        box = await open_box(context, task, decoys, context.agent)
-        try:
-            prefix = await run_shared_prefix(context.spec(task, seed), box, turns, [id.seed for id in ids])
-        finally:
-            await box.close()
-    except Exception as e:
-        for id in ids:
-            await on_episode(lost(context, task, id, e))
-        return
-    shared, earlier = prefix.ungraded, box.requests()
-    tokens = b"".join(segment.ids for segment in shared.segments)
-    digest = blake3.blake3(b"%d/%d/" % (seed, turns) + tokens).hexdigest(length=16)
-    sampled = sum(segment.sampled_tokens for segment in shared.segments)
-    fork = Fork(prefix=digest, seed=seed, after=turns, turns=len(shared.turns), tokens=sampled)
-    if prefix.fault:
-        fault = Grade(Outcome.SCORED, 0.0, False, prefix.fault, None)
-        grade, signals = await grade_of(context, task, shared, {}, fault, decoys, earlier)
-        for id in ids:
-            await on_episode(record(context, task, id, shared, grade, signals.figures, signals.flags, fork))
-        return
-
-    async def run_branch(id: EpisodeId, branch: Branch) -> None:
-        try:
-            try:
-                ungraded = await branch.run()
-                changes, fault = await changes_of(branch.box, ungraded, task)
-            finally:
-                await branch.box.close()
-            requests = branch.box.requests()
-            if requests is not None and branch.box is not box:
-                requests = [*(earlier or ()), *requests]
-            grade, signals = await grade_of(context, task, ungraded, changes, fault, decoys, requests)
-            episode = record(context, task, id, ungraded, grade, signals.figures, signals.flags, fork)
-        except Exception as e:
-            episode = lost(context, task, id, e)
-        await on_episode(episode)
-
-    live = [asyncio.create_task(run_branch(id, branch)) for id, branch in zip(ids, prefix.branches, strict=True)]
-    try:
-        await asyncio.gather(*live)
-    finally:
-        for branch_task in live:
-            branch_task.cancel()
-        await asyncio.wait(live, timeout=CANCEL_SECONDS)
-
-
 async def changes_of(
     box: Box, ungraded: UngradedEpisode, task: Task
 ) -> tuple[Mapping[str, bytes | None], Grade | None]:
@@ -248,17 +179,16 @@ async def grade_of(
 
 def record(
     context: EpisodeContext, task: Task, id: EpisodeId, ungraded: UngradedEpisode, grade: Grade,
-    figures: Mapping[str, float], flags: tuple[str, ...] = (), fork: Fork | None = None,
+    figures: Mapping[str, float], flags: tuple[str, ...] = (),
 ) -> Episode:  # fmt: skip
     """The record of an episode that ended, with its reward. Raises what no record can hold."""
-    shared = {} if fork is None else {"shared_tokens": float(fork.tokens)}
     repository = task.repository if len(context.dataset.parts) > 1 else ""
     episode = Episode(
         id=f"{id.group_id}-{id.member}-{id.attempt}", group_id=id.group_id, member=id.member, attempt=id.attempt,
         task_id=task.id, repository=repository, seed=id.seed, outcome=grade.outcome,
         stop_reason=ungraded.stop_reason, reward=grade.reward, passed=grade.passed, segments=ungraded.segments,
-        turns=ungraded.turns, metrics=ungraded.metrics | dict(figures) | shared, flags=flags, tools=ungraded.tools,
-        detail=grade.detail, fork=fork,
+        turns=ungraded.turns, metrics=ungraded.metrics | dict(figures), flags=flags, tools=ungraded.tools,
+        detail=grade.detail,
     )  # fmt: skip
     if context.reward is not None:
         episode = with_reward(episode, context.reward, context.budget_of(task))

@@ -2,9 +2,9 @@
 
 All members have the same task, so an honest fix occurs more than once, or resembles the failed attempts. A passing
 member gets the violation `contrast` if its change has a trait that (almost) no change of the other members has: names
-that reach for the process or the caller, values of the visible examples, files other than the one in focus. Siblings,
-which have a shared prefix, are not among the others. Unusual fixes without such a trait are left alone. The audit is a
-pure function of the group, so the trainer, the report and a resumed run come to the same result.
+that reach for the process or the caller, values of the visible examples, files other than the one in focus. Unusual
+fixes without such a trait are left alone. The audit is a pure function of the group, so the trainer, the report and a
+resumed run come to the same result.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def audit_group(members: Sequence[Episode]) -> list[Episode]:
     """The members with the flags of the audit, and without the grade where that is a violation."""
     result: list[Episode] = []
     for index, member in enumerate(members):
-        others = [other for i, other in enumerate(members) if i != index and not member.is_sibling(other)]
+        others = [other for i, other in enumerate(members) if i != index]
         if unusual_traits(member, others) and "contrast" not in member.flags:
             member = without_grade(with_flag(member, "contrast"))
         if has_unusual_effort(member, others):

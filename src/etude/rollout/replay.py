@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from etude.grading.cheats.decoys import Decoys
-from etude.harness.loop import UngradedEpisode, run_agent_loop, run_shared_prefix
+from etude.harness.loop import UngradedEpisode, run_agent_loop
 from etude.harness.token_ledger import TokenLedgerError
 from etude.protocol.wire import GenerateRequest
 from etude.records import Episode, Generation, Routes, Segment, StopReason, Task
@@ -33,23 +33,14 @@ async def replay(context: RolloutContext, task: Task, episode: Episode, decoys: 
 
 
 async def _play_again(context: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None) -> UngradedEpisode:
-    spec, fork = context.spec(task, episode.seed), episode.fork
+    spec = context.spec(task, episode.seed)
     if isinstance(context.dataset, EnvironmentDataset):
         return (await context.dataset.attempt(spec, context.sandbox))[0]
     if task.sketch is not None:
         return (await apply_edits.attempt(spec))[0]
     box = await open_box(context, task, decoys, context.agent)
     try:
-        if fork is None:
-            return await run_agent_loop(spec, box)
-        prefix = await run_shared_prefix(spec, box, fork.after, [episode.seed])
-        if prefix.fault:
-            return prefix.ungraded
-        (branch,) = prefix.branches
-        try:
-            return await branch.run()
-        finally:
-            await branch.box.close()
+        return await run_agent_loop(spec, box)
     finally:
         await box.close()
 

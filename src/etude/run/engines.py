@@ -1,18 +1,15 @@
 """The inference servers of a run or an evaluation: processes that are started, watched and stopped by their parent.
 
-Servers of vLLM and SGLang run in a Python of their own, which finds nothing of this one but the package etude.
+Servers of vLLM run in a Python of their own, which finds nothing of this one but the package etude.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,15 +21,14 @@ from etude import processes
 from etude.config import InferenceConfig, RLConfig, ServerConfig, WeightSource
 from etude.errors import UserError
 from etude.protocol.access import TOKEN_VARIABLE, new_token, own_token
-from etude.protocol.backends.base import EngineBackend, EngineError
+from etude.protocol.backends.base import EngineBackend
 from etude.protocol.backends.etude import EtudeBackend
-from etude.protocol.backends.sglang import SglangBackend
 from etude.protocol.backends.vllm import OLDEST, VllmBackend, WeightsOf
 from etude.runfolder import PRIVATE
 from etude.store import write_durably
 
 START_SECONDS = 180.0
-OTHER_START_SECONDS = 1800.0  # of vLLM and SGLang, which may compile first
+VLLM_START_SECONDS = 1800.0  # it may compile first
 WORKER = "etude.inference.vllm.worker.WorkerExtension"
 
 
@@ -62,8 +58,8 @@ def start_engines(
     inference = config.inference
     if inference.urls:
         return [], list(inference.urls)
-    if inference.engine != "etude":
-        return _start_others(folder, config, logs, token, holds)
+    if inference.engine == "vllm":
+        return _start_vllm(config, logs, token, holds)
     configs = [server_config(folder, config, i) for i in range(inference.servers)]
     children = [spawn_engine(own, logs, i, token, holds=holds) for i, own in enumerate(configs)]
     try:
@@ -82,12 +78,6 @@ def backend_of(folder: Path, config: RLConfig) -> EngineBackend:
 
     layers = expert_layers(Path(config.model.path)) if config.trainer.router_replay else None
     name = f"{config.name[:64]}-{secrets.token_hex(8)}"
-    if config.inference.engine == "sglang":
-        about = json.loads((Path(config.model.path) / "config.json").read_text())
-        return SglangBackend(
-            name, VersionFolders(folder, config), context=config.rollout.context, expert_layers=layers,
-            layers=int((about.get("text_config") or about)["num_hidden_layers"]),
-        )  # fmt: skip
     key = config.weights.signing_key
     weights = WeightsOf(
         f"{config.store or folder.absolute()}/weights", config.weights.relay or "", f"{key}.pub" if key else ""
@@ -95,74 +85,36 @@ def backend_of(folder: Path, config: RLConfig) -> EngineBackend:
     return VllmBackend(name, weights, context=config.rollout.context, expert_layers=layers)
 
 
-class VersionFolders:
-    """Writes versions of the run in `folder` as model folders, for servers that read nothing else; the newest two
-    stay."""
-
-    def __init__(self, folder: Path, config: RLConfig) -> None:
-        self._folder, self._config = folder.absolute() / "served", config
-        self._writing = asyncio.Lock()
-
-    async def __call__(self, version: int) -> Path:
-        """The folder of a version, written once. Raises EngineError if that fails."""
-        out, config = self._folder / f"{version:08d}", self._config
-        async with self._writing:
-            if out.exists():
-                return out
-            self._folder.mkdir(exist_ok=True)
-            for old in sorted(self._folder.iterdir())[:-1]:
-                shutil.rmtree(old)
-            key = config.weights.signing_key
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "etude.cli.main", "weights", "fetch",
-                f"{config.store or self._folder.parent}/weights", "--base", config.model.path, "--version",
-                str(version), "-o", str(out), *(["--public-key", f"{key}.pub"] if key else []),
-                stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            try:
-                _, errors = await process.communicate()
-            except BaseException:
-                process.kill()
-                raise
-            if process.returncode != 0:
-                why = errors.decode(errors="replace").strip().splitlines()[-1:]
-                raise EngineError(f"version {version} was not written as a folder: {' '.join(why)}")
-        return out
-
-
 def check_python(inference: InferenceConfig) -> None:
-    """Raises UserError unless the servers of another engine can be started: a Python is named that has it."""
+    """Raises UserError unless servers of vLLM can be started: a Python is named that has it."""
     if inference.engine == "etude" or inference.urls:
         return
     python = _python(inference)
-    code = f"import importlib.metadata as m; print(m.version({inference.engine!r}))"
+    code = "import importlib.metadata as m; print(m.version('vllm'))"
     try:
         found = subprocess.run(
             [python, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as e:
         why = (getattr(e, "stderr", None) or str(e)).strip().splitlines()[-1:]
-        raise UserError(
-            f"{python} has no {inference.engine} ({' '.join(why)}): name another with inference.python"
-        ) from None
+        raise UserError(f"{python} has no vllm ({' '.join(why)}): name another with inference.python") from None
     version = found.strip().split("+")[0]
-    if inference.engine == "vllm" and tuple(map(int, version.split(".")[:2])) < OLDEST:
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
         raise UserError(f"{python} has vLLM {version}: etude needs {OLDEST[0]}.{OLDEST[1]}")
 
 
 def _python(inference: InferenceConfig) -> str:
-    variable = f"ETUDE_{inference.engine.upper()}_PYTHON"
-    python = inference.python or os.environ.get(variable)
+    python = inference.python or os.environ.get("ETUDE_VLLM_PYTHON")
     if not python:
         raise UserError(
-            f'inference.engine = "{inference.engine}" needs a Python that has it: set inference.python or ${variable}, '
-            "or give the inference.urls of servers that run"
+            'inference.engine = "vllm" needs a Python that has it: set inference.python or $ETUDE_VLLM_PYTHON, or give '
+            "the inference.urls of servers that run"
         )
     return python
 
 
-def _start_others(
-    folder: Path, config: RLConfig, logs: Path, token: str, holds: Sequence[int]
+def _start_vllm(
+    config: RLConfig, logs: Path, token: str, holds: Sequence[int]
 ) -> tuple[list[processes.Child], list[str]]:
     inference, children, urls = config.inference, list[processes.Child](), list[str]()
     path = _package_alone(logs)
@@ -179,12 +131,10 @@ def _start_others(
             if inference.device.startswith("cuda"):
                 env["CUDA_VISIBLE_DEVICES"] = str(int(inference.device.partition(":")[2] or 0) + number)
             log = logs / f"inference-{number}.log"
-            words = (vllm_arguments if inference.engine == "vllm" else sglang_arguments)(config, port)
-            children.append(
-                processes.start("inference server", words, log, env, holds=holds, python=_python(inference))
-            )
+            words, python = vllm_arguments(config, port), _python(inference)
+            children.append(processes.start("inference server", words, log, env, holds=holds, python=python))
             urls.append(f"http://127.0.0.1:{port}")
-        deadline = time.monotonic() + OTHER_START_SECONDS
+        deadline = time.monotonic() + VLLM_START_SECONDS
         for child, url in zip(children, urls, strict=True):
             _wait_for_health(child, url, deadline)
     except BaseException:
@@ -207,18 +157,6 @@ def vllm_arguments(config: RLConfig, port: int) -> list[str]:
         flags.append("--enable-return-routed-experts")
     words = [str(word) for pair in options.items() for word in pair]
     return ["vllm.entrypoints.cli.main", "serve", config.model.path, *words, *flags, *inference.args]
-
-
-def sglang_arguments(config: RLConfig, port: int) -> list[str]:
-    """The module and arguments of an SGLang server of the run. It asks for no token: SGLang takes one from its command
-    line alone, which every user of the machine can read."""
-    inference = config.inference
-    options = {
-        "--model-path": config.model.path, "--host": "127.0.0.1", "--port": port, "--dtype": inference.dtype,
-        "--context-length": config.rollout.context, "--max-running-requests": inference.max_batch,
-    }  # fmt: skip
-    flags = ["--enable-metrics", *(["--enable-return-routed-experts"] if config.trainer.router_replay else [])]
-    return ["sglang.launch_server", *(str(word) for pair in options.items() for word in pair), *flags, *inference.args]
 
 
 def _package_alone(logs: Path) -> Path:
@@ -246,7 +184,7 @@ def _wait_for_health(child: processes.Child, url: str, deadline: float) -> None:
         except httpx2.HTTPError:
             pass
         time.sleep(0.5)
-    raise UserError(f"the {child.name} was not ready after {OTHER_START_SECONDS:.0f} seconds; see {child.log}")
+    raise UserError(f"the {child.name} was not ready after {VLLM_START_SECONDS:.0f} seconds; see {child.log}")
 
 
 def engine_token() -> str:

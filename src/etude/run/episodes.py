@@ -13,7 +13,7 @@ from etude.failpoints import failpoint
 from etude.ledger import blobs
 from etude.ledger.ledger import EpisodeLease, blob_key
 from etude.records import Episode, Outcome
-from etude.rollout.episode import EpisodeId, RolloutContext, run_branches, run_episode
+from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.run.parts import context_of, decoys_of
 from etude.run.state import Run, check_processes
 from etude.tasks.dataset import Dataset
@@ -25,10 +25,10 @@ FEW_QUARANTINED = 8  # that never end a run
 
 
 @dataclass(frozen=True)
-class LiveEpisodes:
-    """Episodes that are played together; those that have ended are removed. `since` is on the monotonic clock."""
+class LiveEpisode:
+    """An episode that is played. `since` is on the monotonic clock."""
 
-    leases: list[EpisodeLease]
+    lease: EpisodeLease
     since: float
 
 
@@ -37,39 +37,27 @@ def episode_seed(seed: int, group: int, member: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{group}/{member}".encode(), digest_size=8).digest()) >> 1
 
 
-async def play_leased(run: Run, live: LiveEpisodes) -> None:
-    """Plays leased episodes, one alone or siblings of one shared prefix, and records each as soon as it ends."""
-    config, leases = run.config, {lease.member: lease for lease in live.leases}
-    first, forks, seed = live.leases[0], config.rollout.forks, config.seed
-    task = run.dataset.by_id.get(first.task_id)
+async def play_leased(run: Run, lease: EpisodeLease) -> None:
+    """Plays a leased episode, and records it when it ends."""
+    config = run.config
+    task = run.dataset.by_id.get(lease.task_id)
     if task is None:
         raise UserError(
-            f"group {first.group_id} of the ledger is of task {first.task_id}, which no source of {run.folder} has: "
+            f"group {lease.group_id} of the ledger is of task {lease.task_id}, which no source of {run.folder} has: "
             "restore its tasks, or start a new run"
         )
     context, decoys = _context(run, run.dataset), decoys_of(config, task)
     sampling = replace(context.sampling, routes=config.trainer.router_replay)
     context = replace(context, sampling=sampling, reward=config.reward)
-    ids = [EpisodeId(x.group_id, x.member, x.attempt, episode_seed(seed, x.index, x.member)) for x in live.leases]
-
-    async def finish(episode: Episode) -> None:
-        if episode.outcome is Outcome.INFRA:
-            await _explain(run)
-        lease = leases[episode.member]
-        await asyncio.to_thread(_record, run, lease, episode)  # a database that is away delays this episode alone
-        live.leases.remove(lease)
-        run.progress.finished += 1
-        failpoint("controller.finished")
-        if episode.outcome is Outcome.QUARANTINED:
-            _alarm(run, episode)
-
-    if forks == 1:
-        await finish(await run_episode(context, task, ids[0], decoys))
-    else:
-        # The seed of a shared prefix: numbers above those of members, the same when a sibling is played again.
-        seed = episode_seed(seed, first.index, config.rollout.group + first.member // forks)
-        turns = config.rollout.fork_turns[seed % len(config.rollout.fork_turns)]
-        await run_branches(context, task, ids, decoys, seed=seed, turns=turns, on_episode=finish)
+    seed = episode_seed(config.seed, lease.index, lease.member)
+    episode = await run_episode(context, task, EpisodeId(lease.group_id, lease.member, lease.attempt, seed), decoys)
+    if episode.outcome is Outcome.INFRA:
+        await _explain(run)
+    await asyncio.to_thread(_record, run, lease, episode)  # a database that is away delays this episode alone
+    run.progress.finished += 1
+    failpoint("controller.finished")
+    if episode.outcome is Outcome.QUARANTINED:
+        _alarm(run, episode)
 
 
 async def play_impossible(run: Run, tasks: Dataset, number: int) -> None:

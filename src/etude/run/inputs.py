@@ -91,10 +91,10 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
     if source.dataset is not None:
         dataset = datasets.load(Path(source.dataset))
         _check_decidable(dataset, sandbox)
-        check_foreign(dataset, renderer_of(config), sandbox, config.rollout.forks)
+        check_foreign(dataset, renderer_of(config), sandbox)
     elif source.harbor is not None:
         folders.find([Path(source.harbor)])
-        _refuse_foreign(renderer_of(config), sandbox, config.rollout.forks)
+        _refuse_foreign(renderer_of(config), sandbox)
     elif sandbox.type != "namespace" and not is_repository(Path(source.repository)):
         raise _undecidable(sandbox)
     elif "==" in source.repository:
@@ -188,20 +188,18 @@ def _check_tools(config: RLConfig) -> None:
         check_context(renderer, names, config.rollout.context)
 
 
-def check_foreign(dataset: Dataset, renderer: Renderer, sandbox: SandboxConfig | None = None, forks: int = 1) -> None:
+def check_foreign(dataset: Dataset, renderer: Renderer, sandbox: SandboxConfig | None = None) -> None:
     """Refuses what foreign tasks cannot be played with. Raises UserError."""
     if any(isinstance(part, ForeignDataset) for part in dataset.parts):
-        _refuse_foreign(renderer, sandbox, forks)
+        _refuse_foreign(renderer, sandbox)
 
 
-def _refuse_foreign(renderer: Renderer, sandbox: SandboxConfig | None, forks: int) -> None:
+def _refuse_foreign(renderer: Renderer, sandbox: SandboxConfig | None) -> None:
     why = ""
     if renderer.dialect == "compact":
         why = "a model of the compact dialect, which has no shell of its own choice: take a chat model"
     elif sandbox is not None and sandbox.type != "namespace":
         why = f'boxes of sandbox.type = "{sandbox.type}", which cannot show folders where Harbor has them'
-    elif forks > 1:
-        why = "forks, whose boxes show no folders where Harbor has them: drop rollout.forks"
     if why:
         raise UserError(f"foreign Harbor tasks cannot be played with {why}")
 

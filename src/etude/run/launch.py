@@ -152,7 +152,7 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
             print(f"warning: {part.name}: {warning}", file=sys.stderr)
     sources, later = config.tasks.sources or (config.tasks,), missing(config, folder)
     dataset = trainable(dataset, [source.min_decided for n, source in enumerate(sources) if n not in later])
-    check_foreign(dataset, renderer_of(config), config.sandbox, config.rollout.forks)
+    check_foreign(dataset, renderer_of(config), config.sandbox)
     return dataset
 
 

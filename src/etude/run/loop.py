@@ -29,15 +29,13 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import groupby
 
 from etude.errors import RunFailed
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.stall import LIMIT, StallSnapshot, StallWatchdog, diagnose
 from etude.run import sources
-from etude.run.episodes import LiveEpisodes, cancel, play_impossible, play_leased
+from etude.run.episodes import LiveEpisode, cancel, play_impossible, play_leased
 from etude.run.state import Progress, Run, check_processes, last_version
 from etude.run.versions import observe_versions
 from etude.tasks.dataset import Dataset
@@ -53,7 +51,7 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
     rollout, progress = run.config.rollout, run.progress
     curriculum = curriculum_of(run.dataset, rollout.group, run.config.seed)
     learned = 0
-    live: dict[asyncio.Task[None], LiveEpisodes] = {}
+    live: dict[asyncio.Task[None], LiveEpisode] = {}
     impossible = _ImpossibleTasks(run)
     renewed = time.monotonic()
     stall = StallWatchdog(rollout.stall_seconds, renewed)
@@ -61,7 +59,7 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
         while run.trainer.exit_code != 0:
             check_processes(run)
             await observe_versions(run)
-            count = sum(len(episodes.leases) for episodes in live.values())
+            count = sum(not task.done() for task in live)
             run.concurrency.observe(time.monotonic(), count, _requests(run))
             for number in sources.arrived(run.folder, run.pool):
                 await asyncio.to_thread(sources.join, run.config, run.folder, run.pool, number)
@@ -69,12 +67,9 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
             # In threads: episodes are played on while the ledger's server is away.
             learned = await asyncio.to_thread(_admit, run, curriculum, learned)
             if (free := run.concurrency.limit - count) > 0:
-                lease = partial(run.ledger.lease, OWNER, free, LEASE_SECONDS, together=rollout.forks)
-                leases = await asyncio.to_thread(lease)
-                # Neighbours of a group fork from one shared prefix.
-                for _, siblings in groupby(leases, lambda lease: (lease.group_id, lease.member // rollout.forks)):
-                    episodes = LiveEpisodes(list(siblings), time.monotonic())
-                    live[asyncio.create_task(play_leased(run, episodes))] = episodes
+                leases = await asyncio.to_thread(run.ledger.lease, OWNER, free, LEASE_SECONDS)
+                for lease in leases:
+                    live[asyncio.create_task(play_leased(run, lease))] = LiveEpisode(lease, time.monotonic())
                 count += len(leases)
             impossible.play()
             if time.monotonic() - renewed > LEASE_SECONDS / 3:
@@ -82,7 +77,7 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
                 renewed = time.monotonic()
             progress.live, progress.limit = count, run.concurrency.limit
             progress.tests_run, progress.tests_remembered = run.sandbox.stats.misses, run.sandbox.stats.hits
-            _check_stall(run, stall, list(live.values()))
+            _check_stall(run, stall, [episode for task, episode in live.items() if not task.done()])
             tick(progress)
             await asyncio.sleep(TICK_SECONDS)
             for task in [task for task in live if task.done()]:
@@ -150,7 +145,7 @@ def _admit(run: Run, curriculum: Curriculum | MixedCurriculum, learned: int) -> 
     return learned
 
 
-def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisodes]) -> None:
+def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisode]) -> None:
     """Prints what the run waits for if nothing has moved for long; raises RunFailed if nothing has for much longer."""
     progress, now = run.progress, time.monotonic()
     timeline = run.folder / "timeline.jsonl"  # where the trainer notes steps that it computes again after a resume
@@ -166,18 +161,18 @@ def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisodes]) -
         )
 
 
-def _snapshot(run: Run, live: Sequence[LiveEpisodes], now: float) -> StallSnapshot:
+def _snapshot(run: Run, live: Sequence[LiveEpisode], now: float) -> StallSnapshot:
     """Reads figures from the store and the ledger that cost too much to be read in every tick."""
     rollout, published = run.config.rollout, last_version(run.weights)
     taken = run.ledger.ready_groups(
         rollout.prompts, in_order=run.config.deterministic, due=published - rollout.staleness
     )
-    oldest = min((episodes for episodes in live if episodes.leases), key=lambda e: e.since, default=None)
-    lease = oldest and oldest.leases[0]
+    oldest = min(live, key=lambda episode: episode.since, default=None)
+    lease = oldest and oldest.lease
     return StallSnapshot(
         served=run.progress.served, published=published, prompts=rollout.prompts,
         ready=len(run.ledger.ready_groups(rollout.prompts, in_order=False)), takeable=len(taken),
-        live=sum(len(episodes.leases) for episodes in live), at_engine=_requests(run),
+        live=len(live), at_engine=_requests(run),
         oldest=f"member {lease.member} of group {lease.group_id} (task {lease.task_id})" if lease else "",
         oldest_seconds=now - oldest.since if oldest else 0.0,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 Every engine is asked by a task of its own, so that one which does not answer delays none. An engine that is silent for
 `SILENT_SECONDS`, whose process is gone or which fails is lost: the others play its turns, and the run ends only if
 there is none. It serves again once it answers and has caught up with the others. Servers that do not follow the store
-by themselves (vLLM, SGLang) are brought to every newest version from here.
+by themselves (vLLM) are brought to every newest version from here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.rollout.engines import Configuration, differences, narrow
 from etude.run.state import EngineState, Run, check_processes
 from etude.weights.manifest import read, versions
 
-SWAP_SECONDS = {"etude": 120.0, "vllm": 1800.0, "sglang": 1800.0}  # from a version's manifest to its first token
+SWAP_SECONDS = {"etude": 120.0, "vllm": 1800.0}  # from a version's manifest to its first token
 SILENT_SECONDS = 30.0  # after which an engine is lost
 REFUSED = 3  # times in a row that an engine may fail to take a version
 CHECK_SECONDS = 300.0
@@ -64,9 +64,6 @@ def _check_digest(run: Run, url: str, health: dict[str, Any]) -> None:
     record.pauses[version] = max(record.pauses.get(version, 0.0), float(health["last_pause_ms"]))
     digest = record.digests.get(version)
     if digest is None:
-        return
-    if not health["digest"]:  # SGLang proves nothing; the logprob probes tell what it computes with
-        run.engines.probes.served(url, version)
         return
     if health["digest"] != digest:
         raise RunFailed(

@@ -14,7 +14,6 @@ from pathlib import Path
 from etude.sandbox.base import Capabilities, Changes, Image, Limits
 from etude.sandbox.egress.policy import Egress
 from etude.sandbox.machine_profile import ProfileSource
-from etude.sandbox.namespace.image_templates import Layer
 from etude.sandbox.shell import Shell
 
 LEARN_SECONDS = 180.0  # to import what a recording needed
@@ -156,14 +155,9 @@ class Backend(ABC):
         """What boxes of this backend have on this machine."""
 
     @abstractmethod
-    async def shell(
-        self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False, below: Sequence[Layer] = ()
-    ) -> Shell:
-        """A live box on `image` with the files of `layers` over it.
-
-        A `bare` box has no decoys, no machine profile and no way out. `below` are frozen layers of a box of this image
-        that the new box is a fork of, the newest first.
-        """
+    async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:
+        """A live box on `image` with the files of `layers` over it. A `bare` box has no decoys, no machine profile and
+        no way out."""
 
     @abstractmethod
     async def fork(self, request: ForkRequest) -> ForkResult:

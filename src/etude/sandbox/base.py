@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from etude.sandbox.egress.policy import EgressRequest
+
 Payer = Literal["agent", "infra"]
 Changes = Mapping[str, bytes | None]  # path -> content; None: the file is deleted
 WORKSPACE = "/workspace"  # the repository root inside a box
@@ -109,23 +111,6 @@ class ExecResult:
 
 
 @dataclass(frozen=True)
-class EgressRequest:
-    """One request of a box to the outside. Sizes are in bytes; `path` is None inside of a tunnel, which is not opened.
-
-    `allowed` is the decision of the policy. `why` says why a request was refused, or did not end as it should.
-    """
-
-    method: str
-    host: str
-    port: int
-    path: str | None
-    sent: int
-    received: int
-    allowed: bool
-    why: str
-
-
-@dataclass(frozen=True)
 class TestReport:
     """Node id -> "passed" | "failed" | "error" | "missing", decided outside the tested process.
 
@@ -168,8 +153,6 @@ class Capabilities:
     limits: tuple[str, ...] = ()  # of `Limits`, those that hold for a box as a whole
     machine_profile: bool = False  # whether a box can look like a given machine
     host_socket: bool = False  # whether a box can reach a socket of the host: an outside agent's endpoint
-    fork_fs: bool = True  # a fork has the same files, by its change set
-    fork_mem: bool = False  # a fork has the same processes
 
 
 class Box(Protocol):
@@ -209,10 +192,6 @@ class Box(Protocol):
 
     def requests(self) -> Sequence[EgressRequest] | None:
         """Requests of the box to the outside, complete once the box is closed; None without a way out."""
-        ...
-
-    async def fork(self, count: int) -> Sequence[Box]:
-        """Boxes with the same files; this one goes on, with its processes. Raises TooLarge."""
         ...
 
     async def close(self) -> None:

@@ -13,7 +13,6 @@ from etude.sandbox.backend import Backend
 from etude.sandbox.base import (
     BoxDead,
     Changes,
-    EgressRequest,
     Escape,
     ExecResult,
     Image,
@@ -24,7 +23,7 @@ from etude.sandbox.base import (
     TestReport,
     TooLarge,
 )
-from etude.sandbox.namespace.image_templates import DEPTH, Layer
+from etude.sandbox.egress.policy import EgressRequest
 from etude.sandbox.shell import Shell
 
 RunTests = Callable[
@@ -70,7 +69,6 @@ class ValueBox:
         self._base = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
         self._base |= image.history
         self._changes: dict[str, bytes | None] = {}
-        self._below: tuple[Layer, ...] = ()  # frozen layers of the live boxes that this box was forked from
         self._shell: Shell | None = None
         self._closed = False
         self._start = asyncio.Lock()
@@ -79,8 +77,8 @@ class ValueBox:
         """As `Box.read`."""
         self._open()
         path = checked(path)
-        if (shell := await self._live()) is not None:
-            return await shell.read(path, max_bytes)
+        if self._shell is not None:
+            return await self._shell.read(path, max_bytes)
         return self._content(path, max_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
@@ -91,8 +89,8 @@ class ValueBox:
             raise NotRegular("the repository itself is a folder")
         if len(data) > MAX_FILE:
             raise TooLarge(f"a file has at most {MAX_FILE} bytes")
-        if (shell := await self._live()) is not None:
-            await shell.write(path, data)
+        if self._shell is not None:
+            await self._shell.write(path, data)
             return
         self._check_parents(path)
         if self._is_folder(path):
@@ -108,8 +106,8 @@ class ValueBox:
         """As `Box.list`."""
         self._open()
         path = checked(path)
-        if (shell := await self._live()) is not None:
-            return await shell.list(path)
+        if self._shell is not None:
+            return await self._shell.list(path)
         if not self._is_folder(path):
             exists = path in self._layers() or self._kind(path) is not None
             raise (NotRegular if exists else NotFound)(f"{path} is not a folder")
@@ -131,8 +129,8 @@ class ValueBox:
         """As `Box.delete`."""
         self._open()
         path = checked(path)
-        if (shell := await self._live()) is not None:
-            await shell.delete(path)
+        if self._shell is not None:
+            await self._shell.delete(path)
             return
         self._content(path, MAX_FILE)  # raises what is wrong with it
         if path in self._base or self._kind(path) is not None:
@@ -159,9 +157,8 @@ class ValueBox:
     async def changes(self, roots: Sequence[str] = ()) -> dict[str, bytes | None]:
         """As `Box.changes`; without what git writes when an agent looks at the state of its tree."""
         self._open()
-        shell = await self._live()
         roots = () if {"", "."} & set(roots) else [root.rstrip("/") for root in roots]
-        current = dict(self._changes) if shell is None else await shell.changes(roots)
+        current = dict(self._changes) if self._shell is None else await self._shell.changes(roots)
         return await asyncio.to_thread(self._differing, current)  # thousands of files may be compared
 
     def _differing(self, changes: Changes) -> dict[str, bytes | None]:
@@ -181,47 +178,16 @@ class ValueBox:
             return None
         return [] if self._shell is None else self._shell.requests()
 
-    async def fork(self, count: int) -> list[ValueBox]:
-        """`count` boxes with the same files, links and modes; deleted files stay deleted.
-
-        Processes stay in this box, which goes on. Files are frozen, not copied, unless a process works among them; a
-        machine of a remote host has its regular files copied.
-        """
-        self._open()
-        below, changes = self._below, self._changes
-        if self._shell is not None and not self._shell.layered:
-            changes = await self.changes()
-        elif self._shell is not None:
-            if len(below) >= DEPTH:
-                raise TooLarge(f"a box can't be a fork of forks more than {DEPTH} deep")
-            layer, moved = await self._shell.freeze()
-            below, changes = below if layer is None else (layer, *below), {}
-            self._below = below if moved else self._below
-        children = [
-            ValueBox(self._backend, self._image, self._limits, self._run_tests, bare=self._bare) for _ in range(count)
-        ]
-        for child in children:
-            child._below, child._changes = below, dict(changes)
-        return children
-
     async def close(self) -> None:
         """As `Box.close`."""
         self._closed = True
-        self._below = ()
         if self._shell is not None:
             await self._shell.close()
-
-    async def _live(self) -> Shell | None:
-        """The shell; None for a box that is still a value."""
-        return await self._started() if self._below else self._shell
 
     async def _started(self) -> Shell:
         async with self._start:
             if self._shell is None:
-                layers = {} if self._below else self._layers()
-                self._shell = await self._backend.shell(
-                    self._image, layers, self._limits, bare=self._bare, below=self._below
-                )
+                self._shell = await self._backend.shell(self._image, self._layers(), self._limits, bare=self._bare)
         return self._shell
 
     def _open(self) -> None:

@@ -43,7 +43,6 @@ class Reply(msgspec.Struct, frozen=True):
     cut: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     seconds: float = 0.0
     timed_out: bool = False
-    layer: Literal["", "empty", "moved", "copied"] = ""
     status: Code = 0
     cpu: float = 0.0
     held: list[str] = []

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.sandbox import base
-from etude.sandbox.base import BoxError, Busy, Changes, EgressRequest, ExecResult, TooLarge
+from etude.sandbox.base import BoxError, Busy, Changes, ExecResult, TooLarge
 from etude.sandbox.connection import Connection, Reply, encode
 from etude.sandbox.egress.gate import PORT, Gate
+from etude.sandbox.egress.policy import EgressRequest
 from etude.sandbox.guest.root import RUNNER, SITE, WORKSPACE
-from etude.sandbox.namespace.image_templates import ImageTemplate, Layer
+from etude.sandbox.machine_profile import MachineProfile
 
 FILE_SECONDS = 30.0
 GRACE_SECONDS = 5.0  # a command that is killed at its deadline still has to end
@@ -50,11 +51,12 @@ class Shell:
     """A connection to pid 1 of a live box. One operation at a time."""
 
     def __init__(
-        self, connection: Connection, template: ImageTemplate | None, gate: Gate | None, ends: AsyncExitStack
+        self, connection: Connection, profile: MachineProfile | None, gate: Gate | None, ends: AsyncExitStack
     ) -> None:
-        """`template` is None on machines without layers, `gate` without a way out; `ends` close with the box."""
+        """The box looks like the machine of `profile`, if given; without a way out `gate` is None. `ends` close with
+        the box."""
         self._connection = connection
-        self._template = template
+        self._profile = profile
         self._gate = gate
         self._ends = ends
         self._lock = asyncio.Lock()
@@ -67,7 +69,6 @@ class Shell:
         programs: str,
         variables: Mapping[str, str],
         host_socket: tuple[str, int] | None,
-        below: Sequence[Layer] = (),
         places: Mapping[str, str] | None = None,
     ) -> None:
         """Make the box. Raises BoxDead or LaunchFailed, and what is wrong with `layers` if an agent has made them so.
@@ -75,8 +76,7 @@ class Shell:
         `programs` is the folder of Python, `variables` join the environment, and `host_socket` is the path of a unix
         socket in the box and the port that leads there. `places` are further paths of folders of the work tree.
         """
-        profile = None if self._template is None else self._template.machine_profile
-        search = [f"{WORKSPACE}/src", WORKSPACE, SITE, RUNNER]
+        profile, search = self._profile, [f"{WORKSPACE}/src", WORKSPACE, SITE, RUNNER]
         if profile is None:
             environment = {
                 "HOME": "/home/user",
@@ -98,7 +98,6 @@ class Shell:
             "search": search,
             "port": PORT if self._gate is not None else 0,
             "host_socket": host_socket,
-            "below": [layer.name for layer in below],
             "places": dict(places or {}),
         }
         await self._ask(head, encode({}, layers))
@@ -193,23 +192,9 @@ class Shell:
             raise self._connection.garbled("the sizes of files do not fit")
         return await asyncio.to_thread(_files, names, reply.sizes, memoryview(body)[reply.head :])
 
-    @property
-    def layered(self) -> bool:
-        """Whether the files of the box can be frozen."""
-        return self._template is not None
-
-    async def freeze(self) -> tuple[Layer | None, bool]:
-        """(what was written since the last time or None, whether the box stands on that layer now)."""
-        reply, _ = await self._ask({"op": "freeze"})
-        if reply.layer == "empty":
-            return None, False
-        assert self._template is not None
-        return self._template.keep(self._connection.descriptor()), reply.layer == "moved"
-
     async def close(self) -> None:
         """End the box: its pid 1 leaves when this connection does."""
         self._connection.close("the box is closed")
-        self._template = None
         await self._ends.aclose()
 
     async def _ask(

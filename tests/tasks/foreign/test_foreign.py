@@ -111,8 +111,6 @@ def test_what_cannot_play_them_is_refused(built: ForeignDataset) -> None:
         check_foreign(built, renderer_for(ROOT / "models/nano"))
     with pytest.raises(UserError, match=r'sandbox.type = "docker"'):
         check_foreign(built, chat, docker)
-    with pytest.raises(UserError, match=r"drop rollout.forks"):
-        check_foreign(built, chat, None, 2)
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from etude.grading.cheats import commands
 from etude.grading.cheats.decoys import Decoys, used
 from etude.grading.grade import Grade
 from etude.records import Task, Turn
-from etude.sandbox.base import Changes, EgressRequest, Image
+from etude.sandbox.base import Changes, Image
+from etude.sandbox.egress.policy import EgressRequest
 
 MAX_TEXT = 1 << 20  # bytes of the files that are looked at, together
 MAX_LITERALS = 20_000

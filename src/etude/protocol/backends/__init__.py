@@ -1,5 +1,8 @@
-"""How servers of one kind are asked: etude's own, vLLM's and SGLang's, over HTTP and without torch.
+"""How servers of one kind are asked: etude's own and vLLM's, over HTTP and without torch.
 
 A backend makes one attempt at one server. Deadlines, repetitions and the choice of the server are the client's
 (`etude.protocol.client`).
+
+A further kind is one file here, an `EngineBackend` (`base`). A run takes it by a name in `config.engine.Engine`, for
+which `run.engines.backend_of` makes it; how a run starts such servers itself stands in `run.engines`, too.
 """

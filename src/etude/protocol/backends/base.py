@@ -1,19 +1,15 @@
-"""What a backend does, and what all of them share."""
+"""What a backend does, and how it says that a server was lost, is busy or refused."""
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import httpx2
 import msgspec
-import numpy as np
 
 from etude.protocol.wire import GenerateRequest, SequenceScores
-from etude.records import Generation, Routes
+from etude.records import Generation
 
 SESSIONS = 10_000  # that are remembered; the oldest are forgotten first
 BUSY_SECONDS = 0.2  # until a server that does not answer, or is busy without saying for how long, is asked again
@@ -72,60 +68,6 @@ class EngineBackend(Protocol):
         ...
 
 
-class KeptKeys:
-    """Which keys and values a request may reuse, at servers that salt their prefix cache: those of requests whose
-    session began under the same version. A new session never sees older keys, and an old one keeps its own."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name  # of the run, so that runs that follow each other at one server share nothing
-        self._began: dict[str, int] = {}
-
-    def began(self, session: str | None, version: int) -> int:
-        """The version under which a session began; `version` for a new one, and for a request without one."""
-        if session is None:
-            return version
-        began = self._began.setdefault(session, version)
-        while len(self._began) > SESSIONS:
-            del self._began[next(iter(self._began))]
-        return began
-
-    def salt(self, began: int) -> str:
-        """The salt of a session that began under this version."""
-        return f"{self._name}-{began}"
-
-
-class BusyTime:
-    """For how long servers have had at least one request of this client."""
-
-    def __init__(self) -> None:
-        self._since: dict[str, float] = {}
-        self._live: dict[str, int] = {}
-        self._total: dict[str, float] = {}
-
-    @contextmanager
-    def at(self, url: str) -> Iterator[None]:
-        """A request is at the server."""
-        now = time.monotonic()
-        self._live[url] = self._live.get(url, 0) + 1
-        self._since.setdefault(url, now)
-        try:
-            yield
-        finally:
-            self._live[url] -= 1
-            if not self._live[url]:
-                self._total[url] = self._total.get(url, 0.0) + time.monotonic() - self._since.pop(url)
-
-    def seconds(self, url: str) -> float:
-        """So far."""
-        running = time.monotonic() - self._since[url] if url in self._since else 0.0
-        return self._total.get(url, 0.0) + running
-
-
-def unique(prefix: str) -> str:
-    """A name that no other call, of any process, has returned."""
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
 def reason_of(response: httpx2.Response) -> str:
     """Why a server refused, in its own words."""
     try:
@@ -154,35 +96,3 @@ def check_answer(url: str, response: httpx2.Response) -> None:
     if response.status_code >= 500:
         raise EngineLost(f"{url} failed ({response.status_code}): {reason_of(response)}")
     check_accepted(url, response)
-
-
-def finish_reason_of(url: str, reason: str | None) -> str:
-    """The reason as a Generation has it. Raises EngineError for one that etude does not know."""
-    if reason not in ("stop", "length", "abort"):
-        raise EngineError(f"{url} ended a turn for {reason!r}, which etude does not know")
-    return reason
-
-
-def routes_of(array_TLK: np.ndarray, first: int, layers: Sequence[int]) -> Routes:
-    """Experts of positions from `first` on, of those of a model's layers that have some: `array_TLK` holds all layers.
-    Raises EngineError if it has fewer."""
-    if array_TLK.ndim != 3 or max(layers) >= array_TLK.shape[1]:
-        raise EngineError(f"experts of shape {array_TLK.shape} are no array of this model's")
-    chosen_TLK = array_TLK[:, list(layers)]
-    wide = array_TLK.dtype.itemsize > 1  # by the type: it must not change within an episode
-    data = np.ascontiguousarray(chosen_TLK, "<u2" if wide else "u1").tobytes()
-    return Routes(first=first, ids=data, layers=len(layers), slots=array_TLK.shape[2], wide=wide)
-
-
-def spans_to_versions(spans: Sequence[Mapping[str, Any]] | None, count: int, url: str) -> list[int]:
-    """The weight version of each of `count` sampled tokens, from `version`, `start` and `end` of contiguous spans; -1
-    for a version that is no number. Raises EngineError if the spans do not cover the tokens once, in order."""
-    versions: list[int] = []
-    for span in spans or ():
-        name = str(span["version"])
-        if span["start"] != len(versions):
-            break
-        versions += [int(name) if name.isdigit() else -1] * (span["end"] - span["start"])
-    if len(versions) != count:
-        raise EngineError(f"{url} does not say which weights sampled each of {count} tokens: {spans}")
-    return versions

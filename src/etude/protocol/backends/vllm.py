@@ -16,7 +16,9 @@ import base64
 import io
 import re
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -25,18 +27,7 @@ import msgspec
 import numpy as np
 
 from etude.errors import UserError
-from etude.protocol.backends.base import (
-    BusyTime,
-    EngineError,
-    EngineLost,
-    KeptKeys,
-    OnTokens,
-    check_answer,
-    finish_reason_of,
-    routes_of,
-    spans_to_versions,
-    unique,
-)
+from etude.protocol.backends.base import SESSIONS, EngineError, EngineLost, OnTokens, check_answer
 from etude.protocol.wire import GenerateRequest, SequenceScores
 from etude.records import Generation, Routes
 
@@ -86,6 +77,55 @@ class _VllmState:
     configuration: dict[str, Any] = field(default_factory=dict[str, Any])
     figures: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_FIGURES.values(), 0.0))
     read: float = -_METRICS_SECONDS  # when the figures were
+
+
+class KeptKeys:
+    """Which keys and values a request may reuse, at servers that salt their prefix cache: those of requests whose
+    session began under the same version. A new session never sees older keys, and an old one keeps its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name  # of the run, so that runs that follow each other at one server share nothing
+        self._began: dict[str, int] = {}
+
+    def began(self, session: str | None, version: int) -> int:
+        """The version under which a session began; `version` for a new one, and for a request without one."""
+        if session is None:
+            return version
+        began = self._began.setdefault(session, version)
+        while len(self._began) > SESSIONS:
+            del self._began[next(iter(self._began))]
+        return began
+
+    def salt(self, began: int) -> str:
+        """The salt of a session that began under this version."""
+        return f"{self._name}-{began}"
+
+
+class BusyTime:
+    """For how long servers have had at least one request of this client."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._live: dict[str, int] = {}
+        self._total: dict[str, float] = {}
+
+    @contextmanager
+    def at(self, url: str) -> Iterator[None]:
+        """A request is at the server."""
+        now = time.monotonic()
+        self._live[url] = self._live.get(url, 0) + 1
+        self._since.setdefault(url, now)
+        try:
+            yield
+        finally:
+            self._live[url] -= 1
+            if not self._live[url]:
+                self._total[url] = self._total.get(url, 0.0) + time.monotonic() - self._since.pop(url)
+
+    def seconds(self, url: str) -> float:
+        """So far."""
+        running = time.monotonic() - self._since[url] if url in self._since else 0.0
+        return self._total.get(url, 0.0) + running
 
 
 class VllmBackend:
@@ -139,7 +179,7 @@ class VllmBackend:
             ids=ids,
             logprobs=_logprobs(url, choice, ids),
             versions=versions,
-            finish_reason=finish_reason_of(url, choice["finish_reason"]),
+            finish_reason=_finish_reason(url, choice["finish_reason"]),
             routes=self._routes(url, request, choice, len(ids)),
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
             kv_version=began,
@@ -150,7 +190,7 @@ class VllmBackend:
             return None
         if self._layers is None or not choice.get("routed_experts"):
             raise EngineError(f"{url} returns no experts: start it with --enable-return-routed-experts")
-        return routes_of(_decoded(url, choice["routed_experts"]), request.routes_from, self._layers)
+        return _routes_of(_decoded(url, choice["routed_experts"]), request.routes_from, self._layers)
 
     async def score(
         self, http: httpx2.AsyncClient, url: str, sequences: Sequence[list[int]], decoded: bool
@@ -379,7 +419,7 @@ def _body(request: GenerateRequest) -> dict[str, Any]:
     )  # fmt: skip
     if request.routes_from is not None:
         params["routed_experts_prompt_start"] = request.routes_from
-    return {"request_id": unique("etude"), "token_ids": request.ids, "sampling_params": params}
+    return {"request_id": f"etude-{uuid.uuid4().hex}", "token_ids": request.ids, "sampling_params": params}
 
 
 def _logprobs(url: str, choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
@@ -424,3 +464,35 @@ async def _streamed(http: httpx2.AsyncClient, url: str, body: dict[str, Any], on
     if whole["finish_reason"] is None:
         raise EngineLost(f"{url} ended its answer in the middle of a turn")
     return {"choices": [whole], "usage": usage}
+
+
+def _finish_reason(url: str, reason: str | None) -> str:
+    """The reason as a Generation has it. Raises EngineError for one that etude does not know."""
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"{url} ended a turn for {reason!r}, which etude does not know")
+    return reason
+
+
+def _routes_of(array_TLK: np.ndarray, first: int, layers: Sequence[int]) -> Routes:
+    """Experts of positions from `first` on, of those of a model's layers that have some: `array_TLK` holds all layers.
+    Raises EngineError if it has fewer."""
+    if array_TLK.ndim != 3 or max(layers) >= array_TLK.shape[1]:
+        raise EngineError(f"experts of shape {array_TLK.shape} are no array of this model's")
+    chosen_TLK = array_TLK[:, list(layers)]
+    wide = array_TLK.dtype.itemsize > 1  # by the type: it must not change within an episode
+    data = np.ascontiguousarray(chosen_TLK, "<u2" if wide else "u1").tobytes()
+    return Routes(first=first, ids=data, layers=len(layers), slots=array_TLK.shape[2], wide=wide)
+
+
+def spans_to_versions(spans: Sequence[Mapping[str, Any]] | None, count: int, url: str) -> list[int]:
+    """The weight version of each of `count` sampled tokens, from `version`, `start` and `end` of contiguous spans; -1
+    for a version that is no number. Raises EngineError if the spans do not cover the tokens once, in order."""
+    versions: list[int] = []
+    for span in spans or ():
+        name = str(span["version"])
+        if span["start"] != len(versions):
+            break
+        versions += [int(name) if name.isdigit() else -1] * (span["end"] - span["start"])
+    if len(versions) != count:
+        raise EngineError(f"{url} does not say which weights sampled each of {count} tokens: {spans}")
+    return versions

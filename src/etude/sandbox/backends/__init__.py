@@ -1,1 +1,1 @@
-"""Backends whose boxes are machines of a remote host: a container engine, a cluster or a service."""
+"""Boxes in containers, of which each is a machine of its own, and the choice of a backend."""

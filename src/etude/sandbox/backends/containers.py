@@ -17,6 +17,8 @@ from etude.sandbox.backends.host import CAPABILITIES, SERVER_PROCESSES, Need
 from etude.sandbox.backends.processes import ProcessStream, attached, last, output
 from etude.sandbox.base import Capabilities
 
+ContainerEngine = Literal["docker", "podman"]
+ENGINES: tuple[ContainerEngine, ...] = ("docker", "podman")
 KERNEL_THREADS = 512
 _ISOLATION: dict[str, Literal["gvisor", "vm"]] = {"runsc": "gvisor", "kata": "vm", "krun": "vm"}
 
@@ -24,7 +26,7 @@ _ISOLATION: dict[str, Literal["gvisor", "vm"]] = {"runsc": "gvisor", "kata": "vm
 class Containers:
     """`runtime` is one that the engine knows, such as runc or runsc (gVisor); None: its own choice."""
 
-    def __init__(self, name: Literal["docker", "podman"], image: str, runtime: str | None) -> None:
+    def __init__(self, name: ContainerEngine, image: str, runtime: str | None) -> None:
         self.name = name
         self._image = image
         self._runtime = runtime

@@ -28,7 +28,6 @@ SERVER_MB = 160  # memory of what serves a box, besides the box's own
 SERVER_PROCESSES = 16
 # Of root in a machine: to become the box's user, own its files and end its processes.
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
-LIFETIME = 3600.0  # seconds after which a machine elsewhere ends whose owner has vanished
 
 _BOOT = f"""
 import io, sys, tarfile
@@ -81,12 +80,12 @@ class ProgramStream(ABC):
 
 
 class RemoteHost(Protocol):
-    """Makes machines: a container engine, a cluster or a service."""
+    """Makes machines, as a container engine does."""
 
     name: str
 
     async def reach(self) -> None:
-        """Raises UserError: it is not installed, does not answer, or has no key."""
+        """Raises UserError: it is not installed, or does not answer."""
 
     async def open(self) -> Capabilities:
         """Prepare, and say what its boxes have. Raises UserError: it lacks what boxes need."""
@@ -100,7 +99,7 @@ class RemoteHost(Protocol):
 class StreamConnection(Connection):
     """Requests and replies as in `Connection`, over a stream: what a request carries follows it."""
 
-    start_seconds = 180.0  # files travel, and a machine may be far away
+    start_seconds = 180.0  # files travel
 
     def __init__(self, stream: ProgramStream, fault: type[BoxError] = BoxDead) -> None:
         self._begin(fault)

@@ -1,4 +1,4 @@
-"""Programs on this machine that stand for one elsewhere, such as `podman run` and `kubectl attach`."""
+"""Programs on this machine that stand for one elsewhere, as `podman run` does."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ END_SECONDS = 10.0  # for a machine that has lost its stream; it takes a fractio
 class ProcessStream(ProgramStream):
     """The standard streams of a program on this machine that stands for one elsewhere."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, errors: IO[bytes], end: Sequence[str], lasting: bool
-    ) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes], end: Sequence[str]) -> None:
         self._process = process
-        self._lasting = lasting
         self._errors = errors
         self._end = end
 
@@ -50,29 +47,27 @@ class ProcessStream(ProgramStream):
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-            self._lasting = True
-        if self._lasting:
             await output(self._end)
         await self._process.wait()
         self._errors.close()
 
 
-async def attached(command: Sequence[str], end: Sequence[str], lasting: bool = False) -> ProcessStream:
-    """Start `command`; `end` removes what it stands for, which outlasts it, or is stuck. Raises FileNotFoundError."""
+async def attached(command: Sequence[str], end: Sequence[str]) -> ProcessStream:
+    """Start `command`; `end` removes what it stands for, if that is stuck. Raises FileNotFoundError."""
     pipe = asyncio.subprocess.PIPE
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # the stream closes it
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=errors)
-    return ProcessStream(process, errors, end, lasting)
+    return ProcessStream(process, errors, end)
 
 
-async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS, data: bytes = b"") -> tuple[int, str]:
+async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS) -> tuple[int, str]:
     """(exit code, what a command printed); a code of 124 if it took too long. Raises FileNotFoundError."""
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     try:
         async with asyncio.timeout(seconds):
-            printed, _ = await process.communicate(data)
+            printed, _ = await process.communicate()
     except TimeoutError:
         return 124, f"no answer within {seconds:.0f} s"
     finally:

@@ -34,7 +34,6 @@ from etude.sandbox.backends.host import COMMAND, Need, Packed, RemoteHost, Strea
 from etude.sandbox.base import BoxDead, BoxError, Capabilities, Changes, Garbled, Image, LaunchFailed, Limits
 from etude.sandbox.connection import encode, limits_of
 from etude.sandbox.guest.root import RUN, SITE, WORKSPACE
-from etude.sandbox.namespace.image_templates import Layer
 from etude.sandbox.namespace.zygote import installed_runner, module_of
 from etude.sandbox.shell import Shell
 
@@ -63,11 +62,8 @@ class RemoteBackend(Backend):
         """What boxes have: what the host promises, less what a probe found missing."""
         return self._capabilities
 
-    async def shell(
-        self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False, below: Sequence[Layer] = ()
-    ) -> Shell:
+    async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:
         """A live box in a machine of its own; all of them are bare."""
-        assert not below  # forks of machines are copies
         if image.host_socket is not None or image.mounts or image.places:
             raise LaunchFailed(f"boxes of {self._host.name} hold neither outside agents nor foreign Harbor tasks")
         async with AsyncExitStack() as ends:

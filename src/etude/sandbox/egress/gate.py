@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass
 
 import httpx2
 
-from etude.sandbox.base import EgressRequest
 from etude.sandbox.egress import mirror, wire
 from etude.sandbox.egress.mirror import IndexMirror, IndexUnavailable
-from etude.sandbox.egress.policy import Egress, EgressRefused, resolve
+from etude.sandbox.egress.policy import Egress, EgressRefused, EgressRequest, resolve
 
 PORT = 3128
 MAX_SENT = 1 << 20  # bytes that a box may send in all: requests, no uploads

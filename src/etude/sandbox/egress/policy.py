@@ -1,4 +1,4 @@
-"""Which hosts a box may ask for, and the addresses that a name may lead to."""
+"""Which hosts a box may ask for, the addresses that a name may lead to, and what is known of a request."""
 
 from __future__ import annotations
 
@@ -23,6 +23,23 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 class EgressRefused(Exception):
     """A request that the policy does not allow; the text says why."""
+
+
+@dataclass(frozen=True)
+class EgressRequest:
+    """One request of a box to the outside. Sizes are in bytes; `path` is None inside of a tunnel, which is not opened.
+
+    `allowed` is the decision of the policy. `why` says why a request was refused, or did not end as it should.
+    """
+
+    method: str
+    host: str
+    port: int
+    path: str | None
+    sent: int
+    received: int
+    allowed: bool
+    why: str
 
 
 @dataclass(frozen=True)

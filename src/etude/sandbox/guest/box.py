@@ -1,7 +1,7 @@
 """What every box is made of: namespaces, the layers of its files, limits; and messages from and to the owner.
 
-A work tree is an overlay. From top to bottom: what the box writes; what boxes wrote that it was forked from (frozen
-layers); the files of its task (live boxes: `image_template.py`); the repository.
+A work tree is an overlay. From top to bottom: what the box writes; the files of its task (live boxes:
+`image_template.py`); the repository.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def furnish(
         os.mkdir(f"{layer}/{name}")
     os.chmod(f"{layer}/tmp", 0o1777)
     os.chmod(f"{layer}/shm", 0o1777)
-    overlay(0, lowers, changes)
+    _overlay(lowers, changes)
     with linux.staying(sys.base_prefix, "/tmp", "/dev/shm", "/home/user"):  # where some keep their Python
         linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
         linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
@@ -71,19 +71,14 @@ def cover(changes: Mapping[str, bytes | None]) -> list[str]:
     return lowers
 
 
-def upper(number: int) -> str:
-    """Where the box's writable layer of that number lies; a fork begins a new one."""
-    return f"{root.LAYER}/upper{number}"
-
-
-def overlay(number: int, lowers: Sequence[str], changes: Mapping[str, bytes | None]) -> None:
-    """Cover the workspace with `lowers` and a new writable layer over them that holds the changes."""
-    work = f"{root.LAYER}/work{number}"
-    os.mkdir(upper(number))
+def _overlay(lowers: Sequence[str], changes: Mapping[str, bytes | None]) -> None:
+    """Cover the workspace with `lowers` and a writable layer over them that holds the changes."""
+    work = f"{root.LAYER}/work"
+    os.mkdir(root.UPPER)
     os.mkdir(work)
     with files.refusing("a changed file", ""):
-        write(upper(number), changes, lowers)
-    options = f"lowerdir={':'.join(lowers)},upperdir={upper(number)},workdir={work},userxattr"
+        write(root.UPPER, changes, lowers)
+    options = f"lowerdir={':'.join(lowers)},upperdir={root.UPPER},workdir={work},userxattr"
     linux.mount("overlay", root.WORKSPACE, "overlay", PRIVATE, options)
     for path, data in changes.items():
         if data is None:

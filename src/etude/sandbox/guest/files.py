@@ -214,26 +214,26 @@ def delete(root: int, path: str) -> None:
 
 
 def changed(
-    layers: Sequence[int], base: Sequence[int], tree: int, total: int, roots: Sequence[str] = ()
+    layer: int, base: Sequence[int], tree: int, total: int, roots: Sequence[str] = ()
 ) -> Iterator[tuple[str, bytes | None]]:
-    """(path, content or None) that `tree`, an overlay of written `layers` over `base`, shows of their regular files.
+    """(path, content or None) that `tree`, an overlay of a written `layer` over `base`, shows of its regular files.
 
     With `roots`, all below these paths, and of the rest what takes no time. Raises FileRefused if there is too much of
     the former; `total` is in bytes.
     """
     allowed = Allowance(min(total, MAX_TOTAL))
-    yield from _changed(layers, base, tree, allowed, roots or ("",), ())
+    yield from _changed(layer, base, tree, allowed, roots or ("",), ())
     if roots:
         with contextlib.suppress(FileRefused, OSError):
-            yield from _changed(layers, base, tree, _leftovers(), ("",), roots)
+            yield from _changed(layer, base, tree, _leftovers(), ("",), roots)
 
 
 def _changed(
-    layers: Sequence[int], base: Sequence[int], tree: int, allowed: Allowance, starts: Sequence[str],
+    layer: int, base: Sequence[int], tree: int, allowed: Allowance, starts: Sequence[str],
     without: Sequence[str],
 ) -> Iterator[tuple[str, bytes | None]]:  # fmt: skip
     seen: set[str] = set()
-    for path in (p for layer in layers for start in starts for p in _touched(layer, base, start, without, allowed)):
+    for path in (p for start in starts for p in _touched(layer, base, start, without, allowed)):
         if path in seen or _below(path, without):
             continue
         seen.add(path)

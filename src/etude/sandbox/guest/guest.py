@@ -221,9 +221,6 @@ class Guest(shell.ShellServer):
     def _changed(self, roots: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
         return files.differing(self.tree, self.before, self.limits["disk"], roots)
 
-    def _freeze(self, descriptors: list[int]) -> str:
-        raise files.FileRefused("Unsupported", "this machine has no layers")
-
     def _signal(self, number: int) -> None:
         assert self.user is not None
         signal_all(self.user, number)

@@ -1,14 +1,12 @@
 """The process of one image that its live boxes are forked from. What they share is mounted here, once.
 
-It never sees what a box is asked to do: that travels on the box's own connection.
-Messages: {"box": number of control groups} with the box's connection and the groups, {"keep": name} with the mount of a
-frozen layer, {"drop": name}.
+It never sees what a box is asked to do: that travels on the box's own connection. Each message makes a box, and carries
+the box's connection and its control groups.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import socket
@@ -48,15 +46,7 @@ def _serve(connection: socket.socket, profile: dict[str, Any] | None) -> None:
         data, descriptors, _, _ = socket.recv_fds(connection, 65536, DESCRIPTORS)
         if not data:
             return
-        request = json.loads(data)
-        if "keep" in request:
-            os.mkdir(f"{root.SHARED}/{request['keep']}")
-            linux.attach(descriptors[0], f"{root.SHARED}/{request['keep']}")
-        elif "drop" in request:
-            linux.unmount(f"{root.SHARED}/{request['drop']}")
-            os.rmdir(f"{root.SHARED}/{request['drop']}")
-        else:
-            _fork(connection, descriptors, pids, profile)
+        _fork(connection, descriptors, pids, profile)
         for fd in descriptors:
             os.close(fd)
 

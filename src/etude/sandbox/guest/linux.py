@@ -19,9 +19,9 @@ libc.syscall.restype = ctypes.c_long
 NEWTIME, NEWNS, NEWCGROUP, NEWUTS = 0x80, 0x20000, 0x2000000, 0x4000000
 NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-MNT_DETACH = 2
+_MNT_DETACH = 2
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
@@ -137,16 +137,16 @@ def _user_namespace(uid: int, gid: int, host_id: int) -> int:
         os.waitpid(pid, 0)
 
 
-def set_attributes(target: str, attributes: int, tree: bool = True, clear: int = 0) -> None:
+def set_attributes(target: str, attributes: int, tree: bool = True) -> None:
     """mount_setattr(2): MOUNT_ATTR_{RDONLY,NOSUID,NODEV,NOEXEC} equal the MS_ flags."""
-    data = struct.pack("QQQQ", attributes, clear, 0, 0)
+    data = struct.pack("QQQQ", attributes, 0, 0, 0)
     path, flags = os.fsencode(target), _AT_RECURSIVE if tree else 0
     _check(libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, flags, data, len(data)), f"read-only {target}")
 
 
-def unmount(target: str, flags: int = MNT_DETACH) -> None:
-    """umount2(2); without flags it raises EBUSY while anybody has a file or folder open there."""
-    _check(libc.umount2(os.fsencode(target), flags), f"unmount {target}")
+def unmount(target: str) -> None:
+    """umount2(2), also while somebody has a file or folder open there."""
+    _check(libc.umount2(os.fsencode(target), _MNT_DETACH), f"unmount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -17,12 +16,8 @@ from typing import Any
 
 from . import box, files, layers, linux, machine_profile, shell
 
-LEAVE_SECONDS = 2.0  # for the shell to change its folder
 ROUNDS = 20  # of a rehearsal
 LIMITS = {"addresses": 1 << 30, "memory": 1 << 30, "processes": 1024, "disk": 1 << 20}  # of a rehearsal
-
-_LEAVE = "__p=$PWD __o=$OLDPWD; \\builtin cd /"
-_RETURN = '\\builtin cd -- "$__p"; OLDPWD=$__o; unset __p __o'
 
 
 class LiveBox(shell.ShellServer):
@@ -66,14 +61,14 @@ class LiveBox(shell.ShellServer):
         try:
             self.request, payload = self._request()
             _, changes = box.decode(payload)
-            box.furnish(self.request["limits"], changes, layers.lowers(self.request["below"]), self.request["places"])
+            box.furnish(self.request["limits"], changes, layers.lowers(), self.request["places"])
             linux.loopback_up()
             if self.machine_profile is not None:
                 machine_profile.settle(self.machine_profile, self.request["search"])
             layers.hide()
             if self.request["host_socket"] is not None:
                 self._open_host_socket()
-            kept = {name: self.request[name] for name in ("limits", "environment", "below")}
+            kept = {name: self.request[name] for name in ("limits", "environment")}
             with open(done, "wb") as pipe:
                 pipe.write(json.dumps(kept).encode())
             self._begun()
@@ -106,40 +101,17 @@ class LiveBox(shell.ShellServer):
             box.send(self.connection, {"id": self.request["id"]}, descriptors=[listener.fileno()])
 
     @functools.cached_property
-    def stack(self) -> layers.Stack:
+    def work_tree(self) -> layers.WorkTree:
         """The layers of the box."""
-        return layers.Stack(self.request["limits"], self.request["below"], self.shared)
+        return layers.WorkTree(self.request["limits"], self.shared)
 
     @property
     def tree(self) -> int:
         """Descriptor of the work tree."""
-        return self.stack.tree
+        return self.work_tree.descriptor
 
     def _changed(self, roots: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
-        return self.stack.changes(roots)
-
-    def _freeze(self, descriptors: list[int]) -> str:
-        """The writable layer, for forks to stand on: itself, or a copy if a process works in the tree."""
-        if self.stack.empty():
-            return "empty"
-        if self.shell is not None:  # it gives the work tree up, for a moment
-            self._exec(_LEAVE, LEAVE_SECONDS)
-        try:
-            layer = self.stack.freeze()
-        except OSError as e:  # the box has lost its files
-            box.send(self.connection, {"error": f"a layer could not be frozen: {e}"})
-            os._exit(1)
-        if self.shell is not None:
-            self._exec(_RETURN, LEAVE_SECONDS)
-        if layer is not None:
-            descriptors.append(layer)
-            return "moved"
-        self._signal(signal.SIGSTOP)
-        try:
-            descriptors.append(self.stack.copy())
-        finally:
-            self._signal(signal.SIGCONT)
-        return "copied"
+        return self.work_tree.changes(roots)
 
 
 def rehearse() -> None:

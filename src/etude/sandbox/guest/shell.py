@@ -198,22 +198,17 @@ class ShellServer(ABC):
     @abstractmethod
     def _changed(self, roots: Sequence[str]) -> Iterator[tuple[str, bytes | None]]: ...
 
-    @abstractmethod
-    def _freeze(self, descriptors: list[int]) -> str:
-        """Hand out what was written since the last time."""
-
     def serve_one(self) -> None:
         """Wait for a request and reply."""
         request, payload = self._request()
-        descriptors: list[int] = []
         body: Sequence[bytes] = ()
         try:
             with files.refusing(request.get("path", "box")):
-                head, body = self._answer(request, payload, descriptors)
+                head, body = self._answer(request, payload)
         except files.FileRefused as e:
             head = {"refused": e.kind, "message": str(e)}
-        box.send(self.connection, head | {"id": request["id"]}, body, descriptors)
-        for fd in (*descriptors, *self.given):
+        box.send(self.connection, head | {"id": request["id"]}, body)
+        for fd in self.given:
             os.close(fd)
         self.given.clear()
 
@@ -233,8 +228,8 @@ class ShellServer(ABC):
         self.given += descriptors[1:]
         return json.loads(data[4:]), payload
 
-    def _answer(self, request: dict[str, Any], payload: bytes, descriptors: list[int]) -> Message:
-        """Head and body of the reply; what is put into `descriptors` goes along."""
+    def _answer(self, request: dict[str, Any], payload: bytes) -> Message:
+        """Head and body of the reply."""
         path = request.get("path", "")
         match request["op"]:
             case "exec":
@@ -251,8 +246,6 @@ class ShellServer(ABC):
                 files.delete(self.tree, path)
             case "changes":
                 return self._changes(request["roots"])
-            case "freeze":
-                return {"layer": self._freeze(descriptors)}, ()
         return {}, ()
 
     def _changes(self, roots: Sequence[str]) -> Message:

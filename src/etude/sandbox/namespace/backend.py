@@ -34,7 +34,7 @@ from etude.sandbox.cgroups import Groups
 from etude.sandbox.connection import Connection, encode, limits_of, memory
 from etude.sandbox.egress.gate import Gate, Network
 from etude.sandbox.guest.root import RUN
-from etude.sandbox.namespace.image_templates import ImageTemplate, ImageTemplates, Layer
+from etude.sandbox.namespace.image_templates import ImageTemplate, ImageTemplates
 from etude.sandbox.namespace.run_templates import RunTemplates, folder_of
 from etude.sandbox.namespace.zygote import DIED, PYTHON_FOLDER, Zygote
 from etude.sandbox.shell import Shell
@@ -96,22 +96,21 @@ class NamespaceBackend(Backend):
         """Keep what a recording needed."""
         await self._runs.remember(image, learned)
 
-    async def shell(
-        self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False, below: Sequence[Layer] = ()
-    ) -> Shell:
+    async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:
         """A live box: a fork of its image's template."""
         texts = image.changes if bare else {**image.decoys, **image.changes}
         shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
         shared |= image.history
-        if not below and not shared.keys() <= layers.keys():  # not even the task's files are wanted
+        if not shared.keys() <= layers.keys():  # not even the task's files are wanted
             shared = {}
         own = {path: data for path, data in layers.items() if path not in shared or data != shared[path]}
-        template = below[0].template if below else self._template(image, shared, bare)
+        template = self._template(image, shared, bare)
         await template.connection.started()
         await self._room()
         self._started += 1
         network = None if bare else self._network
         async with self._starting, AsyncExitStack() as ends:
+            ends.enter_context(nullcontext(template))  # which goes on as long as the box
             descriptors: Sequence[int] = ()
             if self.groups is not None:
                 group = self.groups.make(limits)
@@ -126,7 +125,7 @@ class NamespaceBackend(Backend):
                 connection = Connection(ours, Garbled)
                 ends.callback(connection.close)
                 template.fork(theirs.fileno(), descriptors)
-            shell = Shell(connection, template, gate, ends.pop_all())
+            shell = Shell(connection, template.machine_profile, gate, ends.pop_all())
             self._shells.add(shell)
             way, variables = image.host_socket, {} if network is None else dict(network.environment)
             host_socket = None if way is None else (f"{_socket_folder(way)}/{way.name}", HOST_SOCKET_PORT)
@@ -134,7 +133,7 @@ class NamespaceBackend(Backend):
                 variables["PYTHONHASHSEED"] = "0"
             variables |= image.environment
             try:
-                await shell.start(limits_of(limits), own, PYTHON_FOLDER, variables, host_socket, below, image.places)
+                await shell.start(limits_of(limits), own, PYTHON_FOLDER, variables, host_socket, image.places)
             except BaseException:
                 await shell.close()
                 raise

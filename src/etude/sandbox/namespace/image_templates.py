@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from etude.sandbox.base import BoxDead
 from etude.sandbox.connection import Connection
 from etude.sandbox.machine_profile import MachineProfile
 
 KEPT = 8  # templates that go on without a box, for the next box on their image
-DEPTH = 64  # frozen layers below one box: mount options must fit a page
 
 
 class ImageTemplate:
-    """The process of one image. It ends when no box, no frozen layer and no `ImageTemplates` holds this object."""
+    """The process of one image. It ends when no box and no `ImageTemplates` holds this object."""
 
     def __init__(self, connection: Connection, machine_profile: MachineProfile | None) -> None:
         self.connection = connection
         self.machine_profile = machine_profile
-        self._layers = 0
         weakref.finalize(self, connection.close)
 
     def fork(self, connection: int, groups: Sequence[int]) -> None:
         """A live box at the other end of the socket `connection`, in control groups. Raises BoxDead."""
         self.connection.tell({"box": len(groups)}, [connection, *groups])
-
-    def keep(self, mount: int) -> Layer:
-        """Hand over the mount of a frozen layer, for boxes to be made upon. Raises BoxDead."""
-        self._layers += 1
-        name = str(self._layers)
-        try:
-            self.connection.tell({"keep": name}, [mount])
-        finally:
-            os.close(mount)
-        return Layer(self, name)
-
-
-class Layer:
-    """What a box wrote before it was forked. Removed when no box stands on the layer any more."""
-
-    def __init__(self, template: ImageTemplate, name: str) -> None:
-        self.template = template
-        self.name = name
-        weakref.finalize(self, _drop, template.connection, name)
-
-
-def _drop(connection: Connection, name: str) -> None:
-    with contextlib.suppress(BoxDead):  # and its layers with it
-        connection.tell({"drop": name}, [])
 
 
 class ImageTemplates:

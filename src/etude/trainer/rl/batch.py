@@ -16,7 +16,7 @@ import torch
 from etude.errors import RunFailed
 from etude.models.documents import RECIPE
 from etude.models.router_replay import MISSING, UNFED
-from etude.records import Episode, Fork, Group, Hint, Segment, StopReason, token_digest
+from etude.records import Episode, Group, Hint, Segment, StopReason, token_digest
 from etude.trainer.rl.advantages import advantages, turn_advantages
 from etude.trainer.rl.plan import TokenRows
 
@@ -84,33 +84,6 @@ class Batch:
         return [episode for members in self.episodes for episode in members]
 
 
-def with_shared_prefixes(
-    per_turn: Sequence[np.ndarray], members: Sequence[Episode], baseline: Baseline
-) -> list[np.ndarray]:
-    """Advantages per turn, given those of members as if each had been played alone; forks change shared turns.
-
-    The turns of a shared prefix are in all n siblings, so the advantage of each is the mean of the siblings'. A
-    baseline that is the mean of N members takes 1 / N of the expected gradient of a turn that one member has, and n / N
-    of one that n siblings share, since it depends on all of them. (N - 1) / (N - n) makes up for that, so the expected
-    gradient is what it is without forks, in all turns. A prefix that all N share is compared with nothing: 0. Given the
-    prefix, siblings are independent, so their turns after it need no change.
-    """
-    by_fork: dict[Fork, list[int]] = {}
-    for i, member in enumerate(members):
-        if member.fork is not None:
-            by_fork.setdefault(member.fork, []).append(i)
-    result = [a.copy() for a in per_turn]
-    for fork, siblings in by_fork.items():
-        n = len(siblings)
-        for turn in range(fork.turns if n > 1 else 0):
-            compared = sum(len(a) > turn for a in per_turn) if baseline == "turn" else len(members)
-            scale = (compared - 1) / (compared - n) if compared > n else 0.0
-            value = scale * np.mean([per_turn[i][turn] for i in siblings])
-            for i in siblings:
-                result[i][turn] = value
-    return result
-
-
 def make_batch(
     groups: Sequence[Group],
     episodes: Sequence[Sequence[Episode]],
@@ -156,7 +129,6 @@ def make_batch(
             per_turn = turn_advantages(rewards, turns)
         else:
             per_turn = [np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]
-        per_turn = with_shared_prefixes(per_turn, members, baseline)
         if advantage == "zscore" and not given:
             per_turn = [a / (pstdev(rewards) + 1e-6) for a in per_turn]
         rows.extend(_rows(members, per_turn, index, len(kept), routes))

@@ -42,7 +42,7 @@ GIB = 2**30
 _CONTEXT = 1.0 * GIB  # of a process on a GPU: driver, libraries, workspaces of products; 0.5 to 1 as a rule
 _NARROW, _WIDE, _READS = 989e12, 67e12, 3.35e12  # H100 SXM: products in bfloat16 and float32, bytes read; per second
 _USED = 0.4  # of them: what large models are trained with as a rule
-_SHARES = "--gpu-memory-utilization", "--mem-fraction-static"  # of vLLM, of SGLang
+_SHARE = "--gpu-memory-utilization"  # of vLLM
 _NARROWER = 'set trainer.dtype = "bfloat16"'
 _SIZES = "etude-sizes"  # experts that only have the sizes of ours
 
@@ -346,7 +346,7 @@ def _engines(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term
         share = _share(inference.args)
         limit = _limits({device}, config.trainer.device_memory_gb).get(device, 0.0)
         name = f"{inference.engine}, {share:.0%} of the device"
-        advice = f"lower it with inference.args ({_SHARES[0]} or {_SHARES[1]}), or give it another inference.device"
+        advice = f"lower it with inference.args ({_SHARE}), or give it another inference.device"
         return [Term(device, name, inference.servers * share * limit, advice)]
     size = _engine_dtype(config).itemsize
     count = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
@@ -370,10 +370,10 @@ def _engines(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term
 
 
 def _share(arguments: Sequence[str]) -> float:
-    """The share of a device that vLLM or SGLang takes: as their arguments say, else what both take by themselves."""
+    """The share of a device that vLLM takes: as its arguments say, else what it takes by itself."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
     for name, value in itertools.pairwise(words):
-        if name in _SHARES and re.fullmatch(r"0?\.\d+|1(\.0*)?", value):
+        if name == _SHARE and re.fullmatch(r"0?\.\d+|1(\.0*)?", value):
             return float(value)
     return 0.9
 
