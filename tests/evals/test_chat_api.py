@@ -15,8 +15,8 @@ from etude.config import ServerConfig
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate, pick_tasks
 from etude.grading.runner import open_sandbox
-from etude.protocol.chat import Api, ChatClient, ChatModel, ContextSpent, Conversation
-from etude.protocol.client import EngineError
+from etude.protocol.backends.chat_model import Api, ChatClient, ChatModel, ContextSpent, Conversation
+from etude.protocol.backends.client import EngineError
 from etude.records import Budget
 from etude.renderers.schemas import SCHEMAS
 from etude.rollout.chat import ChatContext
@@ -117,7 +117,7 @@ def test_a_conversation_that_is_too_long_is_no_error() -> None:
 
 
 def test_calls_that_are_no_json_are_shown_to_the_model() -> None:
-    from etude.protocol.chat import FORMATS
+    from etude.protocol.backends.chat_model import FORMATS
 
     def message(arguments: Any) -> Any:
         call = {"id": "1", "function": {"name": "read", "arguments": arguments}}

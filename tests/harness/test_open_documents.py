@@ -15,7 +15,7 @@ from etude.config import ServerConfig
 from etude.harness.documents import open_file, pieces
 from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop, turn_seed
 from etude.harness.token_ledger import TokenLedgerError
-from etude.protocol.client import EngineClient
+from etude.protocol.backends.client import EngineClient
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Focus, Generation, StopReason, Task, token_digest
 from etude.renderers import Renderer, renderer_for

@@ -23,7 +23,7 @@ from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
 from etude.inference.server.weights import WeightWatcher
 from etude.models.loading import load_model, named_tensors
-from etude.protocol.client import EngineClient
+from etude.protocol.backends.client import EngineClient
 from etude.protocol.wire import GenerateRequest
 from etude.records import Generation
 from etude.run.engines import engine_url, spawn_engine

@@ -14,8 +14,8 @@ from etude.errors import UserError
 from etude.models.files import expert_layers
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends.base import EngineLost
+from etude.protocol.backends.client import EngineClient, EngineError
 from etude.protocol.backends.vllm import KeptKeys, VllmBackend, WeightsOf, spans_to_versions
-from etude.protocol.client import EngineClient, EngineError
 from etude.protocol.wire import GenerateRequest
 from etude.store import open_store
 from etude.weights.publisher import Publisher

@@ -17,7 +17,7 @@ from etude.config import AgentConfig, EngineConfig
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
-from etude.protocol.client import EngineClient
+from etude.protocol.backends.client import EngineClient
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, StopReason
 from etude.renderers import Renderer

@@ -15,8 +15,8 @@ import torch
 
 from etude.models.files import expert_layers
 from etude.models.loading import load_model, named_tensors
+from etude.protocol.backends.client import EngineClient
 from etude.protocol.backends.vllm import VllmBackend, VllmServer, WeightsOf
-from etude.protocol.client import EngineClient
 from etude.protocol.wire import GenerateRequest
 from etude.store import open_store
 from etude.weights.publisher import Publisher

@@ -150,7 +150,7 @@ def _folders(names: Sequence[str], template: str | None) -> list[Path]:
 
 def _models(arguments: argparse.Namespace, given: Sequence[str]) -> list[Path | Remote]:
     """Folders and chat APIs as they were given. Raises UserError."""
-    from etude.protocol.chat import ChatModel
+    from etude.protocol.backends.chat_model import ChatModel
     from etude.run.evaluate import Remote
 
     urls = [name for name in given if "://" in name]

@@ -89,9 +89,12 @@ def _source(arguments: argparse.Namespace) -> TaskSource:
 def _check(arguments: argparse.Namespace) -> int:
     from etude.cli.progress import bar
     from etude.tasks.check import check
+    from etude.tasks.dataset import read_manifest
+    from etude.tasks.foreign.build import check as check_foreign
 
+    foreign = read_manifest(arguments.dataset).kind
     with bar() as progress:
-        report = check(arguments.dataset, progress)
+        report = (check_foreign if foreign else check)(arguments.dataset, progress)
     problems = [*report.problems, *(f"{task}: {why}" for task, why in sorted(report.failures.items()))]
     for line in problems[:SHOWN_FAILURES]:
         print(line)

@@ -15,7 +15,7 @@ from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.full_tools import FullTools
 from etude.harness.loop import GRACE_SECONDS, UngradedEpisode, turn_seed
 from etude.harness.prompts import messages_of
-from etude.protocol.chat import ChatAnswer, ChatClient, ContextSpent, Conversation
+from etude.protocol.backends.chat_model import ChatAnswer, ChatClient, ContextSpent, Conversation
 from etude.records import Budget, StopReason, Task, Turn
 from etude.sandbox.base import Box
 

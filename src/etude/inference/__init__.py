@@ -2,5 +2,5 @@
 
 `server` and `vllm` import `engine`, which imports neither. Nothing here imports the trainer; both compute with
 `etude.models`. Other rooms use `engine.loading.load_engine`, `engine.requests.Request` and, over HTTP,
-`etude.protocol.client`.
+`etude.protocol.backends.client`.
 """

@@ -1,7 +1,7 @@
-"""How processes speak over HTTP, without torch: the engine's client, the wire types of its token routes, and what all
-servers share: tokens, hosts and origins (`access`), limits of bodies (`guard`), listening with deadlines (`serving`),
-the formats of OpenAI's and Anthropic's APIs (`apis`).
+"""HTTP between processes, without torch: the wire types of the engine's token routes (`wire`), what all servers share
+(tokens, hosts and origins in `access`, limits of bodies in `guard`, listening with deadlines in `serving`), the formats
+of OpenAI's and Anthropic's APIs (`apis`), and the clients of engines and chat models (`backends`).
 
-The controller, agents and tools use `EngineClient`; the inference server shares the types of `wire`. The servers are
+The controller, agents and tools use `backends.client`; the inference server shares the types of `wire`. The servers are
 `inference/server`, `weights/relay.py`, `weights/coordinator.py` and `harness/endpoint`.
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from etude.config import RewardConfig
 from etude.harness.chat_loop import run_chat_loop
-from etude.protocol.chat import ChatClient
+from etude.protocol.backends.chat_model import ChatClient
 from etude.records import Budget, Episode, Task
 from etude.rollout.episode import EpisodeId, changes_of, grade_of, lost, open_box, record
 from etude.sandbox.base import Sandbox

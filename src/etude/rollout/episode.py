@@ -25,7 +25,7 @@ from etude.grading.grade import Grade
 from etude.grading.harbor import note_state
 from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.loop import Aborted, EpisodeSpec, Policy, Sampling, UngradedEpisode, run_agent_loop
-from etude.protocol.client import EngineError
+from etude.protocol.backends.client import EngineError
 from etude.records import Budget, Episode, Outcome, StopReason, Task, encode
 from etude.renderers import Renderer
 from etude.renderers.text import escaped, one_line

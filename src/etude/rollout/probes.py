@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from etude.errors import UserError
-from etude.protocol.client import EngineClient, EngineError
+from etude.protocol.backends.client import EngineClient, EngineError
 from etude.protocol.wire import SequenceScores
 from etude.records import Record, Task, decode, encode
 from etude.renderers import Renderer

@@ -28,8 +28,8 @@ from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
 from etude.harness.prompts import check_context
 from etude.models.files import check_folder
-from etude.protocol.chat import ChatClient, ChatModel, check_reachable
-from etude.protocol.client import EngineClient
+from etude.protocol.backends.chat_model import ChatClient, ChatModel, check_reachable
+from etude.protocol.backends.client import EngineClient
 from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, renderer_for, say_dropped
 from etude.renderers.base import load_tokenizer

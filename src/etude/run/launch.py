@@ -28,7 +28,7 @@ from etude.grading.runner import open_sandbox
 from etude.ledger import blobs
 from etude.ledger.ledger import Ledger
 from etude.processes import Child
-from etude.protocol.client import EngineClient
+from etude.protocol.backends.client import EngineClient
 from etude.records import Episode, encode
 from etude.rollout import probes
 from etude.rollout.agent import open_agent

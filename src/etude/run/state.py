@@ -13,7 +13,7 @@ from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.ledger.ledger import Ledger
 from etude.processes import Child
-from etude.protocol.client import EngineClient
+from etude.protocol.backends.client import EngineClient
 from etude.renderers import Renderer
 from etude.rollout.agent import Agent
 from etude.rollout.concurrency import Concurrency

@@ -11,8 +11,6 @@ from etude.grading.runner import open_sandbox
 from etude.records import Outcome, Task
 from etude.tasks import dataset, leaks, node, split
 from etude.tasks.dataset import Dataset
-from etude.tasks.foreign import build as foreign
-from etude.tasks.foreign.dataset import read
 from etude.tasks.gates import in_order
 from etude.tasks.search import Progress
 
@@ -36,13 +34,7 @@ class CheckReport:
 
 def check(dataset_dir: Path, progress: Progress) -> CheckReport:
     """Verify digests and secrecy, then grade every task unchanged (must fail) and with its gold answer (must pass).
-    Raises UserError if `dataset_dir` is not a dataset."""
-    manifest = dataset.read_manifest(dataset_dir)
-    if manifest.kind:
-        foreigners = read(dataset_dir, manifest)
-        problems = [f"{name} has changed since it was built" for name in dataset.changes(dataset_dir, manifest)]
-        failures = asyncio.run(foreign.check(foreigners, progress))
-        return CheckReport(tasks=len(foreigners.tasks), problems=tuple(problems), failures=failures)
+    Raises UserError if `dataset_dir` is not a dataset that etude has made."""
     data, changed = dataset.load_changed(dataset_dir)
     failures = asyncio.run(_grade_all(data, progress))
     return CheckReport(tasks=len(data.tasks), problems=tuple(_problems(data, changed)), failures=failures)

@@ -14,12 +14,12 @@ from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
 from etude.grading.harbor import STATE, note_state, read_reward, taken
 from etude.grading.runner import open_sandbox
-from etude.protocol.chat import ChatClient, ChatModel
+from etude.protocol.backends.chat_model import ChatClient, ChatModel
 from etude.records import Budget, Episode
 from etude.renderers import renderer_for
 from etude.rollout.chat import ChatContext
 from etude.run.inputs import check_foreign, trainable
-from etude.tasks import check, dataset
+from etude.tasks import dataset
 from etude.tasks.foreign import build as foreign
 from etude.tasks.foreign import folder as folders
 from etude.tasks.foreign import image as images
@@ -115,7 +115,7 @@ def test_what_cannot_play_them_is_refused(built: ForeignDataset) -> None:
 
 @pytest.mark.slow
 def test_the_gates_hold_again(built: ForeignDataset) -> None:
-    assert check.check(built.root, silent).ok
+    assert foreign.check(built.root, silent).ok
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from etude.live.log.records import Release, ServedTurn, SignalKind, TurnContent,
 from etude.live.log.scrub import scrubbed
 from etude.live.release.gate import SPLIT, GatePart
 from etude.live.release.operations import Loop
-from etude.protocol.client import EngineClient
+from etude.protocol.backends.client import EngineClient
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget
 from etude.renderers import Renderer, renderer_for

@@ -1,7 +1,7 @@
-"""How servers of one kind are asked: etude's own and vLLM's, over HTTP and without torch.
+"""Clients of inference servers: etude's own and vLLM's (`client`), and chat models behind an URL (`chat_model`).
 
 A backend makes one attempt at one server. Deadlines, repetitions and the choice of the server are the client's
-(`etude.protocol.client`).
+(`etude.protocol.backends.client`).
 
 A further kind is one file here, an `EngineBackend` (`base`). A run takes it by a name in `config.engine.Engine`, for
 which `run.engines.backend_of` makes it; how a run starts such servers itself stands in `run.engines`, too.

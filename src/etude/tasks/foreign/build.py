@@ -22,9 +22,10 @@ from etude.grading import harbor
 from etude.grading.runner import open_sandbox
 from etude.sandbox.base import BoxError, Sandbox
 from etude.tasks import dataset
+from etude.tasks.check import CheckReport
 from etude.tasks.dataset import Dataset
 from etude.tasks.foreign import image as images
-from etude.tasks.foreign.dataset import KIND, RECORDS, ForeignDataset, ForeignRecord, limits_of, tests_of
+from etude.tasks.foreign.dataset import KIND, RECORDS, ForeignDataset, ForeignRecord, limits_of, read, tests_of
 from etude.tasks.foreign.dataset import load as load_dataset
 from etude.tasks.foreign.dockerfile import FolderRefused
 from etude.tasks.foreign.folder import Folder, find, load
@@ -94,8 +95,16 @@ def build(
     return load_dataset(out), trials
 
 
-async def check(data: ForeignDataset, progress: Progress) -> dict[str, str]:
-    """Runs the gates of a dataset of foreign tasks again; what is wrong with a task, by its id."""
+def check(dataset_dir: Path, progress: Progress) -> CheckReport:
+    """Verify digests, then run the gates of every foreign task again."""
+    data = read(dataset_dir, dataset.read_manifest(dataset_dir))
+    problems = [f"{name} has changed since it was built" for name in dataset.changes(dataset_dir, data.manifest)]
+    failures = asyncio.run(_failures(data, progress))
+    return CheckReport(tasks=len(data.tasks), problems=tuple(problems), failures=failures)
+
+
+async def _failures(data: ForeignDataset, progress: Progress) -> dict[str, str]:
+    """Task id -> the reason why the task's gates do not hold."""
     failures: dict[str, str] = {}
     async with open_sandbox(memo=0) as sandbox:
         for number, task in enumerate(data.tasks):
