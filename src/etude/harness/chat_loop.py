@@ -23,9 +23,14 @@ _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo
 
 
 async def run_chat_loop(
-    task: Task, box: Box, client: ChatClient, budget: Budget, seed: int, apply_edit: EditApplier = merge_applier,
+    task: Task,
+    box: Box,
+    client: ChatClient,
+    budget: Budget,
+    seed: int,
+    apply_edit: EditApplier = merge_applier,
     names: Sequence[str] = (),
-) -> UngradedEpisode:  # fmt: skip
+) -> UngradedEpisode:
     """Plays a task in `box`, with the tools of these names, or all. A spent budget ends the episode where it stands.
     Raises BoxError with payer "infra", EngineError if the API is lost, and UserError if it refuses."""
     return await _ChatLoop(task, client, budget, seed, FullTools(box, task, apply_edit, names)).run()
@@ -85,9 +90,7 @@ class _ChatLoop:
     async def _act(self, answer: ChatAnswer, seconds: float) -> bool:
         """Runs the calls of a turn; whether the conversation goes on."""
         usage = answer.usage
-        self._counts.update(
-            prompt_tokens=usage.prompt, cached_tokens=usage.cached, sampled_tokens=usage.sampled
-        )  # fmt: skip
+        self._counts.update(prompt_tokens=usage.prompt, cached_tokens=usage.cached, sampled_tokens=usage.sampled)
         self._length = usage.prompt + usage.sampled
         self._tools.room = self._budget.context - self._length
         self._tools.metrics["truncated"] += answer.cut
@@ -95,9 +98,12 @@ class _ChatLoop:
         async with asyncio.timeout(max(0.0, self._deadline - began) + GRACE_SECONDS):
             results, finished = await self._tools.call_all(answer.calls)
         turn = Turn(
-            text=answer.text, calls=answer.calls, results=tuple(results), seconds_model=seconds,
+            text=answer.text,
+            calls=answer.calls,
+            results=tuple(results),
+            seconds_model=seconds,
             seconds_tools=time.monotonic() - began,
-        )  # fmt: skip
+        )
         self._turns.append(turn)
         if finished or not answer.calls:
             return False

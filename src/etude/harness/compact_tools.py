@@ -16,9 +16,15 @@ class CompactTools(Tools):
         self._views: list[View] = []
         self._stale = False  # a command ran: the file may have changed
         self._handlers = {
-            "edit": self._edit, "undo": self._undo, "test": self._test, "read": self._read, "list": self._list,
-            "grep": self._search, "run": self._run, "finish": self._finish,
-        }  # fmt: skip
+            "edit": self._edit,
+            "undo": self._undo,
+            "test": self._test,
+            "read": self._read,
+            "list": self._list,
+            "grep": self._search,
+            "run": self._run,
+            "finish": self._finish,
+        }
 
     def invalid(self, call: ToolCall) -> str | None:
         """Why the arguments of a known tool cannot be taken; None when they can."""

@@ -87,11 +87,22 @@ class FullTools(Tools):
         self._lints = Lints(self._exec)
         self._list_of_work = ""
         self._handlers = {
-            "list": self._list, "read": self._read, "grep": self._search, "search": self._find, "edit": self._edit,
-            "apply": self._apply, "undo": self._undo, "run": self._run, "output": self._output, "kill": self._kill,
-            "test": self._test, "todo": self._todo, "lints": self._new_lints, "history": self._history,
+            "list": self._list,
+            "read": self._read,
+            "grep": self._search,
+            "search": self._find,
+            "edit": self._edit,
+            "apply": self._apply,
+            "undo": self._undo,
+            "run": self._run,
+            "output": self._output,
+            "kill": self._kill,
+            "test": self._test,
+            "todo": self._todo,
+            "lints": self._new_lints,
+            "history": self._history,
             "finish": self._finish,
-        }  # fmt: skip
+        }
 
     def state(self) -> str:
         """The edited files, the list of work and the terminals."""

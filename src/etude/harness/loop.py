@@ -191,11 +191,15 @@ class _AgentLoop:
         if seconds <= 0:
             raise _BudgetSpent(StopReason.SECONDS)
         request = GenerateRequest(
-            ids=prompt, max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
-            temperature=sampling.temperature, top_p=sampling.top_p, stop=tuple(spec.renderer.stop_ids),
+            ids=prompt,
+            max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=tuple(spec.renderer.stop_ids),
             seed=turn_seed(spec.seed, len(self._turn_records)),
-            routes_from=ledger.routed if sampling.routes else None, documents=ledger.documents,
-        )  # fmt: skip
+            routes_from=ledger.routed if sampling.routes else None,
+            documents=ledger.documents,
+        )
         try:
             # The policy has a deadline of its own, and can tell a lost engine from a slow one.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):

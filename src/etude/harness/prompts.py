@@ -48,9 +48,15 @@ class Opening:
 
 
 async def open_task(
-    task: Task, box: Box, renderer: Renderer, budget: Budget, apply_edit: EditApplier, *, documents: bool,
+    task: Task,
+    box: Box,
+    renderer: Renderer,
+    budget: Budget,
+    apply_edit: EditApplier,
+    *,
+    documents: bool,
     names: Sequence[str] = (),
-) -> Opening:  # fmt: skip
+) -> Opening:
     """A coding task, presented as the renderer's dialect has it, with the full tools of these names, or all. With
     `documents` the file in focus is shown, as far as it leaves room for all tokens that may be sampled and takes no
     more than half of the context."""

@@ -141,11 +141,15 @@ class TokenLedger:
             one, data = self._routes[0], b"".join(part.ids for part in self._routes)
             routes = Routes(first=0, ids=data, layers=one.layers, slots=one.slots, wide=one.wide)
         segment = Segment(
-            ids=np.asarray(self._ids, "<i4").tobytes(), mask=bytes(self._mask),
+            ids=np.asarray(self._ids, "<i4").tobytes(),
+            mask=bytes(self._mask),
             logprobs=np.asarray(self._logprobs, "<f4").tobytes(),
-            versions=np.asarray(self._versions, "<i4").tobytes(), prompt_length=self._prompt_length,
-            turn_starts=tuple(self._turn_starts), routes=routes, digest=segment_digest(*self._seen),
+            versions=np.asarray(self._versions, "<i4").tobytes(),
+            prompt_length=self._prompt_length,
+            turn_starts=tuple(self._turn_starts),
+            routes=routes,
+            digest=segment_digest(*self._seen),
             documents=tuple(Document(length=len(ids), digest=token_digest(ids)) for ids in self.documents),
             recipe=self._recipe,
-        )  # fmt: skip
+        )
         return (*self._earlier, segment)

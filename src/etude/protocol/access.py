@@ -31,9 +31,14 @@ class Refusal(Exception):
     """A request that is not answered, with its status and OpenAI's `code` and `param`."""
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, *, param: str | None = None,
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        *,
+        param: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.param, self.headers = status, code, param, dict(headers or {})
 
@@ -61,9 +66,11 @@ class Access:
             raise Refusal(403, "pages of other sites may not ask this server", "origin")
         if self.token is not None and not any(_same(given, self.token) for given in bearers(scope)):
             raise Refusal(
-                401, "a token is needed: send it as `Authorization: Bearer TOKEN`", "invalid_api_key",
+                401,
+                "a token is needed: send it as `Authorization: Bearer TOKEN`",
+                "invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
-            )  # fmt: skip
+            )
 
 
 LOOPBACK = Access()
@@ -132,13 +139,18 @@ def bearer(token: str | None) -> dict[str, str]:
 def add_access_flags(parser: argparse._ActionsContainer) -> None:
     """The flags that `access_of` reads."""
     parser.add_argument(
-        "--api-key-file", metavar="FILE", type=Path,
+        "--api-key-file",
+        metavar="FILE",
+        type=Path,
         help=f"file with the token to ask for, of mode 0600; without one, ${TOKEN_VARIABLE}",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--allow-host", metavar="NAME", nargs="+", default=(),
+        "--allow-host",
+        metavar="NAME",
+        nargs="+",
+        default=(),
         help="further names by which clients, or web pages that may ask, know this server",
-    )  # fmt: skip
+    )
 
 
 def access_of(options: argparse.Namespace) -> Access:

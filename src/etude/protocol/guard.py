@@ -53,9 +53,14 @@ def busy(what: str) -> Refusal:
 
 
 def error(
-    status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str = "",
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    kind: str = "",
     headers: dict[str, str] | None = None,
-) -> JSONResponse:  # fmt: skip
+) -> JSONResponse:
     """An error in OpenAI's shape."""
     kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -64,9 +69,7 @@ def error(
 
 def refused(_: Scope, refusal: Refusal) -> Response:
     """A refusal in OpenAI's shape."""
-    return error(
-        refusal.status, str(refusal), param=refusal.param, code=refusal.code, headers=refusal.headers
-    )  # fmt: skip
+    return error(refusal.status, str(refusal), param=refusal.param, code=refusal.code, headers=refusal.headers)
 
 
 def wrong_route(http: Request, e: Exception) -> Response:
@@ -95,10 +98,15 @@ class Guarded:
     both raise Refusal, which `refuse` makes an answer of."""
 
     def __init__(
-        self, app: ASGIApp, access: Access, limits: ServiceLimits = LIMITS, *, content_types: tuple[str, ...] = (JSON,),
+        self,
+        app: ASGIApp,
+        access: Access,
+        limits: ServiceLimits = LIMITS,
+        *,
+        content_types: tuple[str, ...] = (JSON,),
         authorise: Callable[[Scope], None] = lambda _: None,
         refuse: Callable[[Scope, Refusal], Response] = refused,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._app, self._access, self._limits = app, access, limits
         self._content_types, self._authorise, self._refuse = content_types, authorise, refuse
         self.held = 0  # bytes of larger bodies

@@ -75,11 +75,18 @@ def server_config(app: ASGIApp, limits: ServiceLimits = LIMITS) -> uvicorn.Confi
     connections = Connections(max(1, min(limits.connections, soft - _OTHER_FILES)))
     protocol = partial(GuardedProtocol, limits=limits, connections=connections)
     return uvicorn.Config(
-        app, http=cast(Any, protocol), ws="none", lifespan="off",
-        log_level="error", access_log=False, proxy_headers=False, server_header=False,
-        h11_max_incomplete_event_size=limits.head_bytes, timeout_keep_alive=limits.idle_seconds,
+        app,
+        http=cast(Any, protocol),
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        h11_max_incomplete_event_size=limits.head_bytes,
+        timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=_DRAIN_SECONDS,
-    )  # fmt: skip
+    )
 
 
 def raise_file_limit() -> None:

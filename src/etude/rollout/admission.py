@@ -18,9 +18,16 @@ def capacity(*, version: int, staleness: int, prompts: int, group: int, accepted
 
 
 def groups_to_admit(
-    *, version: int, staleness: int, prompts: int, group: int, accepted: int, reserved: int, in_flight: int,
+    *,
+    version: int,
+    staleness: int,
+    prompts: int,
+    group: int,
+    accepted: int,
+    reserved: int,
+    in_flight: int,
     max_in_flight: int,
-) -> int:  # fmt: skip
+) -> int:
     """Whole groups to admit now: within the staleness bound, and with at most `max_in_flight` episodes unfinished.
     Raises ValueError where no group could ever start."""
     if max_in_flight < group:

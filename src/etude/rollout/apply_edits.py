@@ -44,22 +44,42 @@ def tasks_of(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
             )
         tasks_by_id |= {task.id: task for task in tasks}
     manifest = Manifest(
-        format=FORMAT, name=folder.name, licence="", licence_source="", seed=0, python_path=(), source_roots=(),
-        visible="", options={}, counts={}, digests={},
-    )  # fmt: skip
+        format=FORMAT,
+        name=folder.name,
+        licence="",
+        licence_source="",
+        seed=0,
+        python_path=(),
+        source_roots=(),
+        visible="",
+        options={},
+        counts={},
+        digests={},
+    )
     tasks = tuple(tasks_by_id[id] for id in sorted(tasks_by_id))
     return Dataset(folder, folder.name, folder, folder, folder, tasks, manifest)
 
 
 def _task(example: Example, split: str) -> Task:
     return Task(
-        id=example.id, repository=example.repository, kind="apply", operator=example.kind,
-        function=f"{example.repository}/{example.path}", split=split, instruction=example.instruction,
-        focus=Focus(path=example.path, first_line=1, last_line=example.file.count("\n") + 1), source_roots=(),
-        changes={example.path: example.file}, solution={example.path: example.result}, visible_tests=(),
-        fail_to_pass=(), pass_to_pass=(), difficulty={"lines": float(example.lines), "fraction": example.fraction},
-        licence=example.licence, sketch=example.sketch,
-    )  # fmt: skip
+        id=example.id,
+        repository=example.repository,
+        kind="apply",
+        operator=example.kind,
+        function=f"{example.repository}/{example.path}",
+        split=split,
+        instruction=example.instruction,
+        focus=Focus(path=example.path, first_line=1, last_line=example.file.count("\n") + 1),
+        source_roots=(),
+        changes={example.path: example.file},
+        solution={example.path: example.result},
+        visible_tests=(),
+        fail_to_pass=(),
+        pass_to_pass=(),
+        difficulty={"lines": float(example.lines), "fraction": example.fraction},
+        licence=example.licence,
+        sketch=example.sketch,
+    )
 
 
 def _question(task: Task) -> EditPrompt:

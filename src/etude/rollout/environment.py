@@ -249,15 +249,31 @@ def environment_dataset(config: RLConfig, renderer: Renderer, folder: Path) -> E
     for task in originals.values():
         _check_fit(renderer.prompt(_messages(environment, task)), name, task, config.rollout.budget())
     manifest = Manifest(
-        format=FORMAT, name=name, licence="", licence_source="", seed=config.seed, python_path=(), source_roots=(),
-        visible="", options={}, counts={}, digests={},
-    )  # fmt: skip
+        format=FORMAT,
+        name=name,
+        licence="",
+        licence_source="",
+        seed=config.seed,
+        python_path=(),
+        source_roots=(),
+        visible="",
+        options={},
+        counts={},
+        digests={},
+    )
     root = folder / "environment"
     tasks = tuple(_task(originals[id], name, splits[id]) for id in sorted(originals))
     return EnvironmentDataset(
-        root=root, name=name, repository=root, site=root, hidden=root, tasks=tasks, manifest=manifest,
-        environment=environment, originals=originals,
-    )  # fmt: skip
+        root=root,
+        name=name,
+        repository=root,
+        site=root,
+        hidden=root,
+        tasks=tasks,
+        manifest=manifest,
+        environment=environment,
+        originals=originals,
+    )
 
 
 def _valid_tasks(environment: Environment, name: str) -> dict[str, EnvironmentTask]:
@@ -296,10 +312,23 @@ def _check_fit(prompt: Sequence[int], name: str, task: EnvironmentTask, budget: 
 def _task(task: EnvironmentTask, name: str, split: str) -> Task:
     """The record of a task; `changes` are the files of its box."""
     return Task(
-        id=task.id, repository=name, kind="environment", operator="", function=task.id, split=split,
-        instruction=task.prompt, focus=Focus(path="", first_line=1, last_line=1), source_roots=(), changes=task.files,
-        solution={"answer": task.answer}, visible_tests=(), fail_to_pass=(), pass_to_pass=(), difficulty={}, licence="",
-    )  # fmt: skip
+        id=task.id,
+        repository=name,
+        kind="environment",
+        operator="",
+        function=task.id,
+        split=split,
+        instruction=task.prompt,
+        focus=Focus(path="", first_line=1, last_line=1),
+        source_roots=(),
+        changes=task.files,
+        solution={"answer": task.answer},
+        visible_tests=(),
+        fail_to_pass=(),
+        pass_to_pass=(),
+        difficulty={},
+        licence="",
+    )
 
 
 def _messages(environment: Environment, task: EnvironmentTask, addition: str = "") -> list[dict[str, str]]:

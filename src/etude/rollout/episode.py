@@ -158,9 +158,14 @@ async def changes_of(
 
 
 async def grade_of(
-    context: EpisodeContext, task: Task, ungraded: UngradedEpisode, changes: Mapping[str, bytes | None],
-    fault: Grade | None, decoys: Decoys | None, requests: Sequence[EgressRequest] | None,
-) -> tuple[Grade, CheatSignals]:  # fmt: skip
+    context: EpisodeContext,
+    task: Task,
+    ungraded: UngradedEpisode,
+    changes: Mapping[str, bytes | None],
+    fault: Grade | None,
+    decoys: Decoys | None,
+    requests: Sequence[EgressRequest] | None,
+) -> tuple[Grade, CheatSignals]:
     """The grade of the changes by the hidden tests, and the signals of cheating in the whole episode."""
     image = context.dataset.image(task)
     if fault is not None:
@@ -178,18 +183,35 @@ async def grade_of(
 
 
 def record(
-    context: EpisodeContext, task: Task, id: EpisodeId, ungraded: UngradedEpisode, grade: Grade,
-    figures: Mapping[str, float], flags: tuple[str, ...] = (),
-) -> Episode:  # fmt: skip
+    context: EpisodeContext,
+    task: Task,
+    id: EpisodeId,
+    ungraded: UngradedEpisode,
+    grade: Grade,
+    figures: Mapping[str, float],
+    flags: tuple[str, ...] = (),
+) -> Episode:
     """The record of an episode that ended, with its reward. Raises what no record can hold."""
     repository = task.repository if len(context.dataset.parts) > 1 else ""
     episode = Episode(
-        id=f"{id.group_id}-{id.member}-{id.attempt}", group_id=id.group_id, member=id.member, attempt=id.attempt,
-        task_id=task.id, repository=repository, seed=id.seed, outcome=grade.outcome,
-        stop_reason=ungraded.stop_reason, reward=grade.reward, passed=grade.passed, segments=ungraded.segments,
-        turns=ungraded.turns, metrics=ungraded.metrics | dict(figures), flags=flags, tools=ungraded.tools,
+        id=f"{id.group_id}-{id.member}-{id.attempt}",
+        group_id=id.group_id,
+        member=id.member,
+        attempt=id.attempt,
+        task_id=task.id,
+        repository=repository,
+        seed=id.seed,
+        outcome=grade.outcome,
+        stop_reason=ungraded.stop_reason,
+        reward=grade.reward,
+        passed=grade.passed,
+        segments=ungraded.segments,
+        turns=ungraded.turns,
+        metrics=ungraded.metrics | dict(figures),
+        flags=flags,
+        tools=ungraded.tools,
         detail=grade.detail,
-    )  # fmt: skip
+    )
     if context.reward is not None:
         episode = with_reward(episode, context.reward, context.budget_of(task))
     encode(episode)

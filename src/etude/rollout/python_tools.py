@@ -76,9 +76,14 @@ class PythonTools(FullTools):
     arguments come by position, as text. Raises UserError for names and parameters that cannot be used."""
 
     def __init__(
-        self, functions: Sequence[Callable[..., Any]], box_tools: Sequence[str], box: Box | None, task: Task, *,
+        self,
+        functions: Sequence[Callable[..., Any]],
+        box_tools: Sequence[str],
+        box: Box | None,
+        task: Task,
+        *,
         compact: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         no_box: Any = None  # tools that need a box are not among the handlers then
         super().__init__(no_box if box is None else box, task)
         schemas = list(map(schema_of, functions))

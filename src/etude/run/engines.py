@@ -37,15 +37,20 @@ def server_config(folder: Path, config: RLConfig, number: int) -> ServerConfig:
     inference, key = config.inference, config.weights.signing_key
     engine = inference.model_dump(exclude=set(InferenceConfig.model_fields) - set(ServerConfig.model_fields))
     source = WeightSource(
-        weights=f"{config.store or folder}/weights", relay=config.weights.relay,
-        trainer_dtype=config.trainer.dtype, public_key=Path(f"{key}.pub") if key else None,
+        weights=f"{config.store or folder}/weights",
+        relay=config.weights.relay,
+        trainer_dtype=config.trainer.dtype,
+        public_key=Path(f"{key}.pub") if key else None,
         accepted=folder / f"accepted-{number}.json" if key else None,
-    )  # fmt: skip
+    )
     own = {
-        "model": config.model.path, "port": inference.port and inference.port + number, "source": source,
-        "max_model_len": config.rollout.context, "deterministic": config.deterministic,
+        "model": config.model.path,
+        "port": inference.port and inference.port + number,
+        "source": source,
+        "max_model_len": config.rollout.context,
+        "deterministic": config.deterministic,
         "routes": config.trainer.router_replay,
-    }  # fmt: skip
+    }
     return ServerConfig.model_validate(engine | own)
 
 
@@ -123,9 +128,12 @@ def _start_vllm(
             port = inference.port + number if inference.port else _free_port()
             env = {
                 "PYTHONPATH": os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH")))),
-                TOKEN_VARIABLE: token, "HF_HUB_OFFLINE": "1",
-                "VLLM_API_KEY": token, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1",
-            }  # fmt: skip
+                TOKEN_VARIABLE: token,
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_API_KEY": token,
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+            }
             if config.trainer.router_replay:
                 env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns experts
             if inference.device.startswith("cuda"):
@@ -148,10 +156,15 @@ def vllm_arguments(config: RLConfig, port: int) -> list[str]:
     """The module and arguments of a vLLM server of the run."""
     inference = config.inference
     options = {
-        "--host": "127.0.0.1", "--port": port, "--dtype": inference.dtype, "--max-model-len": config.rollout.context,
-        "--max-num-seqs": inference.max_batch, "--logprobs-mode": "processed_logprobs", "--generation-config": "vllm",
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": inference.dtype,
+        "--max-model-len": config.rollout.context,
+        "--max-num-seqs": inference.max_batch,
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
         "--worker-extension-cls": WORKER,
-    }  # fmt: skip
+    }
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details"]
     if config.trainer.router_replay:
         flags.append("--enable-return-routed-experts")
@@ -203,9 +216,12 @@ def spawn_engine(
     text = config.model_copy(update={"ready_file": ready}).model_dump_json(indent=2) + "\n"
     write_durably(path, text.encode(), PRIVATE)
     return processes.start(
-        "inference server", ["etude.inference.server.server", str(path)], logs / f"inference-{number}.log",
-        {TOKEN_VARIABLE: token or ""}, holds=holds,
-    )  # fmt: skip
+        "inference server",
+        ["etude.inference.server.server", str(path)],
+        logs / f"inference-{number}.log",
+        {TOKEN_VARIABLE: token or ""},
+        holds=holds,
+    )
 
 
 def engine_url(engine: processes.Child, logs: Path, number: int = 0) -> str:

@@ -99,10 +99,17 @@ def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
     key = blob_key(lease.group_id, lease.member, lease.attempt)
     blob = None if episode.outcome.lost else blobs.put(run.rollouts, key, episode)
     run.ledger.finish(
-        lease, outcome=episode.outcome, reward=episode.reward, passed=episode.passed, blob=blob,
-        tokens=episode.sampled_tokens, min_version=episode.min_version, metrics=episode.metrics, flags=episode.flags,
+        lease,
+        outcome=episode.outcome,
+        reward=episode.reward,
+        passed=episode.passed,
+        blob=blob,
+        tokens=episode.sampled_tokens,
+        min_version=episode.min_version,
+        metrics=episode.metrics,
+        flags=episode.flags,
         reason=episode.detail if episode.outcome.lost else "",
-    )  # fmt: skip
+    )
 
 
 def _alarm(run: Run, episode: Episode) -> None:

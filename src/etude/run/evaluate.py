@@ -182,11 +182,15 @@ def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Datas
     runfolder.make(folder)
     digests = [part.manifest.digests.get("dataset.json", "") for part in dataset.parts]
     said = {
-        "model": str(model), "suites": digests, "split": measurement.split, "seed": measurement.seed,
-        "max_tasks": measurement.options.max_tasks, "budget": msgspec.to_builtins(measurement.budget),
+        "model": str(model),
+        "suites": digests,
+        "split": measurement.split,
+        "seed": measurement.seed,
+        "max_tasks": measurement.options.max_tasks,
+        "budget": msgspec.to_builtins(measurement.budget),
         "rendered": [measurement.dialect, dict(measurement.chat_template_kwargs), *measurement.tools],
         "served": [model.chat.api, model.chat.temperature] if isinstance(model, Remote) else _files(model),
-    }  # fmt: skip
+    }
     path, text = folder / "measurement.json", json.dumps(said, indent=1).encode()
     if path.exists() and path.read_bytes() != text:
         raise UserError(f"{path} is of another measurement (model, suite, budget or seed): give another folder with -o")
@@ -202,17 +206,27 @@ def _files(model: Path) -> list[list[object]]:
 
 
 async def _measure(
-    model: Path | Remote, dataset: Dataset, view: LiveView, inference: EngineConfig, measurement: Measurement,
+    model: Path | Remote,
+    dataset: Dataset,
+    view: LiveView,
+    inference: EngineConfig,
+    measurement: Measurement,
     journal: _Journal,
-) -> EvalResult:  # fmt: skip
+) -> EvalResult:
     rows = measurement.concurrency or (CHATS if isinstance(model, Remote) else inference.max_batch)
     options = measurement.options
     async with open_sandbox() as sandbox, _context(model, dataset, sandbox, inference, measurement) as context:
         return await evaluate(
-            context, samples=options.samples, split=measurement.split, max_tasks=options.max_tasks,
-            seed=measurement.seed, concurrency=rows, progress=view.evaluated, on_episode=journal.keep,
+            context,
+            samples=options.samples,
+            split=measurement.split,
+            max_tasks=options.max_tasks,
+            seed=measurement.seed,
+            concurrency=rows,
+            progress=view.evaluated,
+            on_episode=journal.keep,
             known=journal.known(),
-        )  # fmt: skip
+        )
 
 
 @asynccontextmanager

@@ -107,9 +107,10 @@ def train_rl(
             env = {"PGPASSWORD": unquote(password)} if password else None
             children.append(processes.start("trainer", trainer, logs / "trainer.log", env, holds=[lock]))
             sandbox = (boxes or partial(open_sandbox, config.sandbox))(
-                machine_profiles=profiles_of(config), egress=egress_of(config, dataset, folder),
+                machine_profiles=profiles_of(config),
+                egress=egress_of(config, dataset, folder),
                 repeatable=config.deterministic,
-            )  # fmt: skip
+            )
             client = EngineClient(urls, token, backend_of(folder, config))
             states = [EngineState(url, engines.get(url)) for url in client.base_urls]
             report = asyncio.run(
@@ -181,9 +182,15 @@ def _play_damaged_again(ledger: Ledger, rollouts: Store) -> None:
 
 
 async def _run_stages(
-    inputs: _Inputs, view: LiveView, children: list[Child], client: EngineClient, states: Sequence[EngineState],
-    boxes: AbstractAsyncContextManager[Sandbox], started: float, builder: Callable[[], Child],
-) -> RunReport:  # fmt: skip
+    inputs: _Inputs,
+    view: LiveView,
+    children: list[Child],
+    client: EngineClient,
+    states: Sequence[EngineState],
+    boxes: AbstractAsyncContextManager[Sandbox],
+    started: float,
+    builder: Callable[[], Child],
+) -> RunReport:
     """Evaluates, trains, evaluates and reports, with the engines and the trainer started."""
     config, folder = inputs.config, inputs.folder
     plays_impossible = config.cheats.impossible and not (config.tasks.edits or config.tasks.environment)
@@ -195,12 +202,20 @@ async def _run_stages(
         open_agent(config.rollout.agent) as agent,
     ):
         run = Run(
-            folder=folder, config=config, pool=inputs.pool,
+            folder=folder,
+            config=config,
+            pool=inputs.pool,
             impossible=impossible.make(inputs.pool.dataset, folder / "impossible") if plays_impossible else None,
-            ledger=inputs.ledger, weights=inputs.weights, rollouts=inputs.rollouts, sandbox=sandbox,
-            renderer=renderer_of(config), agent=agent, engines=engines, children=children,
+            ledger=inputs.ledger,
+            weights=inputs.weights,
+            rollouts=inputs.rollouts,
+            sandbox=sandbox,
+            renderer=renderer_of(config),
+            agent=agent,
+            engines=engines,
+            children=children,
             concurrency=concurrency_of(config),
-        )  # fmt: skip
+        )
         try:
             return await _evaluate_and_train(run, view, started, builder)
         except asyncio.CancelledError:
@@ -283,9 +298,13 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
     with _stage(run.folder, view, f"eval {when}"):
         measure = evaluate(
             context_of(run.config, run.dataset, run.sandbox, run.engines.client, run.renderer, run.agent),
-            samples=run.config.eval.samples, max_tasks=run.config.eval.max_tasks, seed=run.config.seed,
-            concurrency=run.concurrency.limit, progress=view.evaluated, on_episode=keep,
-        )  # fmt: skip
+            samples=run.config.eval.samples,
+            max_tasks=run.config.eval.max_tasks,
+            seed=run.config.seed,
+            concurrency=run.concurrency.limit,
+            progress=view.evaluated,
+            on_episode=keep,
+        )
         result = msgspec.structs.replace(await _watched(run, measure), version=served)
     runfolder.write(path, msgspec.json.encode(result))
     return result

@@ -132,10 +132,15 @@ def _admit(run: Run, curriculum: Curriculum | MixedCurriculum, learned: int) -> 
         curriculum.observe(result.task_id, result.passed, result.episodes)
         learned = result.mark
     count = groups_to_admit(
-        version=run.progress.served, staleness=rollout.staleness, prompts=rollout.prompts, group=rollout.group,
-        accepted=figures.accepted, reserved=figures.reserved, in_flight=figures.in_flight,
+        version=run.progress.served,
+        staleness=rollout.staleness,
+        prompts=rollout.prompts,
+        group=rollout.group,
+        accepted=figures.accepted,
+        reserved=figures.reserved,
+        in_flight=figures.in_flight,
         max_in_flight=max(run.concurrency.limit, rollout.group) * 2,
-    )  # fmt: skip
+    )
     count = min(count, run.config.trainer.steps * rollout.prompts - figures.groups)
     busy = frozenset(figures.open_tasks)
     for index in range(figures.groups, figures.groups + count):
@@ -170,9 +175,13 @@ def _snapshot(run: Run, live: Sequence[LiveEpisode], now: float) -> StallSnapsho
     oldest = min(live, key=lambda episode: episode.since, default=None)
     lease = oldest and oldest.lease
     return StallSnapshot(
-        served=run.progress.served, published=published, prompts=rollout.prompts,
-        ready=len(run.ledger.ready_groups(rollout.prompts, in_order=False)), takeable=len(taken),
-        live=len(live), at_engine=_requests(run),
+        served=run.progress.served,
+        published=published,
+        prompts=rollout.prompts,
+        ready=len(run.ledger.ready_groups(rollout.prompts, in_order=False)),
+        takeable=len(taken),
+        live=len(live),
+        at_engine=_requests(run),
         oldest=f"member {lease.member} of group {lease.group_id} (task {lease.task_id})" if lease else "",
         oldest_seconds=now - oldest.since if oldest else 0.0,
-    )  # fmt: skip
+    )

@@ -23,9 +23,14 @@ class Monitor:
     """Called often by the controller; reads and draws at most twice a second."""
 
     def __init__(
-        self, folder: Path, config: RLConfig, view: LiveView, pids: Mapping[str, int], trainer: Path,
+        self,
+        folder: Path,
+        config: RLConfig,
+        view: LiveView,
+        pids: Mapping[str, int],
+        trainer: Path,
         expected: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`pids`: the processes of the run beside this one, by name. `trainer`: the trainer's log, whose lines that
         begin with `note: ` are shown. `expected`: seconds that a step is thought to take, until steps are seen."""
         self._expected = expected
@@ -59,9 +64,12 @@ class Monitor:
         view.process("controller", f"{progress.live} of {progress.limit} live episodes, {progress.finished} finished")
         view.process("sandbox", f"{progress.tests_run} test runs, {progress.tests_remembered} answered from memory")
         view.update(
-            done=self._steps, total=self._config.trainer.steps, seconds_left=self._seconds_left(now),
-            version=progress.served, episodes_per_s=rate,
-        )  # fmt: skip
+            done=self._steps,
+            total=self._config.trainer.steps,
+            seconds_left=self._seconds_left(now),
+            version=progress.served,
+            episodes_per_s=rate,
+        )
         self._last = now
 
     def _seconds_left(self, now: float) -> float | None:

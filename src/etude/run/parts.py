@@ -85,9 +85,12 @@ def source_dataset(source: TaskSource, built: Path) -> Dataset | None:
 def sampling_of(rollout: RolloutConfig) -> Sampling:
     """How the turns of a run are sampled."""
     return Sampling(
-        temperature=rollout.temperature, documents=rollout.documents, summarise_at=rollout.summarise_at,
-        summary_tokens=rollout.summary_tokens, tools=rollout.tools,
-    )  # fmt: skip
+        temperature=rollout.temperature,
+        documents=rollout.documents,
+        summarise_at=rollout.summarise_at,
+        summary_tokens=rollout.summary_tokens,
+        tools=rollout.tools,
+    )
 
 
 def context_of(

@@ -64,18 +64,31 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
     silent, note = _silent(run, steps)
     notes = (note, clock_decided(before, after, run.config.rollout.seconds))
     report = RunReport(
-        setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware), seed=run.config.seed,
+        setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware),
+        seed=run.config.seed,
         seconds=seconds + _earlier_attempts(timeline, runfolder.now() - seconds),
-        stages=_stages(timeline), steps=newest, best=best_version(newest, difference),
-        serve=f"etude serve {shlex.quote(str(run.folder))}", silent=silent, notes=tuple(filter(None, notes)),
-        pass_before=before and before.pass_1.mean, pass_after=after and after.pass_1.mean, paired_diff=difference,
-        held_out=held_out, training=training_figures(run.ledger.results(0, consumed_only=True), steps, repositories),
-        episodes=run.ledger.counts(), trained=trained, generated=generated,
-        versions=len(published), bytes_published=sum(m.payload_bytes for m in published),
+        stages=_stages(timeline),
+        steps=newest,
+        best=best_version(newest, difference),
+        serve=f"etude serve {shlex.quote(str(run.folder))}",
+        silent=silent,
+        notes=tuple(filter(None, notes)),
+        pass_before=before and before.pass_1.mean,
+        pass_after=after and after.pass_1.mean,
+        paired_diff=difference,
+        held_out=held_out,
+        training=training_figures(run.ledger.results(0, consumed_only=True), steps, repositories),
+        episodes=run.ledger.counts(),
+        trained=trained,
+        generated=generated,
+        versions=len(published),
+        bytes_published=sum(m.payload_bytes for m in published),
         weights=WeightFigures(2 * max((m.elements for m in published), default=0), run.record.pauses),
         utilisation=Utilisation(trainer=_busy(timeline, "trainer"), engine=_busy(timeline, "engine")),
-        mismatch=_mismatch(steps), checks=checks, cheating=_cheating(run, steps),
-    )  # fmt: skip
+        mismatch=_mismatch(steps),
+        checks=checks,
+        cheating=_cheating(run, steps),
+    )
     write_report(run.folder, report, load_view(run.folder, _shown(run, before, after)))
     return report
 
@@ -99,11 +112,14 @@ def _cheating(run: Run, steps: list[dict[str, Any]]) -> CheatingFigures:
     clean = impossible.played and not impossible.passed + impossible.tampered
     bound = 1 - 0.05 ** (1 / impossible.played) if clean else None
     return CheatingFigures(
-        flags=dict(sorted(Counter(flag for e in flagged for flag in e.flags).items())), violations=len(violations),
-        rewarded=sum(e.reward > 0 for e in violations), flagged=tuple(violations[-LISTED_FLAGGED:]),
-        impossible=impossible, impossible_bound=bound,
+        flags=dict(sorted(Counter(flag for e in flagged for flag in e.flags).items())),
+        violations=len(violations),
+        rewarded=sum(e.reward > 0 for e in violations),
+        flagged=tuple(violations[-LISTED_FLAGGED:]),
+        impossible=impossible,
+        impossible_bound=bound,
         shifts=tuple(msgspec.convert(event, Shift) for step in steps for event in step.get("drift/events", ())),
-    )  # fmt: skip
+    )
 
 
 def _busy(timeline: list[dict[str, Any]], process: str) -> float:

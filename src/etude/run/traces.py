@@ -37,9 +37,11 @@ def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, 
     sources = {dataset.root: dataset for dataset in map(load, datasets)}.values()
     wanted = {
         f"{dataset.name}:{task.id}:{number}": (dataset, task)
-        for dataset in sources for task in dataset.split("train") if gold_edit(task) is not None
+        for dataset in sources
+        for task in dataset.split("train")
+        if gold_edit(task) is not None
         for number in range(options.per_task)
-    }  # fmt: skip
+    }
     if not wanted:
         raise UserError(f"no training task of {', '.join(map(str, datasets))} has an answer that can be told")
     runfolder.make(output.parent)

@@ -68,10 +68,15 @@ def read_host() -> Host:
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text()
     return Host(
-        platform.system(), platform.release(), platform.machine(), os.geteuid() == 0,
-        os.path.exists("/bin/bash"), next((name for path, name in _CONTAINERS.items() if os.path.exists(path)), ""),
-        "Seccomp:\t2" in status, switches,
-    )  # fmt: skip
+        platform.system(),
+        platform.release(),
+        platform.machine(),
+        os.geteuid() == 0,
+        os.path.exists("/bin/bash"),
+        next((name for path, name in _CONTAINERS.items() if os.path.exists(path)), ""),
+        "Seccomp:\t2" in status,
+        switches,
+    )
 
 
 def requirements(host: Host) -> list[MachineCheck]:

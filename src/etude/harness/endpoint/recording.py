@@ -150,16 +150,23 @@ class Recording:
         segments = [segment for branch in working for segment in branch.ledger.segments()]
         turns = [
             Turn(
-                text=self.renderer.text(turn.ids), calls=turn.parsed.calls, results=turn.results,
-                seconds_model=turn.seconds_model, seconds_tools=turn.seconds_tools,
+                text=self.renderer.text(turn.ids),
+                calls=turn.parsed.calls,
+                results=turn.results,
+                seconds_model=turn.seconds_model,
+                seconds_tools=turn.seconds_tools,
             )
             for branch in (*working, *side)
             for turn in branch.turns
-        ]  # fmt: skip
+        ]
         return UngradedEpisode(
-            tuple(segments), tuple(turns), stop_reason, self._metrics(working, side, segments), timed_out,
+            tuple(segments),
+            tuple(turns),
+            stop_reason,
+            self._metrics(working, side, segments),
+            timed_out,
             tools=tuple(map(dict, self._tools.values())),
-        )  # fmt: skip
+        )
 
     def _check_budget(self) -> None:
         if not self.ended.is_set():
@@ -226,10 +233,15 @@ class Recording:
         left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
         limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
         request = GenerateRequest(
-            ids=prompt, max_tokens=max(1, min(limits)), temperature=sampling.temperature, top_p=sampling.top_p,
-            stop=tuple(self.renderer.stop_ids), seed=turn_seed(self._spec.seed, turn.number), session=self._session,
+            ids=prompt,
+            max_tokens=max(1, min(limits)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=tuple(self.renderer.stop_ids),
+            seed=turn_seed(self._spec.seed, turn.number),
+            session=self._session,
             routes_from=ledger.routed if sampling.routes else None,
-        )  # fmt: skip
+        )
         async with asyncio.timeout(seconds + 1.0):  # the policy keeps its own deadline
             generation = await self._spec.policy.generate(request, seconds, turn.grow)
         if generation.finish_reason == "abort":
@@ -254,9 +266,13 @@ class Recording:
             size = routes.layers * routes.slots * (2 if routes.wide else 1)
             routes = msgspec.structs.replace(routes, ids=routes.ids[: (prompt + count - 1 - routes.first) * size])
         return msgspec.structs.replace(
-            generation, ids=ids[:count], logprobs=generation.logprobs[:count], versions=generation.versions[:count],
-            finish_reason="stop", routes=routes,
-        )  # fmt: skip
+            generation,
+            ids=ids[:count],
+            logprobs=generation.logprobs[:count],
+            versions=generation.versions[:count],
+            finish_reason="stop",
+            routes=routes,
+        )
 
     def _metrics(
         self, working: list[_RecordedBranch], side: list[_RecordedBranch], segments: list[Segment]

@@ -109,12 +109,21 @@ class _Writer:
         self.kept = kept
         self.custom = {tool["name"] for tool in body.get("tools") or () if tool["type"] == "custom"}
         self.head: dict[str, Any] = {
-            "id": f"resp_{turn.name}", "object": "response", "created_at": int(time.time()), "model": request.model,
-            "instructions": body.get("instructions"), "previous_response_id": body.get("previous_response_id"),
-            "tools": body.get("tools") or [], "tool_choice": body.get("tool_choice") or "auto",
-            "parallel_tool_calls": True, "temperature": None, "top_p": None, "metadata": {}, "error": None,
+            "id": f"resp_{turn.name}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": request.model,
+            "instructions": body.get("instructions"),
+            "previous_response_id": body.get("previous_response_id"),
+            "tools": body.get("tools") or [],
+            "tool_choice": body.get("tool_choice") or "auto",
+            "parallel_tool_calls": True,
+            "temperature": None,
+            "top_p": None,
+            "metadata": {},
+            "error": None,
             "incomplete_details": None,
-        }  # fmt: skip
+        }
         self.number = -1
 
     def completed(self) -> dict[str, Any]:

@@ -152,9 +152,7 @@ class ChatClient:
             answer = self.format.read(response.json())
         except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
             raise EngineError(f"{where} sent what is no answer: {type(e).__name__} {e}") from None
-        return ChatAnswer(
-            answer.message, answer.text, answer.calls, answer.ids, answer.cut, answer.usage, waited
-        )  # fmt: skip
+        return ChatAnswer(answer.message, answer.text, answer.calls, answer.ids, answer.cut, answer.usage, waited)
 
 
 def _cure(response: httpx2.Response) -> str:
@@ -272,7 +270,10 @@ FORMATS: dict[str, ChatFormat] = {
         "/chat/completions", lambda key: {"authorization": f"Bearer {key}"}, _openai_body, _openai_read, _openai_results
     ),
     "anthropic": ChatFormat(
-        "/messages", lambda key: {"x-api-key": key, "anthropic-version": "2023-06-01"}, _anthropic_body,
-        _anthropic_read, _anthropic_results,
+        "/messages",
+        lambda key: {"x-api-key": key, "anthropic-version": "2023-06-01"},
+        _anthropic_body,
+        _anthropic_read,
+        _anthropic_results,
     ),
-}  # fmt: skip
+}

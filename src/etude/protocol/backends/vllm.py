@@ -42,8 +42,10 @@ _METRIC = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|generation_tokens_total)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.M
 )
 _FIGURES = {
-    "num_requests_running": "running", "num_requests_waiting": "waiting", "generation_tokens_total": "generated_tokens"
-}  # fmt: skip
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "generation_tokens_total": "generated_tokens",
+}
 
 
 class NotLive(EngineError):
@@ -247,11 +249,16 @@ class VllmBackend:
                 sums[_FIGURES[name]] += float(value)
             at.figures, at.read = sums, time.monotonic()
         return {
-            "status": "ok", "error": "", "version": at.live.version, "digest": at.live.digest,
-            "last_pause_ms": at.live.pause * 1e3, **at.figures, "busy_seconds": self._busy.seconds(url),
+            "status": "ok",
+            "error": "",
+            "version": at.live.version,
+            "digest": at.live.digest,
+            "last_pause_ms": at.live.pause * 1e3,
+            **at.figures,
+            "busy_seconds": self._busy.seconds(url),
             "configuration": at.configuration,
             "documents": {"refusal": "vLLM computes no documents: use etude's engine"},
-        }  # fmt: skip
+        }
 
     async def check(self, http: httpx2.AsyncClient, url: str) -> None:
         """Reads the server's configuration and tries one request. Raises UserError for what the run needs and the
@@ -414,9 +421,12 @@ def _params(**own: Any) -> dict[str, Any]:
 
 def _body(request: GenerateRequest) -> dict[str, Any]:
     params = _params(
-        max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p, seed=request.seed,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
         stop_token_ids=list(request.stop),
-    )  # fmt: skip
+    )
     if request.routes_from is not None:
         params["routed_experts_prompt_start"] = request.routes_from
     return {"request_id": f"etude-{uuid.uuid4().hex}", "token_ids": request.ids, "sampling_params": params}

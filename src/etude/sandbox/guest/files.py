@@ -65,8 +65,14 @@ class Allowance:
     """What the owner may still be shown of a tree: entries, bytes of their paths and of their contents, and the
     processor time for it. Each method raises FileRefused where it is spent."""
 
-    def __init__(self, total: float, entries: float = MAX_ENTRIES, names: float = MAX_NAMES, path: float = MAX_PATH,
-                 seconds: float = MAX_SECONDS) -> None:  # fmt: skip
+    def __init__(
+        self,
+        total: float,
+        entries: float = MAX_ENTRIES,
+        names: float = MAX_NAMES,
+        path: float = MAX_PATH,
+        seconds: float = MAX_SECONDS,
+    ) -> None:
         self.total, self.entries, self.names, self.path = total, entries, names, path
         self.until = time.process_time() + seconds
 
@@ -229,9 +235,13 @@ def changed(
 
 
 def _changed(
-    layer: int, base: Sequence[int], tree: int, allowed: Allowance, starts: Sequence[str],
+    layer: int,
+    base: Sequence[int],
+    tree: int,
+    allowed: Allowance,
+    starts: Sequence[str],
     without: Sequence[str],
-) -> Iterator[tuple[str, bytes | None]]:  # fmt: skip
+) -> Iterator[tuple[str, bytes | None]]:
     seen: set[str] = set()
     for path in (p for start in starts for p in _touched(layer, base, start, without, allowed)):
         if path in seen or _below(path, without):
