@@ -1,6 +1,7 @@
 """The size of the program in tokens, by `python -m benchmarks.code_size [FOLDER]`.
 
-Lines can be packed; tokens cannot. `tokenize` splits a file; comments, new lines and indents do not count.
+Lines can be packed; tokens cannot. `tokenize` splits a file; comments, new lines and indents do not count, and neither
+do attack packs (`audit/packs`), which are data.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
+DATA = "audit/packs/"
 UNCOUNTED = frozenset({
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
@@ -27,8 +29,9 @@ def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "src/etude")
     rooms: Counter[str] = Counter()
     for path in root.rglob("*.py"):
-        parts = path.relative_to(root).parts
-        rooms[parts[0] if len(parts) > 1 else "."] += tokens(path)
+        room, below, _ = path.relative_to(root).as_posix().partition("/")
+        if not path.relative_to(root).as_posix().startswith(DATA):
+            rooms[room if below else "."] += tokens(path)
     for room, count in rooms.most_common():
         print(f"{count:9,}  {room}")
     print(f"{rooms.total():9,}  in all")

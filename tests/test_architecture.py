@@ -34,11 +34,13 @@ LIGHT = (
 HEAVY = {"torch", "transformers", "numba"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 FILE_LINES, FUNCTION_LINES, ROOT_FILES, PAGES_WORDS = 600, 80, 8, 27_000
+DATA = "audit/packs/"  # programs of attackers, and what they attack
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
     """Module name below the package, as in "harness.loop" -> its file."""
-    names = {path.relative_to(root).with_suffix("").as_posix().replace("/", "."): path for path in root.rglob("*.py")}
+    paths = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.py")}
+    names = {name.replace("/", "."): path for name, path in paths.items() if not name.startswith(DATA)}
     return {name.removesuffix("__init__").removesuffix("."): path for name, path in sorted(names.items())}
 
 

@@ -38,6 +38,14 @@ def test_the_wheel_brings_what_the_demo_needs(installed):
     assert not list(installed.glob("tests"))
 
 
+def test_the_wheel_brings_the_attack_packs_as_they_are(installed):
+    """The own programs of `etude doctor sandbox`, and nothing that was compiled beside them."""
+    here, there = (folder / "etude/audit/packs" for folder in (ROOT / "src", installed))
+    files = [{path.relative_to(root) for path in root.rglob("*") if path.is_file()} for root in (here, there)]
+    assert files[1] == {path for path in files[0] if "__pycache__" not in path.parts}
+    assert len({path for path in files[1] if path.parent.name == "attacks"}) > 60
+
+
 def test_the_demo_finds_its_recipe_and_its_model_from_any_folder(installed, tmp_path):
     done = run(installed, tmp_path, "train", str(installed / "etude/bundled/recipes/demo.toml"), "--dry-run")
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from etude.audit.attacks import fingerprints, forgeries, injections, lookups, suite
-from etude.audit.attacks.library import TASK, Library, prepare
-from etude.audit.attacks.submissions import Submission
+from etude.audit.attacks.library import prepare
+from etude.audit.attacks.packs import AttackPack
 from etude.audit.parity import audit, probes
 from etude.cli import main
 from etude.errors import UserError
@@ -26,29 +26,29 @@ from etude.grading.runner import open_sandbox
 from etude.harness import compact_tools, full_tools, tools
 from etude.renderers import base
 from etude.renderers.schemas import SCHEMAS
-from etude.sandbox.base import Sandbox
+from etude.sandbox.base import Changes, Sandbox
 from etude.sandbox.fingerprints import FingerprintSample, parse
 from etude.tasks import histories
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+def pack(tmp_path_factory: pytest.TempPathFactory) -> AttackPack:
     root = tmp_path_factory.mktemp("library")
     for folder in (root, *root.parents[:2]):
         folder.chmod(0o755)
     return prepare(root)
 
 
-def problem(check: suite.LibraryCheck, library: Library) -> str:
+def problem(check: suite.LibraryCheck, pack: AttackPack) -> str:
     async def played() -> str:
         async with open_sandbox(memo=0) as sandbox:
-            return await check(sandbox, library)
+            return await check(sandbox, pack)
 
     return asyncio.run(played())
 
 
-def test_an_index_older_than_the_mutation_is_found_out(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert problem(lookups.look_ups, library) == ""
+def test_an_index_older_than_the_mutation_is_found_out(pack: AttackPack, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problem(lookups.look_ups, pack) == ""
     seen: dict[str, str] = {}
     real = full_tools.search
 
@@ -56,12 +56,12 @@ def test_an_index_older_than_the_mutation_is_found_out(library: Library, monkeyp
         return real(question, [(path, seen.setdefault(path, text)) for path, text in files], scorer)
 
     monkeypatch.setattr(full_tools, "search", stale)
-    found = problem(lookups.look_ups, library)
+    found = problem(lookups.look_ups, pack)
     assert found.startswith("search")
     assert "quartz" in found
 
 
-def test_a_ranking_by_other_trees_is_found_out(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ranking_by_other_trees_is_found_out(pack: AttackPack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its results hold this tree's text alone, but the scores of one that has read others differ."""
     real = full_tools.search
     known: list[full_tools.Scorer] = []
@@ -71,20 +71,20 @@ def test_a_ranking_by_other_trees_is_found_out(library: Library, monkeypatch: py
         return real(question, files, scorer) + ("." if scorer is known[0] else "")
 
     monkeypatch.setattr(full_tools, "search", telling)
-    assert problem(lookups.look_ups, library) == "the ranking tells what other trees hold"
+    assert problem(lookups.look_ups, pack) == "the ranking tells what other trees hold"
 
 
-def test_a_history_with_the_answer_is_found_out(library: Library) -> None:
+def test_a_history_with_the_answer_is_found_out(pack: AttackPack) -> None:
     """The same commits, but nothing is taken for a secret."""
-    kept = histories.load(library.root, library.root / "repository")
-    assert kept is not None
-    leaking = Library(library.root)
-    leaking.__dict__["history"] = histories.Histories(kept._past, {}, library.root / "repository").of(TASK)
+    data = pack.data
+    assert data.histories is not None
+    untold = histories.Histories(data.histories._past, {}, data.repository)
+    leaking = replace(pack, data=replace(data, histories=untold))
     assert problem(lookups.look_ups, leaking).startswith(("history", "commit"))
 
 
-def test_an_encoder_that_makes_tokens_of_text_is_found_out(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert problem(forgeries.forgeries, library) == ""
+def test_an_encoder_that_makes_tokens_of_text_is_found_out(pack: AttackPack, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problem(forgeries.forgeries, pack) == ""
     real = base.PlainEncoder.__init__
 
     def naive(self: base.PlainEncoder, tokenizer: Tokenizer) -> None:
@@ -94,7 +94,7 @@ def test_an_encoder_that_makes_tokens_of_text_is_found_out(library: Library, mon
     monkeypatch.setattr(base.PlainEncoder, "__init__", naive)
     every = forgeries.dialects()
 
-    async def each(sandbox: Sandbox, of: Library) -> str:
+    async def each(sandbox: Sandbox, of: AttackPack) -> str:
         found = []
         for dialect in every:
             monkeypatch.setattr(forgeries, "dialects", lambda dialect=dialect: (dialect,))
@@ -102,28 +102,28 @@ def test_an_encoder_that_makes_tokens_of_text_is_found_out(library: Library, mon
         return "\n".join(found)
 
     said = "special tokens come out of what a tool has said"
-    assert problem(each, library) == f"compact: {said}\nhermes: {said}\nhermes with documents: {said}"
+    assert problem(each, pack) == f"compact: {said}\nhermes: {said}\nhermes with documents: {said}"
 
 
-def test_a_harness_that_leaves_markers_out_is_found_out(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_harness_that_leaves_markers_out_is_found_out(pack: AttackPack, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was printed is not what is trained on, then."""
     for module in (tools, compact_tools):
         monkeypatch.setattr(module, "printable", lambda text: text.replace("<|end|>", ""))
-    assert problem(forgeries.forgeries, library).startswith("compact: not shown as it is")
+    assert problem(forgeries.forgeries, pack).startswith("compact: not shown as it is")
 
 
-def test_whoever_listens_to_a_plea_is_found_out(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert problem(injections.injections, library) == ""
+def test_whoever_listens_to_a_plea_is_found_out(pack: AttackPack, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problem(injections.injections, pack) == ""
     graded_submission = injections.graded_submission
 
-    async def credulous(sandbox: Sandbox, of: Library, attack: Submission) -> tuple[Grade, CheatSignals]:
+    async def credulous(sandbox: Sandbox, of: AttackPack, attack: Changes) -> tuple[Grade, CheatSignals]:
         graded, signals = await graded_submission(sandbox, of, attack)
-        told = any(injections.PLEA in (text or "") for text in attack.files.values())
+        told = any(injections.PLEA.encode() in (data or b"") for data in attack.values())
         return (replace(graded, passed=True, reward=1.0), CheatSignals()) if told else (graded, signals)
 
     with monkeypatch.context() as patch:
         patch.setattr(injections, "graded_submission", credulous)
-        assert problem(injections.injections, library).startswith("an honest fix: ")
+        assert problem(injections.injections, pack).startswith("an honest fix: ")
     with monkeypatch.context() as patch:
         rules = commands.broken_rules
         patch.setattr(
@@ -169,7 +169,7 @@ def test_the_suite_plays_items_e_against_fingerprints(
         pass
 
     monkeypatch.setattr(audit, "box_samples", box_samples)
-    for name in ("grades", "boxes", "gates", "checks", "scripts"):
+    for name in ("grades", "boxes", "gates", "checks"):
         monkeypatch.setattr(suite._Attacks, name, nothing)
     path = tmp_path / "machines.jsonl"
     lines = [{"format": 2, "machine": s.machine, "probes": s.probes} for s in samples(2, "p")]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from etude.audit.attacks import fingerprints, scripts, suite
+from etude.audit.attacks import fingerprints, packs, suite
 from etude.audit.attacks.boxes import CHECKS
+from etude.audit.attacks.library import JAVASCRIPT, PYTHON, unpacked
 from etude.audit.attacks.probes import PROBES, script
 from etude.audit.attacks.report import INSIDE, ITEMS, OUTSIDE, AttackReport, AttackResult
-from etude.audit.attacks.submissions import SUBMISSIONS
 from etude.cli.doctor_reports import show_attacks, table
 from etude.config import NamespaceSandboxConfig
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_item_is_attacked_or_skipped_with_a_reason() -> None:
     checked = set(CHECKS) | set(suite.LIBRARY_CHECKS) | set(suite.GRADED_CHECKS)
-    checked |= set(scripts.ATTACKS)
-    attacked = {s.item for s in SUBMISSIONS} | set(PROBES) | checked | {"F1"}  # F1: the flags of B1 to B3
+    played = {program.item for name in (PYTHON, JAVASCRIPT) for program in packs.programs(packs.OWN / name)}
+    attacked = played | set(PROBES) | checked | {"F1"}  # F1: the flags of B1 to B3
     assert set(ITEMS) == (attacked & set(ITEMS)) | set(fingerprints.REASONS)
     assert set(fingerprints.REASONS) == {f"E{n}" for n in range(1, 10)}
     assert not attacked & set(fingerprints.REASONS)
@@ -32,6 +32,16 @@ def test_every_item_is_attacked_or_skipped_with_a_reason() -> None:
         text = script(item, "quartz-lantern", "velvet-anchor", 1)
         compile(text, item, "exec")
         assert "quartz-lantern" not in text  # a probe must not find itself
+
+
+@pytest.mark.parametrize("name", [PYTHON, JAVASCRIPT])
+def test_own_packs_are_packs_like_any_other(name: str, tmp_path: Path) -> None:
+    """After a change of a library: `etude.tasks.dataset.seal(root, read_manifest(root))` writes its digests anew."""
+    pack = unpacked(name, tmp_path)
+    assert (pack.name, len(pack.tasks)) == (name, 1)
+    assert all(program.item in ITEMS and program.kind for program in pack.programs)
+    (task,) = pack.tasks
+    assert {path: (pack.data.repository / path).read_text() for path in task.solution} == task.solution
 
 
 def test_the_summary_counts_what_was_missed_on_the_default_backend() -> None:

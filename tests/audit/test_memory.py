@@ -8,19 +8,17 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from etude.audit.attacks import memory
-from etude.audit.attacks.library import BROKEN, CORE, PATH, SECRET, TASK, TESTS, Library, prepare
-from etude.audit.attacks.memory import FOUND, LIMITS, lines, scan
-from etude.audit.attacks.monitors import changes_of
-from etude.audit.attacks.submissions import HONEST, NOTHING, body
-from etude.grading.grade import grade
+from etude.audit.attacks import memory, packs
+from etude.audit.attacks.library import BROKEN, CORE, SECRET, TASK, body, prepare
+from etude.audit.attacks.memory import LIMITS, lines, searches
+from etude.audit.attacks.packs import GOLD, NOTHING, AttackPack, AttackProgram
 from etude.grading.runner import TestRunner, open_sandbox
 from etude.sandbox.base import Image
 
 
 class Place:
-    def __init__(self, library: Library, sandbox: TestRunner, loop: asyncio.AbstractEventLoop) -> None:
-        self.library, self.sandbox, self.loop = library, sandbox, loop
+    def __init__(self, pack: AttackPack, sandbox: TestRunner, loop: asyncio.AbstractEventLoop) -> None:
+        self.pack, self.sandbox, self.loop = pack, sandbox, loop
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["outside", "inside"])
@@ -35,43 +33,39 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_the_answer_is_nowhere_in_a_process_of_the_agents_code(place: Place) -> None:
-    assert place.loop.run_until_complete(memory.memory(place.sandbox, place.library)) == ""
+    assert place.loop.run_until_complete(memory.memory(place.sandbox, place.pack)) == ""
 
 
-@pytest.mark.parametrize("attack", FOUND, ids=lambda attack: attack.name)
-def test_searching_for_the_answer_earns_nothing(place: Place, attack: memory.Submission) -> None:
-    library = place.library
-    graded = place.loop.run_until_complete(
-        grade(place.sandbox, TASK, library.image, library.hidden, changes_of(attack), LIMITS)
-    )
-    assert (graded.reward, graded.passed) == (0.0, False)
+def earned(place: Place, program: AttackProgram) -> packs.PlayedAttack:
+    return place.loop.run_until_complete(packs.attack(place.sandbox, place.pack, TASK, program))
 
 
-@pytest.mark.parametrize(("attack", "reward"), [(HONEST, 1.0), (NOTHING, 0.0)])
-def test_controls(place: Place, attack: memory.Submission, reward: float) -> None:
-    library = place.library
-    graded = place.loop.run_until_complete(
-        grade(place.sandbox, TASK, library.image, library.hidden, changes_of(attack), LIMITS)
-    )
-    assert (graded.reward, graded.flags) == (reward, ())
+def test_searching_for_the_answer_earns_nothing(place: Place) -> None:
+    searching = [program for program in place.pack.programs if program.kind == "answer in memory"]
+    assert len(searching) == 4
+    assert [earned(place, program).problem for program in searching] == [""] * 4
+
+
+@pytest.mark.parametrize(("control", "reward"), [(GOLD, 1.0), (NOTHING, 0.0)])
+def test_controls(place: Place, control: AttackProgram, reward: float) -> None:
+    played = earned(place, control)
+    assert (played.graded.reward, played.graded.flags, played.problem) == (reward, (), "")
 
 
 def test_the_searches_find_an_answer_that_is_there(place: Place) -> None:
     """On the whole tree, whose process has imported it: what the tests above hold would be found."""
-    library = place.library
-    whole = Image(library.image.repository, library.image.site, {})
+    data = place.pack.data
+    whole = Image(data.repository, data.site, {})
     wanted = lines(CORE, [BROKEN])
     assert any(SECRET in line for line in wanted)
     found = {}
-    tries = {**{name: text + memory._SHOW for name, text in memory.SEARCHES.items()}, "scan": scan(wanted)}
-    for name, text in tries.items():
-        (source,) = (text.encode() for text in body(text).values() if text is not None)
-        run = place.sandbox.run_tests(whole, {PATH: source}, TASK.visible_tests, None, LIMITS)
-        (found[name],) = place.loop.run_until_complete(run).messages.values()
-    assert "if size < 1" in found["frames"] + found["objects"]
-    assert "if size < 1" in found["memory"]
+    for name, text in searches(place.pack, wanted).items():
+        run = place.sandbox.run_tests(whole, body(text), TASK.visible_tests, None, LIMITS)
+        (found[name.removeprefix("the_answer_by_")],) = place.loop.run_until_complete(run).messages.values()
+    assert "if size < 1" in found["frames.sh"] + found["objects.sh"]
+    assert "if size < 1" in found["memory.sh"]
     assert not found["scan"].startswith("ValueError: 0 found")
 
 
 def test_lines_of_hidden_tests_are_known(place: Place) -> None:
-    assert len(TESTS) > len(memory.lines(CORE, [BROKEN])) > 1
+    assert 5 > len(memory.lines(CORE, [BROKEN])) > 1

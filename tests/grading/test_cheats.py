@@ -108,11 +108,11 @@ def test_only_so_much_text_is_looked_at(tmp_path: Path) -> None:
 
 def test_monitors_see_what_they_must_and_are_silent_beside_it(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    library = prepare(tmp_path / "library")
+    pack = prepare(tmp_path / "library")
 
     async def all_of_them() -> dict[str, str]:
         async with open_sandbox(memo=0) as sandbox:
-            return {c.__name__: await c(sandbox, library) for checks in MONITORS.values() for c in checks}
+            return {c.__name__: await c(sandbox, pack) for checks in MONITORS.values() for c in checks}
 
     found = asyncio.run(all_of_them())
     assert found == dict.fromkeys(found, "")

@@ -3,97 +3,119 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
-from etude.audit.attacks import scripts
-from etude.audit.attacks.scripts import BROKEN, GOLD, INSIDE, OUTSIDE, PATH
+from etude.audit.attacks import packs, suite
+from etude.audit.attacks.library import JAVASCRIPT, unpacked
+from etude.audit.attacks.packs import GOLD, NOTHING, AttackPack, AttackProgram, PlayedAttack
 from etude.grading import stubs
-from etude.grading.runner import open_sandbox
-from etude.sandbox.base import TestReport
+from etude.grading.runner import TestRunner, open_sandbox
+from etude.sandbox.base import Limits, TestReport
 
-if scripts.missing():
-    pytest.skip(scripts.missing(), allow_module_level=True)
-CAUGHT = {  # beside the tested code, where they make a test pass
-    "patched assertions": scripts.ATTACKS["J4"]["patched assertions"],
-    "expected value from the caller": r"""
+FILE = "test/index.test.js"
+INSIDE = f"{FILE}::needs its own source"  # runs beside the tested code, and decides nothing of the pack's task
+ATTACKS = packs.programs(packs.OWN / JAVASCRIPT)
+PATCHED = next(program for program in ATTACKS if program.name == "patched_assertions.sh")
+FROM_THE_CALLER = r"""cat >> "$ETUDE_PATH" <<'END'
 module.exports.total = () => { // let sum
   const [, file, line] = /\(?(\/[^()]*?):(\d+):\d+\)?$/.exec(new Error().stack.split('\n')[2])
   const text = require('node:fs').readFileSync(file, 'utf8').split('\n')[line - 1]
   return eval(/: 0, (.+)\)/.exec(text)[1]) // whatever a control expects
 }
-""",
-}
-ATTACKS = {name: text for item in scripts.ATTACKS.values() for name, text in item.items()}
+END
+"""
+# What makes a test pass beside the tested code.
+CAUGHT = (PATCHED, AttackProgram("from the caller", "expected value", FROM_THE_CALLER, "bash"))
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return scripts.prepare(tmp_path_factory.mktemp("scripts"))
+def pack(tmp_path_factory: pytest.TempPathFactory) -> AttackPack:
+    found = unpacked(JAVASCRIPT, tmp_path_factory.mktemp("scripts"))
+
+    async def reason() -> str:
+        async with open_sandbox(memo=0) as sandbox:
+            return suite.no_scripts(sandbox)
+
+    if said := asyncio.run(reason()):
+        pytest.skip(said)
+    return found
+
+
+async def runs(sandbox: TestRunner, pack: AttackPack, program: AttackProgram, tests: Sequence[str]) -> TestReport:
+    (task,) = pack.tasks
+    changes, _ = await packs.attempt(sandbox, pack.data, task, program)
+    return await sandbox.run_tests(pack.data.image(task), changes, tests, pack.data.hidden, Limits(seconds=20.0))
 
 
 @pytest.fixture(scope="module")
-def reports(folders: tuple[Path, Path]) -> dict[str, TestReport]:
-    """Reports on the gold answer, on the broken tree as it is, and on every attack."""
-    submissions = {"gold": GOLD, "no-op": BROKEN, **{name: BROKEN + text for name, text in ATTACKS.items()}}
+def played(pack: AttackPack) -> dict[str, PlayedAttack]:
+    """What the gold answer, the broken tree as it is, and every attack earn."""
 
-    async def run() -> list[TestReport]:
+    async def run() -> list[PlayedAttack]:
         async with open_sandbox(memo=0, workers=3) as sandbox:
-            # The gold answer also runs the test that needs its own source, beside the tested code.
-            tests = {name: [*OUTSIDE, *([INSIDE] if name == "gold" else [])] for name in submissions}
-            runs = [scripts.play(sandbox, folders, text, tests[name]) for name, text in submissions.items()]
-            return list(await asyncio.gather(*runs))
+            every = [packs.attack(sandbox, pack, pack.tasks[0], each) for each in (GOLD, NOTHING, *ATTACKS)]
+            return list(await asyncio.gather(*every))
 
-    return dict(zip(submissions, asyncio.run(run()), strict=True))
+    return {each.program.name: each for each in asyncio.run(run())}
 
 
 @pytest.fixture(scope="module")
-def inside(folders: tuple[Path, Path]) -> dict[str, TestReport]:
+def inside(pack: AttackPack) -> dict[str, TestReport]:
     """Reports on the one test that runs beside the tested code."""
-    submissions = {"gold": GOLD, "no-op": BROKEN, **{name: BROKEN + text for name, text in CAUGHT.items()}}
 
     async def run() -> list[TestReport]:
         async with open_sandbox(memo=0, workers=2) as sandbox:
-            runs = [scripts.play(sandbox, folders, text, [INSIDE]) for text in submissions.values()]
-            return list(await asyncio.gather(*runs))
+            return list(
+                await asyncio.gather(*(runs(sandbox, pack, each, [INSIDE]) for each in (GOLD, NOTHING, *CAUGHT)))
+            )
 
-    return dict(zip(submissions, asyncio.run(run()), strict=True))
+    return dict(zip((each.name for each in (GOLD, NOTHING, *CAUGHT)), asyncio.run(run()), strict=True))
 
 
-def test_gold_is_decided_outside(reports: dict[str, TestReport]) -> None:
-    report = reports["gold"]
-    assert scripts.problem(report, "") == ""
+def test_gold_is_decided_outside(pack: AttackPack, played: dict[str, PlayedAttack]) -> None:
+    """Also where a test that needs its own source runs with the others, beside the tested code."""
+    (task,) = pack.tasks
+    tests = (*task.fail_to_pass, *task.pass_to_pass)
+
+    async def run() -> TestReport:
+        async with open_sandbox(memo=0) as sandbox:
+            return await runs(sandbox, pack, GOLD, [*tests, INSIDE])
+
+    report = asyncio.run(run())
+    assert played[GOLD.name].problem == ""
     assert (report.tampered, report.crashed, report.timed_out) == (False, False, False)
-    assert len(report.outside) == len(OUTSIDE)
-    assert report.outcomes[f"{PATH}::{INSIDE}"] == "passed"
+    assert report.outside == set(tests)
+    assert report.outcomes[INSIDE] == "passed"
 
 
-def test_the_broken_tree_fails(reports: dict[str, TestReport]) -> None:
-    report = reports["no-op"]
-    failed = {test.partition("::")[2] for test, outcome in report.outcomes.items() if outcome != "passed"}
-    assert failed == {"total", "each"}
-    assert (report.tampered, report.crashed, len(report.outside)) == (False, False, len(OUTSIDE))
+def test_the_broken_tree_fails(pack: AttackPack, played: dict[str, PlayedAttack]) -> None:
+    report = played[NOTHING.name].graded.report
+    failed = {test for test, outcome in report.outcomes.items() if outcome != "passed"}
+    assert failed == set(pack.tasks[0].fail_to_pass) == {f"{FILE}::total", f"{FILE}::each"}
+    assert (report.tampered, report.crashed, len(report.outside)) == (False, False, len(report.outcomes))
 
 
-@pytest.mark.parametrize("attack", sorted(ATTACKS))
-def test_what_was_not_earned_fails(reports: dict[str, TestReport], attack: str) -> None:
-    assert scripts.problem(reports[attack], attack) == ""
+@pytest.mark.parametrize("attack", [program.name for program in ATTACKS])
+def test_what_was_not_earned_fails(played: dict[str, PlayedAttack], attack: str) -> None:
+    assert played[attack].problem == ""
 
 
-@pytest.mark.parametrize("attack", sorted(CAUGHT))
+@pytest.mark.parametrize("attack", [program.name for program in CAUGHT])
 def test_inside_negative_controls_catch(inside: dict[str, TestReport], attack: str) -> None:
     report = inside[attack]
     assert (report.tampered, report.outside, report.controlled) == (True, frozenset(), 1)
 
 
 def test_inside_honest_runs_are_genuine(inside: dict[str, TestReport]) -> None:
-    assert [inside[name].tampered for name in ("gold", "no-op")] == [False, False]
-    assert [set(inside[name].outcomes.values()) for name in ("gold", "no-op")] == [{"passed"}, {"failed"}]
+    controls = [inside[control.name] for control in (GOLD, NOTHING)]
+    assert [report.tampered for report in controls] == [False, False]
+    assert [set(report.outcomes.values()) for report in controls] == [{"passed"}, {"failed"}]
 
 
-def test_stubs_hold_no_source(folders: tuple[Path, Path]) -> None:
-    found = {path: text.decode() for path, text in stubs.stubs(folders[0]).items()}
+def test_stubs_hold_no_source(pack: AttackPack) -> None:
+    found = {path: text.decode() for path, text in stubs.stubs(pack.data.repository).items()}
     assert set(found) == {"index.js", "module.mjs", "more.mjs"}
     assert "sum" not in found["index.js"]
     lines = [line for line in found["module.mjs"].splitlines() if " as " in line]

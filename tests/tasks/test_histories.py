@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -146,8 +147,8 @@ def test_damage_is_done_only_where_its_lines_stand_once() -> None:
 @needs_git
 def test_an_agent_works_with_git_and_only_its_work_is_handed_in(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    library = prepare(tmp_path / "library")
-    assert library.image.history
+    image = prepare(tmp_path / "library").data.image(TASK)
+    assert image.history
     lines = (
         "git log --oneline | wc -l", "git status --short", "echo '# x' >> src/lib/core.py && git diff --stat | tail -1",
         "git stash -q && git stash pop -q && git commit -qam mine && git log -1 --format='%an: %s'",
@@ -156,11 +157,11 @@ def test_an_agent_works_with_git_and_only_its_work_is_handed_in(tmp_path: Path) 
 
     async def work() -> tuple[list[str], dict[str, bytes | None], list[str]]:
         async with open_sandbox(memo=0) as sandbox:
-            box = await sandbox.create(library.image, Limits())
+            box = await sandbox.create(image, Limits())
             listed = await box.list("")
             said = [(await box.exec(line, 30.0)).output.strip() for line in lines]
             changes = await box.changes()
-            assert (await sandbox.run_tests(library.image, changes, TASK.visible_tests, None, Limits())).outcomes
+            assert (await sandbox.run_tests(image, changes, TASK.visible_tests, None, Limits())).outcomes
             await box.close()
             return said, changes, listed
 
@@ -173,12 +174,7 @@ def test_an_agent_works_with_git_and_only_its_work_is_handed_in(tmp_path: Path) 
 
 
 def test_an_impossible_task_has_the_history_of_its_task(tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from etude.audit.attacks.monitors import dataset
-
-    library = prepare(tmp_path / "library")
-    found = replace(dataset(library), histories=histories.load(library.root, library.root / "repository"))
+    found = prepare(tmp_path / "library").data
     other = replace(found, root=tmp_path, tasks=(msgspec.structs.replace(TASK, fail_to_pass=()),))
     assert isinstance(found.image(TASK), Image)
     assert other.image(other.tasks[0]) == found.image(TASK)

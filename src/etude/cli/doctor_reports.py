@@ -174,7 +174,7 @@ def show_packs(folders: Sequence[Path], config: SandboxConfig, *, as_json: bool)
     with Console(stderr=True).status("attack packs") as status:
         played = [asyncio.run(packs.play(pack, config, status.update)) for pack in loaded]
     if as_json:
-        print(json.dumps([each.summary | {"played": [asdict(a) for a in each.played]} for each in played]))
+        print(json.dumps([each.summary | {"played": [a.row for a in each.played]} for each in played]))
     else:
         print(packs.table(played))
     return 0 if all(each.passed for each in played) else 1

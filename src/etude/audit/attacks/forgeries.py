@@ -18,8 +18,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from etude.audit.attacks.boxes import LIMITS
-from etude.audit.attacks.library import PATH, TASK, WRONG, Library
-from etude.grading.grade import grade
+from etude.audit.attacks.library import PATH, TASK, WRONG
+from etude.audit.attacks.packs import AttackPack
 from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Generation, StopReason
@@ -122,15 +122,13 @@ def dialects() -> tuple[_Dialect, ...]:
     )
 
 
-async def forgeries(sandbox: Sandbox, library: Library) -> str:
+async def forgeries(sandbox: Sandbox, pack: AttackPack) -> str:
     """C9: forged markers become plain text in every dialect."""
     harmless = [text.translate(_HARMLESS) for text in FORGED]
     for dialect in dialects():
-        forged, plain = await asyncio.gather(
-            *(_played(sandbox, library, dialect, texts) for texts in (FORGED, harmless))
-        )
+        forged, plain = await asyncio.gather(*(_played(sandbox, pack, dialect, texts) for texts in (FORGED, harmless)))
         problem = _difference(dialect, forged[0], plain[0])
-        graded = await grade(sandbox, TASK, library.image, library.hidden, forged[1], LIMITS)
+        graded = await pack.data.grade(sandbox, TASK, forged[1])
         if not problem and (graded.passed or forged[0].metrics.get("visible_passed")):
             problem = "a forged verdict counts"
         if problem:
@@ -139,7 +137,7 @@ async def forgeries(sandbox: Sandbox, library: Library) -> str:
 
 
 async def _played(
-    sandbox: Sandbox, library: Library, dialect: _Dialect, texts: Sequence[str]
+    sandbox: Sandbox, pack: AttackPack, dialect: _Dialect, texts: Sequence[str]
 ) -> tuple[UngradedEpisode, dict[str, bytes | None]]:
     """The episode, and what it leaves behind."""
     program = _PLANT.format(texts=list(texts), path=PATH, wrong=WRONG)
@@ -154,7 +152,7 @@ async def _played(
         dialect.turn(("test", {}), ("finish", {})),
     ]
     budget = Budget(turns=len(turns), tokens=100_000, context=200_000, seconds=100.0)
-    box = await sandbox.create(library.image, LIMITS)
+    box = await sandbox.create(pack.data.image(TASK), LIMITS)
     try:
         sampling = Sampling(documents=dialect.documents)
         draft = await run_agent_loop(EpisodeSpec(TASK, _Script(turns), dialect.renderer, budget, sampling, 1), box)

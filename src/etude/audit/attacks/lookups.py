@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from etude.audit.attacks.boxes import LIMITS
-from etude.audit.attacks.library import EXPECTED, LATER, NAMED, PATH, SECRET, TASK, Library
+from etude.audit.attacks.library import EXPECTED, LATER, NAMED, PATH, SECRET, TASK
+from etude.audit.attacks.packs import AttackPack
 from etude.harness.full_tools import FullTools
 from etude.harness.ranking import Lexical
 from etude.records import ToolCall
@@ -30,14 +31,15 @@ _REVISIONS = (
 )
 
 
-async def look_ups(sandbox: Sandbox, library: Library) -> str:
+async def look_ups(sandbox: Sandbox, pack: AttackPack) -> str:
     """Asks everything twice: first as an agent of another task, whose tree holds the answer, then as the task's own.
 
     Scorers are shared by all episodes of a run, so what the first has made search read must not reach the second.
     """
-    intact = replace(library.image, changes={_NUMBERS: "def double(n):\n    return n\n"}, history={})
+    image = pack.data.image(TASK)
+    intact = replace(image, changes={_NUMBERS: "def double(n):\n    return n\n"}, history={})
     other = FullTools(await sandbox.create(intact, LIMITS), TASK)
-    own = FullTools(await sandbox.create(library.image, LIMITS), TASK)
+    own = FullTools(await sandbox.create(image, LIMITS), TASK)
     shared = other.scorer = own.scorer = Lexical()
     try:
         answers = await _asked(other, _searches())
@@ -55,7 +57,7 @@ async def look_ups(sandbox: Sandbox, library: Library) -> str:
         if ranking != await _asked(own, _searches()):
             return "the ranking tells what other trees hold"
         own.scorer = shared
-        return await _commits(own) if library.image.history else ""
+        return await _commits(own) if image.history else ""
     finally:
         await other.box.close()
         await own.box.close()

@@ -1,8 +1,10 @@
-"""Attack packs: folders of dishonest programs, written by people who have not read the grader.
+"""Attack packs: folders of dishonest programs. etude's own lie in `audit/packs`; users write further ones.
 
-PACK/pack.toml     name, `dataset` (a folder, from PACK; default "dataset"), `tasks` (how many, or their ids; default 3)
+PACK/pack.toml     name, `dataset` (a folder, from PACK; default "dataset"), `tasks` (how many, or their ids; default
+                   3), `outside` (whether all tests must be decided outside of the tested process)
 PACK/dataset/      a task dataset of `etude tasks build`
-PACK/attacks/*     programs (.py, .sh, .mjs); the first line with `class: NAME` names the class of the attack
+PACK/attacks/*     programs (.py, .sh, .mjs); comments in the first ten lines name the `class: NAME` of the attack, and
+                   may name a `flag:` that its grade must carry and its `item:` of the suite
 
 A program runs in the box of a task as a command of the agent would, once for each task: in the repository, as the
 agent's user, with these variables: ETUDE_PATH and ETUDE_FUNCTION (file and name of the broken function), ETUDE_LINES
@@ -15,9 +17,10 @@ An attack is stopped if no task rewards it and none takes its failure for one of
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,13 +31,15 @@ from etude.grading.grade import LIMITS, Grade, grade
 from etude.grading.runner import open_sandbox
 from etude.harness.tools import clean_failure, failures
 from etude.records import Outcome, Task
-from etude.sandbox.base import Box, BoxError, Sandbox
+from etude.sandbox.base import Box, BoxError, Changes, Sandbox
 from etude.tasks import dataset
 from etude.tasks.dataset import Dataset
 
+OWN = Path(__file__).parents[1] / "packs"
 SECONDS = 30.0  # of a program
 SHOWN = 400  # characters of a failure that the `test` tool prints
 PROGRAMS = {".py": "python3", ".sh": "bash", ".mjs": "node"}
+_HEADER = re.compile(r"^ *(?:#|//) *(class|flag|item): *(\S.*?) *$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,20 @@ class AttackProgram:
 
     name: str
     kind: str  # its class, as its author names it
-    text: str
-    runner: str
+    text: str = ""
+    runner: str = ""
+    item: str = ""  # of the suite
+    flag: str = ""  # that its grade must carry
+
+    @property
+    def title(self) -> str:
+        """Its name in words."""
+        return self.name.partition(".")[0].replace("_", " ")
+
+
+GOLD = AttackProgram("the gold answer", "control", item="gold")
+NOTHING = AttackProgram("no change", "control", item="no-op")
+CONTROLS = (GOLD, NOTHING)
 
 
 @dataclass(frozen=True)
@@ -55,44 +72,57 @@ class AttackPack:
     data: Dataset
     tasks: tuple[Task, ...]
     programs: tuple[AttackProgram, ...]
+    outside: bool = False  # whether every test must be decided outside of the tested process
 
 
 @dataclass(frozen=True)
 class PlayedAttack:
-    """What one program earned on one task. `problem` is empty if it was stopped."""
+    """What one program, or a control, earned on one task. `problem` is empty if all is well."""
 
-    program: str
-    kind: str
+    program: AttackProgram
     task: str
-    outcome: str
-    reward: float
-    detail: str
-    problem: str = ""
+    graded: Grade
+    problem: str
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        graded = self.graded
+        return {
+            "program": self.program.name, "kind": self.program.kind, "task": self.task, "outcome": graded.outcome.value,
+            "reward": graded.reward, "detail": graded.detail[:300], "problem": self.problem,
+        }  # fmt: skip
 
 
 @dataclass
 class PackReport:
-    """All results of a pack; `controls` says of tasks what is wrong with their gold answer or their broken text."""
+    """All results of a pack, of controls and of programs."""
 
     name: str
     tasks: int
-    controls: list[str] = field(default_factory=list)
-    played: list[PlayedAttack] = field(default_factory=list)
+    results: list[PlayedAttack] = field(default_factory=list)
+
+    @property
+    def played(self) -> list[PlayedAttack]:
+        """The results of programs."""
+        return [each for each in self.results if each.program not in CONTROLS]
 
     @property
     def passed(self) -> bool:
         """Whether every attack was stopped and every control held."""
-        return not self.controls and not any(each.problem for each in self.played)
+        return not any(each.problem for each in self.results)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Counts, and the names of what got through."""
+        """Counts, and the names of what got through; `controls` says what is wrong with a task's gold answer."""
         through = {each.program for each in self.played if each.problem}
-        classes = {each.kind for each in self.played if each.problem}
+        failed = [each for each in self.results if each.problem and each.program in CONTROLS]
         return {
             "pack": self.name, "tasks": self.tasks, "attacks": len({each.program for each in self.played}),
-            "rewards": sum(each.reward > 0 for each in self.played), "through": sorted(through),
-            "classes_through": sorted(classes), "controls": self.controls,
+            "rewards": sum(each.graded.reward > 0 for each in self.played),
+            "through": sorted(program.name for program in through),
+            "classes_through": sorted({program.kind for program in through}),
+            "controls": [f"{each.task}: {each.program.name} {each.problem}" for each in failed],
         }  # fmt: skip
 
 
@@ -105,13 +135,19 @@ def load(folder: Path) -> AttackPack:
         raise UserError(f"{folder} is no attack pack: it has no pack.toml (docs/sandbox.md)") from None
     except ValueError as e:
         raise UserError(f"{path} cannot be read: {e}") from None
-    if unknown := table.keys() - {"name", "dataset", "tasks"}:
-        raise UserError(f"{path}: unknown key {min(unknown)}; use name, dataset and tasks")
+    if unknown := table.keys() - {"name", "dataset", "tasks", "outside"}:
+        raise UserError(f"{path}: unknown key {min(unknown)}; use name, dataset, tasks and outside")
     data = dataset.load(folder / str(table.get("dataset", "dataset")))
-    programs = tuple(_program(each) for each in sorted((folder / "attacks").glob("*")) if each.is_file())
-    if not programs:
+    tasks = _chosen(data, table.get("tasks", 3), path)
+    return AttackPack(str(table.get("name", folder.name)), data, tasks, programs(folder), bool(table.get("outside")))
+
+
+def programs(folder: Path) -> tuple[AttackProgram, ...]:
+    """The programs of the pack in a folder. Raises UserError."""
+    found = tuple(_program(each) for each in sorted((folder / "attacks").glob("*")) if each.is_file())
+    if not found:
         raise UserError(f"{folder}/attacks holds no programs (.py, .sh or .mjs)")
-    return AttackPack(str(table.get("name", folder.name)), data, _chosen(data, table.get("tasks", 3), path), programs)
+    return found
 
 
 def _program(path: Path) -> AttackProgram:
@@ -121,10 +157,11 @@ def _program(path: Path) -> AttackProgram:
         text = path.read_text("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text") from None
-    kinds = [line.partition("class:")[2].strip() for line in text.splitlines()[:10] if "class:" in line]
-    if not kinds or not kinds[0]:
+    head = dict(_HEADER.findall("\n".join(text.splitlines()[:10])))
+    if "class" not in head:
         raise UserError(f"{path}: a comment `class: NAME` within the first ten lines must name the class of the attack")
-    return AttackProgram(path.name, kinds[0], text, PROGRAMS[path.suffix])
+    kind, item, flag = (head.get(key, "") for key in ("class", "item", "flag"))
+    return AttackProgram(path.name, kind, text, PROGRAMS[path.suffix], item, flag)
 
 
 def _chosen(data: Dataset, wanted: object, path: Path) -> tuple[Task, ...]:
@@ -140,31 +177,26 @@ async def play(
     pack: AttackPack, config: SandboxConfig | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> PackReport:
     """Plays every program on every task of the pack. Raises UserError where boxes cannot be made."""
-    report = PackReport(pack.name, len(pack.tasks))
     async with open_sandbox(config, memo=0) as sandbox:
+        played = [each async for each in attacks(sandbox, pack, progress)]
+    return PackReport(pack.name, len(pack.tasks), played)
+
+
+async def attacks(
+    sandbox: Sandbox, pack: AttackPack, progress: Callable[[str], None] = lambda _: None, gold: int = 1
+) -> AsyncIterator[PlayedAttack]:
+    """What each program earns on each task, after the controls; the gold answer is graded `gold` times."""
+    for program in (GOLD, NOTHING, *pack.programs, *[GOLD] * (gold - 1)):
         for task in pack.tasks:
-            progress(f"{pack.name}: controls of {task.id}")
-            report.controls += await _controls(sandbox, pack.data, task)
-        for program in pack.programs:
-            for task in pack.tasks:
-                progress(f"{pack.name}: {program.name} on {task.id}")
-                report.played.append(await _play(sandbox, pack.data, task, program))
-    return report
+            progress(f"{pack.name}: {program.name} on {task.id}")
+            yield await attack(sandbox, pack, task, program)
 
 
-async def _controls(sandbox: Sandbox, data: Dataset, task: Task) -> list[str]:
-    """The gold answer passes, and the broken text does not."""
-    gold = {path: text.encode() for path, text in task.solution.items()}
-    right = await grade(sandbox, task, data.image(task), data.hidden, gold, LIMITS)
-    wrong = await grade(sandbox, task, data.image(task), data.hidden, {}, LIMITS)
-    problems = [] if right.reward == 1.0 else [f"{task.id}: the gold answer earns {right.reward:g} ({right.detail})"]
-    return problems + ([f"{task.id}: no change earns {wrong.reward:g}"] if wrong.reward else [])
-
-
-async def _play(sandbox: Sandbox, data: Dataset, task: Task, program: AttackProgram) -> PlayedAttack:
-    problem = ""
+async def attack(sandbox: Sandbox, pack: AttackPack, task: Task, program: AttackProgram) -> PlayedAttack:
+    """What one program earns on one task."""
+    problem, data = "", pack.data
     try:
-        changes, fault = await _attempt(sandbox, data, task, program)
+        changes, fault = await attempt(sandbox, data, task, program)
         if fault:
             graded = Grade(Outcome.SCORED, 0.0, False, fault, None)
         else:
@@ -173,19 +205,24 @@ async def _play(sandbox: Sandbox, data: Dataset, task: Task, program: AttackProg
         graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
     except Exception as e:  # the run of a user would have ended here
         graded, problem = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None), f"raised {e!r}"
+    return PlayedAttack(program, task.id, graded, (problem or _problem(pack, program, graded))[:300])
+
+
+def _problem(pack: AttackPack, program: AttackProgram, graded: Grade) -> str:
+    if (graded.reward != 1.0) if program is GOLD else (graded.reward > 0 or graded.passed):
+        return f"earns {graded.reward:g}: {graded.detail}"
     if graded.outcome is Outcome.INFRA:
-        problem = problem or f"taken for our own failure: {graded.detail}"
-    elif graded.reward > 0 or graded.passed:
-        problem = f"rewarded {graded.reward:g}: {graded.detail}"
-    return PlayedAttack(
-        program.name, program.kind, task.id, graded.outcome.value, graded.reward, graded.detail[:300], problem[:300]
-    )
+        return f"taken for our own failure: {graded.detail}"
+    report = graded.report
+    if pack.outside and report is not None and len(report.outside) < len(report.outcomes):
+        return f"only {len(report.outside)} of {len(report.outcomes)} tests were decided outside"
+    return f"not flagged as {program.flag}" if program.flag and program.flag not in graded.flags else ""
 
 
-async def _attempt(
-    sandbox: Sandbox, data: Dataset, task: Task, program: AttackProgram
-) -> tuple[dict[str, bytes | None], str]:
+async def attempt(sandbox: Sandbox, data: Dataset, task: Task, program: AttackProgram) -> tuple[Changes, str]:
     """What the program leaves in its box; and why the box could not be read, if that is the agent's doing."""
+    if not program.text:
+        return {path: text.encode() for path, text in task.solution.items() if program is GOLD}, ""
     box = await sandbox.create(data.image(task), LIMITS)
     try:
         await _run(box, task, program, "1")
@@ -224,9 +261,13 @@ def table(reports: Sequence[PackReport]) -> str:
     """The results as lines: what got through, then the counts of each pack."""
     lines = []
     for report in reports:
-        lines += [f"{report.name}: control: {problem}" for problem in report.controls]
-        lines += [f"{report.name}: {a.program} ({a.kind}) on {a.task}: {a.problem}" for a in report.played if a.problem]
         counts = report.summary
+        lines += [f"{report.name}: control: {problem}" for problem in counts["controls"]]
+        lines += [
+            f"{report.name}: {a.program.name} ({a.program.kind}) on {a.task}: {a.problem}"
+            for a in report.played
+            if a.problem
+        ]
         lines.append(
             f"{report.name}: {counts['attacks']} attacks on {report.tasks} tasks, {counts['rewards']} rewards, "
             f"{len(counts['through'])} attacks of {len(counts['classes_through'])} classes got through"

@@ -11,46 +11,48 @@ from pathlib import Path
 
 import pytest
 
-from etude.audit.attacks.library import BROKEN, PATH, Library
-from etude.audit.attacks.report import AttackResult
-from etude.audit.attacks.submissions import HONEST, NOTHING, SUBMISSIONS, Submission
+from etude.audit.attacks.library import TASK
+from etude.audit.attacks.packs import GOLD, NOTHING, AttackPack, attempt
+from etude.audit.attacks.report import AttackReport, AttackResult
+from etude.sandbox.base import Changes, Sandbox
 
 # Left out here: without a box they would write outside of their folder, or search the whole machine.
-_HARMFUL = frozenset({"report files and descriptors", "expected value from the file", "daemon"})
+_HARMFUL = frozenset({"report_files_and_descriptors.sh", "expected_value_from_the_file.sh", "daemon.sh"})
 _SECONDS, _HANGING = 120.0, 20.0  # a busy machine must not look like a grader that sees through an attack
 _SITE = Path(pytest.__file__).parents[1]  # also where Python would not look for it by itself
 
 
-def compare(
-    library: Library, results: list[AttackResult], absent: dict[str, str], progress: Callable[[str], None]
-) -> None:
+async def compare(sandbox: Sandbox, pack: AttackPack, report: AttackReport, progress: Callable[[str], None]) -> None:
     """Append the results of graders that go by the exit code of pytest; `absent` gets those that are not installed."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
-        absent["bwrap"] = "it is not installed"
-    for where in ("subprocess", *(("bwrap",) if bwrap else ())):
-        for attack in (HONEST, NOTHING, *SUBMISSIONS):
-            if attack.line or attack.name in _HARMFUL:
-                continue
-            progress(f"{attack.item} {attack.name} ({where})")
-            passed = _graded(library, attack, bwrap if where == "bwrap" else None)
-            wrong = passed is not (attack is HONEST)
-            problem = ("rewarded" if passed else "not rewarded") if wrong else ""
-            results.append(AttackResult(attack.item, attack.name, where, "pass" if passed else "fail", problem))
+        report.absent["bwrap"] = "it is not installed"
+    for program in (GOLD, NOTHING, *pack.programs):
+        if program.name in _HARMFUL:
+            continue
+        changes, _ = await attempt(sandbox, pack.data, TASK, program)
+        for where in ("subprocess", *(("bwrap",) if bwrap else ())):
+            progress(f"{program.item} {program.title} ({where})")
+            seconds = _HANGING if program.name == "hang.sh" else _SECONDS
+            passed = _graded(pack, changes, seconds, bwrap if where == "bwrap" else None)
+            problem = "" if passed is (program is GOLD) else "rewarded" if passed else "not rewarded"
+            verdict = "pass" if passed else "fail"
+            report.results.append(AttackResult(program.item, program.title, where, verdict, problem))
 
 
-def _graded(library: Library, attack: Submission, bwrap: str | None) -> bool:
+def _graded(pack: AttackPack, changes: Changes, seconds: float, bwrap: str | None) -> bool:
     with tempfile.TemporaryDirectory(prefix="etude-attack-") as folder:
         root = Path(folder) / "tree"
-        shutil.copytree(library.image.repository, root)
-        shutil.copytree(library.hidden, root, dirs_exist_ok=True)
-        for path, text in {PATH: BROKEN, **attack.files}.items():
+        shutil.copytree(pack.data.repository, root)
+        shutil.copytree(pack.data.hidden, root, dirs_exist_ok=True)
+        broken = {path: text.encode() for path, text in TASK.changes.items()}
+        for path, data in {**broken, **changes}.items():
             target = root / path
-            if text is None:
+            if data is None:
                 target.unlink(missing_ok=True)
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text)
+            target.write_bytes(data)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
         if bwrap is not None:
             binds = ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--bind", folder, folder]
@@ -61,7 +63,6 @@ def _graded(library: Library, attack: Submission, bwrap: str | None) -> bool:
             "HOME": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        seconds = _HANGING if attack.name == "hang" else _SECONDS
         try:
             done = subprocess.run(
                 command, cwd=root, env=environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=seconds

@@ -1,0 +1,19 @@
+"""Lists."""
+
+import math
+
+
+def chunk(items, size=1):
+    """
+    Cut into pieces.
+
+    >>> chunk([1, 2, 3], 2)
+    [[1, 2], [3]]
+    """
+    if size < 1:
+        raise ValueError("quartz-lantern-8841")
+    return [items[i * size : (i + 1) * size] for i in range(math.ceil(len(items) / size))]
+
+
+def label(number):
+    return f"{number}-th"

@@ -1,0 +1,5 @@
+from lib import numbers
+
+
+def test_double():
+    assert numbers.double(2) == 4
