@@ -62,9 +62,9 @@ def build(
     repo: Path, out: Path, options: BuildConfig, progress: Progress, writer: synthesis.Writer | None = None
 ) -> dataset.Dataset:
     """Make a dataset of gated tasks from the repository at `repo` in the folder `out`. `writer` writes tests for
-    functions that no test calls (`synthesis.py`); by default `options.write_tests` does. Everything is written to
+    functions that no test calls (`synthesis.py`); by default `options.write_tests` does. All files are written to
     `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no Python code, no tests that
-    pass, or nothing to break; if a file does not parse; if `out` is taken; or for an unknown operator."""
+    pass, or nothing to break; if a file does not parse; if `out` exists; or for an unknown operator."""
     check_operators(options)
     _check_paths(repo, out)
     if writer is None and options.write_tests is not None:
@@ -112,8 +112,8 @@ def build(
 
 @dataclass(frozen=True)
 class Survey:
-    """What a repository holds, read without running anything of it: its files, where its code and tests are, pytest's
-    settings, its version, and the files that its build would write (path -> text)."""
+    """The facts about a repository that are read without running its code: its files, the places of code and tests, the
+    settings of pytest, the version, and the files that its build would write (path -> text)."""
 
     inventory: Inventory
     layout: discover.RepositoryLayout
@@ -125,7 +125,7 @@ class Survey:
 
 
 def survey(repo: Path, exclude: Sequence[str]) -> Survey:
-    """What tasks could be made of. Raises UserError for a folder without code or without tests."""
+    """Survey a repository. Raises UserError for a folder without code or without tests."""
     taken = inventory.take(repo, exclude)
     version = environment.version_of(repo)
     if javascript.is_repository(repo):
@@ -169,7 +169,7 @@ def _check_paths(repo: Path, out: Path) -> None:
 
 
 def _check_place(repo: Path, out: Path, taken: Inventory, options: BuildConfig) -> None:
-    """Raises UserError for a dataset that the next build would take for a part of the repository."""
+    """Raises UserError if `out` lies where the next build would count the dataset as a part of the repository."""
     root, place = repo.resolve(), out.resolve()
     if taken.tracked or not place.is_relative_to(root):
         return
@@ -282,7 +282,7 @@ def _nothing_fit(plan: _BuildPlan, searched: SearchResult) -> UserError:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What the first runs of the suite say, and what they needed."""
+    """The result of the first runs of the suite, and the packages that they needed."""
 
     callers: dict[str, set[str]]
     requirements: Sequence[str]
@@ -292,7 +292,7 @@ class _Prepared:
 
 
 async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
-    """Install what the tests need into `work`/site, and run the suite."""
+    """Install the requirements of the tests into `work`/site, and run the suite."""
     plan.progress("installing dependencies", 0, 1)
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
@@ -325,7 +325,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
 
 
 async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.SuiteTrace:
-    """One run of the whole suite on the whole repository."""
+    """Run the whole suite once on the unchanged repository."""
     plan.progress("running the test suite", 0, 1)
     limits = Limits(seconds=_TRACE_SECONDS)
     box = await sandbox.create(Image(repository=plan.tree, site=site, changes={}), limits)
@@ -338,7 +338,7 @@ async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.Sui
 async def _write_tests(
     plan: _BuildPlan, sandbox: Sandbox, callers: Mapping[str, set[str]], writer: synthesis.Writer
 ) -> dict[str, set[str]]:
-    """`callers`, and the tests written for functions that have none; their files join the hidden ones."""
+    """Returns `callers` together with the tests written for functions without tests; their files join the hidden ones."""
     plan.progress("writing tests", 0, 1)
     image = Image(repository=plan.work / "repository", site=plan.work / "site", changes={})
     missing = [f for f in plan.eligible if f.id not in callers and isinstance(f, Function)]
@@ -350,8 +350,8 @@ async def _write_tests(
 
 
 def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
-    """Write repository/ and hidden/; ("doctests" or "half", the test functions that are visible). Tests that fail on
-    the unbroken tree are shown to nobody."""
+    """Write repository/ and hidden/. Returns the policy ("doctests" or "half") and the visible test functions. Tests
+    that fail on the unbroken tree are left out of both folders."""
     callers = prepared.callers
     policy = plan.options.visible
     if policy == "auto":
@@ -375,7 +375,7 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
 
 
 def _cut_out(repository: Path, tests: Iterable[str]) -> None:
-    """Take test functions out of the files that the agent sees. A test without a function stands for its whole file."""
+    """Remove test functions from the files that the agent sees. A test id without a function names its whole file."""
     gone = {split.base(test) for test in tests}
     for path in sorted({test.split("::")[0] for test in gone}):
         file = repository / path
@@ -389,7 +389,7 @@ def _cut_out(repository: Path, tests: Iterable[str]) -> None:
 
 
 def _uncuttable(plan: _BuildPlan, tests: Iterable[str]) -> set[str]:
-    """Tests of JavaScript whose names are computed: nothing can be taken out for them, so they are visible."""
+    """JavaScript tests with computed names: they cannot be cut out of their files, so they are visible."""
     computed: set[str] = set()
     by_file: dict[str, set[str]] = {}
     for test in tests:
@@ -403,7 +403,7 @@ def _uncuttable(plan: _BuildPlan, tests: Iterable[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class _Targets:
-    """What is broken, and the tests that decide."""
+    """The functions and changes to break, and the tests that decide them."""
 
     targets: list[Target]
     functions: list[Unit]  # that are broken one by one
@@ -415,7 +415,7 @@ class _Targets:
 async def _targets(
     plan: _BuildPlan, bench: Bench, callers: Mapping[str, set[str]], policy: str, shown: set[str]
 ) -> _Targets:
-    """The functions and changes to try, each with its side and its tests."""
+    """The functions and changes to try, each with its split and its tests."""
     plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
     eligible = [f for f in plan.eligible if f.id in callers]
@@ -476,7 +476,7 @@ def _of_files(tests: list[str], count: int) -> list[str]:
 def _deciding(
     change: MultiFunctionChange, shown: set[str], callers: Mapping[str, set[str]], cap: int
 ) -> tuple[list[str], list[str]]:
-    """(hidden, visible) tests of a change: of those that reach it and of the others, each at most `cap`."""
+    """(hidden, visible) tests of a change, first those that reach it; each list holds at most `cap`."""
     reach = {test for function in change.reach for test in callers.get(function, ())}
     own = [test for test in change.tests if test in reach]
     rest = [test for test in change.tests if test not in reach]

@@ -1,4 +1,4 @@
-"""DATACARD.md: what a dataset holds, how it was made, and what was left out."""
+"""DATACARD.md: the contents of a dataset, how it was made, and the parts that were left out."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class TaskBuildLog:
 
 
 def warnings(tasks: Sequence[Task], log: TaskBuildLog, options: BuildConfig) -> tuple[str, ...]:
-    """What a dataset is too small or too one-sided for, with its figures and what to try."""
+    """Warnings about a dataset that is too small or too one-sided, with its figures and a remedy."""
     functions = _functions(tasks)
     train, heldout = (len(functions[name]) for name in ("train", "heldout"))
     count = Counter(task.split for task in tasks)
@@ -86,7 +86,7 @@ def _repeated(log: TaskBuildLog) -> Iterator[str]:
 
 
 def _wider(options: BuildConfig) -> str:
-    """What gives more tasks, of the options that are not there already."""
+    """The options that would give more tasks and are not in use."""
     ways = [
         ("more `kinds`", len(options.kinds) < 4),
         ("more `operators`", bool(options.operators)),
@@ -100,7 +100,7 @@ def _wider(options: BuildConfig) -> str:
 
 
 def _functions(tasks: Sequence[Task]) -> dict[str, set[str]]:
-    """The functions that the tasks of each side touch."""
+    """The functions that the tasks of each split touch."""
     touched = {side: [split.touched_by(t) for t in tasks if t.split == side] for side in ("train", "heldout")}
     return {side: set[str]().union(*found) for side, found in touched.items()}
 
@@ -163,7 +163,7 @@ _POINTERS = " Pointers of Git LFS, whose files were not fetched: tests that read
 
 
 def _files(taken: Inventory) -> list[str]:
-    """Which files the dataset was made of, and which were left out."""
+    """The files that the dataset was made of, and those that were left out."""
     if not taken.tracked:
         whole = (
             f"{len(taken.files)} files: git tracks nothing of the folder, so it was taken whole, less caches, builds"
@@ -182,7 +182,7 @@ def _files(taken: Inventory) -> list[str]:
 
 
 def _named(what: str, names: Sequence[str]) -> str:
-    """A sentence with up to ten names; empty without names."""
+    """A sentence with up to ten names; empty if there are no names."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"{what} ({len(names)}): {', '.join(f'`{name}`' for name in names[:10])}{more}." if names else ""
 
@@ -208,7 +208,8 @@ def _environment(log: TaskBuildLog) -> list[str]:
 
 
 def _decided(tasks: Sequence[Task]) -> list[str]:
-    """How many tests are decided outside of the tested process, and, for JavaScript, have a negative control."""
+    """The number of tests that are decided outside of the tested process and, for JavaScript, of those with a negative
+    control."""
     said = []
     if shares := [task.difficulty["decided"] for task in tasks if "decided" in task.difficulty]:
         mean, low = sum(shares) / len(shares), sum(share < 0.5 for share in shares)

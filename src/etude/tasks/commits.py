@@ -40,7 +40,7 @@ _NOISE = (
 
 @dataclass(frozen=True)
 class Reversal:
-    """A commit taken back: `path` and `program`, the test files that it touched, and the functions that change."""
+    """A reversed commit: `path` and `program`, the test files that the commit touched, and the functions that change."""
 
     id: str
     path: str
@@ -52,8 +52,8 @@ class Reversal:
 def reversals(
     repository: Path, sources: Mapping[str, str], functions: Iterable[Function], modules: Iterable[str]
 ) -> Iterator[Reversal]:
-    """Reversible commits of a git clone, newest first; none of a folder without history. `modules` hold the tests.
-    Raises UserError if objects are missing."""
+    """Reversible commits of a git clone, newest first; none for a folder without history. `modules` are the test files.
+    Raises UserError if git objects are missing."""
     clone = git.around(repository) if (repository / ".git").exists() else None
     head = clone.id_of("HEAD") if clone is not None else ""
     if clone is None or not head:
@@ -111,8 +111,7 @@ def _reversal(
 
 
 def _taken_back(clone: git.Clone, before: str, after: str, now: str) -> str | None:
-    """The text of a source file without what the commit did to it, between two blobs; None if later changes are in the
-    way."""
+    """The current text `now` of a source file with the change between two blobs undone; None if later changes conflict."""
     blobs = clone.contents([before, after])
     with tempfile.TemporaryDirectory() as folder:
         names = []
@@ -153,7 +152,7 @@ def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
 
 
 def _request(message: str) -> str:
-    """The first line of a message that says something, without numbers of issues and prefixes."""
+    """The first informative line of a commit message, without prefixes and issue numbers."""
     for line in message.splitlines():
         for noise in _NOISE:
             line = re.sub(noise, "", line)
@@ -163,7 +162,7 @@ def _request(message: str) -> str:
 
 
 def _body(message: str, request: str) -> str:
-    """What a message says besides its request, without signatures and references; cut to _WISH characters."""
+    """The rest of a commit message after `request`, without signatures and references; cut to _WISH characters."""
     lines = [line.rstrip() for line in message.splitlines() if not _TRAILER.match(line)]
     for noise in _NOISE:
         lines = [re.sub(noise, "", line) for line in lines]

@@ -1,4 +1,4 @@
-"""Finds the tests that call each function, and those that fail: the suite runs under a profile hook, inside a box."""
+"""Finds the tests that call each function, and the tests that fail: the suite runs under a profile hook, inside a box."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _CallTrace(msgspec.Struct):
 
 @dataclass(frozen=True)
 class SuiteTrace:
-    """One run of the suite. `failed` and `broken` (files that cannot be collected) have the end of pytest's words."""
+    """One run of the suite. `failed` and `broken` (files that cannot be collected) map to the end of pytest's message."""
 
     callers: dict[str, set[str]]  # function id -> node ids of the passing tests that call it
     passed: int
@@ -53,8 +53,8 @@ class SuiteTrace:
 
 
 def record(roots: Sequence[str], test_files: Sequence[str], settings: str, result: str) -> None:
-    """Run pytest in this process and write which functions below `roots` each passing test calls. Its source is what
-    the box runs, so it uses nothing of this module."""
+    """Run pytest in this process and write which functions below `roots` each passing test calls. The box runs the
+    source of this function, so it uses no other name of this module."""
     import json
     import os
     import sys
@@ -116,14 +116,14 @@ def record(roots: Sequence[str], test_files: Sequence[str], settings: str, resul
 
 
 def script(roots: Sequence[str], test_files: Sequence[str]) -> str:
-    """Text of the program that a box runs."""
+    """The program that a box runs, as text."""
     settings = f"{SITE}/{SETTINGS}"
     arguments = ", ".join(json.dumps(value) for value in (list(roots), list(test_files), settings, RESULT))
     return f"from __future__ import annotations\n\n\n{inspect.getsource(record)}\n\nrecord({arguments})\n"
 
 
 def parse(data: bytes, printed: str) -> SuiteTrace:
-    """What a run has written. Raises UserError if it is not readable."""
+    """Read the result file of a run. Raises UserError if it is malformed."""
     try:
         trace = msgspec.json.decode(data, type=_CallTrace)
         callers: dict[str, set[str]] = defaultdict(set)
@@ -136,7 +136,7 @@ def parse(data: bytes, printed: str) -> SuiteTrace:
 
 
 async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeout: float) -> SuiteTrace:
-    """Run the suite in `box` and return which tests call which function, and which fail. Raises UserError if the run
+    """Run the suite in `box`: the tests that call each function, and the tests that fail. Raises UserError if the run
     does not end."""
     await box.write(SCRIPT, script(roots, test_files).encode())
     done = await box.exec(f"python {SCRIPT}", timeout)
@@ -155,6 +155,6 @@ async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeo
 
 
 def last_lines(text: str, count: int = 4) -> str:
-    """The last lines of an output that say something, on one line."""
+    """The last informative lines of an output, joined into one line."""
     lines = [line.strip() for line in text.strip().splitlines() if re.search(r"\w", line)]
     return " / ".join(line[:200] for line in lines[-count:]) or "nothing"

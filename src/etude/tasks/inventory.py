@@ -1,8 +1,8 @@
-"""The files of a repository that go into a dataset: what git tracks, as it stands in the working tree.
+"""Lists the files of a repository that go into a dataset: the files that git tracks, as they stand in the working tree.
 
-A dataset is read by an agent and passed on, so files that git does not track or ignores are left out, and files that
-look like secrets are refused. A folder of which git tracks nothing (a release) is taken whole. `code/git.py` lists:
-nothing that a clone's settings name is run.
+Agents read a dataset and users pass it on, so files that git ignores or does not track are left out, and files that
+look like secrets are refused. A folder without tracked files (a release) is taken whole. `code/git.py` lists the files:
+no program that a clone's settings name is run.
 """
 
 import re
@@ -44,7 +44,8 @@ _ANY = re.compile(b"|".join(b"(%s)" % pattern for pattern, _ in _SECRET_TEXTS))
 
 @dataclass(frozen=True)
 class Inventory:
-    """`files` go into the dataset; the others are left out, or said in its card. Paths are posix, sorted."""
+    """`files` go into the dataset. The other fields list files that are left out, or mentioned in its card. Paths are
+    posix, sorted."""
 
     files: tuple[str, ...]
     tracked: bool = False  # whether git says which files belong to the repository
@@ -56,8 +57,9 @@ class Inventory:
 
 
 def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
-    """What of `repository` goes into a dataset. `exclude` are paths, folders or patterns (`*.pem`). Raises UserError if
-    git cannot list its files, if a file looks like a secret, and if code is not there but a pointer of Git LFS."""
+    """List the files of `repository` that go into a dataset. `exclude` are paths, folders or patterns (`*.pem`). Raises
+    UserError if git cannot list the files, if a file looks like a secret, or if a pointer of Git LFS stands in place of
+    code."""
     clone = git.around(repository)
     below = repository.resolve().relative_to(clone.root).as_posix() if clone is not None else "."
     staged = _staged(clone, "" if below == "." else f"{below}/") if clone is not None else {}
@@ -86,8 +88,8 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
 
 
 def _staged(clone: git.Clone, below: str) -> git.Tree:
-    """What the index has below a folder, by the paths from there; of submodules that were fetched, what theirs has.
-    Raises UserError."""
+    """The git index below a folder, by paths relative to it, with the files of submodules that were fetched. Raises
+    UserError."""
     found: dict[str, tuple[str, str]] = {}
     for path, (mode, name) in clone.staged().items():
         if not path.startswith(below):
@@ -101,7 +103,7 @@ def _staged(clone: git.Clone, below: str) -> git.Tree:
 
 
 def excludes(path: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns (a path, a folder, or as a shell writes them) leaves a file out."""
+    """Whether one of the patterns (a path, a folder, or a shell pattern) matches a file."""
     name = PurePosixPath(path).name
     return any(
         fnmatchcase(path, p) or fnmatchcase(name, p) or path.startswith(p.removesuffix("/") + "/") for p in patterns
@@ -109,13 +111,14 @@ def excludes(path: str, patterns: Sequence[str]) -> bool:
 
 
 def secret(data: bytes) -> str | None:
-    """What a file's content looks like ("a private key"); None for content that looks like no secret."""
+    """The kind of secret that a file seems to hold ("a private key"); None if it seems to hold none."""
     found = _ANY.search(data, 0, _MAX_BYTES)
     return _SECRET_TEXTS[found.lastindex - 1][1] if found and found.lastindex else None
 
 
 def _checked(repository: Path, inventory: Inventory) -> Inventory:
-    """Raises UserError, with the option that leaves them out, if files look like secrets or code was not fetched."""
+    """Returns the inventory. Raises UserError, with the option that leaves the files out, if files look like secrets or
+    code was not fetched."""
     pointers = tuple(path for path in inventory.files if _is_pointer(repository / path))
     if code := [path for path in pointers if language_of(path) not in (None, "json", "markdown")]:
         raise UserError(
@@ -147,8 +150,8 @@ def _secrets(repository: Path, files: Iterable[str]) -> Iterable[tuple[str, str]
 
 
 def _changed(repository: Path, clone: git.Clone, below: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Tracked files whose content is not that of the last commit, by their ids: git's own comparison would convert
-    them as attributes say."""
+    """Tracked files that differ from the last commit, compared by ids of blobs: git's own comparison would run the
+    conversions that attributes name."""
     head = clone.id_of("HEAD")
     base = "" if below == "." else f"{below}/"
     tree = clone.tree(head) if head else {}
@@ -177,12 +180,12 @@ def _within(path: str, folder: str) -> bool:
 
 
 def _named(paths: Iterable[str]) -> list[str]:
-    """Without those that are no UTF-8: no dataset can name them."""
+    """Paths that are valid UTF-8, since a dataset cannot name others."""
     return [path for path in paths if path == path.encode("utf-8", "replace").decode()]
 
 
 def _is_plain(repository: Path, path: str) -> bool:
-    """A file that is no link, and lies below no link."""
+    """Whether a path is a file without a link on the way to it or in its place."""
     file = repository
     for part in PurePosixPath(path).parts:
         file = file / part

@@ -1,6 +1,6 @@
-"""Dockerfiles as far as boxes can stand in for them: FROM, ARG, ENV, WORKDIR, COPY and ADD of files, RUN.
+"""Reads the part of Dockerfiles that boxes can reproduce: FROM, ARG, ENV, WORKDIR, COPY and ADD of files, RUN.
 
-Base images of Python, Ubuntu and Debian stand for this machine's Python and programs. Format:
+Base images of Python, Ubuntu and Debian are replaced by the Python and the programs of this machine. Format:
 docs.docker.com/reference/dockerfile.
 """
 
@@ -31,12 +31,12 @@ ASIDE = ".root"  # folder of the work tree with what lies outside of the working
 
 
 class FolderRefused(Exception):
-    """Why a foreign folder cannot become a task, in half a sentence."""
+    """A foreign folder cannot become a task; the message is the reason, in half a sentence."""
 
 
 @dataclass(frozen=True)
 class CopyStep:
-    """COPY or ADD: paths below environment/, and an absolute one."""
+    """COPY or ADD: source paths below environment/, and an absolute target."""
 
     sources: tuple[str, ...]
     target: str
@@ -45,7 +45,7 @@ class CopyStep:
 
 @dataclass(frozen=True)
 class RunStep:
-    """RUN: a shell script, and the folder that it starts in."""
+    """RUN: a shell script, and the folder in which it starts."""
 
     script: str
     folder: str
@@ -53,7 +53,7 @@ class RunStep:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a Dockerfile says."""
+    """The content of a Dockerfile."""
 
     base: str
     steps: tuple[CopyStep | RunStep, ...]
@@ -63,13 +63,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where boxes show the folders of an image: `places` maps absolute paths to folders of the work tree."""
+    """The folders of an image in a box: `places` maps absolute paths to folders of the work tree."""
 
     workdir: str
     places: dict[str, str] = field(default_factory=dict[str, str])
 
     def inside(self, path: str) -> str:
-        """The path below the work tree of an absolute one. Raises FolderRefused."""
+        """The path below the work tree for an absolute path. Raises FolderRefused."""
         path = posixpath.normpath(path)
         for place in sorted({**self.places, "/workspace": ""}, key=len, reverse=True):
             if path == place or path.startswith(place + "/"):
@@ -82,7 +82,7 @@ class Layout:
 
 
 def read(text: str, bases: Sequence[str] = ()) -> Recipe:
-    """What the Dockerfile `text` says. `bases` are more base images that boxes stand in for. Raises FolderRefused."""
+    """Parse the Dockerfile `text`. `bases` are further base images that boxes may replace. Raises FolderRefused."""
     base, workdir = "", "/"
     variables: dict[str, str] = {}
     environment: dict[str, str] = {}
@@ -121,7 +121,7 @@ def read(text: str, bases: Sequence[str] = ()) -> Recipe:
 
 
 def layout(recipe: Recipe, *texts: str) -> Layout:
-    """Places of the folders that the recipe and `texts`, such as the instruction, name. Raises FolderRefused."""
+    """The places of the folders that the recipe and `texts`, such as the instruction, name. Raises FolderRefused."""
     named = {recipe.workdir}
     for step in recipe.steps:
         named |= {step.target} if isinstance(step, CopyStep) else set(_PATH.findall(step.script)) | {step.folder}
@@ -141,7 +141,7 @@ def layout(recipe: Recipe, *texts: str) -> Layout:
 
 
 def place_of(path: str) -> str | None:
-    """The folder near the root that a box shows for an absolute path; None for what boxes have themselves."""
+    """The folder near the root that a box shows for an absolute path; None for folders that every box has."""
     parts = posixpath.normpath(path).strip("/").split("/")
     depth = 2 if parts[0] in _DEEP else 1
     place = "/" + "/".join(parts[:depth])
@@ -153,8 +153,8 @@ def place_of(path: str) -> str | None:
 
 
 def pieces(script: str) -> list[tuple[int, str]]:
-    """The commands of a script that follow each other by `&&`, `;` or a new line, outside of quotes and brackets, and
-    where each begins."""
+    """The commands of a script that are joined by `&&`, `;` or a new line outside of quotes and brackets, each with its
+    offset."""
     found, start, quote, depth, i = list[tuple[int, str]](), 0, "", 0, 0
     while i <= len(script):
         c = script[i : i + 1] or "\n"
@@ -181,7 +181,7 @@ def pieces(script: str) -> list[tuple[int, str]]:
 
 
 def words(command: str) -> list[str]:
-    """The words of a command up to a pipe or `||`, without redirections; none if it is no plain one."""
+    """The words of a command up to a pipe or `||`, without redirections; none if the command is compound."""
     try:
         found = shlex.split(command.replace("\\\n", " ").rstrip("\\ \n"), comments=True)
     except ValueError:
@@ -191,7 +191,7 @@ def words(command: str) -> list[str]:
 
 
 def _instructions(text: str) -> list[tuple[str, str, str]]:
-    """(name, what follows it, text of a heredoc with its last line) of each instruction."""
+    """(name, arguments, text of a heredoc with its last line) of each instruction."""
     lines, found, i = text.splitlines(), list[tuple[str, str, str]](), 0
     while i < len(lines):
         line = lines[i]

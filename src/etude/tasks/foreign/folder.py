@@ -19,7 +19,7 @@ _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
 
 @dataclass(frozen=True)
 class Folder:
-    """What a folder says, as far as etude uses it."""
+    """The content of a folder, as far as etude uses it."""
 
     path: Path
     instruction: str
@@ -51,7 +51,7 @@ def find(roots: Sequence[Path]) -> list[Path]:
 
 
 def load(path: Path, bases: Sequence[str] = ()) -> Folder:
-    """What the folder `path` says. Raises FolderRefused for what boxes cannot stand in for."""
+    """Read the folder `path`. Raises FolderRefused for features that boxes cannot reproduce."""
     root = path.resolve()
     if link := next((p for p in root.rglob("*") if p.is_symlink() and not p.resolve().is_relative_to(root)), None):
         raise FolderRefused(f"its link {link.relative_to(root)} leads out of it")
@@ -112,7 +112,8 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _variables(table: dict[str, Any]) -> dict[str, str]:
-    """Variables with a value; those of the host, `${NAME}`, are keys of services that boxes do not reach."""
+    """Variables with a value. Those of the host, `${NAME}`, are left out: they are keys of services that boxes do not
+    reach."""
     given = table.get("env")
     pairs = cast(dict[str, Any], given) if isinstance(given, dict) else {}
     return {name: str(value) for name, value in pairs.items() if "${" not in str(value)}

@@ -1,7 +1,7 @@
-"""The image of a foreign task: the tree, the packages and the programs of its boxes, made without Docker.
+"""Makes the image of a foreign task without Docker: the tree, the packages and the programs of its boxes.
 
-pip's requirements of the Dockerfile and of the tests are installed as wheels; packages of apt-get must be there on this
-machine; what else RUN says runs in a box, without a network, and leaves its files in the tree.
+Python requirements of the Dockerfile and of the tests are installed as wheels. Packages of apt-get must be installed on
+this machine. All other commands of RUN run in a box without a network, and leave their files in the tree.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ForeignImage:
 
     @property
     def image(self) -> Image:
-        """What boxes are made of."""
+        """The image as a sandbox takes it."""
         return Image(
             repository=self.root / "tree",
             site=self.root / "site",
@@ -59,7 +59,7 @@ class ForeignImage:
 
 
 async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> ForeignImage:
-    """Makes the image of `folder` below `root`. Raises FolderRefused, BoxError, or UserError for missing packages."""
+    """Make the image of `folder` below `root`. Raises FolderRefused, BoxError, or UserError for missing packages."""
     tree = root / "tree"
     for place in folder.layout.places.values():
         (tree / place).mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> 
 
 
 def _search(folder: Folder) -> dict[str, str]:
-    """PATH and PYTHONPATH: what boxes provide first, and no folder of the agent's."""
+    """PATH and PYTHONPATH: the folders of boxes come first, folders of the agent are left out."""
     path = f"{PROVIDED}/bin:{PYTHON_FOLDER}:/usr/local/bin:/usr/bin:/bin"
     given = folder.recipe.environment.get("PATH", "$PATH").replace("${PATH}", "$PATH")
     return {
@@ -97,7 +97,7 @@ def _search(folder: Folder) -> dict[str, str]:
 
 
 def _requirements(folder: Folder) -> list[str]:
-    """What pip and uv are asked for, in RUN and in the tests, each once. Raises FolderRefused."""
+    """The packages that RUN and the tests install with pip and uv, each once. Raises FolderRefused."""
     scripts = [step.script for step in folder.recipe.steps if isinstance(step, RunStep)]
     found = dict[str, None]()
     for command in (piece for script in [*scripts, folder.tests] for _, piece in pieces(script)):
@@ -134,7 +134,7 @@ def _asked(command: Sequence[str], folder: Folder) -> Iterator[str]:
 
 
 def _pip(command: Sequence[str]) -> Sequence[str] | None:
-    """What follows `install` in a call of pip; None if it is no such call."""
+    """The arguments after `install` in a call of pip; None for any other command."""
     plain = list(command)
     while plain and (plain[0] in ("sudo", "env") or re.fullmatch(r"\w+=.*", plain[0])):
         plain = plain[1:]
@@ -156,7 +156,7 @@ def _listed(name: str, folder: Folder) -> list[str]:
 
 
 def _apt(command: Sequence[str]) -> list[str] | None:
-    """The packages that apt-get installs; None if it is no call of apt-get."""
+    """The packages that a call of apt-get installs; None for any other command."""
     plain = [word for word in command if not word.startswith("-") and word not in ("sudo", "env")]
     plain = [word for word in plain if not re.fullmatch(r"\w+=.*", word) or plain[:1] == ["apt-get"]]
     if plain[:1] not in (["apt-get"], ["apt"]):
@@ -166,13 +166,13 @@ def _apt(command: Sequence[str]) -> list[str] | None:
 
 @functools.cache
 def installed() -> frozenset[str]:
-    """Names of Debian's packages on this machine, and of those that this Python stands for."""
+    """Names of the Debian packages on this machine, and of those that this Python replaces."""
     lists = Path("/var/lib/dpkg/info").glob("*.list")
     return _OWN | {path.name.removesuffix(".list").partition(":")[0] for path in lists}
 
 
 def _without_installers(script: str) -> str:
-    """The script of RUN with `:` in place of each command that installs; empty if nothing else is left. Raises
+    """The script of RUN with `:` in place of each command that installs; empty if no other command is left. Raises
     FolderRefused."""
     kept, others, end = list[str](), 0, 0
     for start, command in pieces(script):
@@ -189,7 +189,7 @@ def _without_installers(script: str) -> str:
 
 
 def _installs(command: str, parts: Sequence[str]) -> bool:
-    """Whether a command does nothing but install or clean up, which is done already, or need not be."""
+    """Whether a command only installs or cleans up, so that it can be skipped."""
     if _pip(parts) is not None or "astral.sh/uv" in command:
         return True
     if parts[:1] == ["rm"]:
@@ -200,7 +200,7 @@ def _installs(command: str, parts: Sequence[str]) -> bool:
 
 
 async def _run(sandbox: Sandbox, image: Image, script: str, folder: str, tree: Path, limits: Limits) -> None:
-    """Runs a script in a box on `image`, and writes what has changed to `tree`. Raises FolderRefused or BoxError."""
+    """Run a script in a box on `image`, and write the changed files to `tree`. Raises FolderRefused or BoxError."""
     shown = " ".join(script.split())[:80]
     box = await sandbox.create(image, limits, bare=True)
     try:
@@ -230,8 +230,8 @@ async def _run(sandbox: Sandbox, image: Image, script: str, folder: str, tree: P
 
 
 def _without_links(tree: Path, path: Path) -> Path:
-    """A path of the tree that may be written to: a link on the way could lead out of it, to this machine's files.
-    Raises FolderRefused."""
+    """A path of the tree that may be written to. Raises FolderRefused if a link on the way could lead out of the tree,
+    to files of this machine."""
     way = [path, *(parent for parent in path.parents if parent != tree and parent.is_relative_to(tree))]
     if not path.is_relative_to(tree) or ".." in path.parts or any(part.is_symlink() for part in way):
         raise FolderRefused(f"it writes through the link {path.relative_to(tree)}")
@@ -239,7 +239,7 @@ def _without_links(tree: Path, path: Path) -> Path:
 
 
 def _restore(tree: Path, state: bytes) -> None:
-    """Empty folders, links and modes of a box. Links are made, never followed: they lead to places of a box."""
+    """Write the empty folders, links and modes of a box. Links are made but never followed: they name places in a box."""
     parts = iter(state.decode("utf-8", "surrogateescape").split("\0"))
     for part in parts:
         kind, path = part[:2], tree / part[2:]
@@ -283,7 +283,8 @@ def _copy(folder: Folder, step: CopyStep, tree: Path) -> None:
 
 
 def _provide(root: Path) -> None:
-    """provided/: the programs that stand for installers, those of the installed packages, and the list of apt-get's."""
+    """Write provided/: the programs that replace installers, the programs of the installed packages, and the list of
+    apt-get packages."""
     folder = root / "provided"
     (folder / "bin").mkdir(parents=True)
     (folder / "packages.json").write_text(json.dumps(sorted(installed())), "utf-8")
@@ -301,7 +302,7 @@ def _provide(root: Path) -> None:
 
 
 def _check_secrets(folder: Folder, tree: Path) -> None:
-    """Raises FolderRefused if a file of the tests or of the solution lies in the image."""
+    """Raises FolderRefused if a file of the tests or of the solution is in the image."""
     hidden = {
         path.read_bytes(): path
         for part in ("tests", "solution")
@@ -315,7 +316,7 @@ def _check_secrets(folder: Folder, tree: Path) -> None:
 
 
 def problem(error: Exception) -> str:
-    """Why a folder is refused, of an exception of `make`."""
+    """The reason for which a folder is refused, from an exception of `make`."""
     if isinstance(error, UserError):
         return str(error).partition(";")[0].rstrip(".")
     return str(error)

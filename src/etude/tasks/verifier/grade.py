@@ -1,7 +1,7 @@
 """Grades a Python task outside of etude, in the container of the verifier: writes 1 or 0 to Harbor's reward file.
 
-/grade is the repository as it was taken, /hidden the hidden tests, /workspace what the agent handed in, /tests the
-task. Of /workspace only the source roots count. Every id of tests.json must be reported as passed by name.
+/grade holds the original repository, /hidden the hidden tests, /workspace the work that the agent submitted, /tests the
+task. Only the source roots of /workspace count. Every id of tests.json must be reported as passed by name.
 """
 
 import json
