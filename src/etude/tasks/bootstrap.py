@@ -27,14 +27,14 @@ from etude.tasks.coverage import last_lines
 
 MAX_GOALS = 10
 TRIES = 5
-SHARE = 0.8  # of the suite must pass, as SWE-smith has it
+SHARE = 0.8  # of the suite must pass, as in SWE-smith
 SUITE_SECONDS = 300.0
 COMMAND_SECONDS = 60.0
 MODEL_SECONDS = 120.0
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?)\b")
 
 
-Missed = tuple[tuple[str, str], ...]  # (command, end of what it printed)
+Missed = tuple[tuple[str, str], ...]  # (command, end of its output)
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,16 @@ class Try:
 class Kit:
     """The parts of the search that differ from language to language."""
 
-    repository: Path  # as messages name it
+    repository: Path  # the path in messages
     language: str
     files: Sequence[str]  # of the repository, for a model's prompt
-    given: str  # what a prompt says of the test runner
+    note: str  # a note on the packages, for prompts
     goals: tuple[Goal, ...]  # by rules; the last one, the suite, stays when a model names the others
     rules: Callable[[Sequence[Try]], tuple[str, ...] | None]  # the next try's requirements
-    usable: Callable[[Iterable[str]], Iterable[str]]  # those of a model's requirements that are plain
-    reach: Callable[[Path, Sequence[str], Sequence[Goal]], Awaitable[Missed]]  # install into a folder, and look
+    usable: Callable[[Iterable[str]], Iterable[str]]  # the plain ones among a model's requirements
+    reach: Callable[
+        [Path, Sequence[str], Sequence[Goal]], Awaitable[Missed]
+    ]  # install, and test the goals
 
 
 async def find(
@@ -90,7 +92,7 @@ async def find(
         repository=named,
         language="Python",
         files=layout.files,
-        given="pytest is there",
+        note="pytest is there",
         goals=tuple(_goals(layout)),
         rules=lambda tries: _by_rules(repository, tries),
         usable=lambda lines: requirements.usable(list(lines)),
@@ -178,7 +180,8 @@ async def miss(sandbox: Sandbox, whole: Path, site: Path, goal: Goal) -> str | N
 
 
 def _by_rules(repository: Path, tries: Sequence[Try]) -> tuple[str, ...] | None:
-    """The requirements of the next try: one more source of the repository, then the packages that the last try lacked."""
+    """The requirements of the next try: one more source of the repository, then the packages that the last try
+    lacked."""
     wanted: list[str] = []
     for source in requirements.sources(repository):
         wanted = list(dict.fromkeys([*wanted, *source]))
@@ -197,7 +200,7 @@ repository's root, without network. Do not say how to install anything. Answer w
 
 {text}"""
 _SETUP_PROMPT = """This is a {language} repository. Name the packages of the package index (name and, if needed,
-version) that must be installed so that these commands work; {given}. Answer with JSON alone:
+version) that must be installed so that these commands work; {note}. Answer with JSON alone:
 {{"requirements": ["..."]}}
 
 Commands that must work:
@@ -228,7 +231,7 @@ def _by_model(url: str, repository: Path, tries: Sequence[Try], kit: Kit) -> tup
     goals = "\n".join(f"$ {command}\nIt printed:\n{output[-1000:]}" for command, output in failed) or "the test suite"
     described = _described(repository, kit.files)
     description = f"{described}\nTried: {', '.join(tries[-1].requirements)}" if tries else described
-    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, given=kit.given, goals=goals, text=description))
+    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, note=kit.note, goals=goals, text=description))
     return tuple(kit.usable(str(line) for line in answer.get("requirements", ())))
 
 

@@ -69,11 +69,11 @@ def build(
     _check_paths(repo, out)
     if writer is None and options.write_tests is not None:
         writer = synthesis.by_command(options.write_tests)
-    found = survey(repo, options.exclude)
-    _check_place(repo, out, found.inventory, options)
-    layout, generated = found.layout, found.generated
-    sources, functions = read_functions(repo, found)
-    past = histories.read(repo, declared.find_name(repo), found.inventory.files)
+    facts = survey(repo, options.exclude)
+    _check_place(repo, out, facts.inventory, options)
+    layout, generated = facts.layout, facts.generated
+    sources, functions = read_functions(repo, facts)
+    past = histories.read(repo, declared.find_name(repo), facts.inventory.files)
     work = out.with_name(out.name + ".incomplete")
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -91,11 +91,11 @@ def build(
             work,
             options,
             progress,
-            found.inventory,
+            facts.inventory,
             past,
             layout,
-            found.pytest,
-            found.version,
+            facts.pytest,
+            facts.version,
             tuple(generated),
             sources,
             functions,
@@ -144,10 +144,10 @@ def survey(repo: Path, exclude: Sequence[str]) -> Survey:
     return Survey(taken, layout, False, pytest, version, generated, layout.modules)
 
 
-def read_functions(repo: Path, found: Survey) -> tuple[dict[str, str], list[Unit]]:
+def read_functions(repo: Path, facts: Survey) -> tuple[dict[str, str], list[Unit]]:
     """The texts of the sources by path, and their functions. Raises UserError for a file that does not parse."""
-    paths = [path for path in found.layout.sources if path not in found.generated]
-    if found.script:
+    paths = [path for path in facts.layout.sources if path not in facts.generated]
+    if facts.script:
         sources = {path: (repo / path).read_text("utf-8", "replace") for path in paths}
         return sources, [f for path, text in sources.items() for f in javascript.functions(path, text)]
     sources = {path: discover.read_source(repo, path) for path in paths}
@@ -185,7 +185,7 @@ def _check_place(repo: Path, out: Path, taken: Inventory, options: BuildConfig) 
 @dataclass(frozen=True)
 class _BuildPlan:
     repo: Path
-    tree: Path  # a copy of what the dataset is made of
+    tree: Path  # a copy of the files that the dataset is made of
     work: Path
     options: BuildConfig
     progress: Progress
@@ -232,7 +232,7 @@ async def _run(plan: _BuildPlan) -> None:
         searched.rejected[Rejected.LEAK.value] += len(copied)
     tasks = [task for task in searched.tasks if task.id not in copied]
     shutil.rmtree(work / "written", ignore_errors=True)
-    shutil.rmtree(plan.tree)  # not before: the folders of a sandbox stay as they are while it is open
+    shutil.rmtree(plan.tree)  # not earlier, since folders of an open sandbox must not change
     if not tasks:
         raise _nothing_fit(plan, searched)
     commits = histories.build(plan.past, bench.repository, tasks, work)
@@ -275,8 +275,8 @@ async def _run(plan: _BuildPlan) -> None:
 
 def _nothing_fit(plan: _BuildPlan, searched: SearchResult) -> UserError:
     reasons = ", ".join(f"{reason}: {n}" for reason, n in searched.rejected.most_common(3))
-    most = searched.rejected.most_common(1)
-    advice = _ADVICE.get(most[0][0], "add tests") if most else "add tests"
+    commonest = searched.rejected.most_common(1)
+    advice = _ADVICE.get(commonest[0][0], "add tests") if commonest else "add tests"
     return UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); {advice}.")
 
 
@@ -286,7 +286,7 @@ class _Prepared:
 
     callers: dict[str, set[str]]
     requirements: Sequence[str]
-    failed: Mapping[str, str]  # test, or file that cannot be collected -> the end of pytest's words
+    failed: Mapping[str, str]  # test, or file that cannot be collected -> the end of pytest's message
     recipe: bootstrap.BootstrapRecipe | None = None
     refused: str = ""  # why requirements for tests were not installed
 
@@ -300,7 +300,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
         return _Prepared(callers, recipe.requirements, {}, recipe)
     name = declared.find_name(plan.repo).removesuffix(f"-{plan.version}")
     if plan.options.bootstrap == "declared":
-        found = await environment.find(
+        result = await environment.find(
             plan.tree,
             plan.work,
             (name, plan.version),
@@ -308,7 +308,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
             plan.pytest,
             lambda site: _trace(plan, sandbox, site),
         )
-        trace, requirements, recipe, refused = found.trace, found.requirements, None, found.refused
+        trace, requirements, recipe, refused = result.trace, result.requirements, None, result.refused
     else:
         recipe = await bootstrap.find(
             plan.tree,
@@ -338,7 +338,8 @@ async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.Sui
 async def _write_tests(
     plan: _BuildPlan, sandbox: Sandbox, callers: Mapping[str, set[str]], writer: synthesis.Writer
 ) -> dict[str, set[str]]:
-    """Returns `callers` together with the tests written for functions without tests; their files join the hidden ones."""
+    """Returns `callers` together with the tests written for functions without tests; their files join the hidden
+    ones."""
     plan.progress("writing tests", 0, 1)
     image = Image(repository=plan.work / "repository", site=plan.work / "site", changes={})
     missing = [f for f in plan.eligible if f.id not in callers and isinstance(f, Function)]
@@ -365,7 +366,7 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
         everything = {split.base(test) for names in callers.values() for test in names}
         shown = split.visible_half(callers, plan.options.seed) | _uncuttable(plan, everything)
         hidden = everything - shown
-        # Snapshots tell what hidden tests expect.
+        # Snapshots hold values that hidden tests expect.
         visible = [path for path in plan.layout.tests if not path.endswith(".snap")]
         discover.copy(plan.tree, plan.work / "repository", visible)
         _cut_out(plan.work / "repository", hidden | {split.base(test) for test in prepared.failed})

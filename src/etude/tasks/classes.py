@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from etude.code.functions import FunctionNode
 from etude.code.operators import SIMPLE, ByteEdit, FunctionBytes, Operator
 
-MIN_COMPLEXITY = 10  # of a class, as SWE-smith has it
+MIN_COMPLEXITY = 10  # of a class, as in SWE-smith
 MAX_LINES = 40  # of a method that is removed
 
 

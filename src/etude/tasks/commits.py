@@ -22,7 +22,7 @@ from etude.grading import leaks
 MAX_COMMITS = 300  # looked at, newest first
 MAX_FILES = 8
 MAX_LINES = 200  # that a reversal changes
-_WISH = 800  # characters of what a commit says besides its first line
+_WISH = 800  # characters of a commit's message after its first line
 _CHANGES = re.compile(r"(^|/)(change|history|news|release)[\w.-]*(/[^/]*)?$", re.IGNORECASE)
 _TRAILER = re.compile(
     r"^(Co-authored-by|Signed-off-by|Reviewed-by|Change-Id|git-svn-id|\(cherry picked)", re.IGNORECASE
@@ -40,7 +40,8 @@ _NOISE = (
 
 @dataclass(frozen=True)
 class Reversal:
-    """A reversed commit: `path` and `program`, the test files that the commit touched, and the functions that change."""
+    """A reversed commit: `path` and `program`, the test files that the commit touched, and the functions that
+    change."""
 
     id: str
     path: str
@@ -95,12 +96,12 @@ def _reversal(
             members += [f.id for f in inside if any(f.first_line <= line <= f.last_line for line in lines)]
     if not changed or not members or sum(m.original.count("\n") for m in changed.values()) > MAX_LINES:
         return None
-    said = clone.demand("log", "-1", "--format=%s%n%n%b", commit, "--").decode("utf-8", "replace")
-    request = _request(said)
+    message = clone.demand("log", "-1", "--format=%s%n%n%b", commit, "--").decode("utf-8", "replace")
+    request = _request(message)
     if not request:
         return None
     answers = [leaks.answer(mutant.source, mutant.text) for mutant in changed.values()]
-    notes = [_body(said, request), *(_noted(clone, parent, commit, p) for p in status if _CHANGES.search(p))]
+    notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in status if _CHANGES.search(p))]
     wish = "\n".join(note for note in notes if note and not any(answer.in_data(note.encode()) for answer in answers))
     path = members[0].split("::")[0]
     where = ", ".join(changed)
@@ -111,7 +112,8 @@ def _reversal(
 
 
 def _taken_back(clone: git.Clone, before: str, after: str, now: str) -> str | None:
-    """The current text `now` of a source file with the change between two blobs undone; None if later changes conflict."""
+    """The current text `now` of a source file with the change between two blobs undone; None if later changes
+    conflict."""
     blobs = clone.contents([before, after])
     with tempfile.TemporaryDirectory() as folder:
         names = []

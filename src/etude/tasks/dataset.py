@@ -48,7 +48,7 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=True):
     visible: str  # which tests the agent may run: "doctests" | "half"
     options: dict[str, object]
     counts: dict[str, int]
-    warnings: tuple[str, ...] = ()  # what the dataset cannot do, see `card.py`
+    warnings: tuple[str, ...] = ()  # limitations of the dataset, see `card.py`
     kind: str = ""  # "harbor": of tasks that others wrote, see `foreign/`
     digests: dict[str, str]  # of the folders and files beside it, and "dataset.json"
 
@@ -64,7 +64,7 @@ class Dataset:
     hidden: Path
     tasks: tuple[Task, ...]
     manifest: Manifest
-    histories: Histories | None = None  # what boxes see of the past
+    histories: Histories | None = None  # the git histories that boxes see
 
     def image(self, task: Task) -> Image:
         """The image of the agent's box: the repository, its dependencies, and the files that break it."""
@@ -143,8 +143,8 @@ def read_manifest(root: Path) -> Manifest:
 
 def changes(root: Path, manifest: Manifest) -> list[str]:
     """The files and folders that have changed since the dataset was built."""
-    found = {_OWN: _own_digest(manifest)} | {name: _digest(root / name) for name in _parts(manifest)}
-    return [name for name, digest in found.items() if digest != manifest.digests.get(name)]
+    current = {_OWN: _own_digest(manifest)} | {name: _digest(root / name) for name in _parts(manifest)}
+    return [name for name, digest in current.items() if digest != manifest.digests.get(name)]
 
 
 def _parts(manifest: Manifest) -> Sequence[str]:

@@ -86,7 +86,8 @@ def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironmen
 
 
 def finish(site: Path, tree: Path, name: str, version: str, pytest: PytestSettings) -> None:
-    """Write into `site` the metadata that installing the repository itself would leave, and the settings of test runs."""
+    """Write into `site` the metadata that installing the repository itself would leave, and the settings of test
+    runs."""
     plain = re.sub(r"[-_.]+", "_", name)
     if not any(path.name.lower().startswith(f"{plain.lower()}-") for path in site.glob("*.dist-info")):
         info = site / f"{plain}-{version}.dist-info"
@@ -105,9 +106,9 @@ def finish(site: Path, tree: Path, name: str, version: str, pytest: PytestSettin
 def version_of(repository: Path) -> str:
     """The version of a repository: declared, from its PKG-INFO, from the last tag, or UNKNOWN."""
     name = declared.find_name(repository)
-    found = re.search(r"-(\d[\w.+!]*)$", name)
-    if found:
-        return found[1]
+    match = re.search(r"-(\d[\w.+!]*)$", name)
+    if match:
+        return match[1]
     clone = git.around(repository)
     described = clone.output("describe", "--tags", "--abbrev=0") if clone is not None else None
     tag = (described or b"").decode("utf-8", "replace").strip()
@@ -157,7 +158,7 @@ def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserErr
         for place in own.values()
         if (repository / place).is_symlink()
     ]
-    said = last_lines(next(iter([*trace.broken.values(), *trace.failed.values()]), trace.printed))
+    message = last_lines(next(iter([*trace.broken.values(), *trace.failed.values()]), trace.printed))
     if links:
         advice = links[0]
     elif lacking:
@@ -165,7 +166,7 @@ def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserErr
     else:
         advice = "run its suite by hand (`python -m pytest`) and mend it, or leave test files out with `--exclude FILE`"
     why = f" {refused[0].upper()}{refused[1:]}" if refused else ""
-    return UserError(f"no test of {repository} passes under pytest, which said: {said}.{why} To go on, {advice}.")
+    return UserError(f"no test of {repository} passes under pytest, which said: {message}.{why} To go on, {advice}.")
 
 
 def _place_of(repository: Path, module: str) -> str | None:

@@ -23,8 +23,8 @@ def slices(functions: Sequence[Function], callers: Mapping[str, set[str]]) -> It
     for entry in reached:
         own = callers[entry.id]
         if own == everything:
-            continue  # nothing would show that the rest works
-        inner = {}  # by how others call it: `name`, or `.name` through an object of its class
+            continue  # no test would show that the other code works
+        inner = {}  # by the form of its calls: `name`, or `.name` through an object of its class
         for f in reached:
             if f is not entry and callers[f.id] <= own:
                 _, dot, name = f.qualname.rpartition(".")

@@ -27,8 +27,8 @@ from etude.sandbox.base import BoxError, Changes, Image, Limits, Sandbox, TestRe
 from etude.tasks.statements import Determined, with_symptom
 
 MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep passing
-_GUESSED = ("removal", "feature", "class", "commit")  # kinds that take more away than they leave to be seen
-_WORDS = 5  # that a commit must say, where no visible test fails
+_GUESSED = ("removal", "feature", "class", "commit")  # kinds that remove more text than the agent still sees
+_WORDS = 5  # in the message of a commit, at least, where no visible test fails
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -134,7 +134,7 @@ async def _twice(bench: Bench, work: Callable[[], Awaitable[R | Rejected]]) -> R
 
 
 async def _probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejected:
-    # Over the whole tree: a candidate that most are not is no reason to prepare a tree of its own.
+    # The changes lie over the whole tree, since few candidates would repay the cost of a tree of their own.
     changes = {path: text.encode("utf-8", "surrogateescape") for path, text in candidate.changes.items()}
     tests = [*candidate.hidden, *candidate.visible]
     report = await bench.sandbox.run_tests(bench.image({}), changes, tests, bench.hidden, bench.limits)
@@ -198,7 +198,7 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
     f2p = tuple(sorted(failed[:cap]))
     p2p = tuple(sorted([test for test in candidate.hidden if report.outcomes.get(test) == "passed"][:cap]))
     visible_fails = any(report.outcomes.get(test) != "passed" for test in candidate.visible)
-    # Lines of the original that the broken text lacks; at least 1, since moved lines are lacking nowhere.
+    # Lines of the original that the broken text lacks; at least 1, since moved lines occur in both.
     parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
     lost = (Counter(part.original.split("\n")) - Counter(part.snippet.split("\n")) for part in parts)
     difficulty = {
@@ -207,7 +207,9 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
         "p2p": float(len(p2p)), "visible_fails": float(visible_fails), "leak": round(candidate.leak, 3),
     }  # fmt: skip
     outside = report.outside.intersection((*f2p, *p2p)) if report.outside.intersection(f2p) else frozenset()
-    difficulty["decided"] = round(len(outside) / len((*f2p, *p2p)), 3)  # none, where no test that must start to pass is
+    difficulty["decided"] = round(
+        len(outside) / len((*f2p, *p2p)), 3
+    )  # 0 unless an f2p test is
     if is_script(function.path):
         difficulty["covered"] = round(report.covered, 3)
     return Task(

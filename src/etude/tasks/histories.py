@@ -33,8 +33,8 @@ from etude.sandbox.history import Commit, Past
 from etude.tasks import inventory
 
 FILE = "history.msgpack"
-DEPTH = 20  # commits; what continuous integration and hosted agents clone
-CONTEXT = 3  # lines around a change that must stand in an earlier version, too
+DEPTH = 20  # commits, as continuous integration and hosted agents clone
+CONTEXT = 3  # lines around a change that an earlier version must hold as well
 CACHED = 64  # tasks whose .git is kept at hand
 _DEFINED = re.compile(rb"\b(?:def|class|function)\s+(\w+)")
 
@@ -112,12 +112,12 @@ class Damage:
     wrong: str
 
     @staticmethod
-    def of(solution: str, given: str) -> Damage:
+    def of(solution: str, broken: str) -> Damage:
         """The damage between the original text and the broken text of the agent."""
-        old, new = solution.splitlines(keepends=True), given.splitlines(keepends=True)
-        least = min(len(old), len(new))
-        head = next((i for i in range(least) if old[i] != new[i]), least)
-        tail = next((i for i in range(least - head) if old[-1 - i] != new[-1 - i]), least - head)
+        old, new = solution.splitlines(keepends=True), broken.splitlines(keepends=True)
+        shorter = min(len(old), len(new))
+        head = next((i for i in range(shorter) if old[i] != new[i]), shorter)
+        tail = next((i for i in range(shorter - head) if old[-1 - i] != new[-1 - i]), shorter - head)
         head, tail = max(0, head - CONTEXT), max(0, tail - CONTEXT)
         return Damage("".join(old[head : len(old) - tail]), "".join(new[head : len(new) - tail]))
 

@@ -52,8 +52,8 @@ class Inventory:
     untracked: tuple[str, ...] = ()  # files, and folders ("venv/"), that git does not track
     changed: tuple[str, ...] = ()  # tracked files that differ from the last commit: taken as they are
     absent: tuple[str, ...] = ()  # submodules that were not fetched
-    excluded: tuple[str, ...] = ()  # by the option
-    pointers: tuple[str, ...] = ()  # files that Git LFS did not fetch: what stands in them is their address
+    excluded: tuple[str, ...] = ()  # by the option `exclude`
+    pointers: tuple[str, ...] = ()  # files that Git LFS did not fetch; they hold an address
 
 
 def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
@@ -65,10 +65,10 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     staged = _staged(clone, "" if below == "." else f"{below}/") if clone is not None else {}
     names = _named(staged)
     if clone is None or not names:
-        found = functions.clean_files(repository)
+        files = functions.clean_files(repository)
         runs = [f"outputs/{path.parent.name}" for path in repository.glob("outputs/*/config.json")]  # of etude
-        excluded = tuple(path for path in found if excludes(path, (*exclude, *runs)))
-        return _checked(repository, Inventory(tuple(sorted({*found} - {*excluded})), excluded=excluded))
+        excluded = tuple(path for path in files if excludes(path, (*exclude, *runs)))
+        return _checked(repository, Inventory(tuple(sorted({*files} - {*excluded})), excluded=excluded))
     tracked = [path for path in names if not functions.is_junk(path) and _is_plain(repository, path)]
     excluded = tuple(path for path in tracked if excludes(path, exclude))
     modules = [path for path in names if staged[path][0] == git.SUBMODULE]
@@ -90,16 +90,16 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
 def _staged(clone: git.Clone, below: str) -> git.Tree:
     """The git index below a folder, by paths relative to it, with the files of submodules that were fetched. Raises
     UserError."""
-    found: dict[str, tuple[str, str]] = {}
+    entries: dict[str, tuple[str, str]] = {}
     for path, (mode, name) in clone.staged().items():
         if not path.startswith(below):
             continue
         folder = clone.root / path
         if mode != git.SUBMODULE or folder.resolve() != folder or not (folder / ".git").exists():
-            found[path.removeprefix(below)] = mode, name
+            entries[path.removeprefix(below)] = mode, name
         elif (inner := git.around(folder)) is not None:
-            found |= {f"{path}/{one}".removeprefix(below): entry for one, entry in _staged(inner, "").items()}
-    return found
+            entries |= {f"{path}/{one}".removeprefix(below): entry for one, entry in _staged(inner, "").items()}
+    return entries
 
 
 def excludes(path: str, patterns: Sequence[str]) -> bool:
@@ -112,8 +112,8 @@ def excludes(path: str, patterns: Sequence[str]) -> bool:
 
 def secret(data: bytes) -> str | None:
     """The kind of secret that a file seems to hold ("a private key"); None if it seems to hold none."""
-    found = _ANY.search(data, 0, _MAX_BYTES)
-    return _SECRET_TEXTS[found.lastindex - 1][1] if found and found.lastindex else None
+    match = _ANY.search(data, 0, _MAX_BYTES)
+    return _SECRET_TEXTS[match.lastindex - 1][1] if match and match.lastindex else None
 
 
 def _checked(repository: Path, inventory: Inventory) -> Inventory:

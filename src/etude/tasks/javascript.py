@@ -92,7 +92,7 @@ def test_modules(repository: Path, tests: Sequence[str]) -> list[str]:
     """The files among `tests` that define tests of a supported framework. Raises UserError if there are none, with the
     name of an unsupported framework."""
     texts = {path: (repository / path).read_text("utf-8", "replace") for path in tests if is_test_file(path)}
-    foreign = {path: found[1] for path, text in texts.items() if (found := _FOREIGN.search(text))}
+    foreign = {path: match[1] for path, text in texts.items() if (match := _FOREIGN.search(text))}
     modules = [path for path, text in texts.items() if javascript.holds_tests(path, text) and path not in foreign]
     if modules:
         return modules
@@ -181,7 +181,7 @@ def functions(path: str, text: str) -> list[JsFunction]:
         body = node.child_by_field_name("body") if node.type in _FUNCTIONS else None
         if name and body is not None and body.type == "statement_block":
             units.append(_function(path, node, body, prefix + name))
-            return  # what is nested belongs to it
+            return  # nested functions belong to it
         if node.type in _CLASSES and (label := node.child_by_field_name("name")) is not None:
             prefix = f"{prefix}{label.text.decode()}."
         for child in node.children:
@@ -415,7 +415,7 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
     """The text of a test file without the calls that define the `hidden` tests ("outer > inner")."""
     whole = tree(path, text)
     if whole is None:
-        return ""  # what cannot be cut is not shown
+        return ""  # a file that cannot be cut is not shown
     gone: list[tuple[int, int]] = []
 
     def visit(node: Any, prefix: str) -> None:

@@ -22,9 +22,9 @@ class LeakIndex:
         for file in files:
             data = (root / file).read_bytes()
             if len(data) <= _MAX_BYTES and b"\0" not in data:
-                found = shingles(data.decode(errors="replace"), SHINGLE)
-                self._counts.update(found)
-                for shingle in found:
+                counts = shingles(data.decode(errors="replace"), SHINGLE)
+                self._counts.update(counts)
+                for shingle in counts:
                     held = self._files.get(shingle, ())
                     if len(held) < 2:
                         self._files[shingle] = (*held, file)

@@ -69,14 +69,14 @@ def _classes(
             if not tests or unit.complexity < classes.MIN_COMPLEXITY:
                 continue
             mutants = mutate.mutants(text, unit, options.seed, classes.OPERATORS)
-            mutants.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # rarely noticed: last
+            mutants.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # tests rarely notice it: last
             allowed = set(options.operators or classes.OPERATORS)
             mutants = [mutant for mutant in mutants if mutant.operator in allowed][: _TRIES * options.per_function]
             for mutant in mutants:
                 program = MutationCandidate("class", mutant)
                 gone = _touched(program, unit)
                 if mutant.operator == "class_shuffle":
-                    gone |= {unit.id, *methods}  # which of them have moved is a matter of taste
+                    gone |= {unit.id, *methods}  # a diff cannot tell which methods moved
                 yield MultiFunctionChange(unit, program, gone, frozenset(methods), _ranked(tests, callers, path))
 
 

@@ -20,8 +20,8 @@ from etude.tasks import bootstrap, javascript
 from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Missed, Try
 from etude.tasks.javascript import JsFunction
 
-NPM_SECONDS = 900.0  # packages by the hundred, on a machine with other work
-LINK = ("node_modules", "/site/node_modules")  # in the repository: where Node looks for packages, and where they are
+NPM_SECONDS = 900.0  # hundreds of packages, on a busy machine
+LINK = ("node_modules", "/site/node_modules")  # (link in the repository where Node looks for packages, its target)
 _SETTINGS = re.compile(r"(jest|vitest|vite|babel)[\w.-]*\.[cm]?[jt]s|tsconfig[\w.-]*\.json|\.(babel|mocha|swc)rc.*")
 _QUOTED = re.compile(r"['\"]((?:@[\w.-]+/)?[\w.-]+)(?:/[\w./-]+)?['\"]")
 _PACKAGE = re.compile(r"((?:@[a-z0-9._-]+/)?[a-z0-9._-]+)(?:@([^\s:/]+(?: [^\s:/]+)*))?", re.IGNORECASE)
@@ -38,8 +38,8 @@ def npm(arguments: list[str], folder: Path, timeout: float) -> None:
     if shutil.which("npm") is None:
         raise UserError("npm is not installed; install Node.js, or leave JavaScript repositories out.")
     # A package that is a git address would be fetched by git with settings of its own, and built.
-    # A package.json above that names `folder` as a workspace would bring the settings beside it, which can send this
-    # machine's environment to a registry of theirs.
+    # If a package.json above names `folder` as a workspace, npm reads the settings beside it, which can send this
+    # machine's environment to any registry.
     own = ["--no-workspaces", "--git=/bin/false"]
     command = ["npm", *arguments, *own, "--no-audit", "--no-fund", "--loglevel=error"]
     try:
@@ -87,7 +87,7 @@ async def prepare(
         repository=named,
         language="JavaScript",
         files=layout.files,
-        given="packages of npm are meant, as name@range; their scripts do not run",
+        note="packages of npm are meant, as name@range; their scripts do not run",
         goals=tuple(_goals(whole, layout, modules)),
         rules=lambda tries: _by_rules(whole, layout, modules, tries),
         usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)],

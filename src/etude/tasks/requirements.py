@@ -9,7 +9,7 @@ from etude.code.declared import GROUPS, dependencies, groups, requirement_lines
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[\w, -]+\])?\s*([<>=!~][^;#]*)?(;.*)?")
-# They check, build or publish a project; no test imports them, and pytest is the box's own.
+# Tools that check, build or publish a project. No test imports them, and every box has pytest.
 _TOOLS = frozenset((
     "pytest", "pytest-cov", "coverage", "tox", "nox", "black", "ruff", "flake8", "pylint", "isort", "mypy", "pyright",
     "pre-commit", "twine", "build", "wheel", "setuptools", "pip", "sphinx", "furo", "mkdocs", "codecov", "coveralls",

@@ -19,7 +19,7 @@ from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-LEAK_SHARE = 0.9  # of a program's lost text found elsewhere, from which on it is dropped; siblings often share half
+LEAK_SHARE = 0.9  # a program is dropped if so much of its lost text occurs elsewhere; siblings often share half
 _ATTEMPTS = 3  # broken programs tried per wanted task
 _BATCH = 20  # tasks between two calls of `progress`
 
@@ -59,7 +59,7 @@ async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, prog
     """Find up to `max_tasks` proved tasks, and fewer only if the programs run out."""
     targets = list(targets)
     random.Random(bench.options.seed).shuffle(targets)
-    # What is rare goes first: classes, features and commits would drown among the functions.
+    # Rare kinds go first: classes, features and commits would drown among the functions.
     targets.sort(key=lambda target: not target.programs)
     rejected: Counter[str] = Counter()
     copies: Counter[str] = Counter()
@@ -162,7 +162,7 @@ def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
         programs = [broken for pair in zip_longest(*turns) for broken in pair if broken is not None]
     removed = mutate.removal(target.source, function) if "removal" in options.kinds else None
     if removed is not None:
-        # Not first for every function: a small dataset would hold nothing else.
+        # Not first for every function: a small dataset would hold removals alone.
         turn = random.Random(f"{options.seed} {function.id}").randrange(options.wanted)
         programs.insert(turn, MutationCandidate("removal", removed))
     return programs
@@ -170,10 +170,10 @@ def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
 
 def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) -> Candidate | None:
     for candidate in queue:
-        # Removed bodies are all alike; what is to be written differs.
+        # Removed bodies are all alike, but their solutions differ.
         broken = candidate.broken
         text = broken.mutant.original if broken.kind in ("removal", "feature") else broken.mutant.snippet
-        if broken.kind == "commit":  # of lines that only go away, nothing is left in a snippet
+        if broken.kind == "commit":  # a snippet shows nothing of lines that are only deleted
             text = "\0".join([broken.mutant.text, *(mutant.text for _, mutant in broken.elsewhere)])
         # One function means the same whatever its layout and name; of several, or of parts of one, the text is taken.
         whole = broken.kind in ("mutation", "removal", "combined") and candidate.function.path.endswith(".py")
@@ -194,7 +194,8 @@ def _meaning(snippet: str) -> str:
 
 
 def _select(targets: Sequence[Target], options: BuildConfig) -> list[tuple[Target, ProvisionalTask]]:
-    """At most `wanted` tasks of each function and `max_tasks` in all: telling ones first, with functions taking turns."""
+    """At most `wanted` tasks of each function and `max_tasks` in all: telling ones first, with functions taking
+    turns."""
     chosen: list[tuple[Target, ProvisionalTask]] = []
     used: Counter[str] = Counter()
     for name in ("telling", "spare"):

@@ -47,13 +47,13 @@ class PytestSettings:
     testpaths: tuple[str, ...] = ()
     python_files: tuple[str, ...] = ()
     pythonpath: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()  # options of addopts that are not honoured
+    dropped: tuple[str, ...] = ()  # options of addopts that test runs ignore
 
     def is_module(self, path: str) -> bool:
         """Whether pytest collects the file when it is not named."""
         patterns = self.python_files or ("test_*.py", "*_test.py")
         pure = PurePosixPath(path)
-        if path in self.testpaths and pure.suffix == ".py":  # a file that is named is collected, whatever its name
+        if path in self.testpaths and pure.suffix == ".py":  # pytest collects a file in testpaths under any name
             return True
         parents = [path, *(str(parent) for parent in pure.parents)]
         inside = not self.testpaths or any(p == "." or fnmatch(f, p) for p in self.testpaths for f in parents)
@@ -96,16 +96,16 @@ def write(settings: PytestSettings, site: Path) -> None:
 
 def _sources(repository: Path) -> list[tuple[str, dict[str, Any] | None]]:
     """(file, its settings), in the order of pytest; None for a file without settings."""
-    found: list[tuple[str, dict[str, Any] | None]] = []
+    settings: list[tuple[str, dict[str, Any] | None]] = []
     for name in ("pytest.toml", ".pytest.toml"):
-        found.append((name, _toml(repository / name).get("pytest")))
+        settings.append((name, _toml(repository / name).get("pytest")))
     for name in ("pytest.ini", ".pytest.ini"):
-        found.append((name, _ini(repository / name, "pytest")))
+        settings.append((name, _ini(repository / name, "pytest")))
     tool = table(_toml(repository / "pyproject.toml"), "tool", "pytest")
-    found.append(("pyproject.toml", tool.get("ini_options", tool or None)))
-    found.append(("tox.ini", _ini(repository / "tox.ini", "pytest")))
-    found.append(("setup.cfg", _ini(repository / "setup.cfg", "tool:pytest")))
-    return [(name, values if isinstance(values, dict) else None) for name, values in found]
+    settings.append(("pyproject.toml", tool.get("ini_options", tool or None)))
+    settings.append(("tox.ini", _ini(repository / "tox.ini", "pytest")))
+    settings.append(("setup.cfg", _ini(repository / "setup.cfg", "tool:pytest")))
+    return [(name, values if isinstance(values, dict) else None) for name, values in settings]
 
 
 def _toml(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from etude.grading.javascript import is_script
 from etude.records import Task
 from etude.tasks import javascript
 
-_LEAST = 3  # changes of a kind that are held out, if as many are left
+_MIN_CHANGES = 3  # changes of a kind that are held out, if as many are left
 
 
 def heldout_functions(
@@ -40,8 +40,8 @@ def heldout_functions(
         sets = sorted(
             {*changes[kind]} - {frozenset()}, key=lambda members: rank(seed, f"{kind} {min(members, default='')}")
         )
-        # Some will not pass the gates: of few, more are held out.
-        goal, taken = min(len(sets) // 2, max(_LEAST, round(fraction * len(sets)))), 0
+        # Some changes will not pass the gates, so a larger share of a small kind is held out.
+        goal, taken = min(len(sets) // 2, max(_MIN_CHANGES, round(fraction * len(sets)))), 0
         for members in sets:
             new = added(members)
             cost = sum(id in twins for id in new)
@@ -73,12 +73,12 @@ def touched(path: str, right: str, wrong: str) -> frozenset[str]:
     outside of its methods touches the class. A line outside of functions and classes touches no id."""
     old, new = right.splitlines(), wrong.splitlines()
     spans = _spans(path, right)
-    found: set[str] = set()
+    ids: set[str] = set()
     for kind, first, last, _, _ in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         for line in () if kind == "equal" else range(first + 1, max(last, first + 1) + 1):
             inner = [(start, id) for id, start, end in spans if start <= line <= end]
-            found |= {max(inner)[1]} if inner else set()
-    return frozenset(found)
+            ids |= {max(inner)[1]} if inner else set()
+    return frozenset(ids)
 
 
 def touched_by(task: Task) -> frozenset[str]:
@@ -145,7 +145,7 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                 assert node.end_lineno is not None
                 lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
-                # A class must not be left empty; what else it holds does not matter.
+                # A class must not be left empty; any other statement in it will do.
                 if node.col_offset:
                     lines[first - 1] = " " * node.col_offset + "pass"
 

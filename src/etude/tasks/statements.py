@@ -20,7 +20,7 @@ _WORD = re.compile(r"[A-Za-z_]\w{2,}")
 _BUILTIN = {
     name for name, value in vars(builtins).items() if not (isinstance(value, type) and issubclass(value, Exception))
 }
-_TEXT = 12  # characters from which on a literal is a text to guess
+_TEXT = 12  # characters; a literal of this length or more is a text that must be guessed
 _SHOWN = 3
 _MAX_BYTES = 1 << 20
 
@@ -101,9 +101,9 @@ def with_symptom(request: str, report: TestReport, visible: Sequence[str], hidde
     if failing:
         names = ", ".join(f"`{test}`" for test in failing[:_SHOWN])
         more = f" and {len(failing) - _SHOWN} more" if len(failing) > _SHOWN else ""
-        said = " ".join(report.messages.get(failing[0], "").split())
+        message = " ".join(report.messages.get(failing[0], "").split())
         verb = "tests fail" if len(failing) > 1 else "test fails"
-        return f"{request}\n\nThe {verb}: {names}{more}." + (f" The first says: {said}" if said else "")
+        return f"{request}\n\nThe {verb}: {names}{more}." + (f" The first says: {message}" if message else "")
     failed = [test for test in hidden if report.outcomes.get(test) != "passed"]
     kinds = Counter(_kind(report.messages.get(test, "")) for test in failed)
     listed = ", ".join(f"{kind} ({count})" for kind, count in sorted(kinds.items()))
@@ -111,5 +111,5 @@ def with_symptom(request: str, report: TestReport, visible: Sequence[str], hidde
 
 
 def _kind(message: str) -> str:
-    found = re.match(r"(?:\w+\.)*(\w*(?:Error|Exception|Exit|Warning|Interrupt|Iteration))\b", message)
-    return found[1] if found else "AssertionError"
+    match = re.match(r"(?:\w+\.)*(\w*(?:Error|Exception|Exit|Warning|Interrupt|Iteration))\b", message)
+    return match[1] if match else "AssertionError"

@@ -96,7 +96,8 @@ def build(
 
 
 async def check(data: ForeignDataset, progress: Progress) -> dict[str, str]:
-    """Run the gates of a dataset of foreign tasks again. Returns the problem of each task that fails them, by its id."""
+    """Run the gates of a dataset of foreign tasks again. Returns the problem of each task that fails them, by its
+    id."""
     failures: dict[str, str] = {}
     async with open_sandbox(memo=0) as sandbox:
         for number, task in enumerate(data.tasks):
@@ -274,8 +275,10 @@ def card(name: str, trials: Trials) -> str:
 
 def lines(trials: Trials) -> list[str]:
     """The output of `etude tasks harbor`: a line for each folder, and the share that works."""
-    said = [f"{'works  ' if t.record else 'refused'} {t.folder}{f': {t.why}' if t.why else ''}" for t in trials.trials]
-    return [*said, trials.share]
+    folders = [
+        f"{'works  ' if t.record else 'refused'} {t.folder}{f': {t.why}' if t.why else ''}" for t in trials.trials
+    ]
+    return [*folders, trials.share]
 
 
 def as_json(trials: Trials) -> Mapping[str, object]:

@@ -1,9 +1,9 @@
 """A dataset of foreign Harbor tasks on disk, and how they are graded.
 
 DIR/dataset.json   kind "harbor", name, counts, digests
-DIR/harbor.json    a record per task: where its boxes show what, its limits, its split
+DIR/harbor.json    a record per task: the folders of its boxes, its limits, its split
 DIR/tasks/ID/      the Harbor folder as it was
-DIR/images/ID/     tree/, site/ and provided/: what its boxes are made of (`image.py`)
+DIR/images/ID/     tree/, site/ and provided/: the folders of its boxes (`image.py`)
 DIR/hidden/        empty; the tests of a task are tasks/ID/tests
 """
 
@@ -35,7 +35,7 @@ class ForeignRecord(Record, frozen=True, kw_only=True):
     """The facts about a foreign task that its folder does not hold."""
 
     id: str
-    source: str  # the folder, as it was called
+    source: str  # the original name of the folder
     split: str
     workdir: str
     places: dict[str, str]
@@ -71,7 +71,8 @@ class ForeignDataset(Dataset):
 
 
 def limits_of(memory_mb: int) -> Limits:
-    """The limits of boxes with `memory_mb` MB of memory; compilers and runtimes reserve more addresses than they use."""
+    """The limits of boxes with `memory_mb` MB of memory; compilers and runtimes reserve more addresses than they
+    use."""
     return Limits(memory_mb=memory_mb, addresses_mb=4 * memory_mb, processes=PROCESSES, disk_mb=DISK_MB)
 
 

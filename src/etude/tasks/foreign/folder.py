@@ -39,12 +39,12 @@ class Folder:
 
 def find(roots: Sequence[Path]) -> list[Path]:
     """The task folders at and below `roots`, sorted. Raises UserError if there are none."""
-    found: set[Path] = set()
+    folders: set[Path] = set()
     for root in roots:
         if not root.is_dir():
             raise UserError(f"{root} is not a folder; give Harbor task folders, or a folder of them.")
-        found |= {path.parent.resolve() for path in root.rglob("task.toml")}
-    kept = sorted(path for path in found if not any(parent in found for parent in path.parents))
+        folders |= {path.parent.resolve() for path in root.rglob("task.toml")}
+    kept = sorted(path for path in folders if not any(parent in folders for parent in path.parents))
     if not kept:
         raise UserError(f"{', '.join(map(str, roots))} holds no Harbor task folder (no task.toml).")
     return kept
@@ -114,8 +114,8 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
 def _variables(table: dict[str, Any]) -> dict[str, str]:
     """Variables with a value. Those of the host, `${NAME}`, are left out: they are keys of services that boxes do not
     reach."""
-    given = table.get("env")
-    pairs = cast(dict[str, Any], given) if isinstance(given, dict) else {}
+    values = table.get("env")
+    pairs = cast(dict[str, Any], values) if isinstance(values, dict) else {}
     return {name: str(value) for name, value in pairs.items() if "${" not in str(value)}
 
 

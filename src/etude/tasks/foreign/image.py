@@ -26,7 +26,7 @@ from etude.sandbox.namespace.zygote import PYTHON_FOLDER
 from etude.tasks.foreign.dockerfile import ASIDE, HOME, CopyStep, FolderRefused, Layout, RunStep, pieces, words
 from etude.tasks.foreign.folder import Folder
 
-PROVIDED = "/opt/harbor"  # where boxes have `provided.py` under the names of the programs that it stands for
+PROVIDED = "/opt/harbor"  # folder of boxes with `provided.py` under the names of the programs that it replaces
 PROGRAMS = ("apt-get", "apt", "curl", "uv", "uvx", "pip", "pip3", "pytest")
 RUN_SECONDS = 120.0
 _OWN = frozenset({"python3", "python3-pip", "python3-venv", "python3-dev", "python-is-python3", "python3-pytest", "uv"})
@@ -74,7 +74,7 @@ async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> 
         if isinstance(step, CopyStep):
             _copy(folder, step, tree)
         elif script := _without_installers(step.script):
-            seen = root / f"step-{number}"  # a sandbox keeps what it has seen: each step begins with a copy
+            seen = root / f"step-{number}"  # a sandbox keeps folders that it has read: each step begins with a copy
             shutil.copytree(tree, seen, symlinks=True)
             await _run(sandbox, replace(image.image, repository=seen), script, step.folder, tree, limits)
             shutil.rmtree(seen)
@@ -87,9 +87,9 @@ async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> 
 def _search(folder: Folder) -> dict[str, str]:
     """PATH and PYTHONPATH: the folders of boxes come first, folders of the agent are left out."""
     path = f"{PROVIDED}/bin:{PYTHON_FOLDER}:/usr/local/bin:/usr/bin:/bin"
-    given = folder.recipe.environment.get("PATH", "$PATH").replace("${PATH}", "$PATH")
+    declared_path = folder.recipe.environment.get("PATH", "$PATH").replace("${PATH}", "$PATH")
     return {
-        "PATH": f"{PROVIDED}/bin:{given.replace('$PATH', path)}" if "$PATH" in given else path,
+        "PATH": f"{PROVIDED}/bin:{declared_path.replace('$PATH', path)}" if "$PATH" in declared_path else path,
         "PYTHONPATH": f"{SITE}:{RUNNER}",
         "PYTHONNOUSERSITE": "1",  # of the home folder, which is part of the state
         "HOME": HOME,
@@ -99,25 +99,25 @@ def _search(folder: Folder) -> dict[str, str]:
 def _requirements(folder: Folder) -> list[str]:
     """The packages that RUN and the tests install with pip and uv, each once. Raises FolderRefused."""
     scripts = [step.script for step in folder.recipe.steps if isinstance(step, RunStep)]
-    found = dict[str, None]()
+    requirements = dict[str, None]()
     for command in (piece for script in [*scripts, folder.tests] for _, piece in pieces(script)):
-        for requirement in _asked(words(command), folder):
-            found[requirement] = None
-    if "pytest" in folder.tests and not any(re.match(r"pytest\b(?!-)", requirement) for requirement in found):
-        found["pytest"] = None  # the base image would bring it
-    return list(found)
+        for requirement in _installed_by(words(command), folder):
+            requirements[requirement] = None
+    if "pytest" in folder.tests and not any(re.match(r"pytest\b(?!-)", requirement) for requirement in requirements):
+        requirements["pytest"] = None  # the base image would bring it
+    return list(requirements)
 
 
-def _asked(command: Sequence[str], folder: Folder) -> Iterator[str]:
+def _installed_by(command: Sequence[str], folder: Folder) -> Iterator[str]:
     command = list(dropwhile(lambda word: word in _KEYWORDS, command))
     rest = _pip(command)
     if rest is not None:
-        given = iter(rest)
-        for word in given:
+        arguments = iter(rest)
+        for word in arguments:
             if word in ("-r", "--requirement"):
-                yield from _listed(next(given, ""), folder)
+                yield from _listed(next(arguments, ""), folder)
             elif word in _VALUED:
-                next(given, None)
+                next(arguments, None)
             elif word in (".", "-e", "--editable") or word.startswith(("./", "/", "git+", "http")):
                 raise FolderRefused(f"pip installs {word}")
             elif word.startswith(("-i", "--index-url", "--extra-index-url")):
@@ -208,8 +208,8 @@ async def _run(sandbox: Sandbox, image: Image, script: str, folder: str, tree: P
         line = f"( mkdir -p {where} && cd {where} && sh -c {shlex.quote(script)} )"
         done = await box.exec(f"{line} < /dev/null", RUN_SECONDS)
         if done.rc != 0:
-            said = " ".join(done.output.split())[-160:]
-            raise FolderRefused(f"RUN {shown} fails in a box: {said or f'exit code {done.rc}'}")
+            message = " ".join(done.output.split())[-160:]
+            raise FolderRefused(f"RUN {shown} fails in a box: {message or f'exit code {done.rc}'}")
         await note_state(box)
         changes = await box.changes()
     except BoxError as e:
@@ -239,7 +239,8 @@ def _without_links(tree: Path, path: Path) -> Path:
 
 
 def _restore(tree: Path, state: bytes) -> None:
-    """Write the empty folders, links and modes of a box. Links are made but never followed: they name places in a box."""
+    """Write the empty folders, links and modes of a box. Links are made but never followed: they name places in a
+    box."""
     parts = iter(state.decode("utf-8", "surrogateescape").split("\0"))
     for part in parts:
         kind, path = part[:2], tree / part[2:]
@@ -264,9 +265,9 @@ def _copy(folder: Folder, step: CopyStep, tree: Path) -> None:
     sources: list[Path] = []
     for pattern in step.sources:
         plain = pattern.strip("/") or "."
-        found = sorted(context.glob(plain)) if any(c in plain for c in "*?[") else [context / plain]
-        sources += [path for path in found if path.exists()]
-        if not found or not all(path.exists() and path.resolve().is_relative_to(context) for path in found):
+        matches = sorted(context.glob(plain)) if any(c in plain for c in "*?[") else [context / plain]
+        sources += [path for path in matches if path.exists()]
+        if not matches or not all(path.exists() and path.resolve().is_relative_to(context) for path in matches):
             raise FolderRefused(f"its Dockerfile copies {pattern}, which is not in environment/")
     into = step.target.endswith("/") or target.is_dir()
     for source in sources:

@@ -19,7 +19,7 @@ def main(name: str, words: list[str]) -> int:
     if name in ("apt-get", "apt"):
         return apt(words)
     if name == "curl":
-        if any("astral.sh/uv" in word for word in words):  # the installer of uv: what follows reads its settings
+        if any("astral.sh/uv" in word for word in words):  # the installer of uv: later commands read its settings
             print('mkdir -p "$HOME/.local/bin" && : > "$HOME/.local/bin/env"')
             return 0
         return run(["/usr/bin/curl", *words])
