@@ -75,9 +75,7 @@ class Kit:
     goals: tuple[Goal, ...]  # by rules; the last one, the suite, stays when a model names the others
     rules: Callable[[Sequence[Try]], tuple[str, ...] | None]  # the next try's requirements
     usable: Callable[[Iterable[str]], Iterable[str]]  # the plain ones among a model's requirements
-    reach: Callable[
-        [Path, Sequence[str], Sequence[Goal]], Awaitable[Missed]
-    ]  # install, and test the goals
+    reach: Callable[[Path, Sequence[str], Sequence[Goal]], Awaitable[Missed]]  # install, and test the goals
 
 
 async def find(

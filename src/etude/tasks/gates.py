@@ -207,9 +207,7 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
         "p2p": float(len(p2p)), "visible_fails": float(visible_fails), "leak": round(candidate.leak, 3),
     }  # fmt: skip
     outside = report.outside.intersection((*f2p, *p2p)) if report.outside.intersection(f2p) else frozenset()
-    difficulty["decided"] = round(
-        len(outside) / len((*f2p, *p2p)), 3
-    )  # 0 unless an f2p test is
+    difficulty["decided"] = round(len(outside) / len((*f2p, *p2p)), 3)  # 0 unless an f2p test is
     if is_script(function.path):
         difficulty["covered"] = round(report.covered, 3)
     return Task(
