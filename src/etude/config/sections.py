@@ -81,14 +81,12 @@ def _model_folder(name: str) -> str:
         return absolute(name)  # the run reports the error
 
 
-def _template(name: str) -> str:
-    return name if name in CHAT_TEMPLATES else absolute(name)
-
-
 LocalPath = Annotated[str, AfterValidator(absolute)]  # absolute after validation; URLs are kept
 LocalPathOrNone = Annotated[str, AfterValidator(lambda path: path if path == "none" else absolute(path))]
 ModelPath = Annotated[str, AfterValidator(_model_folder)]
-ChatTemplateOrNone = Annotated[str | None, AfterValidator(lambda name: name and _template(name))]
+ChatTemplateOrNone = Annotated[
+    str | None, AfterValidator(lambda name: name if not name or name in CHAT_TEMPLATES else absolute(name))
+]
 ModelPathOrSelf = Annotated[str, AfterValidator(lambda name: name if name == "self" else _model_folder(name))]
 
 

@@ -196,7 +196,8 @@ def _trajectory(name: str, document: Mapping[str, Any], renderer: Renderer, min_
     if min_reward is not None and not (extra.get("reward") is not None and extra["reward"] >= min_reward):
         raise ValueError(f"its reward is {extra.get('reward')}, below data.min_reward = {min_reward}")
     if "renderer" not in extra:
-        yield LearnedRow(name, encode(Chat(name, _messages(document), _tools(document)), renderer))
+        tools = tuple((document.get("agent") or {}).get("tool_definitions") or ())
+        yield LearnedRow(name, encode(Chat(name, _messages(document), tools), renderer))
     elif extra["renderer"] != renderer.digest:
         raise ValueError("its prompts are the tokens of another tokenizer or chat template than this model's")
     else:
@@ -225,10 +226,6 @@ def _segments(name: str, steps: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     for number, (ids, mask) in enumerate(segments, 1):
         one = name if len(segments) == 1 else f"{name}, segment {number}"
         yield LearnedRow(one, (np.array(ids, dtype=np.uint32), np.array(mask, dtype=np.uint8)))
-
-
-def _tools(document: Mapping[str, Any]) -> tuple[Tool, ...]:
-    return tuple((document.get("agent") or {}).get("tool_definitions") or ())
 
 
 def _messages(document: Mapping[str, Any]) -> tuple[Message, ...]:

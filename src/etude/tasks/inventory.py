@@ -159,7 +159,7 @@ def _changed(repository: Path, clone: git.Clone, below: str, names: Sequence[str
     known = {path: name for path, (mode, name) in listed.items() if mode.startswith("100")}
     modules = [path for path, (mode, _) in listed.items() if mode == git.SUBMODULE]
     inside = [path for path in {*names, *known} if not (repository / path).is_dir()]
-    submodules = {path for path in inside if path not in known and any(_within(path, name) for name in modules)}
+    submodules = {path for path in inside if path not in known and any(path.startswith(f"{name}/") for name in modules)}
 
     def differs(path: str) -> bool:
         file = repository / path
@@ -173,10 +173,6 @@ def _changed(repository: Path, clone: git.Clone, below: str, names: Sequence[str
 def _is_pointer(file: Path) -> bool:
     with file.open("rb") as data:
         return data.read(len(_POINTER)) == _POINTER
-
-
-def _within(path: str, folder: str) -> bool:
-    return path.startswith(f"{folder}/")
 
 
 def _named(paths: Iterable[str]) -> list[str]:

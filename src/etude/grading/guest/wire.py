@@ -172,7 +172,8 @@ class Wire:
         """Serve a request of the other side."""
         made = Context()
         values = self.checked(lambda: [self.decode(part, made) for part in message[1:]])
-        before = [(n, v, _copy(v)) for n, v in enumerate(made.order) if type(v) in MUTABLE]
+        mutable = [(n, v) for n, v in enumerate(made.order) if type(v) in MUTABLE]
+        before = [(n, v, bytes(v) if type(v) is bytearray else v.copy()) for n, v in mutable]
         context = Context(made.order)
         try:
             result = self.serve(message[0], values)
@@ -392,10 +393,6 @@ _DECODERS: dict[str, Callable[[Wire, list[Any], Context], Any]] = {
     "sl": lambda w, f, c: slice(*[w.decode(part, c) for part in f[1:4]]),
     "re": lambda w, f, c: re.compile(w.decode(f[1], c), int(f[2]) & ~re.DEBUG.value),
 }
-
-
-def _copy(value: Any) -> Any:
-    return value.copy() if type(value) is not bytearray else bytes(value)
 
 
 def _same(value: Any, old: Any) -> bool:
