@@ -144,7 +144,7 @@ def test_trajectories_of_other_agents_are_conversations(renderer: Renderer, tmp_
     assert "<|im_start|>user\nand?<|im_end|>" in found[4][1]
     low, high = ({**TRAJECTORY, "extra": {"reward": reward}} for reward in (0.2, 0.7))
     (tmp_path / "some.jsonl").write_text("\n".join(json.dumps(one) for one in (low, high, TRAJECTORY)))
-    some = list(chats.rows([tmp_path / "some.jsonl"], lambda: renderer, least_reward=0.5))
+    some = list(chats.rows([tmp_path / "some.jsonl"], lambda: renderer, min_reward=0.5))
     assert [isinstance(one, chats.LearnedRow) for one in some] == [False, True, False]
 
 

@@ -99,7 +99,7 @@ def bind(node: ast.FunctionDef, call: ast.Call) -> None:
 
 def test_distractors_resemble_what_is_asked_for(found: list[FunctionText]) -> None:
     """Two other files of seven share a word with the symbol asked for: by chance 71 % of samples of four have one."""
-    options = RetrievalOptions(least=4, most=4, questions=1, kinds={"signature": 1.0})
+    options = RetrievalOptions(min_documents=4, max_documents=4, questions=1, kinds={"signature": 1.0})
     drawn = list(islice(samples(found, options, 2), 200))
     shared = 0
     for sample in drawn:

@@ -1,7 +1,7 @@
-"""Source archives (tar), unpacked so that nothing leaves the folder they are for.
+"""Unpacks source archives (tar) without writing outside of the target folder.
 
-`tarfile`'s own filters came with Python 3.11.4, and early ones let long chains of links out. Here no link is ever made:
-a link to a file of the archive becomes a copy of that file.
+`tarfile`'s own filters came with Python 3.11.4, and early ones let long chains of links out. This module makes no
+links: a link to a file of the archive becomes a copy of that file.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import shutil
 import tarfile
 from pathlib import Path
 
-_HOPS = 8  # from a link to a link
+_HOPS = 8  # links to links that are followed, at most
 
 
 def contents(archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo | None]:
-    """Path -> the file whose bytes belong there, or None for a folder. A link that leads to no file of the archive is
-    left out. Raises tarfile.TarError for a path or link that leads outside, and for a device."""
+    """Path -> the file whose bytes belong there, or None for a folder. A link to a path that is no file of the archive
+    is left out. Raises tarfile.TarError for a path or link that leads outside, and for a device."""
     members = {_inside(member.name): member for member in archive.getmembers()}  # the last of a name counts, as in tar
-    found: dict[str, tarfile.TarInfo | None] = {}
+    entries: dict[str, tarfile.TarInfo | None] = {}
     for path, member in members.items():
         file = None if member.isdir() else _file(member, members)
         if member.isdir() or file is not None:
-            found[path] = file
-    return found
+            entries[path] = file
+    return entries
 
 
-def extract(archive: tarfile.TarFile, found: dict[str, tarfile.TarInfo | None], into: Path) -> None:
-    """Write `contents` below `into`, files with their ages and whether they can be run. Raises tarfile.TarError for a
-    path that is a file and a folder."""
+def extract(archive: tarfile.TarFile, entries: dict[str, tarfile.TarInfo | None], into: Path) -> None:
+    """Write `contents` below `into`, with the times and the executable bits of the files. Raises tarfile.TarError for a
+    path that is both a file and a folder."""
     into.mkdir(parents=True, exist_ok=True)
-    for path, file in found.items():
+    for path, file in entries.items():
         target = into / path
         try:
             (target if file is None else target.parent).mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def extract(archive: tarfile.TarFile, found: dict[str, tarfile.TarInfo | None], 
                 _write(archive, file, target)
         except (FileExistsError, NotADirectoryError, IsADirectoryError):
             raise tarfile.ExtractError(f"{path} is a file and a folder") from None
-        except (ValueError, OverflowError) as e:  # of an age that is none
+        except (ValueError, OverflowError) as e:  # an invalid time
             raise tarfile.ExtractError(f"{path}: {e}") from None
         except OSError as e:
             if e.errno != errno.ENAMETOOLONG:
@@ -49,7 +49,7 @@ def extract(archive: tarfile.TarFile, found: dict[str, tarfile.TarInfo | None], 
 
 
 def _inside(name: str) -> str:
-    """A path below the folder, normalised. Raises TarError for one that is not."""
+    """The normalised path. Raises TarError for a path that leads outside."""
     path = posixpath.normpath(name)
     if path.startswith(("/", "../")) or path == ".." or "\0" in path:
         raise tarfile.ExtractError(f"{name} leads outside")

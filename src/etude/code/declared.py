@@ -1,7 +1,7 @@
-"""What a Python project says of itself: name, version, dependencies, groups for tests. Files are read; nothing is run.
+"""Reads the metadata of a Python project: name, version, dependencies, groups for tests. No code of the project is run.
 
-Sources of dependencies, the first that has some: [project] of pyproject.toml, [tool.poetry], setup.cfg, setup.py (lists
-that are written out), requires.txt or PKG-INFO of a release.
+The first source with dependencies counts: [project] of pyproject.toml, [tool.poetry], setup.cfg, setup.py (literal
+lists), requires.txt or PKG-INFO of a release.
 """
 
 import ast
@@ -20,7 +20,7 @@ GROUPS = ("test", "tests", "testing", "unittest", "dev", "develop", "development
 
 
 def pyproject(repository: Path) -> dict[str, Any]:
-    """pyproject.toml; empty if there is none. Raises UserError if it is not TOML."""
+    """The content of pyproject.toml; empty if the file is missing. Raises UserError if it is not TOML."""
     path = repository / "pyproject.toml"
     if not path.is_file():
         return {}
@@ -31,14 +31,14 @@ def pyproject(repository: Path) -> dict[str, Any]:
 
 
 def table(data: object, *keys: str) -> dict[str, Any]:
-    """A table inside of TOML; empty if it is not there, or is no table."""
+    """A nested TOML table; empty if it is missing or not a table."""
     for key in keys:
         data = data.get(key) if isinstance(data, dict) else None
     return data if isinstance(data, dict) else {}
 
 
 def setup_cfg(repository: Path) -> ConfigParser:
-    """setup.cfg; empty if there is none. Raises UserError if it cannot be read."""
+    """The content of setup.cfg; empty if the file is missing. Raises UserError if it cannot be read."""
     config = ConfigParser(interpolation=None)
     try:
         if (repository / "setup.cfg").is_file():  # no pipe, nor a link to a device
@@ -62,7 +62,7 @@ def find_name(repository: Path) -> str:
 
 
 def dependencies(repository: Path) -> list[str]:
-    """Requirements that the project declares, as they are written."""
+    """The requirements that the project declares, word for word."""
     project = table(pyproject(repository), "project")
     poetry = table(pyproject(repository), "tool", "poetry", "dependencies")
     if isinstance(project.get("dependencies"), list):
@@ -80,12 +80,12 @@ def dependencies(repository: Path) -> list[str]:
 
 
 def groups(repository: Path) -> dict[str, list[str]]:
-    """Extras and dependency groups by name, as they are written; groups that include others hold their lines."""
+    """Extras and dependency groups by name, word for word; a group that includes others holds their lines."""
     data = pyproject(repository)
-    found: dict[str, list[str]] = {}
+    lines_by_name: dict[str, list[str]] = {}
 
     def add(name: str, lines: Iterator[str]) -> None:
-        found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), []).extend(lines)
+        lines_by_name.setdefault(re.sub(r"[-_.]+", "-", name).lower(), []).extend(lines)
 
     for name, lines in table(data, "project", "optional-dependencies").items():
         add(name, (str(line) for line in lines if isinstance(lines, list)))
@@ -102,11 +102,11 @@ def groups(repository: Path) -> dict[str, list[str]]:
     for name, lines in [*_setup_py(repository).items(), *_released(repository).items()]:
         if name:
             add(name, iter(lines))
-    return {name: list(dict.fromkeys(lines)) for name, lines in found.items() if lines}
+    return {name: list(dict.fromkeys(lines)) for name, lines in lines_by_name.items() if lines}
 
 
 def requirement_lines(repository: Path, name: str) -> list[str]:
-    """The lines of a requirements file and of those that it names (-r, once each), below the repository."""
+    """The lines of a requirements file and of the files that it includes (-r, once each), below the repository."""
     root = repository.resolve()
     pending, seen, lines = [(root / name).resolve()], set[Path](), list[str]()
     while pending:
@@ -143,7 +143,7 @@ def _listed(repository: Path, text: str) -> Iterator[str]:
 
 
 def _of_poetry(content: Mapping[str, Any]) -> Iterator[str]:
-    """Requirements of poetry's tables; ^ and ~ become the lower bound that they name."""
+    """Requirements of poetry's tables; ^ and ~ become lower bounds."""
     for name, value in content.items():
         version = value.get("version", "*") if isinstance(value, dict) else value
         optional = isinstance(value, dict) and ("git" in value or "path" in value or "url" in value)
@@ -155,7 +155,8 @@ def _of_poetry(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _setup_py(repository: Path) -> dict[str, list[str]]:
-    """ "" -> install_requires, extra -> requirements: of what setup.py writes out as lists, in place or by a name."""
+    """ "" -> install_requires, extra -> requirements. Only lists are read that setup.py holds as literals, in place or
+    in a variable."""
     path = repository / "setup.py"
     try:
         tree = ast.parse(path.read_text("utf-8", "replace")) if path.is_file() else None
@@ -174,28 +175,28 @@ def _setup_py(repository: Path) -> dict[str, list[str]]:
         except (ValueError, TypeError, RecursionError):
             return None
 
-    found: dict[str, list[str]] = {}
+    extras: dict[str, list[str]] = {}
     keywords = (keyword for node in ast.walk(tree) if isinstance(node, ast.Call) for keyword in node.keywords)
     for keyword in keywords:
         content = value(keyword.value)
         if keyword.arg in ("install_requires", "tests_require") and isinstance(content, list | tuple | str):
             lines = content.splitlines() if isinstance(content, str) else content
-            found["" if keyword.arg == "install_requires" else "tests"] = [str(line) for line in lines]
+            extras["" if keyword.arg == "install_requires" else "tests"] = [str(line) for line in lines]
         if keyword.arg == "extras_require" and isinstance(content, dict):
-            found |= {str(name): [str(x) for x in lines] for name, lines in content.items() if isinstance(lines, list)}
-    return found
+            extras |= {str(name): [str(x) for x in lines] for name, lines in content.items() if isinstance(lines, list)}
+    return extras
 
 
 def _released(repository: Path) -> dict[str, list[str]]:
-    """The same of a release's PKG-INFO."""
+    """ "" -> requirements, extra -> requirements, from the PKG-INFO of a release."""
     info = repository / "PKG-INFO"
-    found: dict[str, list[str]] = {}
+    extras: dict[str, list[str]] = {}
     about = Parser().parsestr(info.read_text("utf-8", "replace")) if info.is_file() else None
     for line in (about.get_all("Requires-Dist") or ()) if about is not None else ():
         requirement, _, marker = str(line).partition(";")
         extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", marker)
         rest = re.sub(r"\s*(and\s+)?extra\s*==\s*['\"][\w.-]+['\"]", "", marker).strip()
-        found.setdefault(extra[1] if extra else "", []).append(
+        extras.setdefault(extra[1] if extra else "", []).append(
             f"{requirement.strip()}; {rest}" if rest else requirement
         )
-    return found
+    return extras

@@ -1,7 +1,8 @@
-"""The extras of this installation, as in `pip install 'etude[train]'`: what each brings, and what of it is missing.
+"""The extras of this installation, as in `pip install 'etude[train]'`: their packages, and the packages that are
+missing.
 
-The metadata of the installed package says what an extra brings. A checkout that is on the path without an installation
-has no metadata: there nothing counts as missing, and an import says what is.
+The metadata of the installed package lists the packages of an extra. A checkout on the path without an installation has
+no metadata: no package counts as missing there, and the import of a missing one fails with its name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 from etude.errors import UserError
 
-# Extra -> what does not work without it, in the order of README. That of developers is left out.
+# Extra -> the features that need it, in the order of README. The extra for developers is left out.
 EXTRAS = {
     "play": "episodes against an engine elsewhere",
     "serve": "`etude serve`, `eval` and `weights`",
@@ -29,23 +30,23 @@ _SHOWN = 3
 
 @cache
 def packages(extra: str) -> tuple[str, ...]:
-    """The names of the packages that an extra brings, with those of the extras it includes."""
+    """The names of the packages of an extra, with those of the extras that it includes."""
     try:
         lines = requires("etude") or []
     except PackageNotFoundError:
         return ()
-    found: list[str] = []
+    names: list[str] = []
     for line in lines:
         requirement = Requirement(line)
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
             continue
         if requirement.marker.evaluate({"extra": ""}):
-            continue  # the core's
+            continue  # a dependency of the core
         if requirement.name == "etude":
-            found += [name for inner in sorted(requirement.extras) for name in packages(inner)]
+            names += [name for inner in sorted(requirement.extras) for name in packages(inner)]
         else:
-            found.append(canonicalize_name(requirement.name))
-    return tuple(dict.fromkeys(found))
+            names.append(canonicalize_name(requirement.name))
+    return tuple(dict.fromkeys(names))
 
 
 def missing(extra: str) -> list[str]:
@@ -54,14 +55,15 @@ def missing(extra: str) -> list[str]:
 
 
 def need(what: str, *extras: str) -> None:
-    """Raises UserError if a package of `extras` is not installed; `what` is the command or the thing that needs it."""
+    """Raises UserError if a package of `extras` is not installed; `what` is the command or the feature that needs
+    it."""
     lacking = {extra: names for extra in extras if (names := missing(extra))}
     if lacking:
         raise UserError(_sentence(what, list(dict.fromkeys(n for names in lacking.values() for n in names)), lacking))
 
 
 def lacks(what: str, module: str) -> str | None:
-    """The sentence about a module that could not be imported, which names its extra; None if no extra brings it."""
+    """The message about a module that could not be imported, with the name of its extra; None if no extra brings it."""
     name = canonicalize_name(module.partition(".")[0])
     return next((_sentence(what, [name], [extra]) for extra in EXTRAS if name in packages(extra)), None)
 

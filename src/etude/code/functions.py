@@ -1,4 +1,4 @@
-"""Where the code, the tests and the functions of a Python repository are. Nothing of the repository is run."""
+"""Finds the code, the tests and the functions of a Python repository, without running any of it."""
 
 import ast
 import warnings
@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from etude.errors import UserError
 
-# Never part of what the agent sees: history, caches and builds may hold the answer.
+# Hidden from the agent: history, caches and builds may hold the answer.
 _JUNK = frozenset((
     ".git", ".hg", ".svn", ".tox", ".nox", ".venv", "venv", "env", "node_modules", "__pycache__", ".pytest_cache",
     ".mypy_cache", ".ruff_cache", ".hypothesis", ".idea", ".vscode", "build", "dist", ".eggs", ".cache", "htmlcov",
@@ -47,7 +47,8 @@ class Unit(ABC):
     @property
     @abstractmethod
     def statements_key(self) -> str:
-        """Equal for units whose statements are equal: these must not be split between training and evaluation."""
+        """A key that is equal for units with equal statements; such units must not be split between training and
+        evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class Function(Unit):
 
     @property
     def body(self) -> list[ast.stmt]:
-        """Its statements without the docstring."""
+        """The statements without the docstring."""
         return self.node.body[1:] if ast.get_docstring(self.node, clean=False) is not None else self.node.body
 
 
@@ -75,7 +76,7 @@ class RepositoryLayout:
     source_roots: tuple[str, ...]  # packages and modules
     sources: tuple[str, ...]  # .py files below the source roots, tests left out
     tests: tuple[str, ...]  # every file that belongs to the tests, helpers and data included
-    files: tuple[str, ...]  # everything, junk left out
+    files: tuple[str, ...]  # all files except junk
     modules: tuple[str, ...] = ()  # the tests that pytest collects
 
 
@@ -85,9 +86,9 @@ def layout(
     is_module: Callable[[str], bool] | None = None,
     search: Sequence[str] = (),
 ) -> RepositoryLayout:
-    """Find the code and the tests of a repository among `files` (default: all but junk). `is_module` says which files
-    pytest collects, `search` are folders to import from, before src/ and the root. Raises UserError if there is no
-    importable Python code."""
+    """Find the code and the tests of a repository among `files` (default: all but junk). `is_module` decides which
+    files pytest collects, `search` are folders to import from, before src/ and the root. Raises UserError if there is
+    no importable Python code."""
     files = clean_files(repository) if files is None else tuple(files)
     is_module = is_module or is_test_module
     tests = tuple(f for f in files if is_test(f) or (is_module(f) and f.endswith(".py")))
@@ -100,11 +101,11 @@ def layout(
             modules = tuple(f for f in tests if is_module(f))
             python_path = (base,) if base else (".",)
             return RepositoryLayout(python_path, roots, sources, tests, files, modules)
-    raise UserError(_nothing_found(repository, files))
+    raise UserError(_no_code_message(repository, files))
 
 
-def _nothing_found(repository: Path, files: Sequence[str]) -> str:
-    """What a repository without a package at its root holds instead, and the command that takes it."""
+def _no_code_message(repository: Path, files: Sequence[str]) -> str:
+    """Describes a repository without a package at its root, and names the command that can use it."""
     marks = ("pyproject.toml", "setup.py", "setup.cfg", "package.json")
     folders = sorted({str(PurePosixPath(f).parent) for f in files if PurePosixPath(f).name in marks} - {"."})
     folders = [folder for folder in folders if not is_junk(folder) and not _NOT_CODE.intersection(folder.split("/"))]
@@ -122,7 +123,7 @@ def _nothing_found(repository: Path, files: Sequence[str]) -> str:
 
 
 def clean_files(repository: Path) -> tuple[str, ...]:
-    """Every file but history, caches, builds, archives and links; sorted."""
+    """All files except history, caches, builds, archives and links; sorted."""
     return tuple(sorted(_files(repository, repository)))
 
 
@@ -162,9 +163,9 @@ def read_source(repository: Path, path: str) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         line = getattr(e, "lineno", None)
         where = f"{path}, line {line}" if line else path
-        said = getattr(e, "msg", e) if isinstance(e, SyntaxError | ValueError) else "too deep for its parser"
+        reason = getattr(e, "msg", e) if isinstance(e, SyntaxError | ValueError) else "too deep for its parser"
         raise UserError(
-            f"{where} is not valid Python ({said}); fix it or leave it out with `--exclude {path}`."
+            f"{where} is not valid Python ({reason}); fix it or leave it out with `--exclude {path}`."
         ) from None
     return text
 
@@ -231,7 +232,7 @@ def _function(path: str, text: str, node: FunctionNode | ast.ClassDef, qualname:
 
 
 def _is_stub(node: FunctionNode) -> bool:
-    """Overloads, protocols and abstract methods: nothing to break."""
+    """Whether a function is an overload, a protocol's or an abstract method, whose body cannot be broken."""
     for decorator in node.decorator_list:
         name = decorator.func if isinstance(decorator, ast.Call) else decorator
         label = name.attr if isinstance(name, ast.Attribute) else getattr(name, "id", "")
@@ -252,7 +253,8 @@ def _files(folder: Path, root: Path) -> Iterator[str]:
 
 
 def _source_roots(files: Sequence[str], base: str) -> tuple[str, ...]:
-    """Modules and packages directly below the folder `base`; there, but not in the root, packages need no __init__."""
+    """Modules and packages directly below the folder `base`; in a folder other than the root, packages need no
+    __init__."""
     prefix = f"{base}/" if base else ""
     known = set(files)
     below = {f[len(prefix) :] for f in files if f.startswith(prefix) and f.endswith(".py")}

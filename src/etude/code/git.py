@@ -1,9 +1,9 @@
-"""A git clone's commits, files and refs, read without running anything that the clone names.
+"""Reads the commits, files and refs of a git clone without running any program that the clone names.
 
 A clone may come from anywhere, and its settings, hooks and attributes may name programs. So git never runs in it. It
 runs in a git directory of ours, which has settings of its own, no remote and no hook, and links to the clone's objects
-and refs. What the clone's metadata says of other places on this machine is not followed: alternates, includes, links,
-a work tree elsewhere. Format: gitrepository-layout(5).
+and refs. References in the clone's metadata to other places on this machine are not followed: alternates, includes,
+links, a work tree elsewhere. Format: gitrepository-layout(5).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from etude.errors import UserError
 
-SECONDS = 300.0  # that one command may take
+SECONDS = 300.0  # for one command
 _SETTINGS = """[core]
 	repositoryformatversion = 0
 	bare = true
@@ -53,8 +53,8 @@ Tree = Mapping[str, tuple[str, str]]  # path -> mode, id
 class Clone:
     """The clone with the work tree `root` and the git directory `directory`. Raises UserError if it cannot be read.
 
-    `common` is the git directory that it shares with its worktrees. `settings` are its own, as text: nothing acts on
-    them. They are read once, everything else anew with each command.
+    `common` is the git directory that it shares with its worktrees. `settings` is the text of its configuration, which
+    has no effect on git here. The settings are read once, all other files again with each command.
     """
 
     def __init__(self, root: Path, directory: Path) -> None:
@@ -80,10 +80,10 @@ class Clone:
             raise UserError(f"{root} keeps its refs as a {refs}: run `git refs migrate --ref-format=files` in it.")
 
     def run(
-        self, *arguments: str, given: bytes = b"", within: Path | None = None
+        self, *arguments: str, stdin: bytes = b"", within: Path | None = None
     ) -> subprocess.CompletedProcess[bytes]:
-        """One command of git, whatever its exit code; in the folder `within` of the work tree if it needs that. Raises
-        UserError if it takes too long."""
+        """Run one git command, in the folder `within` of the work tree if it needs that, and return it whatever its
+        exit code. Raises UserError if it takes too long."""
         places = {"GIT_DIR": str(self._own), "GIT_INDEX_FILE": str(self.directory / "index")}
         if within is not None:
             places["GIT_WORK_TREE"] = str(self.root)
@@ -92,7 +92,7 @@ class Clone:
         try:
             return subprocess.run(
                 [self._program, "--no-pager", *arguments],
-                input=given,
+                input=stdin,
                 capture_output=True,
                 timeout=SECONDS,
                 cwd=within or self._own,
@@ -103,67 +103,68 @@ class Clone:
             raise UserError(f"{took}; give a smaller clone.") from None
 
     def output(self, *arguments: str) -> bytes | None:
-        """What a command prints; None if it fails."""
+        """The output of a git command; None if it fails."""
         done = self.run(*arguments)
         return done.stdout if done.returncode == 0 else None
 
-    def demand(self, *arguments: str, given: bytes = b"", within: Path | None = None) -> bytes:
-        """What a command prints. Raises UserError if it fails."""
-        done = self.run(*arguments, given=given, within=within)
+    def demand(self, *arguments: str, stdin: bytes = b"", within: Path | None = None) -> bytes:
+        """The output of a git command. Raises UserError if it fails."""
+        done = self.run(*arguments, stdin=stdin, within=within)
         if done.returncode == 0:
             return done.stdout
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise self._lacking(said[-1] if said else f"git {arguments[0]} failed")
+        messages = done.stderr.decode(errors="replace").strip().splitlines()
+        raise self._lacking(messages[-1] if messages else f"git {arguments[0]} failed")
 
     def id_of(self, name: str) -> str:
-        """The id of what a name means, whether or not the object is there; empty if it means nothing."""
+        """The id of the object that a name stands for, even if the object is missing; empty for an unknown name."""
         return (self.output("rev-parse", "--verify", "-q", name) or b"").decode().strip()
 
     def tree(self, commit: str) -> Tree:
-        """Files and submodules of a commit; what is no UTF-8 in their names is escaped. Raises UserError."""
+        """Files and submodules of a commit; bytes of names that are not UTF-8 are escaped. Raises UserError."""
         return _entries(self.demand("ls-tree", "-r", "-z", commit), 2)
 
     def staged(self) -> Tree:
-        """Files and submodules of the index, likewise."""
+        """Files and submodules of the index, with names as in `tree`."""
         return _entries(self.demand("ls-files", "-z", "-s"), 1)
 
     def contents(self, ids: Iterable[str]) -> dict[str, bytes]:
         """Objects by id. Raises UserError if one is missing."""
         wanted = list(dict.fromkeys(ids))
         out = (
-            self.demand("cat-file", "--batch", given="".join(f"{one}\n" for one in wanted).encode()) if wanted else b""
+            self.demand("cat-file", "--batch", stdin="".join(f"{one}\n" for one in wanted).encode()) if wanted else b""
         )
-        found, at = {}, 0
+        contents, at = {}, 0
         for one in wanted:
             end = out.index(b"\n", at)
             words = out[at:end].split()
             if len(words) != 3:
                 raise self._lacking(f"no object {one}")
-            found[one] = out[end + 1 : end + 1 + int(words[2])]
+            contents[one] = out[end + 1 : end + 1 + int(words[2])]
             at = end + int(words[2]) + 2
-        return found
+        return contents
 
     def every_object(self) -> Iterable[tuple[str, bytes]]:
         """(id, content) of all objects, reachable or not. Raises UserError."""
         listed = self.demand("cat-file", "--batch-all-objects", "--batch-check=%(objectname)").decode().split()
         return self.contents(listed).items()
 
-    def _lacking(self, said: str) -> UserError:
+    def _lacking(self, reason: str) -> UserError:
         if (self.common / "objects/info/alternates").exists():
             return UserError(
                 f"objects of {self.root} lie in another repository (objects/info/alternates), which etude does not "
-                f"read ({said}): give a clone that was made without --shared or --reference, or with --dissociate."
+                f"read ({reason}): give a clone that was made without --shared or --reference, or with --dissociate."
             )
         marked = next((self.common / "objects/pack").glob("*.promisor"), None)
         if marked or any(_PARTIAL.fullmatch(name) for name in self.settings):
             return UserError(
-                f"objects of {self.root} are missing, since it is a partial clone ({said}): fetch them with "
+                f"objects of {self.root} are missing, since it is a partial clone ({reason}): fetch them with "
                 "`git fetch --refetch --no-filter` or `git backfill`, or clone without --filter."
             )
-        return UserError(f"git cannot read {self.root} ({said}): give a fresh clone of it.")
+        return UserError(f"git cannot read {self.root} ({reason}): give a fresh clone of it.")
 
     def _lay_out(self) -> None:
-        """Objects by folder, and not by an alternate of ours: git would follow the clone's own from there."""
+        """Link the object folders one by one: git would follow the clone's own alternates if the clone were an
+        alternate of ours."""
         (self._own / "objects").mkdir()
         (self._own / "config").write_text(_SETTINGS)
         for name in ("pack", *(f"{number:02x}" for number in range(256))):
@@ -177,7 +178,7 @@ class Clone:
         (self._own / "info/exclude").symlink_to(self.common / "info/exclude")
 
     def _refresh(self) -> None:
-        """What git does not take as a link, as it now is."""
+        """Copy the current state of the files that git does not read through links."""
         for source, form in ((self.directory / "HEAD", _HEAD), (self.common / "shallow", _IDS)):
             target = self._own / source.name
             there = _is_file(self.root, source)
@@ -204,7 +205,7 @@ class Clone:
 
 
 def around(folder: Path) -> Clone | None:
-    """The clone that a folder is, or lies in; None if there is none. Raises UserError if it cannot be read."""
+    """The clone at or around a folder; None if there is none. Raises UserError if it cannot be read."""
     folder = folder.resolve()
     for place in (folder, *folder.parents):
         dot = place / ".git"
@@ -214,17 +215,18 @@ def around(folder: Path) -> Clone | None:
 
 
 def in_folder(directory: Path) -> Clone:
-    """The clone of a git directory, as a bare repository is one. Raises UserError if it cannot be read."""
+    """The clone of a bare git directory. Raises UserError if it cannot be read."""
     return Clone(directory, directory.resolve())
 
 
 def is_git_directory(folder: Path) -> bool:
-    """Whether a folder looks like one."""
+    """Whether a folder looks like a git directory."""
     return (folder / "objects").is_dir() and (folder / "HEAD").is_file()
 
 
 def _directory(root: Path) -> Path:
-    """The git directory of a work tree: its folder `.git`, or where a file `.git` leads, if that place knows of it."""
+    """The git directory of a work tree: its folder `.git`, or the target of a file `.git` if the target names the work
+    tree."""
     dot = root / ".git"
     if dot.is_dir() and not dot.is_symlink():
         return dot
@@ -243,7 +245,7 @@ def _directory(root: Path) -> Path:
 
 
 def _common(root: Path, directory: Path) -> Path:
-    """The git directory with objects and refs: of a worktree, that of the clone which lists it."""
+    """The git directory with objects and refs; for a worktree, that of the clone which lists it."""
     file = directory / "commondir"
     if not _is_file(root, file):
         return directory
@@ -259,7 +261,7 @@ def _line(path: Path) -> str:
 
 
 def _is_file(root: Path, path: Path) -> bool:
-    """Whether a file is there. Raises UserError for a link, a pipe or a device in its place."""
+    """Whether a path is a file. Raises UserError for a link, a pipe or a device."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -270,7 +272,7 @@ def _is_file(root: Path, path: Path) -> bool:
 
 
 def _check_folder(root: Path, folder: Path) -> None:
-    """Raises UserError if there is anything but folders and plain files in a folder, so that none leads elsewhere."""
+    """Raises UserError if a folder holds anything but folders and plain files, so that no entry leads elsewhere."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():
@@ -286,10 +288,11 @@ def _check_folder(root: Path, folder: Path) -> None:
 
 
 def _entries(listed: bytes, place: int) -> dict[str, tuple[str, str]]:
-    """A listing of `ls-tree` or `ls-files`: the id is the word number `place` of what stands before a path."""
-    found: dict[str, tuple[str, str]] = {}
+    """Parse the output of `ls-tree` or `ls-files`: path -> (mode, id). The id is the word number `place` before the
+    path."""
+    entries: dict[str, tuple[str, str]] = {}
     for entry in filter(None, listed.split(b"\0")):
         head, _, path = entry.partition(b"\t")
         words = head.decode().split()
-        found[path.decode("utf-8", "surrogateescape")] = words[0], words[place]
-    return found
+        entries[path.decode("utf-8", "surrogateescape")] = words[0], words[place]
+    return entries

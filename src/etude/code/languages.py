@@ -1,7 +1,7 @@
-"""Languages by file ending: their comments, whether a text parses, and whether two texts mean the same to a parser.
+"""Languages by file ending: their comments, their parsers, and the comparison of two texts by syntax.
 
 Python and JSON are parsed by the standard library. The others need the tree-sitter packages of the extra `apply`;
-without these they have no syntax here, so no data is made of them and no answer of theirs is graded by its syntax.
+without these packages they have no parser here, so no data is made of them and no answer in them is graded by syntax.
 """
 
 import ast
@@ -30,7 +30,7 @@ _GRAMMARS = {
 }
 _COMMENTS = {"python": ("#", ""), "markdown": ("<!--", " -->")}
 _MAX_LEAVES = 200_000
-# Reserved in all languages with a grammar; where no statement may stand, tree-sitter takes them for names.
+# Reserved in all languages with a grammar; tree-sitter reads them as names where a statement is not allowed.
 _RESERVED = frozenset(word.encode() for word in ["break", "case", "continue", "else", "for", "if", "return", "switch"])
 
 
@@ -40,13 +40,13 @@ def language_of(path: str) -> str | None:
 
 
 def comment(language: str, text: str) -> str:
-    """`text` as a line comment; JSON has none and borrows JavaScript's, as people do in sketches."""
+    """`text` as a line comment. JSON has no comments and uses those of JavaScript, as people do in sketches."""
     opening, closing = _COMMENTS.get(language, ("//", ""))
     return f"{opening} {text}{closing}"
 
 
 def has_syntax(language: str) -> bool:
-    """Whether texts of the language can be parsed here. Markdown has no errors, so it has no syntax to compare."""
+    """Whether texts of the language can be parsed here; false for Markdown, since every text is valid Markdown."""
     return language in ("python", "json") or _parser(language) is not None
 
 
@@ -65,19 +65,19 @@ def same_syntax(one: str, other: str, language: str) -> bool:
     try:
         meaning = _meaning(one, language)
         return meaning is not None and meaning == _meaning(other, language)
-    except RecursionError:  # of texts that a model wrote; to compare deep trees takes more than to parse them
+    except RecursionError:  # comparing deep trees takes more stack than parsing them
         return False
 
 
 def tree(text: str, language: str) -> Any:
-    """The tree of a text that parses (tree-sitter's); None for one that does not, or without a parser."""
+    """The tree-sitter tree of a text; None if the text does not parse or the language has no parser."""
     parser = _parser(language)
     parsed = None if parser is None else parser.parse(text.encode("utf-8", "surrogatepass"))
     return None if parsed is None or parsed.root_node.has_error else parsed
 
 
 def _meaning(text: str, language: str) -> object:
-    """What two texts must share to have one syntax; None for a text that does not parse."""
+    """A key that two texts share if their syntax is equal; None for a text that does not parse."""
     if language == "python":
         return _python(text)
     if language == "json":

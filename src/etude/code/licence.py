@@ -1,4 +1,4 @@
-"""The licence that a repository or a package declares, where it says so, and whether it is permissive."""
+"""Finds the licence that a repository or a package declares, and whether it is permissive."""
 
 import email
 import json
@@ -35,13 +35,13 @@ def permissive(licence: str) -> bool:
 
 
 def find_licence(repository: Path) -> tuple[str, str]:
-    """(licence, where it was found), from pyproject.toml or a licence file. ("unknown", "no licence file or field") if
-    the repository says nothing."""
-    said = table(pyproject(repository), "project").get("license")
-    if isinstance(said, dict):
-        said = said.get("text") if len(str(said.get("text", ""))) < 40 else None
-    if isinstance(said, str) and said.strip():
-        return said.strip(), "pyproject.toml"
+    """(licence, place in which it was found), from pyproject.toml or a licence file. ("unknown", "no licence file or
+    field") if the repository declares none."""
+    licence = table(pyproject(repository), "project").get("license")
+    if isinstance(licence, dict):
+        licence = licence.get("text") if len(str(licence.get("text", ""))) < 40 else None
+    if isinstance(licence, str) and licence.strip():
+        return licence.strip(), "pyproject.toml"
     for path in sorted(repository.iterdir()):
         if path.is_file() and path.stem.upper() in _FILES:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -52,7 +52,7 @@ def find_licence(repository: Path) -> tuple[str, str]:
 
 
 def find_permissive_licence(repository: Path) -> tuple[str, str]:
-    """As `find_licence`; unless that licence is permissive, the one in the package's metadata or package.json."""
+    """The result of `find_licence` if it is permissive, else the licence in the package's metadata or package.json."""
     licence, source = find_licence(repository)
     if permissive(licence):
         return licence, source
@@ -71,7 +71,7 @@ def find_permissive_licence(repository: Path) -> tuple[str, str]:
 
 
 def metadata_licence(metadata: str) -> str:
-    """The licence named in a package's METADATA text, or "" when it declares none. The SPDX expression wins over trove
+    """The licence named in a package's METADATA text, or "" if it declares none. The SPDX expression wins over trove
     classifiers, and these win over the free-text field, which often holds the whole text of the licence."""
     message = email.message_from_string(metadata)
     if expression := message.get("License-Expression"):

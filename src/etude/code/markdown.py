@@ -1,4 +1,4 @@
-"""Tables of Markdown, for the cards of datasets."""
+"""Markdown tables, for the cards of datasets."""
 
 from collections.abc import Iterable, Sequence
 

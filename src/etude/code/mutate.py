@@ -1,8 +1,7 @@
-"""Broken functions: texts edited in place by operators (`operators.py`), so untouched lines keep their layout.
+"""Breaks functions by operators (`operators.py`) that edit the text in place, so untouched lines keep their layout.
 
-Every mutant parses, differs in its AST, and leaves the
-docstring and all text outside the edited spans as they were. Tasks are made by `mutants`, `combined` and `removal`;
-training text is made by `draw`.
+Every mutant parses, has another AST, and leaves the docstring and all text outside the edited spans unchanged. Tasks
+are made by `mutants`, `combined` and `removal`; training text is made by `draw`.
 """
 
 from __future__ import annotations
@@ -51,12 +50,13 @@ class Mutant:
 
 @dataclass(frozen=True)
 class MutationCandidate:
-    """One way to break a repository: `mutant` in the file of a function, and `elsewhere` in others (path, mutant)."""
+    """One way to break a repository: `mutant` in the file of a function, and `elsewhere` (path, mutant) in other
+    files."""
 
     kind: str
     mutant: Mutant
     elsewhere: tuple[tuple[str, Mutant], ...] = ()
-    instruction: str = ""  # empty: made of the kind and the function
+    instruction: str = ""  # empty: a text from the kind and the function is used
     sites: int = 1
 
 
@@ -87,7 +87,8 @@ def mutants(
 
 
 def combined(source: str, function: Function, seed: int, allowed: set[str], limit: int = 12) -> list[Mutant]:
-    """At most `limit` mutants with two or three sites, each site broken by another of the `allowed` operators."""
+    """At most `limit` mutants with two or three sites, each site broken by a different one of the `allowed`
+    operators."""
     rng = random.Random(f"{seed} {function.id} combined")
     single = [mutant for mutant in mutants(source, function, seed) if mutant.operator in allowed][: 4 * limit]
     place = FunctionBytes(source, function, rng)
@@ -166,7 +167,7 @@ def removal(source: str, function: Function) -> Mutant | None:
 
 
 def _apply(place: FunctionBytes, operator: str, edits: tuple[ByteEdit, ...]) -> Mutant | None:
-    """The module after `edits`, or None if it does not parse, or its function means the same."""
+    """The module after `edits`, or None if it does not parse or its function keeps its meaning."""
     # Only the function is edited and parsed: a module of thousands of lines would cost seconds over all its mutants.
     ordered = tuple(sorted(edits, key=lambda e: e.start, reverse=True))
     data = place.data[place.first : place.last]
@@ -192,7 +193,7 @@ def _apply(place: FunctionBytes, operator: str, edits: tuple[ByteEdit, ...]) -> 
 
 
 def parse_snippet(snippet: str) -> FunctionNode | ast.ClassDef | None:
-    """The one function or class in a (possibly indented) snippet; None if it is anything else."""
+    """The one function or class in a (possibly indented) snippet; None for any other text."""
     indented = snippet[:1] in (" ", "\t")
     try:
         tree = ast.parse("if 1:\n" + snippet if indented else snippet)

@@ -63,7 +63,7 @@ class FunctionBytes:
         self.nodes = list(self._walk())
 
     def _walk(self) -> Iterator[ast.AST]:
-        """Nodes of the body. F-strings are left out: before Python 3.12 their parts have no true positions."""
+        """Nodes of the body without those in f-strings, which have no true positions before Python 3.12."""
         queue: list[ast.AST] = list(self.function.body)
         while queue:
             node = queue.pop(0)
@@ -92,7 +92,7 @@ class FunctionBytes:
         return self.data[self.start(node) : self.end(node)]
 
     def own_lines(self, start: int, end: int) -> bool:
-        """Whether nothing but space and a comment shares the lines of [start, end)."""
+        """Whether the lines of [start, end) hold only space and a comment besides."""
         before = self.data[self.data.rfind(b"\n", 0, start) + 1 : start]
         stop = self.data.find(b"\n", end)
         after = self.data[end : stop if stop >= 0 else len(self.data)].strip()
@@ -120,7 +120,7 @@ class FunctionBytes:
             end = high - len(after.lstrip()) + 1
 
     def operator_span(self, left: ast.AST, right: ast.AST, operator: str) -> tuple[int, int] | None:
-        """Where `operator` stands between two operands; comments are looked past."""
+        """The span of `operator` between two operands; comments are skipped."""
         low, high = self.end(left), self.start(right)
         between = re.sub(rb"#[^\n]*", lambda m: b" " * len(m.group()), self.data[low:high])
         match = re.search(rb"\s+".join(re.escape(word.encode()) for word in operator.split()), between)
@@ -131,7 +131,7 @@ Operator = Callable[[FunctionBytes], Iterator[tuple[ByteEdit, ...]]]
 
 
 def _delete(place: FunctionBytes, statement: ast.stmt, block: list[ast.stmt]) -> tuple[ByteEdit, ...] | None:
-    """Take a statement out with its lines; the last one of a block becomes `pass`."""
+    """Remove a statement with its lines; the last one of a block becomes `pass`."""
     start, end = place.start(statement), place.end(statement)
     if not place.own_lines(start, end):
         return None

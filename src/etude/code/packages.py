@@ -1,6 +1,6 @@
-"""Packages and what they need, brought in by pip: source packages pinned by digest, wheels, dependencies.
+"""Fetches packages and their dependencies with pip: source packages pinned by digest, and wheels.
 
-Nothing of a fetched package is run, nor of what depends on it: wheels and source packages are only unpacked. pip runs
+No code of a fetched package or of its dependencies is run: wheels and source packages are only unpacked. pip runs
 isolated from the current folder, takes wheels alone, and gets requirements that are names and versions.
 """
 
@@ -26,7 +26,7 @@ from etude.errors import UserError
 
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]*")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_FILE = re.compile(r"/|\.(zip|whl|tar|tar\.\w+|tgz|tbz|tlz|txz)$", re.IGNORECASE)  # pip takes it if it is there
+_FILE = re.compile(r"/|\.(zip|whl|tar|tar\.\w+|tgz|tbz|tlz|txz)$", re.IGNORECASE)  # pip installs such a file
 _MAX_BYTES = 512 << 20  # of an unpacked package; a small archive may hold an endless file
 
 
@@ -64,7 +64,7 @@ def fetch_wheel(requirement: str, into: Path, timeout: float = 600.0) -> Path:
 
 
 def download_wheel(requirement: str, into: Path, timeout: float = 600.0) -> Path:
-    """Download the wheel of NAME==VERSION into a folder of its own; nothing is unpacked. `timeout` is in seconds.
+    """Download the wheel of NAME==VERSION into a folder of its own, without unpacking it. `timeout` is in seconds.
     Raises UserError for a package without a wheel, and if pip fails."""
     into.mkdir(parents=True, exist_ok=True)
     _pip(["download", "--no-deps", "--only-binary=:all:", "--dest", str(into), requirement], timeout)
@@ -77,10 +77,10 @@ def unpack(archive: Path, into: Path) -> Path:
     lead outside, for devices, for an archive of more than 512 MiB and for one that holds several folders."""
     try:
         with tarfile.open(archive) as tar:
-            found = archives.contents(tar)
-            if sum(file.size for file in found.values() if file is not None) > _MAX_BYTES:
+            entries = archives.contents(tar)
+            if sum(file.size for file in entries.values() if file is not None) > _MAX_BYTES:
                 raise UserError(f"{archive.name} unpacks to more than {_MAX_BYTES >> 20} MiB; give a smaller library.")
-            archives.extract(tar, found, into)
+            archives.extract(tar, entries, into)
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as e:
         raise UserError(f"{archive.name} cannot be unpacked safely ({e}); use another package.") from None
     folders = [path for path in into.iterdir() if path.is_dir()]
@@ -103,19 +103,19 @@ def unpack_wheel(wheel: Path, into: Path) -> None:
 
 
 class NoWheel(UserError):
-    """A package would have to be built."""
+    """A package has no wheel and would have to be built."""
 
 
 def verify(archive: Path, sha256: str) -> None:
-    """Compare the digest of a file. Raises UserError if it is another."""
+    """Raises UserError if the digest of a file is not `sha256`."""
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != sha256:
         raise UserError(f"{archive.name} has sha256 {digest}, not {sha256}; check the version and the digest.")
 
 
 def plain(line: str) -> str:
-    """A requirement that is a name with versions, as it stands. Raises UserError for an option of pip, an address, a
-    folder, and for what is no requirement."""
+    """The requirement, if it is a name with versions. Raises UserError for an option of pip, an address, a folder, and
+    for a line that is not a requirement."""
     text = line.strip()
     where = "etude installs wheels of the package index alone; `--bootstrap rules` leaves such requirements out"
     if text.startswith("-"):
@@ -134,7 +134,7 @@ def plain(line: str) -> str:
 
 
 def install_dependencies(repository: Path, site: Path, timeout: float = 300.0) -> list[str]:
-    """Install what the repository requires into `site`, which is created; returns the requirements."""
+    """Install the requirements of the repository into `site`, which is created; returns the requirements."""
     required = dependencies(repository)
     install(required, site, timeout)
     return required
@@ -169,11 +169,11 @@ options, _ = command.parse_args(["--no-binary", ":all:", "--no-input", "--quiet"
 with command.main_context():
     session = command._build_session(options)
     finder = command._build_package_finder(options, session)
-    found = [one.link for one in finder.find_all_candidates(name) if one.version == Version(version)]
-    found = [link for link in found if link.filename.endswith(".tar.gz")]
-    if not found:
+    links = [one.link for one in finder.find_all_candidates(name) if one.version == Version(version)]
+    links = [link for link in links if link.filename.endswith(".tar.gz")]
+    if not links:
         sys.exit("ERROR: no source package (.tar.gz)")
-    answer = session.get(found[0].url_without_fragment, stream=True, timeout=float(seconds))
+    answer = session.get(links[0].url_without_fragment, stream=True, timeout=float(seconds))
     answer.raise_for_status()
     with open(target, "wb") as file:
         for part in answer.iter_content(1 << 16):
@@ -201,7 +201,7 @@ def _pip(arguments: list[str], timeout: float) -> None:
         return
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")] or ["ERROR: no message"]
     missing = re.search(r"No matching distribution found for (\S+)", done.stderr)
-    if missing and "connection broken by" in done.stderr:  # an index that nobody reached lacks nothing
+    if missing and "connection broken by" in done.stderr:  # the index was not reached
         raise UserError(
             f"pip {arguments[0]} {missing[1]} failed: the package index cannot be reached; check the network."
         )
@@ -216,7 +216,7 @@ def _pip(arguments: list[str], timeout: float) -> None:
 
 
 def _run(arguments: list[str], what: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, isolated (-I): a module of the current folder must not take the place of one of pip's."""
+    """Run a separate, isolated Python (-I), since a module of the current folder must not replace one of pip's."""
     command = [sys.executable, "-I", *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -1,4 +1,4 @@
-"""Shingles: the runs of a text's tokens, by which copies and near copies are found (Broder 1997)."""
+"""Shingles: the runs of n consecutive tokens in a text, by which copies and near copies are found (Broder 1997)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One typed configuration per stage. Unknown keys are errors. No torch here; `cli/overlays.py` reads the TOML files.
+"""Typed configuration, one class per stage. Unknown keys are errors. No torch; `cli/overlays.py` reads the TOML files.
 
-Relative paths start at the current folder, where `outputs/` is written, too. A validated configuration holds absolute
-ones, so that a run can be resumed from any folder.
+Relative paths start at the current folder, where `outputs/` is written as well. A validated configuration holds
+absolute paths, so that a run can be resumed from any folder.
 """
 
 from __future__ import annotations

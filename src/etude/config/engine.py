@@ -1,4 +1,4 @@
-"""Engines: of a run, behind `etude serve`, and in evaluations."""
+"""Configuration of engines: of a run, behind `etude serve`, and in evaluations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etude.config.sections import Section, option
 
 
 class EngineConfig(Section):
-    """What an engine may use and how it computes: in a run, behind `etude serve`, and in evaluations."""
+    """The resources of an engine, and its way of computing: in a run, behind `etude serve`, and in evaluations."""
 
     threads: int = option(1, "CPU threads", ge=1)
     device: str = option("cpu", "PyTorch device of the model")
@@ -45,7 +45,7 @@ Engine = Literal["etude", "vllm"]
 
 
 class InferenceConfig(EngineConfig):
-    """The inference servers of a run. What else they are told follows from other tables of the run."""
+    """The inference servers of a run. Their other settings follow from other tables of the run."""
 
     engine: Engine = option("etude", "what the servers are: etude's own or vllm (docs/serving.md)")
     urls: tuple[str, ...] = option((), "servers that others have started, in place of own ones")
@@ -57,7 +57,7 @@ class InferenceConfig(EngineConfig):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _others_compute_in_the_published_type(cls, data: Any) -> Any:
-        """Engines that take the published tensors as they are have no use for float32."""
+        """The default of other engines is bfloat16, the type of the published tensors."""
         if not isinstance(data, dict):
             return data
         table = cast(dict[str, Any], data)
@@ -66,15 +66,15 @@ class InferenceConfig(EngineConfig):
     @pydantic.model_validator(mode="after")
     def _options_belong_to_the_engine(self) -> InferenceConfig:
         fields = type(self).model_fields
-        given = [name for name in fields if getattr(self, name) != fields[name].default]
+        changed = [name for name in fields if getattr(self, name) != fields[name].default]
         of_etude = {"threads", "prefill_tokens", "cache_mb", "documents_mb", "speculate"}
         of_others = {"python", "args"}
         of_starting = {"servers", "port", "python", "args"}
-        if self.engine != "etude" and (wrong := [name for name in given if name in of_etude]):
+        if self.engine != "etude" and (wrong := [name for name in changed if name in of_etude]):
             raise ValueError(f"{wrong[0]} is an option of etude's engine: for {self.engine}, give its own with args")
-        if self.engine == "etude" and (wrong := [name for name in given if name in of_others]):
+        if self.engine == "etude" and (wrong := [name for name in changed if name in of_others]):
             raise ValueError(f'{wrong[0]} is no option of etude\'s engine: set engine = "vllm", or leave it out')
-        if self.urls and (wrong := [name for name in given if name in of_starting]):
+        if self.urls and (wrong := [name for name in changed if name in of_starting]):
             raise ValueError(f"urls are servers that others have started: drop {wrong[0]}")
         if self.engine != "etude" and self.dtype != "bfloat16":
             raise ValueError(f"{self.engine} serves the published tensors, which are bfloat16: drop dtype")
@@ -86,12 +86,12 @@ class InferenceConfig(EngineConfig):
 
     @property
     def count(self) -> int:
-        """Servers of the run."""
+        """The number of servers in the run."""
         return len(self.urls) or self.servers
 
 
 class WeightSource(Section):
-    """Where a server takes new versions of its weights from."""
+    """The place from which a server takes new versions of its weights."""
 
     weights: str = Field(description="URL of the store whose newest version is served")
     relay: str | None = option(None, "URL of the cluster's relay, asked before the store")
@@ -110,7 +110,7 @@ class WeightSource(Section):
 
 
 class ServerConfig(EngineConfig):
-    """One inference server: of `etude serve`, of an evaluation, or of a run, whose tables it is then made from."""
+    """One inference server: of `etude serve`, of an evaluation, or of a run, which fills it from its own tables."""
 
     model: str = Field(description="Hugging Face folder")
     host: str = option("127.0.0.1", "address to listen on")

@@ -1,4 +1,4 @@
-"""Stage "live": the gateway before the served model, what is learned from its users, and how a version is released."""
+"""Stage "live": the gateway before the served model, learning from its users, and the release of versions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LabelsConfig(Section):
 
 
 class GateConfig(Section):
-    """What a version must pass before any user meets it."""
+    """Checks that a version must pass before any user meets it."""
 
     base: str = option("nano", "model that the versions began with: folder, or name of a bundled one")
     suites: tuple[LocalPath, ...] = option((), "frozen dataset folders, of which held-out tasks are played")
@@ -93,7 +93,7 @@ class GateConfig(Section):
 
 
 class CanaryConfig(Section):
-    """How a version reaches users, step by step."""
+    """Steps by which a version reaches users."""
 
     stages: tuple[float, ...] = option((0.01, 0.05, 0.25, 1.0), "shares of the accounts, rising to 1")
     minutes: float = option(20.0, "that a stage lasts at least", ge=0)

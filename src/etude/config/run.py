@@ -56,7 +56,7 @@ class AgentConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How episodes are sampled."""
+    """Sampling of episodes."""
 
     prompts: int = option(16, "P: groups per optimizer step", ge=1)
     group: int = option(16, "G: episodes per group", ge=2)
@@ -137,7 +137,7 @@ Mask = Literal["ipo", "dppo", "geo_rs", "opsm", "veto"]
 
 
 class LossConfig(Section):
-    """The loss: a preset, and what is replaced in it. See docs/losses.md."""
+    """The loss: a preset, and values that replace parts of it. See docs/losses.md."""
 
     preset: Literal[
         "composer2", "fireworks", "grpo", "dr_grpo", "dapo", "tis", "icepop", "cispo", "gspo", "ppo"
@@ -173,7 +173,7 @@ GuardAction = Literal["warn", "skip", "rollback", "halt"]
 
 
 class Guard(Section):
-    """Two thresholds on a figure; beyond `stop` the run does `action`. An absent threshold is never crossed."""
+    """Two thresholds on a figure; beyond `stop` the run takes `action`. A missing threshold is never crossed."""
 
     warn: float | None = option(None, "threshold beyond which the step is reported")
     stop: float | None = option(None, "threshold beyond which the action is done")
@@ -185,7 +185,8 @@ def _guard(text: str, warn: float | None, stop: float | None, action: GuardActio
 
 
 class GuardsConfig(Section):
-    """Thresholds per step. `correlation` and `ess` must not fall below theirs, no other figure may rise above its."""
+    """Thresholds per step. `correlation` and `ess` must not fall below theirs; all other figures must not rise above
+    theirs."""
 
     act: bool = option(True, "false: only report the actions")
     halt_after: int = option(2, "rollbacks without a good step between them that end the run", ge=1)
@@ -218,8 +219,8 @@ class GuardsConfig(Section):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _keep_what_is_not_given(cls, data: Any) -> Any:
-        """`mismatch_k2.stop = 0.01` alone leaves the guard's other two values as they are."""
+    def _merge_partial_guards(cls, data: Any) -> Any:
+        """`mismatch_k2.stop = 0.01` alone leaves the guard's other two values at their defaults."""
         if not isinstance(data, dict):
             return data
         tables = cast(dict[str, Any], data)
@@ -238,7 +239,7 @@ class LoraConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The optimizer, and how a batch is computed."""
+    """The optimizer, and the computation of a batch."""
 
     steps: int = option(100, "optimizer steps; the run ends here at the latest", ge=1)
     minutes: float | None = option(None, "no step starts after this much training time", gt=0)
@@ -285,7 +286,7 @@ class TrainerConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How versions of the weights are published; see docs/weights.md."""
+    """Publication of versions of the weights; see docs/weights.md."""
 
     anchor_share: float = option(0.5, "a full copy is written when deltas since the last exceed this share of it", gt=0)
     anchor_versions: int = option(200, "a full copy is written after so many versions at the latest", ge=1)
@@ -354,7 +355,7 @@ class RLConfig(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _tasks_follow_the_seed(cls, data: Any) -> Any:
-        """The run's seed draws the tasks, too, unless `tasks.seed` is given."""
+        """The run's seed also draws the tasks, unless `tasks.seed` is set."""
         tasks = data.get("tasks")
         if isinstance(tasks, TasksConfig):
             tasks = tasks.model_dump(exclude_unset=True)
@@ -376,7 +377,7 @@ class RLConfig(Section):
             "reward.refused_edits": self.reward.refused_edits,
         }
         if self.tasks.environment is not None and (
-            name := next((name for name, given in refused.items() if given), None)
+            name := next((name for name, used in refused.items() if used), None)
         ):
             raise ValueError(f"episodes of tasks.environment have no {name}: drop one of the two")
         return self
@@ -384,7 +385,7 @@ class RLConfig(Section):
     @pydantic.model_validator(mode="after")
     def _something_is_held_out(self) -> RLConfig:
         tasks, measured = self.tasks, self.eval.before or self.eval.after
-        own = tasks.edits is None and tasks.environment is None  # the others say themselves what they hold out
+        own = tasks.edits is None and tasks.environment is None  # the others choose their held-out tasks themselves
         held_out = any(source.dataset or source.heldout_fraction for source in tasks.sources or (tasks,))
         if own and measured and not held_out:
             raise ValueError(
@@ -414,7 +415,7 @@ class RLConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _a_batch_that_is_given_has_an_end(self) -> RLConfig:
+    def _baseline_given_needs_no_schedule(self) -> RLConfig:
         if self.trainer.baseline == "given" and (self.trainer.minutes is not None or self.trainer.decay):
             raise ValueError('trainer.baseline = "given" ends with its batch: drop trainer.minutes and trainer.decay')
         return self
@@ -436,7 +437,7 @@ class RLConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _other_engines_do_less(self) -> RLConfig:
-        """What only etude's engine does is refused before anything is started."""
+        """Options that only etude's engine has are refused before anything is started."""
         engine, inference = self.inference.engine, self.inference
         if self.deterministic and (engine != "etude" or inference.urls):
             raise ValueError("deterministic = true needs servers of etude's engine that the run starts: drop inference")

@@ -1,4 +1,4 @@
-"""The table [sandbox]: who makes the boxes of agents, and what they may reach."""
+"""The table [sandbox]: the backend that makes the boxes of agents, and the hosts that they may reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Limit = Literal["memory", "processes", "disk"]
 
 
 class NamespaceSandboxConfig(Section):
-    """Boxes of this machine's kernel. They reach nothing unless hosts or an index are named. docs/sandbox.md."""
+    """Boxes by namespaces of this machine's kernel. Without hosts or an index they have no network. See
+    docs/sandbox.md."""
 
     type: Literal["namespace"] = "namespace"
     egress: tuple[str, ...] = option(
@@ -54,11 +55,11 @@ SANDBOX_TYPES = ("namespace", "docker", "podman")
 SandboxConfig = Annotated[
     Annotated[NamespaceSandboxConfig | ContainerSandboxConfig, Field(discriminator="type")],
     BeforeValidator(_with_type),
-]  # who makes the boxes of agents: a table [sandbox] whose `type` says which other keys there are
+]  # the backend of the boxes: a table [sandbox] whose `type` selects the other keys
 
 
 def validate_sandbox(table: dict[str, Any], where: str) -> SandboxConfig:
-    """The table [sandbox] alone. Raises UserError that names the first wrong key."""
+    """Validate the table [sandbox] alone. Raises UserError that names the first wrong key."""
     try:
         return TypeAdapter[SandboxConfig](SandboxConfig).validate_python(table)
     except pydantic.ValidationError as e:

@@ -1,4 +1,4 @@
-"""Secrets of a configuration: what a run folder keeps in their place, and where they come from again."""
+"""Secrets of a configuration: the placeholders that a run folder keeps, and the environment that holds the values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etude.config.sections import validate
 from etude.errors import UserError
 
 _URL = re.compile(r"(?P<head>[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*):(?P<password>[^/\s@]*)@")
-_LEDGER = re.compile(r"(?P<head>://[^:/@]*):(?P<password>[^@]*)@")  # as SQLAlchemy reads it
+_LEDGER = re.compile(r"(?P<head>://[^:/@]*):(?P<password>[^@]*)@")  # the parts that SQLAlchemy reads
 _QUERY = re.compile(r"(?<=[?&])password=([^&\s]*)&?")
 _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
@@ -20,14 +20,14 @@ _MASK = "***"
 
 
 def ledger_password(config: RLConfig) -> str | None:
-    """The password in the URL of the ledger, as it is written there."""
-    found = _LEDGER.search(config.ledger or "") or _QUERY.search(config.ledger or "")
-    return found[found.lastindex or 0] if found else None
+    """The password in the URL of the ledger, in the URL's own encoding."""
+    match = _LEDGER.search(config.ledger or "") or _QUERY.search(config.ledger or "")
+    return match[match.lastindex or 0] if match else None
 
 
 def without_secrets(config: RLConfig) -> RLConfig:
-    """The configuration as a run folder keeps it: the ledger's URL without a password, other URLs with `***` in its
-    place, and `$NAME` for each variable of the agent whose name says that it is secret."""
+    """The configuration in the form in which a run folder keeps it: the ledger's URL without a password, other URLs
+    with `***` in its place, and `$NAME` for each variable of the agent whose name shows that it is secret."""
     kept: dict[str, Any] = config.model_dump(mode="json")
     if config.ledger:
         kept["ledger"] = _QUERY.sub("", _LEDGER.sub(r"\g<head>@", config.ledger)).rstrip("?&")
@@ -38,16 +38,17 @@ def without_secrets(config: RLConfig) -> RLConfig:
 
 def secrets(config: RLConfig) -> list[str]:
     """All that `without_secrets` leaves out, longest first."""
-    found = {match["password"] for text in _texts(config.model_dump(mode="json")) for match in _URL.finditer(text)}
-    found.add(ledger_password(config) or "")
+    values = {match["password"] for text in _texts(config.model_dump(mode="json")) for match in _URL.finditer(text)}
+    values.add(ledger_password(config) or "")
     if config.rollout.agent is not None:
         environment = config.rollout.agent.environment
-        found |= {environment[name] for name in _secret_names(environment)}
-    return sorted(found - {""}, key=len, reverse=True)
+        values |= {environment[name] for name in _secret_names(environment)}
+    return sorted(values - {""}, key=len, reverse=True)
 
 
 def redacted(text: str, config: RLConfig) -> str | None:
-    """The text of a configuration with `***` for its secrets; None if one is written there in another way."""
+    """The text of a configuration with `***` for its secrets; None if a secret may be in the text in another
+    spelling."""
     for secret in secrets(config):
         if secret not in text:
             return None

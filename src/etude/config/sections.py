@@ -1,4 +1,4 @@
-"""The base of all tables, paths in them, and errors in one sentence."""
+"""The base of all tables, their paths, and error messages in one sentence."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Section(BaseModel):
 
 
 def option(default: Any, text: str, **limits: Any) -> Any:
-    """A field of a section: its default, what it means, and pydantic's constraints on it."""
+    """A field of a section: its default, its meaning, and pydantic's constraints on it."""
     return Field(default=default, description=text, **limits)
 
 
 def absolute(path: str) -> str:
-    """A path from the current folder as an absolute one; URLs and empty text stay as they are."""
+    """The absolute path for a path relative to the current folder; URLs and empty text stay unchanged."""
     return str(Path(path).absolute()) if path and "://" not in path else path
 
 
 def bundled(path: str) -> Path | None:
-    """A file or folder that comes with etude, such as "recipes/demo.toml": of the installed package, else of the
-    repository that the package lies in. None if neither has it."""
+    """A file or folder that comes with etude, such as "recipes/demo.toml": in the installed package, else in the
+    repository around the package. None if neither has it."""
     package = Path(etude.__file__).parent
     return next((root / path for root in (package / "bundled", package.parents[1]) if (root / path).exists()), None)
 
@@ -56,8 +56,8 @@ def bundled_model(name: str | Path) -> Path | None:
 def find_model(name: str | Path) -> Path:
     """The absolute folder of a model: `name` is the name of a bundled or a pretrained model, a folder, or a GGUF file.
     Raises UserError. A name goes before a folder of that name (write `./NAME`), for the current folder may be a
-    repository that tasks are made of. The folder of a pretrained model may not be there yet (`weights.runs`). A folder
-    `models/NAME` that is gone is looked for among the bundled models, because an installation may have moved."""
+    repository from which tasks are made. The folder of a pretrained model may not exist yet (`weights.runs`). A missing
+    folder `models/NAME` is looked up among the bundled models, because an installation may have moved."""
     if (own := bundled_model(name)) is not None:
         return own
     if (known := pretrained(name)) is not None:
@@ -78,22 +78,20 @@ def _model_folder(name: str) -> str:
     try:
         return str(find_model(name))
     except UserError:
-        return absolute(name)  # the run says what is wrong with the folder
-
-
-def _template(given: str) -> str:
-    return given if given in CHAT_TEMPLATES else absolute(given)
+        return absolute(name)  # the run reports the error
 
 
 LocalPath = Annotated[str, AfterValidator(absolute)]  # absolute after validation; URLs are kept
 LocalPathOrNone = Annotated[str, AfterValidator(lambda path: path if path == "none" else absolute(path))]
 ModelPath = Annotated[str, AfterValidator(_model_folder)]
-ChatTemplateOrNone = Annotated[str | None, AfterValidator(lambda given: given and _template(given))]
+ChatTemplateOrNone = Annotated[
+    str | None, AfterValidator(lambda name: name if not name or name in CHAT_TEMPLATES else absolute(name))
+]
 ModelPathOrSelf = Annotated[str, AfterValidator(lambda name: name if name == "self" else _model_folder(name))]
 
 
 def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
-    """`data` as a configuration of type `kind`. Raises UserError that names the first wrong key."""
+    """Validate `data` as a configuration of type `kind`. Raises UserError that names the first wrong key."""
     try:
         return kind.model_validate(data)
     except pydantic.ValidationError as e:
@@ -102,24 +100,24 @@ def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
 
 @dataclass(frozen=True)
 class OptionKey:
-    """An option of a stage: its dotted name, what is used where it is left out, and what it means."""
+    """An option of a stage: its dotted name, its default, and its meaning."""
 
     name: str
     default: Any
     meaning: str
     needed: bool = False  # there is no default
-    off: bool = False  # it counts only with a table, or the shape of one, that is not there by default
+    off: bool = False  # it counts only with a table, or a variant of one, that is absent by default
     heading: bool = False  # it is a table, and its options follow
 
 
-def keys(kind: type[Section], above: str = "", given: Section | None = None, off: bool = False) -> Iterator[OptionKey]:
-    """Every option below `kind`, whose values by default are those of `given`; of a choice between tables the default
-    one's first, a key of several tables once."""
+def keys(kind: type[Section], above: str = "", values: Section | None = None, off: bool = False) -> Iterator[OptionKey]:
+    """Every option below `kind`, with the values of `values` as defaults. Of a choice between tables the default one
+    comes first; a key of several tables comes once."""
     seen = set[str]()
     for name, field in kind.model_fields.items():
         key, meaning = f"{above}{name}", field.description or ""
-        needed = given is None and field.is_required()
-        default = None if needed else getattr(given, name) if given is not None else field.get_default()
+        needed = values is None and field.is_required()
+        default = None if needed else getattr(values, name) if values is not None else field.get_default()
         tables = sorted(_tables(field.annotation, needed), key=lambda table: not isinstance(default, table))
         entries: list[OptionKey] = []
         for number, table in enumerate(tables):
@@ -138,7 +136,7 @@ def keys(kind: type[Section], above: str = "", given: Section | None = None, off
 
 
 def _tables(annotation: Any, listed: bool) -> Iterator[type[Section]]:
-    """The tables that a value may be; those of a list, if it is needed."""
+    """The tables that a value may be, and those in a list if `listed`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated) or (
@@ -152,7 +150,7 @@ def error_sentence(
     error: pydantic.ValidationError, data: Any, where: str, above: tuple[str, ...] = (),
     kind: type[Section] | None = None,
 ) -> str:  # fmt: skip
-    """The first error in one sentence; `above` is the key that `data` was validated under. An unknown key gets the
+    """The first error in one sentence; `above` is the key under which `data` was validated. An unknown key gets the
     closest key of `kind`."""
     first = error.errors()[0]
     parts: list[str] = []
@@ -163,7 +161,7 @@ def error_sentence(
             break
         inside = isinstance(table, dict) and part in table
         if not inside and number < len(location) - 1 and isinstance(table, dict):
-            # Pydantic names the chosen shape of a union, too.
+            # Pydantic adds the name of the chosen variant of a union.
             shape = f" of a {part} model" if parts == ["model"] else f' with {".".join(parts)}.type = "{part}"'
             continue
         parts.append(part)
@@ -186,8 +184,9 @@ def error_sentence(
 
 
 def import_object(path: str, what: str) -> Any:
-    """The object at the import path "module:name", for the option `what`. Raises UserError. Modules are looked for in
-    the current folder, too, after the installed ones: it may be a repository that nothing else is to be taken from."""
+    """The object at the import path "module:name", for the option `what`. Raises UserError. Modules are also searched
+    in the current folder, after the installed ones: the folder may be a repository whose other modules must not be
+    imported."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise UserError(f'{what}: {path!r} is no import path; write "module:name"')

@@ -63,7 +63,7 @@ class TaskSource(BuildConfig):
 
     @property
     def where(self) -> str:
-        """The folder or package, as it was given."""
+        """The folder or package of the tasks, as in the configuration."""
         return self.dataset or self.harbor or self.repository
 
     @pydantic.field_validator("repository", "dataset", "harbor", mode="before")
@@ -75,12 +75,12 @@ class TaskSource(BuildConfig):
 
 
 class WeightedSource(TaskSource):
-    """One of several sources: a table [[tasks.sources]]. Keys of [tasks] that it lacks are its own, too."""
+    """One of several sources: a table [[tasks.sources]]. The keys of [tasks] are its defaults."""
 
     weight: float = option(1.0, "share of the groups, against the other sources' weights", gt=0)
 
     @pydantic.model_validator(mode="after")
-    def _given(self) -> WeightedSource:
+    def _source_is_named(self) -> WeightedSource:
         if not self.where:
             raise ValueError("give a source's repository, dataset or harbor")
         return self
@@ -97,18 +97,18 @@ class TasksConfig(TaskSource):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _sources_are_built_alike(cls, data: Any) -> Any:
-        """A source has the options of [tasks] for all that it does not say itself."""
+        """Options of [tasks] are the defaults of each source."""
         tables = cast(dict[str, Any], data)
         if not isinstance(data, dict) or not isinstance(tables.get("sources"), list | tuple):
             return tables
         names = (*BuildConfig.model_fields, "min_decided")
         shared = {name: tables[name] for name in names if name in tables}
-        given: list[Any] = [*tables["sources"]]
-        sources = [shared | cast(dict[str, Any], one) if isinstance(one, dict) else one for one in given]
+        own: list[Any] = [*tables["sources"]]
+        sources = [shared | cast(dict[str, Any], one) if isinstance(one, dict) else one for one in own]
         return tables | {"sources": sources}
 
     @pydantic.model_validator(mode="after")
-    def _given(self) -> TasksConfig:
+    def _one_kind_of_source(self) -> TasksConfig:
         if self.sources and (self.where or self.edits or self.environment):
             raise ValueError("tasks.sources stand alone: make what is given beside them one of the sources")
         if not (self.where or self.sources or self.edits or self.environment):

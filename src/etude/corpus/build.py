@@ -18,13 +18,14 @@ from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 
 log = logging.getLogger(__name__)
-_TOO_LONG = 200  # examples on end that do not fit a row
-_FINDER = 2  # version of what finds and filters functions: a cached corpus of another one is not used
+_TOO_LONG = 200  # examples in a row that do not fit
+_FINDER = 2  # version of the search and the filters of functions: a cached corpus of another version is not used
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Functions to train on and functions to evaluate on, with a report of what was kept and why (JSON-ready)."""
+    """Functions to train on and functions to evaluate on, with a report of the functions that were kept or dropped
+    (JSON-ready)."""
 
     train: tuple[FunctionText, ...]
     evaluation: tuple[FunctionText, ...]
@@ -47,8 +48,8 @@ def build_corpus(
     per_package: int,
     seed: int,
 ) -> Corpus:
-    """Fetch, filter and deduplicate the functions; drop whatever overlaps the held-out and evaluation packages. The
-    result is cached by its arguments below `cache`. Raises ValueError when a package is both trained on and held
+    """Fetch, filter and deduplicate the functions, and drop those that overlap the held-out and evaluation packages.
+    The result is cached by its arguments below `cache`. Raises ValueError when a package is both trained on and held
     out."""
     name = {requirement.split("==")[0].lower().replace("-", "_") for requirement in packages}
     clash = name & {requirement.split("==")[0].lower().replace("-", "_") for requirement in [*held_out, *evaluation]}
@@ -60,8 +61,8 @@ def build_corpus(
     path = cache / f"functions-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.json"
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))
-        train, asked = (tuple(FunctionText(**row) for row in stored[part]) for part in ("train", "evaluation"))
-        return Corpus(train, asked, stored["report"])
+        train, tested = (tuple(FunctionText(**row) for row in stored[part]) for part in ("train", "evaluation"))
+        return Corpus(train, tested, stored["report"])
     sources = collect(packages, cache, standard=standard)
     rng = random.Random(seed)
     extracted: list[FunctionText] = []
@@ -106,10 +107,11 @@ def build_corpus(
 
 
 def tokenizer_texts(train: Sequence[FunctionText], rng: random.Random) -> Iterator[str]:
-    """The text the tokenizer is trained on: prompts and functions, in the proportions the model will read them."""
+    """The text on which the tokenizer is trained: prompts and functions, in the proportions of the model's training
+    text."""
     for function in train:
         yield dialect.prompt(function.name, function.path, function.source if rng.random() < 0.7 else function.document)
-    # The fixed words of the dialect, often enough to become tokens whole.
+    # The fixed words of the dialect, often enough that each becomes one token.
     words = ("edit", "test", "finish", "undo", "read", "list", "grep", "run", "ok", "passed", "undone", "failed")
     results = ("ok\npassed", "undone\nok\npassed", "error: no match", "AssertionError", "TypeError", "doctest")
     for _ in range(max(1, len(train) // 10)):
@@ -118,7 +120,8 @@ def tokenizer_texts(train: Sequence[FunctionText], rng: random.Random) -> Iterat
 
 
 def code_documents(train: Sequence[FunctionText], rng: random.Random) -> Iterator[Document]:
-    """One to four neighbouring functions of a file under a `<|file|>` header, the docstring cut to a line or gone."""
+    """One to four neighbouring functions of a file under a `<|file|>` header, with the docstring cut to a line or
+    removed."""
     by_file: dict[tuple[str, str], list[FunctionText]] = {}
     for function in train:
         by_file.setdefault((function.package, function.path), []).append(function)
@@ -152,14 +155,14 @@ def fim_documents(train: Sequence[FunctionText], rng: random.Random) -> Iterator
 def repair_documents(
     train: Sequence[FunctionText], shapes: Mapping[str, float], operators: Mapping[str, float], rng: random.Random
 ) -> Iterator[Document]:
-    """Endless repair episodes, each over a fresh mutation; every function in turn. `shapes` are shares of episode
+    """Endless repair episodes, each over a new mutation, with the functions in turn. `shapes` are shares of episode
     shapes, `operators` weights of mutation operators."""
     names, weights = list(shapes), list(shapes.values())
     while True:
         made = False
         for function in rng.sample(train, len(train)):
             broken = break_function(function, rng, operators)
-            # A repair that needs a name seen nowhere in the function teaches guessing; keep only some of these.
+            # A repair with a name that does not occur in the function teaches guessing; keep only some of these.
             if broken is not None and not inferable(broken) and rng.random() < 0.65:
                 continue
             document = episode(broken, rng.choices(names, weights)[0], rng, operators) if broken else None
@@ -173,8 +176,8 @@ def repair_documents(
 def take(
     documents: Iterable[Document], words: Vocabulary, tokens: int, max_length: int | None
 ) -> list[packing.Encoded]:
-    """Encoded documents until their tokens reach `tokens`; longer ones than `max_length` are left out. Raises UserError
-    if hundreds on end are longer, for streams have no end."""
+    """Encoded documents until their tokens reach `tokens`. Documents longer than `max_length` are left out. Raises
+    UserError after hundreds of long ones in a row, for the streams are endless."""
     out: list[packing.Encoded] = []
     total = longer = 0
     chunk: list[Document] = []
@@ -206,8 +209,8 @@ def take(
 def midtrain_rows(
     train: Sequence[FunctionText], words: Vocabulary, mix: dict[str, float], tokens: int, length: int, seed: int
 ) -> tuple[packing.Rows, dict[str, int]]:
-    """Rows of about `tokens` tokens in the shares of `mix` (code, fim, repair), all labelled; and tokens per part.
-    Repair episodes hold no wrong edits here, because every token is learned."""
+    """Rows of about `tokens` tokens in the shares of `mix` (code, fim, repair), all labelled, and the tokens of each
+    part. Repair episodes hold no wrong edits here, because every token is learned."""
     rng = random.Random(seed)
     repairs = repair_documents(train, {"blind": 0.5, "tested": 0.5}, WEIGHTS, rng)
     streams: dict[str, Iterable[Document]] = {
@@ -236,7 +239,7 @@ def sft_rows(
     length: int,
     seed: int,
 ) -> packing.Rows:
-    """Rows of about `tokens` tokens of repair episodes; only what the assistant says is labelled."""
+    """Rows of about `tokens` tokens of repair episodes; only the tokens of the assistant are labelled."""
     stream = repair_documents(train, shapes, operators, random.Random(seed))
     encoded = take(stream, words, tokens, length)
     rows = packing.pack(encoded, length, pad=words.pad, separator=words.separator, label_separator=False)

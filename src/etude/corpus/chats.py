@@ -1,15 +1,15 @@
-"""Conversations as training text: messages in JSON lines (OpenAI's format) and ATIF trajectories, by a renderer.
+"""Encodes conversations as training text: messages in JSON lines (OpenAI's format) and ATIF trajectories.
 
-A conversation is encoded as it is played: the prompt up to the first turn of the assistant, then every turn as the
-model samples it, then what stands between two turns. So a token is learned where the model would sample it, and what it
-sees before is what the harness shows it. Learned are the assistant's tokens: text, thoughts, calls, the end of a turn.
+A conversation is encoded as the harness plays it: the prompt up to the first turn of the assistant, then every turn as
+the model samples it, then the messages between two turns. So each learned token has the context in which the model
+samples it. The tokens of the assistant are learned: text, thoughts, calls, the end of a turn.
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}], "tools": [...]}   a line of a .jsonl
     {"schema_version": "ATIF-v1.8", "steps": [...]}                               a .json file, or a line of a .jsonl
-    {"text": "..."}                                                       a line of a .jsonl, for mid-training: as it is
+    {"text": "..."}                                                  a line of a .jsonl, for mid-training: plain text
 
 `"weight": 0` in an assistant's message leaves the message unlearned, as in OpenAI's format. A row that cannot be used
-is returned as a `RefusedRow` with the reason; none is dropped or cut.
+is returned as a `RefusedRow` with the reason; no row is dropped or cut.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class LearnedRow:
-    """A row that can be learned from: ids and mask."""
+    """A row to learn from: token ids and mask."""
 
     name: str
     tokens: Encoded
@@ -49,7 +50,7 @@ class LearnedRow:
 
 @dataclass(frozen=True)
 class RefusedRow:
-    """A row that cannot be used, and why."""
+    """A row that cannot be used, with the reason."""
 
     name: str
     why: str
@@ -59,8 +60,8 @@ Row = LearnedRow | RefusedRow
 
 
 def encode(chat: Chat, renderer: Renderer) -> Encoded:
-    """Ids (uint32) and mask (uint8) of a conversation, [T] each. What follows the assistant's last turn is left out.
-    Raises ValueError if the renderer refuses the messages, or if there is nothing to learn."""
+    """Ids (uint32) and mask (uint8) of a conversation, [T] each. Messages after the assistant's last turn are left out.
+    Raises ValueError if the renderer refuses the messages, or if there is no token to learn."""
     turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if not any(chat.messages[i].get("weight", 1) for i in turns):
         raise ValueError("no message of the assistant is to be learned")
@@ -85,12 +86,12 @@ def rows(
     renderer: Callable[[], Renderer],
     *,
     text: Callable[[str], Encoded] | None = None,
-    least_reward: float | None = None,
+    min_reward: float | None = None,
 ) -> Iterator[Row]:
     """Every row of files and folders (.json and .jsonl below them, by name). Rows of plain text are encoded by `text`,
-    or refused. Trajectories with a reward below `least_reward`, or without one, are refused. Raises UserError for a
-    path without files, and where `renderer` does."""
-    for path in (file for given in paths for file in files_of(given)):
+    or refused. Trajectories with a reward below `min_reward`, or without a reward, are refused. Raises UserError for a
+    path without files, and any UserError of `renderer`."""
+    for path in chain.from_iterable(map(files_of, paths)):
         for name, source in _sources(path):
             try:
                 row = json.loads(source)
@@ -98,7 +99,7 @@ def rows(
                 yield RefusedRow(name, f"not JSON: {e}")
                 continue
             try:
-                yield from _rows_of(name, row, renderer, text, least_reward)
+                yield from _rows_of(name, row, renderer, text, min_reward)
             except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
                 yield RefusedRow(name, f"{e}" if type(e) is ValueError else f"not as the format has it: {e!r}")
 
@@ -106,12 +107,12 @@ def rows(
 def files_of(path: Path) -> list[Path]:
     """The file, or the .json and .jsonl files below a folder, sorted. Raises UserError if there is none."""
     if path.is_dir():
-        found = sorted(file for kind in ("*.json", "*.jsonl") for file in path.rglob(kind))
+        files = sorted(file for kind in ("*.json", "*.jsonl") for file in path.rglob(kind))
     else:
-        found = [path] if path.is_file() else []
-    if not found:
+        files = [path] if path.is_file() else []
+    if not files:
         raise UserError(f"data.files: {path} is neither a file nor a folder with .json or .jsonl files")
-    return found
+    return files
 
 
 def _sources(path: Path) -> Iterator[tuple[str, str | bytes]]:
@@ -126,12 +127,16 @@ def _sources(path: Path) -> Iterator[tuple[str, str | bytes]]:
 
 
 def _rows_of(
-    name: str, row: Any, renderer: Callable[[], Renderer], text: Callable[[str], Encoded] | None, least: float | None
+    name: str,
+    row: Any,
+    renderer: Callable[[], Renderer],
+    text: Callable[[str], Encoded] | None,
+    min_reward: float | None,
 ) -> Iterator[Row]:
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     if "steps" in row:
-        yield from _trajectory(name, row, renderer(), least)
+        yield from _trajectory(name, row, renderer(), min_reward)
     elif "messages" in row:
         yield LearnedRow(name, encode(chat_of(name, row), renderer()))
     elif text is not None and isinstance(row.get("text"), str):
@@ -142,7 +147,7 @@ def _rows_of(
 
 
 def chat_of(name: str, row: Mapping[str, Any]) -> Chat:
-    """A row in OpenAI's format. Raises ValueError for what a text model cannot be taught."""
+    """A row in OpenAI's format. Raises ValueError for content that a text model cannot learn."""
     if not isinstance(row["messages"], list):
         raise ValueError("`messages` is not a list")
     for key in ("functions", "function_call"):
@@ -155,7 +160,7 @@ def chat_of(name: str, row: Mapping[str, Any]) -> Chat:
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:
-    """A message as the renderers take it; thoughts are `reasoning_content`, whatever their name was."""
+    """A message in the form that renderers take; thoughts are `reasoning_content`, whatever their key was."""
     role = message["role"]
     if role not in ("assistant", *_PLAYED):
         raise ValueError(f"message {number} has the unknown role {role!r}")
@@ -182,15 +187,17 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     return out
 
 
-def _trajectory(name: str, document: Mapping[str, Any], renderer: Renderer, least: float | None) -> Iterator[Row]:
-    """The rows of an ATIF trajectory: those of `etude export` by their token ids, others as one conversation."""
+def _trajectory(name: str, document: Mapping[str, Any], renderer: Renderer, min_reward: float | None) -> Iterator[Row]:
+    """The rows of an ATIF trajectory. Trajectories of `etude export` are read by their token ids, others as one
+    conversation."""
     if not str(document.get("schema_version", "")).startswith("ATIF-"):
         raise ValueError('`steps` without a schema_version "ATIF-...": not a trajectory')
     extra = document.get("extra") or {}
-    if least is not None and not (extra.get("reward") is not None and extra["reward"] >= least):
-        raise ValueError(f"its reward is {extra.get('reward')}, below data.min_reward = {least}")
+    if min_reward is not None and not (extra.get("reward") is not None and extra["reward"] >= min_reward):
+        raise ValueError(f"its reward is {extra.get('reward')}, below data.min_reward = {min_reward}")
     if "renderer" not in extra:
-        yield LearnedRow(name, encode(Chat(name, _messages(document), _tools(document)), renderer))
+        tools = tuple((document.get("agent") or {}).get("tool_definitions") or ())
+        yield LearnedRow(name, encode(Chat(name, _messages(document), tools), renderer))
     elif extra["renderer"] != renderer.digest:
         raise ValueError("its prompts are the tokens of another tokenizer or chat template than this model's")
     else:
@@ -198,7 +205,7 @@ def _trajectory(name: str, document: Mapping[str, Any], renderer: Renderer, leas
 
 
 def _segments(name: str, steps: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """A row for each segment of an exported episode, in the tokens that were played."""
+    """A row for each segment of an exported episode, with the tokens of the episode."""
     segments: list[tuple[list[int], list[int]]] = []
     for step in steps:
         number, metrics = step["step_id"], step.get("metrics")
@@ -211,9 +218,9 @@ def _segments(name: str, steps: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
             segments.append(([], []))
         ids, mask = segments[-1]
         seen = metrics["prompt_token_ids"] if "prompt_token_ids" in metrics else metrics["extra"]["added_token_ids"]
-        said = metrics["completion_token_ids"]
-        ids += [*seen, *said]
-        mask += [0] * len(seen) + [1] * len(said)
+        sampled = metrics["completion_token_ids"]
+        ids += [*seen, *sampled]
+        mask += [0] * len(seen) + [1] * len(sampled)
     if not segments:
         raise ValueError("the agent said nothing")
     for number, (ids, mask) in enumerate(segments, 1):
@@ -221,12 +228,8 @@ def _segments(name: str, steps: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         yield LearnedRow(one, (np.array(ids, dtype=np.uint32), np.array(mask, dtype=np.uint8)))
 
 
-def _tools(document: Mapping[str, Any]) -> tuple[Tool, ...]:
-    return tuple((document.get("agent") or {}).get("tool_definitions") or ())
-
-
 def _messages(document: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The steps of a trajectory as messages. What an observation says without a call is said by the user."""
+    """The steps of a trajectory as messages. An observation without a call becomes a message of the user."""
     messages: list[dict[str, Any]] = []
     for number, step in enumerate(document["steps"], 1):
         role = {"agent": "assistant"}.get(step["source"], step["source"])
@@ -240,7 +243,7 @@ def _messages(document: Mapping[str, Any]) -> tuple[Message, ...]:
         ]
         message = {"role": role, "content": step.get("message")} | ({"tool_calls": calls} if calls else {})
         message |= {"reasoning_content": step.get("reasoning_content")}
-        # A step that was copied from an earlier trajectory has been learned there.
+        # A step that is a copy is learned in the earlier trajectory.
         messages.append(_message(number, message | ({"weight": 0} if step.get("is_copied_context") else {})))
         names = {call["id"]: call["function"]["name"] for call in calls}
         for result in (step.get("observation") or {}).get("results") or ():

@@ -19,7 +19,7 @@ _PRIME = np.uint64((1 << 61) - 1)
 
 
 def _hashes_of(text: str, n: int) -> set[int]:
-    """64-bit hashes of the shingles of a text: comments and layout count as written, whitespace does not."""
+    """64-bit hashes of the shingles of a text; comments and layout count, whitespace does not."""
     joined = ("\x00".join(run) for run in shingles(text, n))
     return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "little") for run in joined}
 
@@ -37,7 +37,7 @@ def exact(items: Sequence[Item], text: Callable[[Item], str]) -> list[Item]:
 
 
 def bands_of(text: str, *, n: int, bands: int, rows: int) -> set[tuple[int, bytes]]:
-    """The MinHash bands of a text, by which similar ones are found; none for a text of fewer than `n` tokens."""
+    """The MinHash bands of a text, by which similar texts are found; none for a text of fewer than `n` tokens."""
     values = np.fromiter(_hashes_of(text, n), dtype=np.uint64) >> np.uint64(33)
     if values.size == 0:
         return set()
@@ -69,8 +69,8 @@ def near(
 
 @dataclass(frozen=True)
 class Contamination:
-    """What a corpus shares with a repository: `items` were compared, `overlapping` of them share any shingle. `worst`
-    is the largest share of one item's shingles, `shared` counts distinct shared shingles over the whole corpus,
+    """The overlap of a corpus with a repository. `items` were compared, `overlapping` of them share any shingle.
+    `worst` is the largest share of one item's shingles, `shared` counts distinct shared shingles over the whole corpus,
     `flagged` holds the indices of the items at or above the threshold."""
 
     items: int

@@ -1,6 +1,6 @@
 """The compact tool dialect of the nano model (`renderers/compact.py`), as training text.
 
-A piece of text is never parsed for special tokens: these are separate pieces.
+Special tokens are pieces of their own: text is never parsed for them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call; a call that is not `labelled` is seen as context only (a wrong attempt)."""
+    """One tool call. A call that is not `labelled` is context only (a wrong attempt)."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -53,7 +53,8 @@ def message(role: str, content: str) -> Document:
 
 
 def turn(calls: Sequence[Call]) -> Document:
-    """An assistant turn; the role token is part of the prompt, the closing <|end|> is what the model must say."""
+    """An assistant turn. The role token is part of the prompt, the closing <|end|> is a token that the model must
+    sample."""
     pieces = [special("<|assistant|>", False)]
     for call in calls:
         pieces += [special("<|call|>", call.labelled), TextPiece(call.name, call.labelled)]
@@ -63,7 +64,7 @@ def turn(calls: Sequence[Call]) -> Document:
 
 
 def prompt(name: str, path: str, source: str) -> str:
-    """The user's message: what to fix, and the function as it stands."""
+    """The user's message: the task, and the current text of the function."""
     return f"Fix `{name}` in {path}\n{source}"
 
 
@@ -74,7 +75,7 @@ def read_prompt(content: str) -> tuple[str, str]:
 
 
 def label_all(document: Document) -> Document:
-    """The same document with every piece labelled, as mid-training reads it."""
+    """The same document with every piece labelled, as in mid-training."""
     return tuple(TextPiece(p.text, True, p.special) for p in document)
 
 

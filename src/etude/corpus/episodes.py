@@ -1,4 +1,4 @@
-"""Repair episodes as training text: a broken function, and the search-and-replace edit that restores it."""
+"""Repair episodes as training text: a broken function, and the search-and-replace edit that repairs it."""
 
 import builtins
 import keyword
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class StringEdit:
-    """Replace the only occurrence of `old` by `new`; both are whole lines without the last newline."""
+    """Replaces the only occurrence of `old` by `new`; both are whole lines without the last newline."""
 
     old: str
     new: str
@@ -42,7 +42,7 @@ class StringEdit:
 
 @dataclass(frozen=True)
 class BrokenFunction:
-    """A function with one mutation: `source` is what the agent sees, `edit` restores the original text."""
+    """A function with one mutation: the agent sees `source`, and `edit` restores the original text."""
 
     function: FunctionText
     operator: str
@@ -65,7 +65,7 @@ def edit_between(before: str, after: str) -> StringEdit:
     grow_down = True
     while True:
         old, new = "\n".join(a[start:end_a]), "\n".join(b[start:end_b])
-        # An empty side would leave an empty line behind; blank lines alone are never unique enough to aim at.
+        # An empty side would leave an empty line behind, and a side of blank lines alone is seldom unique.
         if old.strip() and end_b > start and before.count(old) == 1:
             return StringEdit(old, new)
         if start > 0 and (not grow_down or end_a == len(a)):
@@ -109,7 +109,8 @@ def inferable(broken: BrokenFunction) -> bool:
 def wrong_edit(
     broken: BrokenFunction, rng: random.Random, operators: Mapping[str, float] = WEIGHTS
 ) -> StringEdit | None:
-    """A plausible edit that does not repair: another one-line mutation of the broken function; None if none applies."""
+    """A plausible edit that does not repair: another one-line mutation of the broken function; None if no operator
+    applies."""
     mutant = _mutant(broken.source, rng, operators, single_line=True)
     if mutant is None or mutant.text == broken.function.source:
         return None
@@ -118,7 +119,7 @@ def wrong_edit(
 
 
 def failure(name: str, rng: random.Random) -> str:
-    """A test result line such as a failing run would print; its words are context, never something to learn."""
+    """A test result line like that of a failing run; it is context, and never labelled."""
     test = rng.choice((f"test_{name}", f"test_{name}", f"doctest:{name}", f"test_{name}[case{rng.randrange(9)}]"))
     kind = rng.random()
     if kind < 0.6:
@@ -186,7 +187,7 @@ def episode(
     name = broken.function.name
     passed = message("tool", "ok\npassed") + end
     if shape in ("no_match", "no_change"):
-        if shape == "no_match":  # the right idea aimed at text that is not there: one character of `old` is missing
+        if shape == "no_match":  # the right edit with a character of `old` missing
             place = rng.randrange(len(broken.edit.old))
             old, new = broken.edit.old[:place] + broken.edit.old[place + 1 :], broken.edit.new
         else:  # a line of the broken function that occurs once, replaced by itself
@@ -199,9 +200,9 @@ def episode(
         return opening + turn([wrong, test]) + failed + turn([call, test]) + passed
     if shape not in TRYING:
         raise ValueError(f"unknown episode shape {shape!r}; known: {', '.join(SHAPES)}")
-    most = rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1))[0]  # a short function may not have as many
-    edits = (wrong_edit(broken, rng, operators) for _ in range(2 * most))
-    tries = list(dict.fromkeys(edit for edit in edits if edit is not None))[:most]
+    limit = rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1))[0]  # a short function may have fewer
+    edits = (wrong_edit(broken, rng, operators) for _ in range(2 * limit))
+    tries = list(dict.fromkeys(edit for edit in edits if edit is not None))[:limit]
     if not tries:
         return None
     document = opening

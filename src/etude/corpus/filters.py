@@ -1,4 +1,4 @@
-"""Which files and functions are worth training on: they parse, are plain ASCII Python, not generated, not tests."""
+"""Selects the files and functions to train on: they parse, are plain ASCII Python, not generated, not tests."""
 
 import ast
 import re
@@ -19,8 +19,8 @@ _TABLES = frozenset({"migrations", "idlelib", "lib2to3", "locale", "locales", "l
 
 @dataclass(frozen=True)
 class FunctionText:
-    """A function as an agent sees it: dedented, without decorators. `source` has no docstring; `document` keeps the
-    docstring's first line."""
+    """A function in the form in which an agent sees it: dedented, without decorators. `source` has no docstring;
+    `document` keeps the docstring's first line."""
 
     package: str
     path: str
@@ -40,12 +40,12 @@ def ascii_ratio(text: str) -> float:
 
 
 def generated(text: str) -> bool:
-    """Whether the first lines say that a program wrote the file."""
+    """Whether the first lines state that a program wrote the file."""
     return bool(_GENERATED.search("\n".join(text.splitlines()[:12])))
 
 
 def keep_file(file: File) -> bool:
-    """Whether a file is worth training on: no tests, tables, vendored or generated code, of bearable size, ASCII."""
+    """Whether a file is worth training on: no tests, tables, vendored or generated code, of moderate size, ASCII."""
     parts = set(file.path.split("/")[:-1])
     if parts & (_TABLES | _VENDORED):
         return False
@@ -78,7 +78,7 @@ def function_texts(file: File) -> Iterator[FunctionText]:
 
 
 def keep_function(function: FunctionText, *, min_lines: int = 3) -> bool:
-    """Whether a function passes the size rules, is ASCII without tabs and still parses once taken out of its file."""
+    """Whether a function has an allowed size, is ASCII without tabs and parses alone."""
     source = function.source
     if not min_lines <= function.lines <= _FUNCTION_LINES or len(source) > _FUNCTION_CHARS:
         return False

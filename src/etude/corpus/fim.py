@@ -5,8 +5,8 @@ import random
 
 def split(text: str, rng: random.Random) -> tuple[str, str, str]:
     """Cut text into (prefix, middle, suffix) with prefix + middle + suffix == text and a non-empty middle. Half of the
-    cuts are whole lines, which is what editing tools ask for, half are at any two characters. Raises ValueError for
-    empty text."""
+    cuts are at whole lines, as editing tools request, half between any two characters. Raises ValueError for empty
+    text."""
     if not text:
         raise ValueError("cannot cut an empty text for fill-in-the-middle")
     lines = text.splitlines(keepends=True)

@@ -1,8 +1,8 @@
-"""Training text of the corpus in the tokens of any Hugging Face folder.
+"""Encodes training text of the corpus with the tokenizer of any Hugging Face folder.
 
 code       begins as the tokenizer begins a text, names its file in a comment, and ends with the end of text
-fim        the tokenizer's own tokens for prefix, suffix and middle
-repair     a conversation in the model's chat template, with the built-in tools and the results that they give
+fim        has the tokenizer's own tokens for prefix, suffix and middle
+repair     is a conversation in the model's chat template, with the built-in tools and their results
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
 
 
 class ForeignText:
-    """Encodes documents of the corpus for a tokenizer that does not hold the compact dialect. `renderer` raises
-    UserError if the folder cannot be used in conversations; `system` is the system message of a conversation."""
+    """Encodes documents of the corpus for a tokenizer without the compact dialect. `renderer` raises UserError if the
+    folder cannot be used in conversations; `system` is the system message of a conversation."""
 
     def __init__(self, folder: Path, renderer: Callable[[], Renderer], system: str) -> None:
         self._folder, self._renderer, self._system = folder, renderer, system
         self._tokenizer = load_tokenizer(folder)
         self._plain = PlainEncoder(self._tokenizer)
         self.separator = text_end(self._tokenizer, folder)
-        # What the tokenizer puts before a text, such as a token that begins one.
+        # Tokens that the tokenizer puts before a text.
         alone, begun = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         self._before = begun[: begun.index(alone[0])] if alone and alone[0] in begun else []
 
     def encode(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Ids and masks of documents. Raises UserError if the tokenizer has no place for one of them."""
+        """Ids and masks of documents. Raises UserError if the tokenizer lacks the tokens for one of them."""
         return [self._one(document) for document in documents]
 
     def _one(self, document: Document) -> Encoded:
@@ -62,7 +62,7 @@ class ForeignText:
             parts = zip(self._fim(), document[1::2], strict=True)
             return self._learned([i for token, piece in parts for i in (token, *self._plain.encode(piece.text))])
         ids, mask = chats.encode(conversation(document, self._system), self._renderer())
-        # Where all of a document is learned, as in mid-training, so are the questions and the results.
+        # If all of a document is learned, as in mid-training, the questions and the results are learned as well.
         return (ids, np.ones_like(mask)) if all(piece.labelled for piece in document) else (ids, mask)
 
     def _learned(self, ids: list[int]) -> Encoded:
@@ -83,19 +83,19 @@ def of_folder(folder: Path, renderer: Callable[[], Renderer], system: str, pad: 
 
 
 def text_end(tokenizer: Tokenizer, folder: Path) -> int:
-    """The token that ends a text, which is not always the one that ends a turn. Raises UserError if there is none."""
+    """The token that ends a text, which may differ from the one that ends a turn. Raises UserError if there is none."""
     own = read_json(folder / "tokenizer_config.json").get("eos_token")
     names = (*_TEXT_ENDS, own["content"] if isinstance(own, dict) else own)
     ids = [tokenizer.token_to_id(name) for name in names if name]
-    found = next((i for i in ids if i is not None), None)
-    if found is None:
+    end = next((i for i in ids if i is not None), None)
+    if end is None:
         raise UserError(f"the tokenizer of {folder} has no token that ends a text (`eos_token`)")
-    return found
+    return end
 
 
 def conversation(document: Document, system: str) -> chats.Chat:
-    """A repair episode of the corpus with the built-in tools: the file is read first, and edits name it. A turn with a
-    wrong attempt is context as a whole."""
+    """A repair episode of the corpus with the built-in tools: the file is read first, and edits name the file. A turn
+    with a wrong attempt is not labelled at all."""
     (_, request), *turns = _turns(document)
     path, source = read_prompt(request[0].text)
     lines = source.split("\n")
@@ -107,7 +107,7 @@ def conversation(document: Document, system: str) -> chats.Chat:
         _result(0, "read", "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, 1))),
     ]
     calls: list[tuple[str, dict[str, str]]] = []
-    first = 1  # of the calls' numbers
+    first = 1  # number of the next call
     for role, pieces in turns:
         if role == "assistant":
             calls = _calls(pieces, path)
@@ -120,7 +120,7 @@ def conversation(document: Document, system: str) -> chats.Chat:
 
 
 def _turns(document: Document) -> list[tuple[str, list[TextPiece]]]:
-    """Role and pieces of every message, without the tokens around it."""
+    """Role and pieces of every message, without the tokens around the message."""
     turns: list[tuple[str, list[TextPiece]]] = []
     for piece in document:
         if piece.special and piece.text.strip("<|>") in ROLES:
@@ -132,14 +132,14 @@ def _turns(document: Document) -> list[tuple[str, list[TextPiece]]]:
 
 def _calls(pieces: Sequence[TextPiece], path: str) -> list[tuple[str, dict[str, str]]]:
     """Names and arguments of the calls of a turn; an edit gets the path of the file."""
-    said: list[list[str]] = []
+    parts: list[list[str]] = []
     for piece in pieces:
         if piece.special and piece.text == "<|call|>":
-            said.append([])
+            parts.append([])
         elif not piece.special:
-            said[-1].append(piece.text)
-    found = [(name, dict(zip(COMPACT_PARAMETERS[name], values, strict=True))) for name, *values in said]
-    return [(name, {"path": path} | arguments if name == "edit" else arguments) for name, arguments in found]
+            parts[-1].append(piece.text)
+    calls = [(name, dict(zip(COMPACT_PARAMETERS[name], values, strict=True))) for name, *values in parts]
+    return [(name, {"path": path} | arguments if name == "edit" else arguments) for name, arguments in calls]
 
 
 def _assistant(calls: Sequence[tuple[str, dict[str, str]]], first: int, *, labelled: bool) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _result(number: int, name: str, content: str) -> dict[str, Any]:
 
 
 def _shown(name: str, line: str, path: str) -> str:
-    """A line of the compact dialect's results as the tool of that name writes it."""
+    """A result line of the compact dialect in the words of the built-in tool `name`."""
     if name == "undo":
         return f"undone: {path}"
     return line if name != "test" else "1 of 1 passed" if line == "passed" else f"0 of 1 passed\n{line}"

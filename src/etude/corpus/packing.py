@@ -1,4 +1,4 @@
-"""Rows of fixed length from documents of any length, best fit first, so that short documents are never cut."""
+"""Packs documents of any length into rows of fixed length, best fit first, so that short documents are never cut."""
 
 import bisect
 import os
@@ -15,7 +15,7 @@ Encoded = tuple[np.ndarray, np.ndarray]
 @dataclass(frozen=True)
 class Rows:
     """Packed training rows: `ids` uint32 [R, T]; `mask` uint8 [R, T] with 1 where the token is a target; and `starts`
-    uint8 [R, T] with 1 at the first token of every document, and 2 at that of the padding."""
+    uint8 [R, T] with 1 at the first token of every document, and 2 at the first token of the padding."""
 
     ids: np.ndarray
     mask: np.ndarray
@@ -23,22 +23,22 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows, padding included."""
+        """The number of tokens in all rows, padding included."""
         return int(self.ids.size)
 
     @property
     def labelled(self) -> int:
-        """Tokens that are targets."""
+        """The number of tokens that are targets."""
         return int(self.mask.sum())
 
 
 def pack(
     documents: Sequence[Encoded], length: int, *, pad: int, separator: int | None, label_separator: bool = False
 ) -> Rows:
-    """Pack documents into rows of `length` tokens, each document followed by the separator, if there is one, when there
-    is room. Longest first into the fullest row that still has room. A document longer than a row is cut into rows. The
-    order of rows is that of their first document's length; shuffle before training. Raises ValueError when there is
-    nothing."""
+    """Pack documents into rows of `length` tokens. The separator, if there is one, follows each document where the row
+    has room. The longest document goes first, into the fullest row with room for it. A document longer than a row is
+    cut into rows. The rows are in order of the length of their first document; shuffle them before training. Raises
+    ValueError without documents."""
     if not documents:
         raise ValueError("there are no documents to pack")
     cut: list[Encoded] = []
@@ -63,7 +63,7 @@ def pack(
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Rows of indices whose sizes add up to at most `length`: longest first into the fullest row that has room."""
+    """Groups of indices whose sizes add up to at most `length`: the longest first, into the fullest group with room."""
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     rows: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -91,7 +91,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def save(rows: Rows, path: Path) -> None:
-    """Write the rows as a safetensors file, which is there whole or not at all."""
+    """Write the rows as a safetensors file, atomically."""
     partial = path.with_name(path.name + ".incomplete")
     save_file({"ids": rows.ids, "mask": rows.mask, "starts": rows.starts}, str(partial))
     os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""Cross-file retrieval: some files of a repository, and questions whose answers stand in one of them. No judge.
+"""Makes samples of cross-file retrieval: files of a repository, and questions whose answers occur in one of them.
 
     signature    Complete the definition:\\ndef chunk               def chunk(array, size=1):
     opening      Quote the first line of:\\nlists.py                lists.py\\ndef chunk(array, size=1):
@@ -7,7 +7,8 @@
     namesake     Complete the definition in lists.py:\\ndef chunk   as `signature`, where another file defines one too
 
 A document is an excerpt of a file: one or two short functions under the file's path. The other documents of a sample
-define symbols that share words with one that is asked for, or its name, or were drawn by chance; their order is random.
+share the name, or words of the name, of a symbol in a question, or are drawn by chance; their order is random. Answers
+are compared as text, so no judge is needed.
 """
 
 from __future__ import annotations
@@ -25,29 +26,30 @@ from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_f
 from etude.corpus.sources import PackageSource, files
 
 KINDS: Mapping[str, float] = {"signature": 0.35, "opening": 0.25, "call": 0.2, "file": 0.2}
-NAMESAKE = "namesake"  # asked about symbols that several documents define, and never about others
-# Never sources of the bundled models' training data (models/nano/README.md).
+NAMESAKE = "namesake"  # the only kind of question about symbols that several documents define
+# Packages outside of the bundled models' training data (models/nano/README.md).
 HELD_OUT = ("boltons==26.2.0", "funcy==2.1", "pydash==8.1.0", "toolz==1.2.0")
 _HEADER = re.compile(r"(?:async )?def \w+\(.*\)(?: -> .+)?:")
 MAX_CHARS = 320  # characters of an excerpt
 _LONGEST = 72  # characters of an answer
 _TRIES = 20  # draws per document before a sample is given up
-_NAMESAKES = 0.15  # share of samples built around a name that several files define, where there is one
+_NAMESAKES = 0.15  # share of samples about a name that several files define, if there is such a name
 
 
 @dataclass(frozen=True)
 class RetrievalOptions:
-    """Sizes of samples: from `least` to `most` documents of at most `chars` characters; up to `questions` of them."""
+    """Sizes of samples: `min_documents` to `max_documents` documents of at most `chars` characters, and up to
+    `questions` questions."""
 
-    least: int = 4
-    most: int = 10
+    min_documents: int = 4
+    max_documents: int = 10
     questions: int = 4
     kinds: Mapping[str, float] = field(default_factory=lambda: dict(KINDS))
 
 
 @dataclass(frozen=True)
 class RetrievalQuestion:
-    """`title` is that of the document in which the answer stands."""
+    """A question with its answer. `title` is that of the document that holds the answer."""
 
     kind: str
     text: str
@@ -57,7 +59,7 @@ class RetrievalQuestion:
 
 @dataclass(frozen=True)
 class RetrievalSample:
-    """Documents as (title, text), and questions of which each is asked after all of them."""
+    """Documents as (title, text), and questions. Each question is asked after all documents."""
 
     repository: str
     documents: tuple[tuple[str, str], ...]
@@ -92,11 +94,10 @@ class FunctionLibrary:
     @property
     def usable(self) -> bool:
         """Whether the package has functions in enough files."""
-        return len(self._by_path) >= self.options.least
+        return len(self._by_path) >= self.options.min_documents
 
     def sample(self, rng: random.Random) -> RetrievalSample | None:
-        """None if this draw found no `least` files, or nothing to ask."""
-        least, most = self.options.least, self.options.most
+        """A random sample; None if this draw has fewer than `min_documents` files, or no question."""
         about_namesakes = bool(self._repeated) and rng.random() < _NAMESAKES
         first = rng.choice(self._repeated if about_namesakes else self.functions)
         chosen = {first.path: self._excerpt(first, rng)}
@@ -104,14 +105,14 @@ class FunctionLibrary:
             other = rng.choice([f for f in self._by_name[first.name] if f.path != first.path])
             chosen[other.path] = self._excerpt(other, rng)
         alike = [f for word in _words(first.name) for f in self._by_word[word] if f.path != first.path]
-        count = rng.randint(least, most)
+        count = rng.randint(self.options.min_documents, self.options.max_documents)
         for _ in range(_TRIES * count):
             if len(chosen) >= count:
                 break
             other = rng.choice(alike if alike and rng.random() < 0.5 else self.functions)
             if other.path not in chosen:
                 chosen[other.path] = self._excerpt(other, rng)
-        if len(chosen) < least:
+        if len(chosen) < self.options.min_documents:
             return None
         common = posixpath.commonpath([posixpath.dirname(path) for path in chosen])
         titles = {path: path[len(common) + 1 :] if common else path for path in chosen}
@@ -121,7 +122,7 @@ class FunctionLibrary:
         return RetrievalSample(first.package, tuple(documents), questions) if questions else None
 
     def _excerpt(self, function: FunctionText, rng: random.Random) -> list[FunctionText]:
-        """The function, and in half of the cases another short one of its file, in file order."""
+        """The function and, in half of the cases, another short one of its file, in file order."""
         others = [f for f in self._by_path[function.path] if f.name != function.name]
         if not others or rng.random() < 0.5:
             return [function]
@@ -138,7 +139,7 @@ class FunctionLibrary:
         titles: Mapping[str, str],
         rng: random.Random,
     ) -> tuple[RetrievalQuestion, ...]:
-        """About `first` and, for the rest, about others; at most one for each name."""
+        """Questions about `first` and, for the rest, about other functions; at most one for each name."""
         defined = [f for excerpt in chosen.values() for f in excerpt]
         named: dict[str, list[FunctionText]] = {}
         for function in defined:
@@ -162,7 +163,7 @@ class FunctionLibrary:
 
 
 def repositories(functions: Sequence[FunctionText], options: RetrievalOptions) -> list[FunctionLibrary]:
-    """One for each package that has enough files; the largest packages have no more samples than small ones."""
+    """One library for each package that has enough files. The largest packages give no more samples than small ones."""
     by_package: dict[str, list[FunctionText]] = {}
     for function in functions:
         by_package.setdefault(function.package, []).append(function)
@@ -175,7 +176,8 @@ def samples(functions: Sequence[FunctionText], options: RetrievalOptions, seed: 
     enough files, or none of them gives a sample."""
     rng, usable = random.Random(seed), repositories(functions, options)
     if not usable:
-        raise ValueError(f"no package has short functions in at least {options.least} files; give the corpus more code")
+        few = options.min_documents
+        raise ValueError(f"no package has short functions in at least {few} files; give the corpus more code")
     weights = [len(repository.functions) ** 0.5 for repository in usable]
     missed = 0
     while True:
@@ -188,7 +190,7 @@ def samples(functions: Sequence[FunctionText], options: RetrievalOptions, seed: 
 
 
 def read_folder(folder: Path) -> list[FunctionText]:
-    """The functions of any folder of Python files, tests left out."""
+    """The functions in any folder of Python files, without tests."""
     source = PackageSource(folder.resolve().name, "", "", folder)
     kept = (file for file in files(source) if keep_file(file))
     return [f for file in kept for f in function_texts(file) if keep_function(f, min_lines=2)]
@@ -200,7 +202,7 @@ def _askable(function: FunctionText) -> bool:
 
 
 def _ask(function: FunctionText, kind: str, title: str) -> RetrievalQuestion | None:
-    """None if the answer would be too long."""
+    """A question about a function; None if the answer would be too long."""
     name = function.name
     header = function.source.split("\n", 1)[0]
     match kind:
@@ -220,17 +222,18 @@ def _ask(function: FunctionText, kind: str, title: str) -> RetrievalQuestion | N
 
 
 def _arguments(function: FunctionText) -> str:
-    """What a call gives, where the definition says so plainly: parameters of which none has a default, a star or an
-    annotation, and the first is not `self` or `cls`; "" for other functions."""
+    """The arguments of a call, if they follow from the definition: no parameter has a default, a star or an annotation,
+    and the first is not `self` or `cls`; "" for other functions."""
     tree = parse(function.source)
     assert tree is not None
     assert isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)
-    given = tree.body[0].args
-    names = [a.arg for a in given.args]
+    arguments = tree.body[0].args
+    names = [a.arg for a in arguments.args]
     text = ", ".join(names)
-    return text if ast.unparse(given) == text and names[:1] not in (["self"], ["cls"]) else ""
+    return text if ast.unparse(arguments) == text and names[:1] not in (["self"], ["cls"]) else ""
 
 
 def _words(name: str) -> list[str]:
-    """Sorted: a set of strings has another order in every process, and samples follow their seed."""
+    """The words of a name, sorted: a set of strings has another order in every process, and samples must follow their
+    seed."""
     return sorted({word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name) if len(word) > 2})

@@ -1,7 +1,7 @@
-"""Where training text comes from: the running standard library, and pinned, permissively licensed packages.
+"""The sources of training text: the running standard library, and pinned, permissively licensed packages.
 
-Every source is recorded with its exact version and the licence its own metadata declares. A source without a permissive
-licence is refused, so a corpus holds only text that may be used and redistributed.
+Every source is recorded with its exact version and the licence that its own metadata declares. A source without a
+permissive licence is refused, so a corpus holds only text that may be used and redistributed.
 """
 
 import json
@@ -41,9 +41,9 @@ def standard_library() -> PackageSource:
 
 
 def fetch(requirement: str, directory: Path) -> PackageSource:
-    """Download one pinned wheel (`name==version`), unpack it below `directory` and read its licence. Raises UserError
-    when the requirement is not pinned or the licence is not permissive. A wheel that is already unpacked is not fetched
-    again. Nothing of the package is run."""
+    """Download one pinned wheel (`name==version`), unpack it below `directory` and read its licence. A wheel that is
+    already unpacked is used again. No code of the package is run. Raises UserError if the requirement is not pinned or
+    the licence is not permissive."""
     root = fetch_wheel(requirement, directory)
     files = sorted(root.glob("*.dist-info/METADATA"))
     licence = metadata_licence(files[0].read_text(encoding="utf-8", errors="replace")) if files else ""
@@ -67,12 +67,12 @@ def files(source: PackageSource) -> Iterator[File]:
 
 
 def collect(requirements: Sequence[str], directory: Path, *, standard: bool = True) -> list[PackageSource]:
-    """Fetch every pinned requirement (after the standard library when `standard`), in the given order."""
+    """Fetch every pinned requirement (after the standard library when `standard`), in order."""
     library = [standard_library()] if standard else []
     return library + [fetch(requirement, directory) for requirement in requirements]
 
 
 def provenance(sources: Iterable[PackageSource]) -> str:
-    """The JSON list of {name, version, licence} that is stored next to what was built from these sources."""
+    """The JSON list of {name, version, licence} to store next to data made from these sources."""
     rows = [{k: v for k, v in asdict(source).items() if k != "root"} for source in sources]
     return json.dumps(rows, indent=1)

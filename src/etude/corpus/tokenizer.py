@@ -48,5 +48,5 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load(directory: Path) -> Tokenizer:
-    """The tokenizer of a model folder, for encoding pieces of text."""
+    """The tokenizer of a model folder, to encode pieces of text."""
     return Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""How training text becomes the tokens of a model: here of the nano model, in `foreign.py` of any other."""
+"""Turns training text into the tokens of a model: of the nano model here, of any other model in `foreign.py`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from etude.corpus.packing import Encoded
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`encode` gives ids and masks of documents, best of `together` at a time; `separator` stands between documents,
-    `pad` behind the last one."""
+    """The encoder of a model. `encode` gives ids and masks of documents, best of `together` at a time; `separator`
+    stands between documents, `pad` behind the last one."""
 
     encode: Callable[[Sequence[Document]], list[Encoded]]
     pad: int
@@ -25,7 +25,7 @@ class Vocabulary:
 
 
 def compact(tokenizer: Tokenizer) -> Vocabulary:
-    """That of a tokenizer which holds the tokens of the compact dialect."""
+    """The vocabulary of a tokenizer that holds the tokens of the compact dialect."""
     pad, separator = tokenizer.token_to_id("<|pad|>"), tokenizer.token_to_id("<|endoftext|>")
     assert pad is not None, "the tokenizer holds the compact dialect"
     assert separator is not None

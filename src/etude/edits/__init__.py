@@ -1,6 +1,6 @@
-"""Edits as agents write them: a sketch (a lazy edit snippet) of what changes, applied to a file.
+"""Edits in the form in which agents write them: a sketch (a lazy edit snippet) of the changes, applied to a file.
 
 The room imports `code` and the foundations alone. Public: `edit.Edit` (a checked edit and its deterministic merge),
-`merge`, `sketch` (sketches drawn for a known edit), `formats` (how a model is asked and answers), `grade` and `judge`
-(how right an answer is), `examples` (tables of edits).
+`merge`, `sketch` (sketches drawn for a known edit), `formats` (prompts and answers of a model), `grade` and `judge`
+(whether an answer is right), `examples` (tables of edits).
 """

@@ -1,4 +1,4 @@
-"""An edit as a user gives it: a text file and a sketch, with size limits and the deterministic merge. No torch."""
+"""An edit from a user: a text file and a sketch, with size limits and the deterministic merge. No torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ class Edit:
     instruction: str = ""
 
     def merged(self) -> str:
-        """The deterministic merge. Raises UserError for a text or a sketch that is too large or names no place."""
+        """The deterministic merge. Raises UserError for a text or a sketch that is too large, and for a sketch without
+        a place."""
         lines = self.text.count("\n") + 1
         size = len(self.text.encode("utf-8", "surrogatepass"))
         if lines > MAX_LINES or size > MAX_BYTES:
@@ -45,7 +46,7 @@ class Edit:
 
 
 def read_text(path: Path) -> str:
-    """A file's text, line ends as they are. Raises UserError unless it is a UTF-8 text file of bearable size."""
+    """The text of a file, with its line ends. Raises UserError unless it is a UTF-8 text file within the size limit."""
     try:
         with path.open("rb") as f:
             data = f.read(MAX_BYTES + 1)

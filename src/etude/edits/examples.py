@@ -8,14 +8,14 @@ from typing import Any
 from etude.errors import UserError
 
 BINS = (0.02, 0.08, 0.25)  # upper ends of the shares of a file that an edit changes; the last bin is open
-_SHORT = 100  # files of fewer lines weigh a quarter
+_SHORT = 100  # files of fewer lines have a quarter of the weight
 
 
 @dataclass(frozen=True)
 class Example:
     """One edit. `kind` is real (made by people), synthetic or no-op; `origin` is commits, releases or files. `merges`
-    tells whether the deterministic merge of the sketch gives the result; `fraction` is the share of the file's
-    characters that the edit changes; `weight` is relative to the mean of its table."""
+    is whether the deterministic merge of the sketch gives the result; `fraction` is the share of the file's characters
+    that the edit changes; `weight` is relative to the mean of its table."""
 
     id: str
     repository: str
@@ -52,14 +52,14 @@ def weighted(examples: Sequence[Example]) -> list[Example]:
 
 
 def write(examples: Sequence[Example], path: Path) -> None:
-    """The examples as a Parquet file. Raises UserError if pyarrow is not installed."""
+    """Write the examples as a Parquet file. Raises UserError if pyarrow is not installed."""
     arrow, parquet = _pyarrow()
     table = arrow.Table.from_pylist([asdict(e) | {"noise": list(e.noise)} for e in examples])
     parquet.write_table(table, path, compression="zstd", compression_level=15)
 
 
 def load(path: Path) -> list[Example]:
-    """The examples of a file that `write` made. Raises UserError if it is none."""
+    """Read the examples of a file that `write` made. Raises UserError for any other file."""
     arrow, parquet = _pyarrow()
     if not path.is_file():
         raise UserError(f"{path} does not exist: make it with `etude tasks fast-apply REPO... -o DIR`")

@@ -2,8 +2,8 @@
 
     <instruction>...</instruction><code> FILE </code><update> SKETCH </update>  ->  <updated-code> FILE </updated-code>
 
-The prompt is the same for every format; the tag that opens the answer chooses it. In prompt and answer a file follows
-its tag and a line end, so both tokenise alike, and the closing tag ends the answer. All tags take a suffix if the texts
+The prompt is the same for every format; the tag that opens the answer selects it. In prompt and answer a file follows
+its tag and a line end, so both tokenise alike, and the closing tag ends the answer. All tags get a suffix if the texts
 themselves hold one of the tags.
 """
 
@@ -32,7 +32,8 @@ _NO_NEWLINE = "\\ No newline at end of file"
 
 @dataclass(frozen=True)
 class EditPrompt:
-    """`content` is the user's message; the answer begins with `opening` (given to the model) and ends with `close`."""
+    """The prompt for an edit. `content` is the user's message; the answer begins with `opening`, which the model gets,
+    and ends with `close`."""
 
     content: str
     opening: str
@@ -62,7 +63,7 @@ def answer(file: str, result: str, way: str = "rewrite") -> str:
 
 
 def read_answer(file: str, text: str, way: str = "rewrite") -> str | None:
-    """The whole file after an answer; None if the answer cannot be applied to `file` in exactly one way."""
+    """The whole file after an answer; None unless the answer can be applied to `file` in exactly one way."""
     if way == "rewrite":
         return text
     return _replaced(file, text) if way == "search-replace" else _patched(file, text)
@@ -82,7 +83,7 @@ def _suffix(texts: str) -> str:
 
 
 def _blocks(file: Sequence[str], result: Sequence[str]) -> str:
-    """One block per hunk, with as many lines around it as make its text stand once in the file."""
+    """One block per hunk, with enough lines around it that its text occurs once in the file."""
     whole, blocks = "".join(file), list[str]()
     done = 0  # lines of the file that an earlier block has changed
     for hunk in hunks(file, result):
@@ -129,7 +130,8 @@ def _replaced(file: str, text: str) -> str | None:
 
 
 def _patched(file: str, text: str) -> str | None:
-    """Apply each hunk where its old lines stand: at the line it names, else at the one match after the last hunk."""
+    """Apply each hunk at the line that it names if its old lines are there, else at the one match after the last
+    hunk."""
     lines, out, at = _LINE.findall(file), list[str](), 0
     for start, old, new in _parsed(text) or ():
         places = [i for i in range(at, len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]
@@ -145,9 +147,9 @@ def _patched(file: str, text: str) -> str | None:
 
 
 def _parsed(text: str) -> list[tuple[int, list[str], list[str]]] | None:
-    """(first old line, old lines, new lines) of every hunk; None for what is no diff."""
+    """(first old line, old lines, new lines) of every hunk; None for a text that is not a diff."""
     parsed: list[tuple[int, list[str], list[str]]] = []
-    last: list[list[str]] = []  # the sides that the line before belongs to
+    last: list[list[str]] = []  # the sides to which the previous line belongs
     for line in text.splitlines(keepends=True):
         if head := _HUNK.match(line):
             parsed.append((int(head[1]), [], []))

@@ -8,7 +8,7 @@ from etude.code.languages import same_syntax
 
 
 class EditGrade(StrEnum):
-    """Grades in the order in which they are tried; the first that holds counts."""
+    """Grades in the order in which they are tried; the first that applies counts."""
 
     EXACT = "exact"  # every byte
     WHITESPACE = "whitespace"  # up to blanks at line ends and final newlines
@@ -17,25 +17,25 @@ class EditGrade(StrEnum):
     FAIL = "fail"
 
 
-def grade(result: str, given: str | None, language: str) -> EditGrade:
-    """The grade of the answer `given` (None: unusable) against the right `result`; no tests are run."""
-    if given is None:
+def grade(result: str, answer: str | None, language: str) -> EditGrade:
+    """The grade of `answer` (None: unusable) against the right `result`; no tests are run."""
+    if answer is None:
         return EditGrade.FAIL
-    if given == result:
+    if answer == result:
         return EditGrade.EXACT
-    if _trimmed(given) == _trimmed(result):
+    if _trimmed(answer) == _trimmed(result):
         return EditGrade.WHITESPACE
-    return EditGrade.SYNTAX if same_syntax(given, result, language) else EditGrade.FAIL
+    return EditGrade.SYNTAX if same_syntax(answer, result, language) else EditGrade.FAIL
 
 
-def outside(file: str, result: str, given: str) -> int:
-    """Number of changes in `given` outside the edit's hunks: lines lost or changed, and runs of inserted lines."""
+def outside(file: str, result: str, answer: str) -> int:
+    """The number of changes in `answer` outside the edit's hunks: lines lost or changed, and runs of inserted lines."""
     before = file.splitlines()
-    wanted, made = _touched(before, result.splitlines()), _touched(before, given.splitlines())
+    wanted, made = _touched(before, result.splitlines()), _touched(before, answer.splitlines())
     allowed = {line for start, end in wanted for line in range(start - 1, end + 1)}
     lines = {line for start, end in made for line in range(start, end)}
     inserted = {start for start, end in made if start == end}
-    # What is put in beside a hunk belongs to it: an equal line may be taken for either.
+    # Lines inserted beside a hunk count as part of it, since a diff may assign equal lines to either.
     return len(lines - allowed) + len({at for at in inserted if at not in allowed and at - 1 not in allowed})
 
 

@@ -1,12 +1,12 @@
 """The deterministic merge of a lazy sketch into a file: no model, no torch.
 
 A sketch holds the lines that change and some of their neighbours. A marker ("# ... existing code ...", in any comment
-style) stands for lines that are left out. The lines of a block that the file holds too are its anchors: every block
+style) replaces lines that are left out. The lines of a block that the file holds too are its anchors: every block
 between markers is placed by the chain of anchors with the greatest weight. From its first anchor to its last the block
 replaces the file, so two lines that are neighbours in the sketch delete the lines between them. Lines before the first
 or after the last anchor replace similar lines, or are inserted.
 
-With an apply model the merge is a draft alone: the model decides every token.
+With an apply model the merge is only a draft: the model decides every token.
 """
 
 import re
@@ -20,13 +20,13 @@ import numpy as np
 _GAP = 0.02  # cost of a line of the file between two anchors: 50 of them are worth one good anchor
 _ALIKE = 0.6  # similarity of two lines from which one may be the other's new text
 _SURELY_ALIKE = 0.75  # the same for a block that has no anchor
-# For a block that may as well be new text at an end of the file: `import re` is no new `import os`.
+# For a block that may be new text at an end of the file: `import re` is not a new version of `import os`.
 _ALMOST_EQUAL = 0.85
 _COMMENT = re.compile(r"^\s*(?:#+|//+|--+|;+|%+|/\*+|\{/\*|<!--)\s*(.*?)\s*(?:\*+/\}?|-->)?\s*$")
 _DOTS = re.compile(r"^(?:\.{3}|…)\s*|\s*(?:\.{3}|…)$")
 _LEFT_OUT = re.compile(r"\b(existing|rest|remaining|remainder|unchanged|omitted)\b", re.I)
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
-_COMMON = 64  # a line that the file holds more often says nothing about the place
+_COMMON = 64  # lines that the file holds more often are no evidence of a place
 _SPELT_OUT = re.compile(
     r"(the )?(rest|remainder)( of( the| this)? \w+)?( (is|are|stays|remains))?( (unchanged|the same|as before))?"
     r"|(the )?(existing|unchanged|remaining|other) (code|lines|methods|functions|imports)( here| unchanged)?",
@@ -41,7 +41,7 @@ class NoPlace(ValueError):
 
 @dataclass(frozen=True)
 class Merge:
-    """The merged text. `ambiguous` tells that some block fits another place equally well."""
+    """The merged text. `ambiguous` is true if some block fits another place equally well."""
 
     text: str
     ambiguous: bool
@@ -96,7 +96,7 @@ def merge(text: str, sketch: str) -> Merge:
 
 
 def is_marker(line: str) -> bool:
-    """Whether a line of a sketch is a marker for code that is left out."""
+    """Whether a line of a sketch is a marker for omitted code."""
     comment = _COMMENT.match(line)
     words = comment.group(1) if comment else line.strip()
     bare = _DOTS.sub("", _DOTS.sub("", words))
@@ -108,7 +108,7 @@ def is_marker(line: str) -> bool:
 
 
 def _blocks(sketch: str, file: set[str]) -> list[_SketchBlock]:
-    """The runs of lines between markers. A line that the file itself holds is text, whatever it looks like."""
+    """The runs of lines between markers. A line that the file itself holds is never a marker."""
     fenced = _FENCE.findall(sketch)
     body = fenced[0] if len(fenced) == 1 else sketch
     blocks: list[_SketchBlock] = []
@@ -125,7 +125,7 @@ def _blocks(sketch: str, file: set[str]) -> list[_SketchBlock]:
 
 
 def _place(block: _SketchBlock, file: list[str], start: int, taken: Sequence[_LineReplacement]) -> _LineReplacement:
-    """Where the block goes: after the block before it if it fits there well, else anywhere free."""
+    """The place of a block: after the block before it if it fits there well, else in any free lines."""
     for lines, keys in ((block.lines, file), (_strip(block.lines), _strip(file))):
         after = _chain(lines, keys, start, taken)
         anywhere = _chain(lines, keys, 0, taken) if start else after
@@ -133,7 +133,7 @@ def _place(block: _SketchBlock, file: list[str], start: int, taken: Sequence[_Li
         if best.pairs:
             return _extend(_shift(block.lines, file, best.pairs), file, best, taken)
     at_an_end = block.marker_before != block.marker_after
-    alike = _most_alike(block.lines, file, taken, _ALMOST_EQUAL if at_an_end else _SURELY_ALIKE)
+    alike = _most_similar(block.lines, file, taken, _ALMOST_EQUAL if at_an_end else _SURELY_ALIKE)
     if alike is not None:
         return alike
     if block.marker_before and not block.marker_after:
@@ -145,7 +145,7 @@ def _place(block: _SketchBlock, file: list[str], start: int, taken: Sequence[_Li
 
 
 def _without_layout(placed: _LineReplacement, block: _SketchBlock, file: list[str]) -> _LineReplacement:
-    """Blank lines between a block and a marker are the sketch's layout where the file has blank lines as well."""
+    """The placement without blank lines between a block and a marker, if the file has blank lines there as well."""
     lines, before, after = placed.lines, placed.start, placed.end
     while block.marker_before and len(lines) > 1 and not lines[0] and before and not file[before - 1]:
         lines, before = lines[1:], before - 1
@@ -162,8 +162,8 @@ class _Chain:
 
 
 def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineReplacement]) -> _Chain:
-    """The heaviest chain of equal lines: weights of its lines less `_GAP` per line of the file between them. One row
-    per line of the block, a running maximum over the lines of the file: O(lines x file)."""
+    """The chain of equal lines with the greatest score: the weights of its lines less `_GAP` per line of the file
+    between them. One row per line of the block, a running maximum over the lines of the file: O(lines x file)."""
     n = len(file)
     free = np.ones(n, dtype=bool)
     free[:start] = False
@@ -206,7 +206,7 @@ def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineR
 
 
 def _shift(lines: list[str], file: list[str], pairs: Sequence[tuple[int, int]]) -> list[str]:
-    """The block at the file's indentation: moved by what its anchors are off."""
+    """The block at the file's indentation, moved by the difference in its anchors."""
     offsets = Counter(_indent(file[j]) - _indent(lines[i]) for i, j in pairs if lines[i])
     offset = offsets.most_common(1)[0][0] if offsets else 0
     if offset == 0:
@@ -219,7 +219,7 @@ def _shift(lines: list[str], file: list[str], pairs: Sequence[tuple[int, int]]) 
 
 
 def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_LineReplacement]) -> _LineReplacement:
-    """The chain's stretch of the file, and beyond it the lines that the block's ends are new versions of."""
+    """The lines of the file under the chain and, beyond it, the lines of which the block's ends are new versions."""
     (first_i, start), (last_i, last) = chain.pairs[0], chain.pairs[-1]
     end = last + 1
     floor = max((p.end for p in taken if p.end <= start), default=0)
@@ -246,10 +246,10 @@ def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_L
     return _LineReplacement(start, end, lines, chain.ambiguous)
 
 
-def _most_alike(
-    lines: list[str], file: list[str], taken: Sequence[_LineReplacement], least: float
+def _most_similar(
+    lines: list[str], file: list[str], taken: Sequence[_LineReplacement], threshold: float
 ) -> _LineReplacement | None:
-    """For a block without anchors: replace the lines of the file that its lines are clearly new versions of."""
+    """The place of a block without anchors: the lines of the file of which its lines are clearly new versions."""
     covered = {j for p in taken for j in range(p.start, p.end)}
     places, ambiguous = set[int](), False
     for line in lines[:20]:
@@ -258,11 +258,11 @@ def _most_alike(
             for j, other in enumerate(file)
             if j not in covered and len(line.strip()) > 4 and _alike(line, other)
         ]
-        if alike and max(alike)[0] >= least:
+        if alike and max(alike)[0] >= threshold:
             ratio, place = max(alike)
             places.add(-place)
             ambiguous |= sum(other == ratio for other, _ in alike) > 1
-    # Far apart, they are no one place.
+    # Lines that are far apart are not one place.
     if not places or max(places) + 1 - min(places) > len(lines) + 2:
         return None
     return _LineReplacement(min(places), max(places) + 1, lines, ambiguous)

@@ -1,8 +1,8 @@
-"""Draws lazy sketches of a known edit, as an agent would write them: changed lines, some neighbours, markers.
+"""Draws lazy sketches of a known edit, in the manner of agents: changed lines, some neighbours, markers.
 
-A deletion must be visible, so both its neighbours stand next to each other in the sketch; otherwise "deleted" could not
-be told from "left out". One to three kinds of noise make a sketch look like those that models write. No noise may
-remove what determines the result; `determined` checks this with the deterministic merge.
+A deletion must be visible, so the sketch shows its two neighbours next to each other; otherwise "deleted" could not be
+told from "left out". One to three kinds of noise make a sketch look like those that models write. Noise may not remove
+lines that determine the result; `determined` checks this with the deterministic merge.
 """
 
 import random
@@ -53,7 +53,7 @@ class Hunk:
 
 @dataclass(frozen=True)
 class Region:
-    """A run of the result's lines that the sketch shows: [low, high), and whether a deletion hides in it."""
+    """A run of the result's lines in the sketch: [low, high), and whether it contains a deletion."""
 
     low: int
     high: int
@@ -62,7 +62,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Sketch:
-    """The sketch, the kinds of noise in it, and whether the deterministic merge of it gives the result."""
+    """The sketch, the kinds of noise in it, and whether its deterministic merge gives the result."""
 
     text: str
     noise: tuple[str, ...]
@@ -71,7 +71,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class _SketchDraft:
-    """A sketch before it is written: blocks of lines in order, and how they are put together."""
+    """A sketch before it is written: blocks of lines in order, and the way in which they are joined."""
 
     blocks: tuple[tuple[str, ...], ...]
     heads: tuple[str, ...]  # an enclosing definition's line before each block, or ""
@@ -83,7 +83,7 @@ class _SketchDraft:
 
 
 def hunks(file: Sequence[str], result: Sequence[str]) -> list[Hunk]:
-    """The changed stretches of lines, in order."""
+    """The changed runs of lines, in order."""
     codes = SequenceMatcher(None, file, result, autojunk=False).get_opcodes()
     return [Hunk(*code[1:]) for code in codes if code[0] != "equal"]
 
@@ -98,10 +98,11 @@ def determined(before: str, after: str, sketch: str) -> bool:
 
 
 def draw(before: str, after: str, language: str, rng: random.Random, kinds: int | None = None) -> Sketch | None:
-    """A noisy sketch that determines `after`, or None if not even a generous one does. `kinds` is the number of kinds
-    of noise, one to three if None. First a clean sketch is found from which the merge makes `after` without doubt, with
-    more context if need be; noise is kept only as far as no block fits equally well elsewhere, and noise that takes
-    away context only if the merge stays right. So a noisy sketch may mislead the merge, but the result is in it."""
+    """A noisy sketch that determines `after`; None if even a generous one does not. `kinds` is the number of kinds of
+    noise, one to three if None. First a clean sketch is found from which the merge makes `after` without doubt, with
+    more context if need be. Noise is kept only while no block fits equally well elsewhere, and noise that removes
+    context only if the merge stays right. So a noisy sketch may mislead the merge, but it still determines the
+    result."""
     file, result = before.splitlines(), after.splitlines()
     changes = hunks(file, result)
     if not changes:
@@ -126,7 +127,7 @@ def draw(before: str, after: str, language: str, rng: random.Random, kinds: int 
 
 
 def no_op(before: str, language: str, rng: random.Random) -> Sketch | None:
-    """A sketch that shows some lines unchanged: a model must learn to change nothing, too. None for a short text."""
+    """A sketch of some unchanged lines, since a model must also learn to change nothing. None for a short text."""
     lines = before.splitlines()
     if len(lines) < 4:
         return None
@@ -137,12 +138,12 @@ def no_op(before: str, language: str, rng: random.Random) -> Sketch | None:
 
 
 def _regions(changes: Sequence[Hunk], result: Sequence[str], size: int) -> list[Region]:
-    """What the sketch shows of the result: hunks with `size` lines of context, near ones joined."""
+    """The regions of the result in the sketch: hunks with `size` lines of context, near ones joined."""
     regions: list[Region] = []
     for hunk in changes:
         low, high = max(0, hunk.low - size), min(len(result), hunk.high + size)
         deletion = hunk.low == hunk.high or hunk.end - hunk.start > hunk.high - hunk.low
-        if regions and low - regions[-1].high <= 1:  # a marker for one line saves nothing
+        if regions and low - regions[-1].high <= 1:  # a marker for one line is no shorter
             last = regions.pop()
             low, deletion = last.low, deletion or last.deletion
         regions.append(Region(low, high, deletion))
@@ -179,14 +180,15 @@ def _written(draft: _SketchDraft) -> str:
 
 
 def _indented(marker: str, block: Sequence[str]) -> str:
-    """The marker at the indentation of the first line that has one."""
+    """The marker at the indentation of the first indented line."""
     lines = [block] if isinstance(block, str) else block
     first = next((line for line in lines if line.strip()), "")
     return first[: len(first) - len(first.lstrip())] + marker
 
 
 def _still_determined(kind: str, before: str, after: str, sketch: str) -> bool:
-    """What takes away context must leave the merge right; the other kinds may mislead it, for nothing is lost."""
+    """Whether noise may stay: noise that removes context must leave the merge right, other kinds lose nothing and may
+    mislead it."""
     if kind in _LOSING:
         return determined(before, after, sketch)
     try:
@@ -217,7 +219,7 @@ def _no_ends(
 def _one_sided(
     draft: _SketchDraft, regions: Sequence[Region], result: Sequence[str], _: str, rng: random.Random
 ) -> _SketchDraft | None:
-    """A block loses the context before or after its change; never one that hides a deletion."""
+    """Drop the context before or after a block's change, unless the block contains a deletion."""
     places = [i for i, region in enumerate(regions) if not region.deletion and len(draft.blocks[i]) > 3]
     if not places:
         return None
@@ -230,7 +232,7 @@ def _one_sided(
 def _indent(
     draft: _SketchDraft, _: Sequence[Region], __: Sequence[str], ___: str, rng: random.Random
 ) -> _SketchDraft | None:
-    """The whole sketch further to the left or to the right."""
+    """Move the whole sketch to the left or to the right."""
     shown = [line for block in draft.blocks for line in block if line.strip()]
     room = min((len(line) - len(line.lstrip(" ")) for line in shown), default=0)
     if any(line.startswith("\t") for line in shown) or any(draft.heads):
@@ -257,7 +259,7 @@ def _reordered(
 def _enclosing(
     draft: _SketchDraft, regions: Sequence[Region], result: Sequence[str], _: str, rng: random.Random
 ) -> _SketchDraft | None:
-    """The line of the class or function around a block, with a marker for what lies between."""
+    """Add the line of the class or function around a block, with a marker for the lines between."""
     at = rng.randrange(len(regions))
     block = [line for line in draft.blocks[at] if line.strip()]
     if not block or len(regions) != len(draft.blocks):
@@ -275,7 +277,7 @@ def _enclosing(
 def _stale(
     draft: _SketchDraft, regions: Sequence[Region], _: Sequence[str], __: str, rng: random.Random
 ) -> _SketchDraft | None:
-    """A line of context as it was some time ago: without its trailing comment or with other blanks inside."""
+    """Make a line of context look older: without its trailing comment or with other blanks inside."""
     places = [
         (i, j)
         for i, block in enumerate(draft.blocks)
@@ -303,14 +305,14 @@ def _fence(
 def _prose(
     draft: _SketchDraft, a: Sequence[Region], b: Sequence[str], language: str, rng: random.Random
 ) -> _SketchDraft | None:
-    """Words around the block, which then needs a fence."""
+    """Add a sentence before or after the block, which then needs a fence."""
     fenced = draft if draft.fence is not None else _fence(draft, a, b, language, rng)
     return fenced and replace(fenced, prose=(rng.choice(_PROSE), rng.choice(_AFTERWARDS)))
 
 
 _Noise = Callable[[_SketchDraft, Sequence[Region], Sequence[str], str, random.Random], _SketchDraft | None]
-# In the order in which they are made: what is held against the merge comes first, what moves blocks after what names
-# them by their place.
+# In the order in which they are made: kinds that must keep the merge right come first, and kinds that move blocks come
+# after kinds that name blocks by their place.
 NOISE: dict[str, _Noise] = {
     "one-sided": _one_sided,
     "no-ends": _no_ends,

@@ -1,5 +1,5 @@
-"""Evaluations: suites, and the statistics that tell whether one model does better than another.
+"""Evaluations: suites, and the statistics that show whether one model does better than another.
 
-The room plays episodes through rollout and asks engines for answers; it starts no processes and knows no runs. Public:
-`suite.evaluate`, `suite.compare` and the functions of `stats`.
+The room plays episodes through rollout and requests answers from engines. It starts no processes and does not read
+runs. Public: `suite.evaluate`, `suite.compare` and the functions of `stats`.
 """

@@ -36,7 +36,7 @@ Right = list[list[bool]]  # by question, by order
 
 @dataclass(frozen=True)
 class RetrievalScore:
-    """One model under one mask."""
+    """The result of one model under one mask."""
 
     model: Path
     result: RetrievalResult
@@ -44,7 +44,7 @@ class RetrievalScore:
 
     @property
     def mask(self) -> str:
-        """ "full" for a plain prompt, "own" where each document sees itself only."""
+        """ "full" for a plain prompt, "own" if each document attends to itself only."""
         return self.result.documents
 
 
@@ -59,7 +59,7 @@ def evaluate_retrieval(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Prints shares of exact answers with 95 % intervals, and paired differences. Raises UserError."""
+    """Print shares of exact answers with 95 % intervals, and paired differences. Raises UserError."""
     from etude.models.files import check_folder
 
     if samples < 1 or orders < 1:
@@ -68,7 +68,7 @@ def evaluate_retrieval(
         check_folder(model)
     retrieval_samples = questions(repositories, samples, seed)
     scores = [score for model in models for score in measure(model, retrieval_samples, masks, orders, seed, inference)]
-    # The masks of a model, and the models under a mask.
+    # Compares the masks of a model, and the models under a mask.
     pairs = [(a, b) for a, b in combinations(scores, 2) if (a.model == b.model) != (a.mask == b.mask)]
     clusters = [number for number, sample in enumerate(retrieval_samples) for _ in sample.questions]
     differences = [paired_difference(a.right, b.right, clusters, seed) for a, b in pairs]
@@ -86,7 +86,8 @@ def evaluate_retrieval(
 
 
 def questions(repositories: Sequence[Path], count: int, seed: int) -> list[RetrievalSample]:
-    """`count` samples of the folders given, or of the libraries that no bundled model was trained on. UserError."""
+    """`count` samples of the folders `repositories`, by default of libraries outside of all bundled models' training
+    data. Raises UserError."""
     functions: list[FunctionText] = []
     for folder in repositories:
         if not folder.is_dir():
@@ -108,7 +109,8 @@ def measure(
     seed: int,
     inference: EngineConfig = EngineConfig(),
 ) -> list[RetrievalScore]:
-    """Greedy answers of a model in an engine of its own. Order 0 is that of the samples, the others are random."""
+    """Greedy answers of a model in an engine of its own. Order 0 is that of the samples, the other orders are
+    random."""
     from etude.inference.engine.loading import load_engine
     from etude.models.loading import load_tokenizer
 

@@ -1,8 +1,8 @@
 """`etude eval MODEL --suite fast-apply`: how often a model applies a sketched edit correctly, graded without a judge.
 
 The deterministic merge is graded on the same edits, as the baseline of every model. An edit that does not fit the
-model's context is a failure, and counted apart as well. Edits of a task dataset have tests. A language model may be
-asked about failed answers; its verdicts are counted apart from the grades.
+model's context is a failure, and is also counted separately. Edits of a task dataset have tests. A language model may
+judge failed answers; its verdicts are counted apart from the grades.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _LENGTHS = (20, 40, 100, 400)
 
 @dataclass(frozen=True)
 class Applied:
-    """One edit by one applier."""
+    """The result of one edit by one applier."""
 
     example: Example
     grade: EditGrade
     outside: int  # changes outside the edit's hunks; 0 without an answer
-    fits: bool  # the applier could be asked
+    fits: bool  # whether the edit fits the applier's context
     text: str | None = None  # the file with the edit applied; None without an answer
     tokens: int = 0
     verdict: JudgeVerdict | None = None  # of a judge, if the grade is fail and there is a file
 
     @property
     def answered(self) -> bool:
-        """Whether there is a file to grade."""
+        """Whether the answer gives a file to grade."""
         return self.text is not None
 
 
@@ -66,9 +66,9 @@ def evaluate_edits(
     split: str = "heldout",
     judge: Judge | None = None,
 ) -> None:
-    """Prints grades with 95 % intervals, by language, size and noise. Raises UserError. `form` is how models write an
-    edit. With `tests`, a task dataset, the edits are those that undo the mutations of its split; `judge` is asked about
-    answers that fail."""
+    """Print grades with 95 % intervals, by language, size and noise. Raises UserError. `form` is the format in which
+    models write an edit. With `tests`, a task dataset, the edits are those that undo the mutations of its split.
+    `judge` judges failed answers."""
     dataset = None if tests is None else tested_edits.load(tests, split)
     whole = list(dataset.examples) if dataset else tables.load(SUITE if suite == Path("fast-apply") else suite)
     examples = whole[:max_edits]
@@ -95,7 +95,7 @@ def evaluate_edits(
 
 
 def merged(example: Example) -> Applied:
-    """The deterministic merge, graded."""
+    """The grade of the deterministic merge."""
     try:
         text = merge(example.file, example.sketch).text
     except NoPlace:
@@ -104,8 +104,8 @@ def merged(example: Example) -> Applied:
 
 
 def with_tests(applied: Sequence[Applied], dataset: Tested | None) -> list[Applied]:
-    """The same, with the grade `tests` for failed answers that pass the tests of their edit and change nothing outside
-    its hunks."""
+    """The results with the grade `tests` for failed answers that pass the tests of their edit and change nothing
+    outside its hunks."""
     result = list(applied)
     if dataset is not None:
         failed = [i for i, a in enumerate(applied) if a.grade == EditGrade.FAIL and a.answered and not a.outside]
@@ -116,7 +116,7 @@ def with_tests(applied: Sequence[Applied], dataset: Tested | None) -> list[Appli
 
 
 def judged(applied: Sequence[Applied], judge: Judge | None) -> list[Applied]:
-    """The same, with a verdict on every answer that failed."""
+    """The results with a verdict on every failed answer."""
     if judge is None:
         return list(applied)
     failed = [i for i, a in enumerate(applied) if a.grade == EditGrade.FAIL and a.answered]
@@ -130,7 +130,8 @@ def judged(applied: Sequence[Applied], judge: Judge | None) -> list[Applied]:
 def run(
     folder: Path, examples: Sequence[Example], form: str, inference: EngineConfig = EngineConfig()
 ) -> tuple[list[Applied], float]:
-    """Every edit by the model of a folder, greedily and with drafts; and the seconds taken. Raises UserError."""
+    """Apply every edit with the model of a folder, greedily and with drafts. Returns the results and the seconds.
+    Raises UserError."""
     from etude.inference.engine.loading import load_engine
     from etude.inference.engine.requests import RunningSequence
     from etude.inference.server.apply import AnswerCollector, Applier
@@ -230,7 +231,7 @@ def _exact(applied: Sequence[Applied]) -> Estimate:
 
 
 def _clusters(examples: Sequence[Example]) -> list[str]:
-    """Edits of one file are dependent."""
+    """The cluster of each edit: its file, since edits of one file are dependent."""
     return [f"{e.repository}/{e.path}" for e in examples]
 
 

@@ -10,7 +10,7 @@ from etude.records import Record
 
 
 class RetrievalResult(Record, frozen=True):
-    """One model under one mask. Rates are over all orders, with intervals at 95 % clustered by sample."""
+    """The result of one model under one mask. Rates are over all orders, with intervals at 95 % clustered by sample."""
 
     documents: str  # "full": a plain prompt; "own": each document sees itself only
     samples: int
@@ -25,8 +25,8 @@ class RetrievalResult(Record, frozen=True):
 def summary(
     documents: str, samples: Sequence[RetrievalSample], right: Sequence[Sequence[bool]], seed: int
 ) -> RetrievalResult:
-    """The result of one mask. `right[q][o]` says whether the answer to question q, counted over all samples, was exact
-    in order o. Raises ValueError if the lengths differ."""
+    """The result of one mask. `right[q][o]` is whether the answer to question q, counted over all samples, was exact in
+    order o. Raises ValueError if the lengths differ."""
     questions = [(i, q) for i, sample in enumerate(samples) for q in sample.questions]
     if len(questions) != len(right):
         raise ValueError(f"{len(right)} answers for {len(questions)} questions")

@@ -1,4 +1,4 @@
-"""Statistics of a release: tests that may be looked at while accounts arrive.
+"""Statistics of a release: tests that stay valid when they are read while accounts arrive.
 
     is it harmful?             log_evidence      a betting e-process; may stop the release at any moment
     is it better?              plan_looks        group-sequential looks, planned before the first account
@@ -20,19 +20,19 @@ from statistics import NormalDist
 import numpy as np
 
 _NORMAL = NormalDist()
-_BET = 0.5  # most of the capital that is bet at a time: 1 + bet * cost stays positive
-_SPLITS = 100.0  # units that the prior of a splitter's shares is worth
+_BET = 0.5  # maximum share of the capital in one bet: 1 + bet * cost stays positive
+_SPLITS = 100.0  # weight, in units, of the prior of a splitter's shares
 _POINTS = 301  # of a look's density; odd, for Simpson's rule
-_REACH = 9.0  # standard deviations that a look's density is followed to
+_REACH = 9.0  # standard deviations at which a look's density is cut off
 
 
 def log_evidence(costs_T: np.ndarray, margin: float = 0.0) -> np.ndarray:
     """Logarithm of E_t = prod_i (1 + bet_i (cost_i - margin)), float64 [..., T], for costs in [-1, 1] in the order of
-    their arrival: of an account in the new arm minus one in the old arm. If the mean cost is at most `margin`, the
-    probability that E_t ever reaches 1/alpha is at most alpha (Ville's inequality). Bets depend on earlier costs
-    alone: past mean over past second moment, the aGRAPA rule of Waudby-Smith and Ramdas 2023 (arXiv:2010.09686,
-    section B.2). Evidence that the cost is below `margin` is `log_evidence(-costs, -margin)`. Raises ValueError for
-    costs out of [-1, 1] or a margin out of (-1, 1)."""
+    their arrival. A cost is that of an account in the new arm minus one in the old arm. If the mean cost is at most
+    `margin`, the probability that E_t ever reaches 1/alpha is at most alpha (Ville's inequality). Bets depend on
+    earlier costs alone: past mean over past second moment, the aGRAPA rule of Waudby-Smith and Ramdas 2023
+    (arXiv:2010.09686, section B.2). Evidence that the cost is below `margin` is `log_evidence(-costs, -margin)`. Raises
+    ValueError for costs out of [-1, 1] or a margin out of (-1, 1)."""
     costs = np.asarray(costs_T, float)
     if costs.size and (np.abs(costs).max() > 1.0 or not np.isfinite(costs).all()):
         raise ValueError("costs of an e-process lie in [-1, 1]")
@@ -46,8 +46,8 @@ def log_evidence(costs_T: np.ndarray, margin: float = 0.0) -> np.ndarray:
 
 
 def sequence_reach(deviation: float, count: int, alpha: float = 0.05, tightest: int = 1000) -> float:
-    """Half the width of a confidence sequence of a mean after `count` units with standard deviation `deviation`: at
-    all counts at once it holds the mean with probability 1 - alpha, for large counts (Waudby-Smith et al. 2021,
+    """Half the width of a confidence sequence of a mean after `count` units with standard deviation `deviation`. It
+    holds the mean at all counts at once with probability 1 - alpha, for large counts (Waudby-Smith et al. 2021,
     arXiv:2103.06476, theorem 2.2). It is tightest about `tightest` units."""
     if count < 2:
         return math.inf
@@ -59,8 +59,8 @@ def sequence_reach(deviation: float, count: int, alpha: float = 0.05, tightest: 
 
 @dataclass(frozen=True)
 class LookPlan:
-    """Looks of a group-sequential test, two-sided. `inflation`: its largest sample over that of one fixed look of the
-    same power; `expected`: the expected sample over that, if the planned effect is true."""
+    """Looks of a two-sided group-sequential test. `inflation` is its largest sample divided by that of one fixed look
+    of the same power. `expected` is the expected sample divided by the same, if the planned effect is true."""
 
     fractions: tuple[float, ...]  # of the largest sample, increasing to 1
     bounds: tuple[float, ...]  # of |z| at each look
@@ -103,7 +103,7 @@ def _bisect(falling: Callable[[float], float], value: float) -> float:
 
 
 def _crossing(t: Sequence[float], bounds: Sequence[float], drift: float) -> list[float]:
-    """Probability that |z| passes its bound at each look for the first time."""
+    """The probability that |z| first passes its bound at each look."""
     out: list[float] = []
     score = _Score(drift)
     for x, bound in zip(t, bounds, strict=True):
@@ -146,8 +146,8 @@ def _tail(z: float) -> float:
 
 
 def accounts_per_arm(base: float, lift: float, plan: LookPlan) -> int:
-    """Accounts of each arm, at most, to find that a share of `base` rises by `lift` (both in (0, 1), lift absolute)
-    with the plan's power. Raises ValueError for shares out of (0, 1)."""
+    """The maximum of accounts per arm with which a rise of the share `base` by `lift` is found with the plan's power.
+    Both are in (0, 1), `lift` is absolute. Raises ValueError for shares out of (0, 1)."""
     new = base + lift
     if not 0 < base < 1 or not 0 < new < 1 or not lift:
         raise ValueError(f"shares lie between 0 and 1, got {base} and {new}")
@@ -171,15 +171,17 @@ def paired_score(new_only: int, old_only: int, tasks: int, margin: float) -> flo
 
 
 def defended_margin(tasks: int, discordant: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """The smallest margin that a paired suite of so many tasks can defend: with `power`, two equal models whose passes
-    differ on the share `discordant` of the tasks are found to be non-inferior at one-sided `alpha`."""
+    """The smallest margin that a paired suite of `tasks` tasks can defend. With it, two equal models whose passes
+    differ on the share `discordant` of the tasks are found non-inferior with probability `power`, at one-sided
+    `alpha`."""
     z = _NORMAL.inv_cdf(1 - alpha) + _NORMAL.inv_cdf(power)
     return z * math.sqrt(discordant / tasks)
 
 
 def ratio_p_value(counts: Sequence[int], shares: Sequence[float]) -> float:
-    """Probability of arms whose sizes differ from `shares` at least as much as `counts`, if the splitter is right: a
-    chi-square test. Below 0.001 the split is broken, and no other figure of it means anything. Raises ValueError."""
+    """The p-value of a chi-square test that the arms were split by `shares`: the probability of sizes that differ from
+    them at least as much as `counts`. Below 0.001 the split is broken, and its other figures are meaningless. Raises
+    ValueError."""
     if len(counts) != len(shares) or len(counts) < 2 or min(shares) <= 0 or min(counts) < 0:
         raise ValueError(f"counts {list(counts)} of shares {list(shares)}")
     total, whole = sum(counts), sum(shares)
@@ -197,8 +199,8 @@ def ratio_p_value(counts: Sequence[int], shares: Sequence[float]) -> float:
 
 
 def ratio_evidence(counts: Sequence[int], shares: Sequence[float]) -> float:
-    """Logarithm of E = P(counts | shares drawn about `shares`) / P(counts | shares), for arms that are looked at again
-    and again: if the splitter is right, the probability that E ever reaches 1/alpha is at most alpha (Lindon and Malek
+    """Logarithm of E = P(counts | shares drawn about `shares`) / P(counts | shares), for arms that are tested again and
+    again. If the splitter is right, the probability that E ever reaches 1/alpha is at most alpha (Lindon and Malek
     2022, arXiv:2011.03567, equation 6, with a Dirichlet prior worth 100 units). Raises ValueError."""
     if len(counts) != len(shares) or len(counts) < 2 or min(shares) <= 0 or min(counts) < 0:
         raise ValueError(f"counts {list(counts)} of shares {list(shares)}")
@@ -211,7 +213,7 @@ def ratio_evidence(counts: Sequence[int], shares: Sequence[float]) -> float:
 
 
 def alpha_of_version(number: int, alpha: float = 0.05) -> float:
-    """The share of alpha that the `number`-th version (from 1) may spend, so that all versions ever together spend
+    """The share of alpha that the `number`-th version (from 1) may spend, so that all future versions together spend
     alpha: 6 alpha / (pi k)^2."""
     if number < 1:
         raise ValueError(f"versions count from 1, got {number}")

@@ -74,8 +74,8 @@ def paired_difference(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Estimate:
-    """Mean over tasks of `after` minus `before`; the same tasks in the same order on both sides. A single cluster gives
-    [-1, 1]. Two sides that agree on every task give [0, 0]."""
+    """Mean over tasks of `after` minus `before`; both sides hold the same tasks in the same order. A single cluster
+    gives [-1, 1]. Two sides that agree on every task give [0, 0]."""
     if len(before) != len(after):
         raise ValueError(f"a paired difference needs the same tasks on both sides, got {len(before)} and {len(after)}")
     differences = _task_means(after) - _task_means(before)
@@ -92,7 +92,7 @@ def mean_difference(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Estimate:
-    """`paired_difference` of any figure of a task: its means on both sides, the same tasks in the same order."""
+    """The `paired_difference` of any figure of a task: its means on both sides, the same tasks in the same order."""
     if len(before) != len(after) or not before:
         raise ValueError(f"a paired difference needs the same tasks on both sides, got {len(before)} and {len(after)}")
     differences = np.asarray(after, float) - np.asarray(before, float)
@@ -128,6 +128,6 @@ def _bootstrap(values: np.ndarray, labels: np.ndarray, seed: int, resamples: int
     for start in range(0, resamples, chunk):
         draws = rng.multinomial(count, np.full(count, 1.0 / count), size=min(chunk, resamples - start))
         means.append((draws @ sums) / (draws @ sizes))
-    # "nearest" keeps the quantile one of the resampled means: no value that no resample could have
+    # "nearest" makes the quantile one of the resampled means, which interpolation would not
     low, high = np.quantile(np.concatenate(means), [TAIL, 1.0 - TAIL], method="nearest")
     return Estimate(mean=float(values.mean()), low=float(low), high=float(high))

@@ -1,7 +1,7 @@
-"""Measure a policy on the tasks of a dataset split, and compare two measurements of the same tasks.
+"""Measures a policy on the tasks of a dataset split, and compares two measurements of the same tasks.
 
-Each task is played `samples` times. The seed of a sample depends on the evaluation's seed, the task and the sample's
-number only, so two models meet the same seeds and their difference can be paired.
+Each task is played `samples` times. The seed of a sample depends only on the evaluation's seed, the task and the
+sample's number, so two models meet the same seeds and their difference can be paired.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOTHING_KNOWN: Known = {}
 
 
 class TaskResult(Record, frozen=True):
-    """The samples of one task that count, in sample order; `lost` is how many infrastructure took."""
+    """The counted samples of one task, in order; `lost` is the number of samples that infrastructure lost."""
 
     id: str
     function: str
@@ -77,12 +77,13 @@ class EvalResult(Record, frozen=True):
 
     @property
     def clocked(self) -> float:
-        """The share of the counted episodes that ended because their wall time was over."""
+        """The share of the counted episodes that ended at their limit of wall time."""
         return self.stops.get("seconds", 0) / max(1, sum(self.stops.values()))
 
 
 class Comparison(Record, frozen=True):
-    """Two measurements over the tasks that both have; `better`, `worse` and `same` count tasks by their pass rates."""
+    """The comparison of two measurements over their common tasks; `better`, `worse` and `same` count tasks by their
+    pass rates."""
 
     before: Estimate
     after: Estimate
@@ -106,13 +107,14 @@ async def evaluate(
     on_episode: Callable[[Episode], None] | None = None,
     known: Known = _NOTHING_KNOWN,
 ) -> EvalResult:
-    """Plays `samples` episodes of every task of `split`. `on_episode` is called with each counted episode that is
-    played; `known` ones are not. Raises UserError if the split is empty and RunFailed if every episode was lost."""
+    """Play `samples` episodes of every task of `split`. `on_episode` is called with each new counted episode; `known`
+    episodes are neither played nor reported. Raises UserError if the split is empty and RunFailed if every episode was
+    lost."""
     tasks = pick_tasks(context.dataset.tasks, split, max_tasks)
     if not tasks:
         name = context.dataset.name
         raise UserError(f"the dataset {name} has no {split} tasks; choose another split or build it anew")
-    # Here, because reports read results without the harness.
+    # Imported here, because reports read results without the harness.
     from etude.rollout.chat import ChatContext, run_chat_episode
     from etude.rollout.episode import EpisodeId, run_episode
 
@@ -147,7 +149,7 @@ async def run_suite(
     on_episode: Callable[[Episode], None] | None = None,
     known: Known = _NOTHING_KNOWN,
 ) -> EvalResult:
-    """`evaluate` over any way of playing one attempt. At most `concurrency` attempts are live at a time."""
+    """The work of `evaluate`, for any way of playing one attempt. At most `concurrency` attempts run at a time."""
     if samples < 1 or concurrency < 1:
         raise ValueError(f"an evaluation needs samples >= 1 and concurrency >= 1, got {samples} and {concurrency}")
     started = time.monotonic()
@@ -181,13 +183,13 @@ async def run_suite(
             for _ in range(min(concurrency, len(tasks) * samples)):
                 group.create_task(worker())
     except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # such as a UserError, which is for the user to read
+        raise failures.exceptions[0] from None  # such as a UserError, which the user must see
     by_task = [[episodes[index, sample] for sample in range(samples)] for index in range(len(tasks))]
     return _summary(tasks, by_task, split, seed, samples, retries, time.monotonic() - started)
 
 
 def compare(before: EvalResult, after: EvalResult, seed: int = 0) -> Comparison:
-    """The paired difference over the tasks that both measured. Raises ValueError if they share none."""
+    """The paired difference over the common tasks of two measurements. Raises ValueError if there are none."""
     first, second = ({task.id: task for task in result.tasks if task.passed} for result in (before, after))
     shared = [name for name in first if name in second]
     if not shared:
@@ -208,8 +210,8 @@ def compare(before: EvalResult, after: EvalResult, seed: int = 0) -> Comparison:
 
 
 def pick_tasks(tasks: Iterable[Task], split: str, max_tasks: int | None = None) -> list[Task]:
-    """The tasks of `split` in dataset order; at most `max_tasks`, chosen by a hash so that no module is favoured, and
-    of several repositories as many of each, as far as they have them."""
+    """The tasks of `split` in dataset order. At most `max_tasks` are chosen by a hash, so that no module is favoured;
+    several repositories give equal numbers, as far as they have the tasks."""
     chosen = [task for task in tasks if task.split == split]
     if max_tasks is None or len(chosen) <= max_tasks:
         return chosen
@@ -223,7 +225,7 @@ def pick_tasks(tasks: Iterable[Task], split: str, max_tasks: int | None = None) 
 
 
 def episode_seed(seed: int, task_id: str, sample: int) -> int:
-    """A 31-bit seed that depends on nothing but its arguments; a retry repeats it."""
+    """A 31-bit seed that depends only on its arguments; a retry repeats it."""
     return _hash(f"{seed}/{task_id}/{sample}") & 0x7FFFFFFF
 
 
@@ -275,7 +277,7 @@ def _summary(
 
 
 def _by_repository(measured: Sequence[TaskResult], seed: int) -> dict[str, Estimate]:
-    """pass@1 of each repository; nothing for one alone."""
+    """pass@1 of each repository; empty for a single repository."""
     names = sorted({result.repository for result in measured})
     if len(names) < 2:
         return {}
@@ -297,6 +299,6 @@ def _behaviour(episode: Episode, name: str) -> float:
 
 
 def _tokens(episode: Episode, kind: str) -> float:
-    """Tokens as a chat API counted them, or those of the segments."""
+    """The number of tokens of an episode, from a chat API or from the segments."""
     own = episode.sampled_tokens if kind == "sampled" else 0
     return episode.metrics.get(f"{kind}_tokens", float(own))

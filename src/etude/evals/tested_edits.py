@@ -3,8 +3,8 @@
     a broken function (the file) + a sketch of the right one  ->  answer  ->  put back into its module  ->  hidden tests
 
 The file is the broken function alone, without its indentation, so that short contexts hold it. Tests run only for
-answers that are neither exact nor of equal syntax, and that touch no line outside the hunks. They run in a box, and may
-pass for an answer that does the same in another way.
+answers that are neither exact nor of equal syntax, and that touch no line outside the hunks. They run in a box, and
+can pass for an answer that solves the task in another way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from etude.tasks.dataset import Dataset
 
 @dataclass(frozen=True)
 class FunctionLines:
-    """Where a function stands in its module, as [first, last) of its lines, and how far it is indented."""
+    """The place of a function in its module: [first, last) of its lines, and its indentation."""
 
     first: int
     last: int
@@ -41,14 +41,14 @@ class FunctionLines:
         return "".join(line.removeprefix(self.indent) for line in lines)
 
     def put(self, module: str, text: str) -> str:
-        """The module with `text` as the function; lines of white space stay as they are."""
+        """The module with `text` as the function; lines of white space stay unchanged."""
         lines = module.splitlines(keepends=True)
         return "".join([*lines[: self.first], textwrap.indent(text, self.indent), *lines[self.last :]])
 
 
 @dataclass(frozen=True)
 class Tested:
-    """Edits of a dataset, and by the id of an edit its task and place."""
+    """The edits of a dataset, and the task and place of each edit by its id."""
 
     dataset: Dataset
     examples: tuple[Example, ...]
@@ -56,8 +56,8 @@ class Tested:
 
 
 def load(folder: Path, split: str) -> Tested:
-    """The edits that undo the mutations of a split; those that a sketch does not determine are left out. Raises
-    UserError if `folder` is no task dataset or gives no edit."""
+    """The edits that undo the mutations of a split, except those that a sketch does not determine. Raises UserError if
+    `folder` is not a task dataset or gives no edit."""
     dataset = datasets.load(folder)
     repository = Repository(dataset.name, dataset.manifest.licence, dataset.manifest.licence_source, "files", (), ())
     places: dict[str, tuple[Task, FunctionLines]] = {}
@@ -78,7 +78,8 @@ def load(folder: Path, split: str) -> Tested:
 
 
 def _sides(task: Task) -> tuple[FunctionLines, str, str] | None:
-    """(place, broken function, right function), or None for what is no mutation or cannot be put back exactly."""
+    """(place, broken function, right function), or None for a task that is not a mutation or cannot be put back
+    exactly."""
     path = task.focus.path
     if task.kind != "mutation" or set(task.changes) != {path} or set(task.solution) != {path}:
         return None
@@ -94,7 +95,7 @@ def _sides(task: Task) -> tuple[FunctionLines, str, str] | None:
 
 
 def passing(tested: Tested, answers: Sequence[tuple[Example, str]]) -> list[bool]:
-    """Whether the tests of each answer's task pass with it. Raises UserError where boxes cannot be made."""
+    """Whether each answer passes the tests of its task. Raises UserError where boxes cannot be made."""
     return asyncio.run(_passing(tested, answers)) if answers else []
 
 

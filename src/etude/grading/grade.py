@@ -1,4 +1,5 @@
-"""The grade of an attempt: hidden tests run on its change set in a fresh box; nothing else of its own box counts."""
+"""Grades an attempt: hidden tests run on its change set in a fresh box; the rest of the agent's own box does not
+count."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ _SETTINGS = re.compile(
 )
 _FOLDERS = frozenset(
     {"tests", "test", "__tests__", ".git", ".github", ".venv", "venv", "__pycache__", "node_modules"}
-    | {"__mocks__", "__snapshots__"}  # jest takes what lies there for packages and for expected values
+    | {"__mocks__", "__snapshots__"}  # jest reads their files as packages and as expected values
 )
 _SUFFIXES = (".pth", ".pyc", ".so", ".ini", ".cfg", ".lock")
 
 
 @dataclass(frozen=True)
 class Grade:
-    """`detail` is one sentence. `report` is None if no test was run.
+    """The grade of an attempt. `detail` is one sentence. `report` is None if no test was run.
 
     `flags` are for people to look at, and never raise a reward: "tests-touched", "outside-roots", "tamper", "crash",
     "timeout".
@@ -52,7 +53,7 @@ async def grade(
 ) -> Grade:
     """Run the task's hidden tests on `image` with the acceptable part of `changes`.
 
-    Whatever the change does to the tests counts against the agent. Raises BoxError, payer infra, if the sandbox failed.
+    Any effect of the change on the tests counts against the agent. Raises BoxError, payer infra, if the sandbox failed.
     """
     taken, aside = split(changes, task.source_roots)
     note = f"; set aside {len(aside)}: {', '.join(map(escaped, aside[:3]))}"[:200] if aside else ""
@@ -84,7 +85,7 @@ def _why(report: TestReport, bad: Sequence[str], total: int, limits: Limits) -> 
 
 
 def split(changes: Changes, source_roots: Sequence[str]) -> tuple[dict[str, bytes | None], list[str]]:
-    """(what is graded, sorted paths that are set aside): only code below the task's source roots counts."""
+    """(files to grade, sorted paths that are set aside): only code below the task's source roots is graded."""
     taken: dict[str, bytes | None] = {}
     aside: list[str] = []
     for path in sorted(changes):
@@ -98,7 +99,7 @@ def split(changes: Changes, source_roots: Sequence[str]) -> tuple[dict[str, byte
 
 
 def acceptable(path: str, source_roots: Sequence[str]) -> bool:
-    """Whether a changed file may take part in grading. A name that cannot be printed may not."""
+    """Whether a changed file may take part in grading; false for a name with unprintable characters."""
     try:
         if checked(path) != path or escaped(path) != path:
             return False

@@ -1,9 +1,9 @@
-"""Grading of foreign Harbor tasks: `tests/test.sh` runs on the final state of the agent's box, in a box of its own.
+"""Grades foreign Harbor tasks: `tests/test.sh` runs on the final state of the agent's box, in a box of its own.
 
-Harbor runs the tests where the agent worked. Here nothing of the agent's box is left but files: what differs from the
-image, which files can be executed, links and empty folders. Files that would steer Python or pytest are set aside,
-unless the task's own solution writes them. The tests come in with this box; they run the agent's files in it, with the
-rights to write a reward: such tests are decided inside of what they test (docs/threat-model.md).
+Harbor runs the tests where the agent worked. Here only files of the agent's box are kept: those that differ from the
+image, executable bits, links and empty folders. Files that would steer Python or pytest are set aside, unless the
+task's own solution writes them. The tests come in with this box and run the agent's files in it, with the right to
+write a reward: such tests are decided inside of the tested process (docs/threat-model.md).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from etude.records import Outcome
 from etude.renderers.text import escaped, one_line
 from etude.sandbox.base import WORKSPACE, Box, BoxError, Changes, Image, Limits, NotFound, Sandbox
 
-STATE = ".root/.state"  # in the work tree: what a change set cannot hold
+STATE = ".root/.state"  # file of the work tree with the state that a change set cannot hold
 LOGS = ".root/logs"
-_GIVEN = "/opt/given"
+_MOUNT = "/opt/given"
 STATE_SECONDS = 30.0
 PREPARE_SECONDS = 30.0
 _MAX_REWARD = 1 << 16
@@ -63,7 +63,8 @@ for part in parts:
 
 @dataclass(frozen=True)
 class HarborTests:
-    """How a task is graded: the folder of tests/, where they run, and what of the agent's state they run on."""
+    """The tests of a task: the folder of tests/, the folder in which they run, and the part of the agent's state that
+    they see."""
 
     folder: Path
     workdir: str
@@ -73,7 +74,7 @@ class HarborTests:
 
 
 async def note_state(box: Box) -> None:
-    """Writes down what a change set cannot hold, as a file of the box. Raises BoxError whose payer is "infra"."""
+    """Write the state that a change set cannot hold into a file of the box. Raises BoxError whose payer is "infra"."""
     try:
         await box.exec(_NOTE, STATE_SECONDS)
     except BoxError as e:  # an agent may have broken its shell
@@ -82,7 +83,7 @@ async def note_state(box: Box) -> None:
 
 
 def taken(changes: Changes, allowed: Collection[str] = ()) -> tuple[dict[str, bytes | None], list[str]]:
-    """(what is graded, paths that are set aside)."""
+    """(files to grade, paths that are set aside)."""
     kept: dict[str, bytes | None] = {}
     aside: list[str] = []
     for path in sorted(changes):
@@ -98,10 +99,11 @@ def taken(changes: Changes, allowed: Collection[str] = ()) -> tuple[dict[str, by
 async def run_solution(
     sandbox: Sandbox, image: Image, folder: Path, workdir: str, limits: Limits, seconds: float
 ) -> Changes:
-    """The change set of the oracle: `solve.sh` of the solution's folder, run in a box for so long. Raises BoxError."""
+    """The change set of the reference solution: `solve.sh` of the solution's folder, run in a box for at most
+    `seconds`. Raises BoxError."""
     box = await sandbox.create(_with(image, "solution", folder), limits, bare=True)
     try:
-        line = f"cp -R {_GIVEN}/. /solution/; cd {shlex.quote(workdir)} && exec bash /solution/solve.sh"
+        line = f"cp -R {_MOUNT}/. /solution/; cd {shlex.quote(workdir)} && exec bash /solution/solve.sh"
         await box.exec(f"( {line} ) < /dev/null", seconds)
         await note_state(box)
         return {path: data for path, data in (await box.changes()).items() if not path.startswith(".root/solution/")}
@@ -110,8 +112,8 @@ async def run_solution(
 
 
 async def grade(sandbox: Sandbox, tests: HarborTests, image: Image, changes: Changes, limits: Limits) -> Grade:
-    """Runs the tests on `image` with `changes`. The reward is what they write to /logs/verifier, from 0 to 1; only 1
-    passes. Raises BoxError, payer infra."""
+    """Run the tests on `image` with `changes`. They write the reward to /logs/verifier, from 0 to 1; only 1 passes.
+    Raises BoxError, payer infra."""
     kept, aside = taken(changes, tests.allowed)
     note = f"; set aside {len(aside)}: {', '.join(map(escaped, aside[:3]))}"[:200] if aside else ""
     flags = ("tests-touched",) if aside else ()
@@ -121,8 +123,8 @@ async def grade(sandbox: Sandbox, tests: HarborTests, image: Image, changes: Cha
     try:
         try:
             await _lay(box, kept)
-            given = f"cp -R {_GIVEN}/. /tests/; mkdir -p /logs/verifier"
-            await box.exec(f"python3 -I -c {shlex.quote(_RESTORE)}; {given}", PREPARE_SECONDS)
+            copy = f"cp -R {_MOUNT}/. /tests/; mkdir -p /logs/verifier"
+            await box.exec(f"python3 -I -c {shlex.quote(_RESTORE)}; {copy}", PREPARE_SECONDS)
             line = f"( cd {shlex.quote(tests.workdir)} && exec bash /tests/test.sh ) < /dev/null"
             done = await box.exec(line, tests.seconds)
         except BoxError as e:
@@ -136,17 +138,17 @@ async def grade(sandbox: Sandbox, tests: HarborTests, image: Image, changes: Cha
         late = f"the tests did not end within {tests.seconds:.0f} s{note}"
         return Grade(Outcome.SCORED, 0.0, False, late, None, flags)
     passed = reward >= 1.0 - 1e-9
-    said = "" if passed else f"; their last words: {one_line(' '.join(done.output.split())[-200:], 200)}"
-    return Grade(Outcome.SCORED, reward, passed, f"{why}{said}{note}", None, flags)
+    ending = "" if passed else f"; their last words: {one_line(' '.join(done.output.split())[-200:], 200)}"
+    return Grade(Outcome.SCORED, reward, passed, f"{why}{ending}{note}", None, flags)
 
 
 def _with(image: Image, name: str, folder: Path) -> Image:
     """The image with a folder that its boxes copy to /`name`, where scripts may write."""
-    return replace(image, mounts={**image.mounts, _GIVEN: folder}, places={**image.places, f"/{name}": f".root/{name}"})
+    return replace(image, mounts={**image.mounts, _MOUNT: folder}, places={**image.places, f"/{name}": f".root/{name}"})
 
 
 async def _lay(box: Box, changes: Changes) -> None:
-    """Files over a box that has not begun to live."""
+    """Write files into a box before its first command."""
     for path, data in changes.items():
         if data is None:
             try:
@@ -158,8 +160,8 @@ async def _lay(box: Box, changes: Changes) -> None:
 
 
 async def _reward(box: Box) -> tuple[float, str]:
-    """What the tests wrote: a number in reward.txt, or numbers by name in reward.json, of which `reward` counts, else
-    the mean."""
+    """The reward that the tests wrote: a number in reward.txt, or numbers by name in reward.json, of which `reward`
+    counts, else the mean."""
     for name in ("reward.txt", "reward.json"):
         try:
             text = (await box.read(f"{LOGS}/verifier/{name}", _MAX_REWARD)).decode("utf-8", "replace").strip()
@@ -172,8 +174,8 @@ async def _reward(box: Box) -> tuple[float, str]:
 
 
 def read_reward(name: str, text: str) -> tuple[float, str]:
-    """The reward in `text` of the file `name`, and why; 0 for anything that is no finite number, since the agent may
-    have written the file."""
+    """The reward in `text` of the file `name`, and the reason. The reward is 0 unless the text is a finite number,
+    since the agent may have written the file."""
     try:
         value = float(text) if name == "reward.txt" else _mean(json.loads(text))
     except (ValueError, TypeError, OverflowError, RecursionError):

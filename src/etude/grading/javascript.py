@@ -1,4 +1,4 @@
-"""JavaScript and TypeScript test files: which framework one is for, and copies of one for a guarded run.
+"""JavaScript and TypeScript test files: finds the framework of a file, and makes copies of it for a guarded run.
 
 `script_runner.py` runs the copies.
 """
@@ -27,7 +27,7 @@ _STANDARD = frozenset({"import", "require", "default", "types", "node", "browser
 
 
 def is_script(path: str) -> bool:
-    """Whether a path, or the path of a node id, is JavaScript's."""
+    """Whether a path, or the path of a node id, is a JavaScript or TypeScript file."""
     return path.partition("::")[0].endswith(SUFFIXES)
 
 
@@ -55,7 +55,7 @@ def is_module(path: str, text: str) -> bool:
 
 
 def framework(text: str, package: Mapping[str, Any]) -> str:
-    """The framework of a test file: the one that it imports, else the first that its package.json names."""
+    """The framework that a test file imports, else the first that its package.json names."""
     imported = (("node", "node:test"), ("tape", "tape"), ("vitest", "vitest"), ("jest", "@jest/globals"))
     for name, module in imported:
         if re.search(rf"(?:require\(|from\s+|import\s+)['\"]{module}['\"]", text):
@@ -111,15 +111,15 @@ def guarded(text: str, kind: str) -> tuple[str, dict[str, str]]:
     else:
         calls = [f"{test}('{name}', () => {{ {check}.strictEqual({a}, {b}) }});" for name, a, b in checks]
     added = header + "\n".join(calls)
-    added = added if module else f"{{\n{added}\n}}"  # a block of its own: no name of the file is taken
+    added = added if module else f"{{\n{added}\n}}"  # a block of its own, so that no name of the file is redefined
     return f"{text}\n;{added}\n", {wrong: "failed", right: "passed"}
 
 
 def contradicted(path: str, text: str) -> str | None:
     """A test file in which the first literal of every expected value is wrong; None if there is none to change.
 
-    The wrong literals are drawn from the others of the file, so that nothing but the tested code's own answer tells a
-    wrong expectation from a right one.
+    The wrong literals are drawn from the others of the file, so that only the result of the tested code tells a wrong
+    expectation from a right one.
     """
     tree = languages.tree(text, languages.language_of(path) or "javascript")
     if tree is None:
@@ -150,7 +150,7 @@ def contradicted(path: str, text: str) -> str | None:
 
 
 def _literal(node: Any) -> Any:
-    """The first number, text or truth value in an expected value that is written out."""
+    """The first number, text or truth value in a literal expected value."""
     if node.type in ("number", "string", "true", "false"):
         return node
     if node.type == "template_string" and all(child.type in ("`", "string_fragment") for child in node.children):
@@ -162,7 +162,7 @@ def _literal(node: Any) -> Any:
 
 
 def _sort(node: Any) -> str:
-    """Literals of one sort can stand in one another's place."""
+    """The sort of a literal; literals of one sort can replace one another."""
     return node.type if node.type != "string" else node.text[:1].decode()
 
 

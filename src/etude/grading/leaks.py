@@ -1,4 +1,4 @@
-"""Whether a tree still holds an answer that was taken out of it: in files, bytecode, archives or git objects.
+"""Finds the places of a tree that hold a removed answer: files, bytecode, archives or git objects.
 
 An answer is recognised by its rare parts: shingles, which are short runs of tokens, and long text constants.
 """
@@ -25,8 +25,8 @@ from etude.code.shingles import runs
 from etude.errors import UserError
 
 SHINGLE = 8  # tokens
-MIN_CONSTANT = 8  # characters of a text constant that gives an answer away
-SHARE = 0.5  # of an answer's shingles in one place
+MIN_CONSTANT = 8  # characters; shorter text constants are no evidence of an answer
+SHARE = 0.5  # of an answer's shingles that one place must hold
 MAX_FILE = 64 << 20
 
 _TOKEN = re.compile(r"[A-Za-z_]\w*|\d+(?:\.\d+)?|\"[^\"\n]*\"|'[^'\n]*'|[^\s\w]")
@@ -36,13 +36,14 @@ _CONSTANT = re.compile(r"\"([^\"\n]*)\"|'([^'\n]*)'")
 
 @dataclass(frozen=True)
 class AnswerFingerprint:
-    """What to look for: token sequences, and text constants (which survive compilation)."""
+    """The parts of an answer to search for: token sequences, and text constants (which survive compilation)."""
 
     shingles: frozenset[tuple[str, ...]]
     constants: frozenset[bytes]
 
     def in_data(self, data: bytes) -> bool:
-        """In source text of any encoding near UTF-8, or in anything that keeps text constants, such as bytecode."""
+        """Whether data holds the answer: source text of any encoding near UTF-8, or a format with text constants, such
+        as bytecode."""
         if any(constant in data for constant in self.constants):
             return True
         if not self.shingles or b"\0" in data[:4096]:
@@ -51,23 +52,23 @@ class AnswerFingerprint:
         return len(held) >= SHARE * len(self.shingles)
 
 
-def answer(solution: str, given: str) -> AnswerFingerprint:
-    """What `solution` holds and `given`, the broken text that the agent sees, does not."""
+def answer(solution: str, broken: str) -> AnswerFingerprint:
+    """The parts of `solution` that `broken`, the text that the agent sees, does not hold."""
     tokens, counts, texts = _read(solution)
-    others = _TOKEN.findall(given)
+    others = _TOKEN.findall(broken)
     same = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), len(tokens))
     rest = min(len(tokens), len(others)) - same
     tail = next((i for i in range(rest) if tokens[-1 - i] != others[-1 - i]), rest)
-    first = max(0, same - SHINGLE + 1)  # of the runs that hold a token between `same` and the tail
+    first = max(0, same - SHINGLE + 1)  # start of the first run that holds a token between `same` and the tail
     own = Counter(runs(tokens[first : len(tokens) - tail + SHINGLE - 1], SHINGLE))
     new = set(runs(others[first : len(others) - tail + SHINGLE - 1], SHINGLE))
     lost = frozenset(run for run, count in own.items() if count == counts[run] and run not in new)
-    return AnswerFingerprint(lost, frozenset(texts - _constants(given)))
+    return AnswerFingerprint(lost, frozenset(texts - _constants(broken)))
 
 
 @functools.lru_cache(maxsize=8)
 def _read(text: str) -> tuple[list[str], Counter[tuple[str, ...]], frozenset[bytes]]:
-    """Tokens, runs and constants of a text that many tasks break."""
+    """Tokens, runs and constants of a text; cached, since many tasks break the same text."""
     tokens = _TOKEN.findall(text)
     return tokens, Counter(runs(tokens, SHINGLE)), frozenset(_constants(text))
 
@@ -88,7 +89,7 @@ def scan(root: Path, wanted: AnswerFingerprint) -> Iterator[str]:
 
 
 def contents(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Everything below `root` that could hold an answer, by its place: files, members of archives, git objects. Raises
+    """All data below `root` that could hold an answer, by its place: files, members of archives, git objects. Raises
     UserError for a git directory that cannot be read."""
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
@@ -125,12 +126,12 @@ def _members(data: bytes) -> Iterable[tuple[str, bytes]]:
         if data[:1] == b"\x78":
             return [("stream", zlib.decompressobj().decompress(data, MAX_FILE))]
     except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, zlib.error):
-        return []  # no archive after all, or a broken one
+        return []  # not an archive, or a broken one
     return []
 
 
 def _mapped(data: bytes) -> Iterable[tuple[str, bytes]]:
-    """The sources that a source map holds, be it a file or at the end of a script; as JSON text they hide."""
+    """The sources in a source map, which is a file or the end of a script; JSON escapes hide them from a search."""
     if b'"sourcesContent"' in data[:MAX_FILE] and data.lstrip()[:1] == b"{":
         maps = [data]
     else:

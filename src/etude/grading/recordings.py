@@ -1,8 +1,8 @@
-"""What the hidden tests of a dataset are on record for: which a verifier can decide, and where the library may.
+"""Records the hidden tests of a dataset: which tests a verifier can decide, and at which places the library may decide.
 
-A test is tried RUNS times on the right library, in a verifier (`guest/verifier.py`). If it passes each time it
-is decided outside from then on; the places where the library decided in any of these runs are those where it may. What
-a verifier cannot run, such as a test that reads the library's source, runs inside the tested process.
+A test is tried RUNS times on the right library, in a verifier (`guest/verifier.py`). If it passes each time, it is
+decided outside from then on, and the library may decide at the places where it decided in any of these runs. Tests that
+a verifier cannot run, such as one that reads the library's source, run inside the tested process.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class HiddenTests:
 
     @property
     def inside(self) -> RunImage:
-        """The image of runs inside: it holds the hidden tests."""
+        """The image of runs inside the tested process; it holds the hidden tests."""
         return RunImage(self.image.repository, self.image.site, self.folder, controls=self.sentinels.controls)
 
 
 def hidden_tests(image: RunImage, folder: Path) -> HiddenTests:
-    """Those of a folder, none of them on record."""
+    """The hidden tests of a folder, none of them recorded yet."""
     return HiddenTests(image, folder, verdict.new_sentinels(), library_names(image.repository, folder))
 
 
 def library_names(repository: Path, hidden: Path) -> tuple[str, ...]:
-    """Top-level modules and packages of a repository that hidden tests do not bring themselves."""
+    """Top-level modules and packages of a repository, except those that the hidden tests bring."""
     names = set()
     for root in (repository / "src", repository):
         for entry in root.iterdir() if root.is_dir() else ():
@@ -71,7 +71,7 @@ def library_names(repository: Path, hidden: Path) -> tuple[str, ...]:
 
 
 async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) -> None:
-    """Put tests on record that are not yet. Raises BoxError if boxes fail."""
+    """Record the tests that have no recording yet. Raises BoxError if boxes fail."""
     async with hidden.lock:
         new = [test for test in dict.fromkeys(tests) if test not in hidden.places]
         candidates = [test for test in new if "::doctest:" not in test]
@@ -91,7 +91,7 @@ async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) ->
 
 
 async def _recorded(backend: Backend, hidden: HiddenTests, tests: Sequence[str]) -> dict[str, tuple[str, ...] | None]:
-    """Places by test, of those that pass each time."""
+    """Places by test, for the tests that pass each time."""
     places: dict[str, set[str]] = {test: set() for test in tests}
     for _ in range(RUNS):
         groups = [[test for test in tests if test in places]]
@@ -105,19 +105,19 @@ async def _recorded(backend: Backend, hidden: HiddenTests, tests: Sequence[str])
                     del places[test]
             rest = [test for test in group if test not in made]
             files = {test.partition("::")[0] for test in rest}
-            if made and rest:  # the first of them ended the run for the others
+            if made and rest:  # the first test without a recording ended the run for the others
                 del places[rest[0]]
                 groups.append(rest[1:])
             elif len(files) > 1:
                 groups += [[test for test in rest if test.startswith(f"{path}::")] for path in sorted(files)]
-            else:  # the import of their file ends it
+            else:  # the import of their file ends the run
                 for test in rest:
                     del places[test]
     return {test: tuple(sorted(places[test])) if test in places else None for test in tests}
 
 
 async def _run(backend: Backend, hidden: HiddenTests, tests: Sequence[str]) -> dict[str, verdict.TestRecording]:
-    """Recordings of those tests that ran to their end."""
+    """Recordings of the tests that ran to their end."""
     request = VerifyRequest(hidden.image, hidden.folder, hidden.names, tests, {}, LIMITS, None, hidden.modules)
     made, learned, library = verdict.recordings(tests, await backend.verify(request))
     hidden.modules += [name for name in library if name not in hidden.modules]

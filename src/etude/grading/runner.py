@@ -1,8 +1,9 @@
-"""Test runs and their reports: what is asked of a backend, what is remembered, and what an output is worth.
+"""Test runs and their reports: sends requests to a backend, remembers results, and checks the output.
 
 A run is a function of image, changes and tests, so equal runs are made once and remembered. Hidden tests are decided in
-a process of their own where they can be (`recordings.py`); the others run in the process of the tested code, with
-sentinels and negative controls among them (`verdict.py`). JavaScript tests run by themselves (`script_runner.py`).
+a process of their own where possible (`recordings.py`); the others run in the process of the tested code, with
+sentinels and negative controls among them (`verdict.py`). JavaScript tests have a runner of their own
+(`script_runner.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from etude.sandbox.machine_profile import ProfileSource
 
 
 class TestRunner:
-    """A sandbox: the boxes of a backend, and test runs that are decided here. Made by `open_sandbox`."""
+    """A sandbox: the boxes of a backend, with test runs that this process decides. Made by `open_sandbox`."""
 
     __test__ = False  # for pytest, which would collect the class
 
@@ -53,15 +54,15 @@ class TestRunner:
 
     @property
     def zygote_pid(self) -> int | None:
-        """Of the process that makes boxes, where there is one."""
+        """The id of the process that makes boxes, if there is one."""
         return self.backend.zygote_pid
 
     def capabilities(self) -> Capabilities:
-        """What boxes have on this machine."""
+        """The capabilities of boxes on this machine."""
         return self.backend.capabilities()
 
     async def create(self, image: Image, limits: Limits, *, bare: bool = False) -> ValueBox:
-        """A box on `image`, whose test runs are decided here."""
+        """A box on `image`, whose test runs are decided by this runner."""
         return ValueBox(self.backend, image, limits, self.run_tests, bare=bare)
 
     async def run_tests(
@@ -72,7 +73,7 @@ class TestRunner:
         if not self._memo_size:
             self.stats.misses += 1
             return await self._run(image, changes, tests, hidden, limits)
-        key = await asyncio.to_thread(_key, image, layers, tests, hidden, limits)  # of megabytes, perhaps
+        key = await asyncio.to_thread(_key, image, layers, tests, hidden, limits)  # it may hash megabytes
         task = self._memo.get(key)
         if task is None:
             self.stats.misses += 1
@@ -85,7 +86,7 @@ class TestRunner:
         return await asyncio.shield(task)
 
     def _settle(self, key: bytes, task: asyncio.Task[TestReport]) -> None:
-        """Keep only what is a function of its key: a deadline also depends on the machine's load."""
+        """Keep only results that are a function of their key; a deadline also depends on the machine's load."""
         if task.cancelled() or task.exception() is not None or task.result().timed_out:
             self._memo.pop(key, None)
         while len(self._memo) > self._memo_size:
@@ -151,7 +152,7 @@ class TestRunner:
 
 
 def _tree(image: Image) -> dict[str, bytes]:
-    """The task's own files."""
+    """The files that the task changes, by path."""
     return {path: text.encode("utf-8", "surrogateescape") for path, text in image.changes.items()}
 
 

@@ -1,9 +1,9 @@
-"""Test runs of JavaScript and TypeScript: node:test, mocha, tape, jest and vitest, each test file in a box of its own.
+"""Runs JavaScript and TypeScript tests: node:test, mocha, tape, jest and vitest, each test file in a box of its own.
 
-Hidden tests run in a verifier, a box that holds no code of the agent: the package's modules are stubs there
-(`stubs.py`), served by a second box that holds the agent's tree and nothing of the tests. A socket joins the two
-(`guest/membrane.cjs`). Which tests can run so, and of which kind the values are that the package gives them, is learned
-once from the pristine package.
+Hidden tests run in a verifier, a box without code of the agent: stubs replace the package's modules there (`stubs.py`).
+A second box, with the agent's tree and without the tests, serves the stubs. A socket joins the two
+(`guest/membrane.cjs`). Runs of the pristine package show once which tests can run so, and the kinds of values that the
+package gives them.
 
 The other tests share a process with the tested code. They run under a random name, with sentinels among them, and
 beside negative controls: copies of the file in which expected literals are wrong. Reports come over a pipe, each record
@@ -36,7 +36,7 @@ from etude.sandbox.shell import ProgramResult, Shell
 
 MAX_TESTS = 2000  # of one file
 LEARN_SECONDS = 60.0
-LEARN_RUNS = 2  # of the pristine package in the verifier: tests that pass in all of them are decided there
+LEARN_RUNS = 2  # of the pristine package in the verifier: tests that pass in all these runs are decided there
 CONTROLS = 2  # copies with wrong expectations beside a run
 EXAMINER = f"{RUNNER}/guest/grading/guest"  # in a box
 _SERVERS = {
@@ -52,13 +52,13 @@ test('serve', () => {{ serve(createRequire(import.meta.url), load); return new P
 }
 MAX_REPORT = 16 << 20  # bytes
 CALLED = ".called"  # numbers of functions, a line each, that traced sources write
-START_SECONDS = 10.0  # for frameworks that compile, on a machine with other work
+START_SECONDS = 10.0  # for frameworks that compile, on a busy machine
 ADDRESSES_MB = 65_536  # compilers, WebAssembly among them, reserve far more addresses than they use memory
 _MESSAGE = 160
 
 
 class _ScriptRecord(msgspec.Struct, frozen=True):
-    """What a reporter writes after a one-time word."""
+    """A record that a reporter writes after a one-time word."""
 
     test: str = ""
     outcome: str = ""
@@ -71,13 +71,13 @@ _HiddenFile = tuple[Path, Path | None, Path | None, str]  # repository, packages
 
 @dataclass(frozen=True)
 class FileOutput:
-    """Report of a run of one file: name -> (outcome, message)."""
+    """The report on one file: name -> (outcome, message)."""
 
     tests: dict[str, tuple[str, str]]
     ended: bool
     forged: bool
     timed_out: bool
-    kinds: Mapping[str, str] = field(default_factory=dict)  # of a verifier that records them
+    kinds: Mapping[str, str] = field(default_factory=dict)  # of values, if the verifier records them
 
     def outcome(self, name: str) -> str:
         """The outcome of a test; empty if the run reported none."""
@@ -86,7 +86,7 @@ class FileOutput:
 
 @dataclass
 class ScriptTrace:
-    """What a run left behind: numbers in CALLED, and what was printed on the error stream."""
+    """The traces of a run: numbers in CALLED, and the text on the error stream."""
 
     called: frozenset[int] = frozenset()
     printed: str = ""
@@ -123,7 +123,7 @@ class _Report:
 
 @dataclass(frozen=True)
 class _ScriptJob:
-    """A test file and what it is run on; `layers` lie over the image."""
+    """A test file, and the tree on which it runs; `layers` lie over the image."""
 
     image: Image
     layers: Changes
@@ -134,16 +134,16 @@ class _ScriptJob:
 
     @property
     def hidden_file(self) -> _HiddenFile:
-        """What is learned of the file is kept by this."""
+        """The key under which results about the file are kept."""
         return self.image.repository, self.image.site, self.hidden, self.path
 
     def pristine(self) -> _ScriptJob:
-        """The same on the pristine package."""
+        """The same job on the pristine package."""
         return replace(self, layers={}, limits=Limits(seconds=LEARN_SECONDS))
 
 
 class ScriptRunner:
-    """Runs JavaScript tests on a backend, and remembers what it learned of hidden files from the pristine package."""
+    """Runs JavaScript tests on a backend, and remembers facts about hidden files from runs of the pristine package."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -195,7 +195,8 @@ class ScriptRunner:
             await self._run_inside(job, inside, report)
 
     async def _run_inside(self, job: _ScriptJob, names: list[str], report: _Report) -> None:
-        """Run tests beside the tested code, and negative controls where some fail for them, in random order."""
+        """Run tests in random order beside the tested code, and beside negative controls if the pristine package fails
+        some."""
         kind = framework(job.text, package(job.image.repository))
         controls = () if job.hidden is None else await self._known_controls(job)
         failing = frozenset().union(*(control.failing for control in controls)).intersection(names)
@@ -209,7 +210,7 @@ class ScriptRunner:
             all_passed = all(output.outcome(name) == "passed" for name in names)
             for sentinel, expected in sentinels.items():
                 outcome = output.outcome(sentinel)
-                # A hook of the file can fail every test, but no mistake makes a test pass that must fail.
+                # A hook of the file can fail every test, but no error makes a test pass that must fail.
                 report.tampered |= outcome != expected and (all_passed or outcome == "passed")
             report.tampered |= output.forged
             if control is None:
@@ -248,7 +249,7 @@ class ScriptRunner:
         return tuple(controls)
 
     async def _verifiable(self, job: _ScriptJob) -> VerifiedTests:
-        """What of a hidden file the verifier can decide, learned once on the pristine package."""
+        """The tests of a hidden file that the verifier can decide, learned once on the pristine package."""
         key = job.hidden_file
         task = self._verified.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
@@ -262,7 +263,7 @@ class ScriptRunner:
         kinds: dict[str, str] = {}
         for _ in range(LEARN_RUNS):
             output = await self._verify(job, None, None)
-            if not output.ended:  # nothing is known of the tests that its deadline cut off
+            if not output.ended:  # tests that the deadline cut off have no result
                 return VerifiedTests(frozenset(), {})
             passed = frozenset(name for name in output.tests if output.outcome(name) == "passed")
             names = passed if names is None else names & passed
@@ -271,7 +272,7 @@ class ScriptRunner:
         return VerifiedTests(names or frozenset(), kinds)
 
     async def _verify(self, job: _ScriptJob, wanted: list[str] | None, kinds: Mapping[str, str] | None) -> FileOutput:
-        """Run tests of a hidden file in one box, and the package that they test in another."""
+        """Run tests of a hidden file in one box, and the package under test in another."""
         image = replace(job.image, changes={})
         config, flags, seconds, files = _prepared(job, job.text, wanted)
         config |= {"verify": {"kinds": kinds, "seconds": seconds}, "channel": True}
@@ -367,14 +368,14 @@ def _prepared(
         "channel": False,
     }
     flags, compiles = _node_flags(job.image, config)
-    # With snapshots, one that is missing is a failure: CI.
+    # CI makes a missing snapshot a failure.
     snapshots = _text(job.image, job.layers, None, _snapshots(pure))
     files = {str(copy): text.encode()} | ({_snapshots(copy): snapshots.encode()} if snapshots else {})
     return config, flags, job.limits.seconds + (START_SECONDS if compiles else 0.0), files
 
 
 def _server(kind: str, path: str) -> dict[str, bytes]:
-    """A test file that serves modules below jest or vitest; none for frameworks that compile nothing."""
+    """A test file that serves modules below jest or vitest; empty for frameworks that compile no modules."""
     if kind not in _SERVERS:
         return {}
     copy = PurePosixPath(path).with_name(f"{secrets.token_hex(6)}.test.{'cjs' if kind == 'jest' else 'mjs'}")
@@ -386,7 +387,7 @@ def _variables(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _hidden_files(hidden: Path | None) -> dict[str, bytes | None]:
-    """Helpers and data among the hidden tests; None for the test files, which a box holds under no known name."""
+    """Helpers and data among the hidden tests; None for the test files, which never have their own name in a box."""
     if hidden is None:
         return {}
     files: dict[str, bytes | None] = {}
@@ -406,7 +407,8 @@ def _text(image: Image, layers: Changes, hidden: Path | None, path: str) -> str 
 
 
 def _node_flags(image: Image, config: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """(Node's flags, whether something compiles): jest and vitest by themselves, others with tsx, where it is."""
+    """(Node's flags, whether the run compiles modules): jest and vitest compile by themselves, others with tsx, if
+    present."""
     flags = [f"--test-reporter={EXAMINER}/suite.mjs", "--test-reporter-destination=stdout", "--expose-gc"]
     flags += [f"--conditions={name}" for name in config["conditions"] if re.fullmatch(r"[@\w./-]+", name)]
     if config["framework"] in ("jest", "vitest"):
@@ -416,7 +418,7 @@ def _node_flags(image: Image, config: Mapping[str, Any]) -> tuple[list[str], boo
 
 
 def _snapshots(test: PurePosixPath) -> str:
-    """Where jest and vitest keep the snapshots of a test file."""
+    """The path at which jest and vitest keep the snapshots of a test file."""
     return str(test.parent / "__snapshots__" / f"{test.name}.snap")
 
 
@@ -428,7 +430,7 @@ async def _written(shell: Shell, path: str) -> str:
 
 
 def _parsed(done: ProgramResult, words: Sequence[str]) -> FileOutput:
-    """Read records in their order, each with the word of its place; any other line is forged."""
+    """Read records in their order, each with the word of its place; any other line counts as forged."""
     tests: dict[str, tuple[str, str]] = {}
     kinds: dict[str, str] = {}
     ended = False
@@ -452,7 +454,7 @@ def _parsed(done: ProgramResult, words: Sequence[str]) -> FileOutput:
 
 
 def _record(text: str) -> dict[str, Any] | None:
-    """A record of a report; None for what `suite.mjs` never writes."""
+    """A record of a report; None for a line that `suite.mjs` never writes."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):

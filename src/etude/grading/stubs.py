@@ -1,7 +1,8 @@
-"""What the verifier of JavaScript tests holds in place of a package's modules: stubs that load them elsewhere.
+"""Stubs for the modules of a package: the verifier of JavaScript tests holds them, and they load the modules in another
+box.
 
-A stub has the path of its module, so that every loader finds it as it would find the module, and the names that the
-pristine module exports. Its values are those of the tested process (`guest/membrane.cjs`).
+A stub has the path of its module, so that every loader finds it like the module, and the names that the pristine module
+exports. Its values are those of the tested process (`guest/membrane.cjs`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _REMOTE = "globalThis[Symbol.for('etude.remote')]"
 
 
 def is_replaced(path: str) -> bool:
-    """Whether a file of a repository is a module of the package: neither a test, nor a helper of one, nor settings."""
+    """Whether a file of a repository is a module of the package, not a test, a helper of one, or a settings file."""
     pure = PurePosixPath(path)
     if not path.endswith(SUFFIXES) or re.search(r"\.d\.[cm]?ts$", path):
         return False
@@ -37,7 +38,7 @@ def is_replaced(path: str) -> bool:
 
 
 def is_data(path: str) -> bool:
-    """Whether a changed file is text that tests may read, and no loader runs."""
+    """Whether a changed file is text that tests may read and no loader runs."""
     return path.endswith(_DATA)
 
 
@@ -67,7 +68,7 @@ def _stub(path: str, text: str, modules: dict[str, str]) -> str:
 
 
 def _exports(path: str, text: str, modules: dict[str, str], above: frozenset[str]) -> tuple[set[str], set[str]]:
-    """(names that a module exports, packages of which it exports everything)."""
+    """(names that a module exports, packages from which it exports all names)."""
     tree = languages.tree(text, languages.language_of(path) or "javascript")
     names: set[str] = set()
     others: set[str] = set()
@@ -91,7 +92,7 @@ def _exports(path: str, text: str, modules: dict[str, str], above: frozenset[str
 
 
 def _resolved(path: str, target: str, modules: dict[str, str]) -> str | None:
-    """The module of the repository that a relative import means; TypeScript may name what it is compiled to."""
+    """The module of the repository that a relative import means; TypeScript may name the compiled file."""
     if not target.startswith("."):
         return None
     place = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))

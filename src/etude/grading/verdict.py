@@ -1,7 +1,7 @@
-"""Which tests a run is asked to make, and the verdict on its output.
+"""Plans the tests of a run, and decides the verdict on its output.
 
-Most hidden tests are decided outside of the tested process, in a verifier whose report can be relied on
-(`guest/verifier.py`). In a run of the other tests the tested code shares a process with the assertions, so its report
+Most hidden tests are decided outside of the tested process, in a verifier whose report is reliable
+(`guest/verifier.py`). In a run of the other tests, the tested code shares a process with the assertions. So its report
 is checked by tests whose result only the owner knows: sentinels, which must pass or fail, and negative controls, which
 are real tests with a wrong expectation that honest code fails.
 """
@@ -28,9 +28,9 @@ MAX_MESSAGE = 160
 
 @dataclass(frozen=True)
 class SentinelTests:
-    """Tests that stand beside the hidden tests of one image, under names that cannot be guessed.
+    """Tests beside the hidden tests of one image, under names that cannot be guessed.
 
-    expected: sentinel -> outcome that an honest run reports.
+    expected: sentinel -> outcome in an honest run.
     """
 
     controls: HiddenControls
@@ -54,9 +54,9 @@ def new_sentinels() -> SentinelTests:
 
 @dataclass(frozen=True)
 class TestPlan:
-    """The tests of one run inside the tested process. `tests` are those run, in order: wanted ones and controls.
+    """The tests of one run inside the tested process. `tests` are those to run, in order: wanted tests and controls.
 
-    sentinels: node id -> outcome that an honest run reports.
+    sentinels: node id -> outcome in an honest run.
     controls: node id of a negative control -> node id of its test.
     """
 
@@ -69,7 +69,7 @@ class TestPlan:
 
     @property
     def files(self) -> list[str]:
-        """What a template has to import: test files, and `path::doctest:` for source files."""
+        """The files that a template must import: test files, and `path::doctest:` for source files."""
         return sorted({_file(test) for test in self.tests})
 
 
@@ -79,9 +79,9 @@ def _file(test: str) -> str:
 
 
 def plan(tests: Sequence[str], sentinels: SentinelTests | None, controlled: Collection[str] | None = None) -> TestPlan:
-    """A run of `tests`; of hidden ones with sentinels at random places, and negative controls at the end.
+    """Plan a run of `tests`. Hidden ones get sentinels at random places, and negative controls at the end.
 
-    controlled: tests whose negative control exists and fails on the right library. None: all are tried.
+    controlled: tests whose negative control exists and fails on the right library. None: all controls are tried.
     """
     wanted = tuple(dict.fromkeys(tests))
     if sentinels is None:
@@ -94,7 +94,7 @@ def plan(tests: Sequence[str], sentinels: SentinelTests | None, controlled: Coll
     if controlled is None:
         chosen = functions
     else:
-        # The first test is one that decides: a grade asks for those before the others.
+        # The first test is one that must start to pass: grades list these before the others.
         known = [test for test in functions if test in controlled]
         chosen = known[:1] + random.sample(known[1:], min(MAX_CONTROLS - 1, len(known[1:])))
     controls = {control_name(test, sentinels.controls.token): test for test in chosen}
@@ -120,17 +120,17 @@ class _RunRecord(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _RunOutput:
-    """What a run wrote: a record for each test that was asked, and whether the run wrote anything else."""
+    """The output of a run: a record for each test of the plan, and whether the run wrote anything else."""
 
     records: dict[str, _RunRecord]
-    lost: str  # why the run ended early, in its own words
+    lost: str  # the run's own message about its early end
     ended: bool
     forged: bool
     learned: dict[str, Any]
 
 
 def working_controls(plan: TestPlan, result: ForkResult) -> set[str]:
-    """Tests of a run of the right library whose negative control exists, and failed as it should."""
+    """Tests whose negative control exists and failed, as it should, in a run of the right library."""
     records = _parsed(frozenset(plan.tests), result).records
     return {test for name, test in plan.controls.items() if name in records and records[name].outcome == "failed"}
 
@@ -152,7 +152,7 @@ def decide(plan: TestPlan, result: ForkResult) -> TestReport:
 
 @dataclass(frozen=True)
 class TestRecording:
-    """What the right library showed of a test in a verifier: how the test ended, and where the library decided."""
+    """The outcome of a test on the right library in a verifier, and the places at which the library decided."""
 
     __test__ = False  # for pytest, which would collect the class
 
@@ -164,9 +164,10 @@ class TestRecording:
 def recordings(
     tests: Sequence[str], result: VerifyResult
 ) -> tuple[dict[str, TestRecording], dict[str, Any], list[str]]:
-    """(test -> recording, what to remember, modules of the library that were imported); nothing here is an agent's.
+    """(test -> recording, modules and code to keep, modules of the library that were imported). No code of an agent was
+    run.
 
-    A test that is missing was not reached: the run ended before it.
+    A missing test was not reached: the run ended before it.
     """
     output = _parsed(frozenset(tests), result.verifier)
     made = {
@@ -179,9 +180,9 @@ def recordings(
 
 
 def decide_outside(tests: Sequence[str], result: VerifyResult) -> TestReport:
-    """The report on tests that a verifier decided. Raises BoxDead where it failed by itself.
+    """The report on tests that a verifier decided. Raises BoxDead if the verifier itself failed.
 
-    What the tested process did counts against the agent: its end, its silence, and whatever no library sends.
+    Failures of the tested process count against the agent: its end, its silence, and any message that no library sends.
     """
     ran = result.verifier
     output = _parsed(frozenset(tests), ran)
@@ -204,7 +205,7 @@ def decide_outside(tests: Sequence[str], result: VerifyResult) -> TestReport:
 
 
 def _parsed(expected: frozenset[str], result: ForkResult) -> _RunOutput:
-    """Read the records of a run; what no honest run writes counts as forged."""
+    """Read the records of a run; a line that no honest run writes counts as forged."""
     records: dict[str, _RunRecord] = {}
     learned: dict[str, Any] = {}
     lost = ""
@@ -241,7 +242,7 @@ def _report(
 
 
 def joined(reports: Sequence[TestReport], tests: Sequence[str]) -> TestReport:
-    """One report of runs that share no test, in the order of `tests`."""
+    """One report of several runs without common tests, in the order of `tests`."""
     outcomes = {test: outcome for report in reports for test, outcome in report.outcomes.items()}
     messages = {test: message for report in reports for test, message in report.messages.items()}
     return TestReport(
@@ -257,7 +258,7 @@ def joined(reports: Sequence[TestReport], tests: Sequence[str]) -> TestReport:
 
 
 def _line(line: bytes) -> _RunRecord | None:
-    """None for what no honest run writes."""
+    """The record in a line; None for a line that no honest run writes."""
     try:
         return msgspec.convert(json.loads(line), _RunRecord)
     except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
@@ -265,7 +266,8 @@ def _line(line: bytes) -> _RunRecord | None:
 
 
 def _caught(plan: TestPlan, outcomes: dict[str, str]) -> bool:
-    """Whether a sentinel is wrong, a test passed with its control, or all passed and a sentinel or control lacks."""
+    """Whether a sentinel is wrong, a test passed with its control, or all passed and a sentinel or control is
+    missing."""
     for test, expected in plan.sentinels.items():
         if outcomes.get(test, expected) != expected:
             return True

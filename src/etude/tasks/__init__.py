@@ -1,4 +1,5 @@
-"""From a repository to a dataset of gated tasks: code is broken, and hidden tests decide whether an agent mended it.
+"""Makes a dataset of gated tasks from a repository: code is broken, and hidden tests decide whether an agent repaired
+it.
 
 The room imports `grading`, `sandbox`, `code` and the foundations, never torch. Public: `build.build` makes a dataset,
 `check.check` runs its gates again, `dataset.load` reads it, `impossible.make` gives the impossible tasks of a dataset.

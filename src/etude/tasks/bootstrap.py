@@ -1,10 +1,10 @@
 """Finds out how to install and test a repository: goals first, then up to five tries to reach them in a box.
 
 After the two stages of Cursor's environment set-up: goals (commands with an expected outcome) are proposed without
-regard to how they can be reached, then requirements are tried until the goals hold. Both are proposed by rules, or by
-a model behind an OpenAI-compatible URL. Packages are fetched in forms that run nothing; all commands run in a box
-without network. Requirements that the last try lacked are added only if the repository names them. This module holds
-the part that all languages share, and Python's kit; JavaScript's kit is in `node.py`.
+regard to how they can be reached, then requirements are tried until the goals hold. Rules propose both, or a model
+behind an OpenAI-compatible URL. Packages are fetched in forms that run nothing; all commands run in a box without
+network. Requirements that the last try lacked are added only if the repository names them. This module holds the part
+that all languages share, and the kit of Python; `node.py` holds that of JavaScript.
 """
 
 import json
@@ -27,20 +27,20 @@ from etude.tasks.coverage import last_lines
 
 MAX_GOALS = 10
 TRIES = 5
-SHARE = 0.8  # of the suite must pass, as SWE-smith has it
+SHARE = 0.8  # of the suite must pass, as in SWE-smith
 SUITE_SECONDS = 300.0
 COMMAND_SECONDS = 60.0
 MODEL_SECONDS = 120.0
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?)\b")
 
 
-Missed = tuple[tuple[str, str], ...]  # (command, end of what it printed)
+Missed = tuple[tuple[str, str], ...]  # (command, end of its output)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A command of a box that must end with 0, print what `expected` (a regular expression) finds, or, if `share` is
-    given, be a test run of which that share passes."""
+    """A command that must exit with 0 in a box. Its output must match `expected`, a regular expression; if `share` is
+    set, the command is a test run and that share of the tests must pass."""
 
     command: str
     expected: str = ""
@@ -49,7 +49,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class BootstrapRecipe:
-    """Requirements that reach the goals; `tries` is how many it took."""
+    """The requirements that reach the goals, and the number of tries that they took."""
 
     requirements: tuple[str, ...]
     goals: tuple[Goal, ...]
@@ -58,7 +58,7 @@ class BootstrapRecipe:
 
 @dataclass(frozen=True)
 class Try:
-    """One proposal. `missed` lists the goals that do not hold, with the end of their output."""
+    """The requirements of one try. `missed` lists the goals that do not hold, with the end of their output."""
 
     requirements: tuple[str, ...]
     missed: Missed
@@ -68,29 +68,29 @@ class Try:
 class Kit:
     """The parts of the search that differ from language to language."""
 
-    repository: Path  # as messages name it
+    repository: Path  # the path in messages
     language: str
     files: Sequence[str]  # of the repository, for a model's prompt
-    given: str  # what a prompt says of the test runner
+    note: str  # a note on the packages, for prompts
     goals: tuple[Goal, ...]  # by rules; the last one, the suite, stays when a model names the others
     rules: Callable[[Sequence[Try]], tuple[str, ...] | None]  # the next try's requirements
-    usable: Callable[[Iterable[str]], Iterable[str]]  # those of a model's requirements that are plain
-    reach: Callable[[Path, Sequence[str], Sequence[Goal]], Awaitable[Missed]]  # install into a folder, and look
+    usable: Callable[[Iterable[str]], Iterable[str]]  # the plain ones among a model's requirements
+    reach: Callable[[Path, Sequence[str], Sequence[Goal]], Awaitable[Missed]]  # install, and test the goals
 
 
 async def find(
     repository: Path, layout: RepositoryLayout, work: Path, how: str, finish: Callable[[Path], None], named: Path
 ) -> BootstrapRecipe:
-    """Install what a Python repository needs into `work`/site. `how` is "rules" or the URL of a model; `finish` adds
-    what packages do not bring, `named` is how messages name the repository. Raises UserError with the reason of the
-    last try if none of TRIES reaches the goals."""
+    """Install the requirements of a Python repository into `work`/site. `how` is "rules" or the URL of a model;
+    `finish` adds files that packages do not bring; `named` is the path of the repository in messages. Raises UserError
+    with the reason of the last try if none of TRIES reaches the goals."""
     whole = work / "bootstrap"
     functions.copy(repository, whole, layout.files)
     kit = Kit(
         repository=named,
         language="Python",
         files=layout.files,
-        given="pytest is there",
+        note="pytest is there",
         goals=tuple(_goals(layout)),
         rules=lambda tries: _by_rules(repository, tries),
         usable=lambda lines: requirements.usable(list(lines)),
@@ -103,8 +103,8 @@ async def find(
 
 
 async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> BootstrapRecipe:
-    """The first of up to TRIES proposals that reaches the goals; its packages are in `work`/site. Raises UserError with
-    the reason of the last try if none does."""
+    """Returns the first of up to TRIES proposals that reaches the goals; its packages are in `work`/site. Raises
+    UserError with the reason of the last try if none does."""
     goals = kit.goals
     if how != "rules":
         goals = (*_goals_of_model(how, repository, kit)[: MAX_GOALS - 1], goals[-1])
@@ -132,7 +132,8 @@ async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> Bootstrap
 
 
 def _goals(layout: RepositoryLayout) -> Iterator[Goal]:
-    """Every package can be imported and, if it has a __main__, asked for help; the suite is found; it passes."""
+    """Every package can be imported and, if it has a __main__, prints its help; the suite is collected; the suite
+    passes."""
     names = [root.rsplit("/", 1)[-1].removesuffix(".py") for root in layout.source_roots]
     for name in names[: MAX_GOALS - 4]:
         yield Goal(f"python -c 'import {name}'")
@@ -145,7 +146,7 @@ def _goals(layout: RepositoryLayout) -> Iterator[Goal]:
 async def _reach(
     whole: Path, site: Path, wanted: Sequence[str], goals: Sequence[Goal], finish: Callable[[Path], None]
 ) -> Missed:
-    """What does not hold with these requirements: (command, end of its output)."""
+    """Returns the goals that do not hold with these requirements: (command, end of its output)."""
     site.mkdir(parents=True)
     try:
         packages.install(wanted, site)
@@ -158,7 +159,7 @@ async def _reach(
 
 
 async def miss(sandbox: Sandbox, whole: Path, site: Path, goal: Goal) -> str | None:
-    """None if the goal holds, else the end of what the command printed."""
+    """Returns None if the goal holds, else the end of the command's output."""
     seconds = SUITE_SECONDS if goal.share is not None else COMMAND_SECONDS
     box = await sandbox.create(Image(repository=whole, site=site, changes={}), Limits(seconds=seconds))
     try:
@@ -177,7 +178,8 @@ async def miss(sandbox: Sandbox, whole: Path, site: Path, goal: Goal) -> str | N
 
 
 def _by_rules(repository: Path, tries: Sequence[Try]) -> tuple[str, ...] | None:
-    """The requirements of the next try: one more source of the repository, then what the last try said is missing."""
+    """The requirements of the next try: one more source of the repository, then the packages that the last try
+    lacked."""
     wanted: list[str] = []
     for source in requirements.sources(repository):
         wanted = list(dict.fromkeys([*wanted, *source]))
@@ -196,7 +198,7 @@ repository's root, without network. Do not say how to install anything. Answer w
 
 {text}"""
 _SETUP_PROMPT = """This is a {language} repository. Name the packages of the package index (name and, if needed,
-version) that must be installed so that these commands work; {given}. Answer with JSON alone:
+version) that must be installed so that these commands work; {note}. Answer with JSON alone:
 {{"requirements": ["..."]}}
 
 Commands that must work:
@@ -221,17 +223,18 @@ def _goals_of_model(url: str, repository: Path, kit: Kit) -> list[Goal]:
 
 
 def _by_model(url: str, repository: Path, tries: Sequence[Try], kit: Kit) -> tuple[str, ...]:
-    """The next try's requirements; the last try's failures are shown, three of them, as the second stage has it."""
+    """The requirements of the next try, from a model that sees three failures of the last try, as in Cursor's second
+    stage."""
     failed = tries[-1].missed[:3] if tries else ()
     goals = "\n".join(f"$ {command}\nIt printed:\n{output[-1000:]}" for command, output in failed) or "the test suite"
     described = _described(repository, kit.files)
     description = f"{described}\nTried: {', '.join(tries[-1].requirements)}" if tries else described
-    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, given=kit.given, goals=goals, text=description))
+    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, note=kit.note, goals=goals, text=description))
     return tuple(kit.usable(str(line) for line in answer.get("requirements", ())))
 
 
 def _described(repository: Path, files: Sequence[str]) -> str:
-    """The list of files, and the beginnings of those that say how the project is installed."""
+    """The list of files, and the beginnings of the files that tell how the project is installed."""
     telling = re.compile(r"pyproject\.toml|setup\.(cfg|py)|tox\.ini|.*requirements.*\.txt|README.*|package\.json")
     shown = [f for f in files if telling.fullmatch(f)]
     texts = (f"--- {f}\n{(repository / f).read_text('utf-8', 'replace')[:4000]}" for f in shown)
@@ -239,7 +242,8 @@ def _described(repository: Path, files: Sequence[str]) -> str:
 
 
 def _ask(url: str, prompt: str) -> dict[str, Any]:
-    """The JSON object in a model's answer. Raises UserError if the server cannot be reached or gives none."""
+    """The JSON object in the reply of a model. Raises UserError if the server cannot be reached or sends no JSON
+    object."""
     base = url.rstrip("/")
     try:
         with httpx2.Client(timeout=MODEL_SECONDS, trust_env=False) as client:

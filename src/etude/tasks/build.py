@@ -62,18 +62,18 @@ def build(
     repo: Path, out: Path, options: BuildConfig, progress: Progress, writer: synthesis.Writer | None = None
 ) -> dataset.Dataset:
     """Make a dataset of gated tasks from the repository at `repo` in the folder `out`. `writer` writes tests for
-    functions that no test calls (`synthesis.py`); by default `options.write_tests` does. Everything is written to
+    functions that no test calls (`synthesis.py`); by default `options.write_tests` does. All files are written to
     `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no Python code, no tests that
-    pass, or nothing to break; if a file does not parse; if `out` is taken; or for an unknown operator."""
+    pass, or nothing to break; if a file does not parse; if `out` exists; or for an unknown operator."""
     check_operators(options)
     _check_paths(repo, out)
     if writer is None and options.write_tests is not None:
         writer = synthesis.by_command(options.write_tests)
-    found = survey(repo, options.exclude)
-    _check_place(repo, out, found.inventory, options)
-    layout, generated = found.layout, found.generated
-    sources, functions = read_functions(repo, found)
-    past = histories.read(repo, declared.find_name(repo), found.inventory.files)
+    facts = survey(repo, options.exclude)
+    _check_place(repo, out, facts.inventory, options)
+    layout, generated = facts.layout, facts.generated
+    sources, functions = read_functions(repo, facts)
+    past = histories.read(repo, declared.find_name(repo), facts.inventory.files)
     work = out.with_name(out.name + ".incomplete")
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -91,11 +91,11 @@ def build(
             work,
             options,
             progress,
-            found.inventory,
+            facts.inventory,
             past,
             layout,
-            found.pytest,
-            found.version,
+            facts.pytest,
+            facts.version,
             tuple(generated),
             sources,
             functions,
@@ -112,8 +112,8 @@ def build(
 
 @dataclass(frozen=True)
 class Survey:
-    """What a repository holds, read without running anything of it: its files, where its code and tests are, pytest's
-    settings, its version, and the files that its build would write (path -> text)."""
+    """The facts about a repository that are read without running its code: its files, the places of code and tests, the
+    settings of pytest, the version, and the files that its build would write (path -> text)."""
 
     inventory: Inventory
     layout: discover.RepositoryLayout
@@ -125,7 +125,7 @@ class Survey:
 
 
 def survey(repo: Path, exclude: Sequence[str]) -> Survey:
-    """What tasks could be made of. Raises UserError for a folder without code or without tests."""
+    """Survey a repository. Raises UserError for a folder without code or without tests."""
     taken = inventory.take(repo, exclude)
     version = environment.version_of(repo)
     if javascript.is_repository(repo):
@@ -144,10 +144,10 @@ def survey(repo: Path, exclude: Sequence[str]) -> Survey:
     return Survey(taken, layout, False, pytest, version, generated, layout.modules)
 
 
-def read_functions(repo: Path, found: Survey) -> tuple[dict[str, str], list[Unit]]:
+def read_functions(repo: Path, facts: Survey) -> tuple[dict[str, str], list[Unit]]:
     """The texts of the sources by path, and their functions. Raises UserError for a file that does not parse."""
-    paths = [path for path in found.layout.sources if path not in found.generated]
-    if found.script:
+    paths = [path for path in facts.layout.sources if path not in facts.generated]
+    if facts.script:
         sources = {path: (repo / path).read_text("utf-8", "replace") for path in paths}
         return sources, [f for path, text in sources.items() for f in javascript.functions(path, text)]
     sources = {path: discover.read_source(repo, path) for path in paths}
@@ -169,7 +169,7 @@ def _check_paths(repo: Path, out: Path) -> None:
 
 
 def _check_place(repo: Path, out: Path, taken: Inventory, options: BuildConfig) -> None:
-    """Raises UserError for a dataset that the next build would take for a part of the repository."""
+    """Raises UserError if `out` lies where the next build would count the dataset as a part of the repository."""
     root, place = repo.resolve(), out.resolve()
     if taken.tracked or not place.is_relative_to(root):
         return
@@ -185,7 +185,7 @@ def _check_place(repo: Path, out: Path, taken: Inventory, options: BuildConfig) 
 @dataclass(frozen=True)
 class _BuildPlan:
     repo: Path
-    tree: Path  # a copy of what the dataset is made of
+    tree: Path  # a copy of the files that the dataset is made of
     work: Path
     options: BuildConfig
     progress: Progress
@@ -232,7 +232,7 @@ async def _run(plan: _BuildPlan) -> None:
         searched.rejected[Rejected.LEAK.value] += len(copied)
     tasks = [task for task in searched.tasks if task.id not in copied]
     shutil.rmtree(work / "written", ignore_errors=True)
-    shutil.rmtree(plan.tree)  # not before: the folders of a sandbox stay as they are while it is open
+    shutil.rmtree(plan.tree)  # not earlier, since folders of an open sandbox must not change
     if not tasks:
         raise _nothing_fit(plan, searched)
     commits = histories.build(plan.past, bench.repository, tasks, work)
@@ -275,24 +275,24 @@ async def _run(plan: _BuildPlan) -> None:
 
 def _nothing_fit(plan: _BuildPlan, searched: SearchResult) -> UserError:
     reasons = ", ".join(f"{reason}: {n}" for reason, n in searched.rejected.most_common(3))
-    most = searched.rejected.most_common(1)
-    advice = _ADVICE.get(most[0][0], "add tests") if most else "add tests"
+    commonest = searched.rejected.most_common(1)
+    advice = _ADVICE.get(commonest[0][0], "add tests") if commonest else "add tests"
     return UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); {advice}.")
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What the first runs of the suite say, and what they needed."""
+    """The result of the first runs of the suite, and the packages that they needed."""
 
     callers: dict[str, set[str]]
     requirements: Sequence[str]
-    failed: Mapping[str, str]  # test, or file that cannot be collected -> the end of pytest's words
+    failed: Mapping[str, str]  # test, or file that cannot be collected -> the end of pytest's message
     recipe: bootstrap.BootstrapRecipe | None = None
     refused: str = ""  # why requirements for tests were not installed
 
 
 async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
-    """Install what the tests need into `work`/site, and run the suite."""
+    """Install the requirements of the tests into `work`/site, and run the suite."""
     plan.progress("installing dependencies", 0, 1)
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
@@ -300,7 +300,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
         return _Prepared(callers, recipe.requirements, {}, recipe)
     name = declared.find_name(plan.repo).removesuffix(f"-{plan.version}")
     if plan.options.bootstrap == "declared":
-        found = await environment.find(
+        result = await environment.find(
             plan.tree,
             plan.work,
             (name, plan.version),
@@ -308,7 +308,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
             plan.pytest,
             lambda site: _trace(plan, sandbox, site),
         )
-        trace, requirements, recipe, refused = found.trace, found.requirements, None, found.refused
+        trace, requirements, recipe, refused = result.trace, result.requirements, None, result.refused
     else:
         recipe = await bootstrap.find(
             plan.tree,
@@ -325,7 +325,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
 
 
 async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.SuiteTrace:
-    """One run of the whole suite on the whole repository."""
+    """Run the whole suite once on the unchanged repository."""
     plan.progress("running the test suite", 0, 1)
     limits = Limits(seconds=_TRACE_SECONDS)
     box = await sandbox.create(Image(repository=plan.tree, site=site, changes={}), limits)
@@ -338,7 +338,8 @@ async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.Sui
 async def _write_tests(
     plan: _BuildPlan, sandbox: Sandbox, callers: Mapping[str, set[str]], writer: synthesis.Writer
 ) -> dict[str, set[str]]:
-    """`callers`, and the tests written for functions that have none; their files join the hidden ones."""
+    """Returns `callers` together with the tests written for functions without tests; their files join the hidden
+    ones."""
     plan.progress("writing tests", 0, 1)
     image = Image(repository=plan.work / "repository", site=plan.work / "site", changes={})
     missing = [f for f in plan.eligible if f.id not in callers and isinstance(f, Function)]
@@ -350,8 +351,8 @@ async def _write_tests(
 
 
 def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
-    """Write repository/ and hidden/; ("doctests" or "half", the test functions that are visible). Tests that fail on
-    the unbroken tree are shown to nobody."""
+    """Write repository/ and hidden/. Returns the policy ("doctests" or "half") and the visible test functions. Tests
+    that fail on the unbroken tree are left out of both folders."""
     callers = prepared.callers
     policy = plan.options.visible
     if policy == "auto":
@@ -365,7 +366,7 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
         everything = {split.base(test) for names in callers.values() for test in names}
         shown = split.visible_half(callers, plan.options.seed) | _uncuttable(plan, everything)
         hidden = everything - shown
-        # Snapshots tell what hidden tests expect.
+        # Snapshots hold values that hidden tests expect.
         visible = [path for path in plan.layout.tests if not path.endswith(".snap")]
         discover.copy(plan.tree, plan.work / "repository", visible)
         _cut_out(plan.work / "repository", hidden | {split.base(test) for test in prepared.failed})
@@ -375,7 +376,7 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
 
 
 def _cut_out(repository: Path, tests: Iterable[str]) -> None:
-    """Take test functions out of the files that the agent sees. A test without a function stands for its whole file."""
+    """Remove test functions from the files that the agent sees. A test id without a function names its whole file."""
     gone = {split.base(test) for test in tests}
     for path in sorted({test.split("::")[0] for test in gone}):
         file = repository / path
@@ -389,7 +390,7 @@ def _cut_out(repository: Path, tests: Iterable[str]) -> None:
 
 
 def _uncuttable(plan: _BuildPlan, tests: Iterable[str]) -> set[str]:
-    """Tests of JavaScript whose names are computed: nothing can be taken out for them, so they are visible."""
+    """JavaScript tests with computed names: they cannot be cut out of their files, so they are visible."""
     computed: set[str] = set()
     by_file: dict[str, set[str]] = {}
     for test in tests:
@@ -403,7 +404,7 @@ def _uncuttable(plan: _BuildPlan, tests: Iterable[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class _Targets:
-    """What is broken, and the tests that decide."""
+    """The functions and changes to break, and the tests that decide them."""
 
     targets: list[Target]
     functions: list[Unit]  # that are broken one by one
@@ -415,7 +416,7 @@ class _Targets:
 async def _targets(
     plan: _BuildPlan, bench: Bench, callers: Mapping[str, set[str]], policy: str, shown: set[str]
 ) -> _Targets:
-    """The functions and changes to try, each with its side and its tests."""
+    """The functions and changes to try, each with its split and its tests."""
     plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
     eligible = [f for f in plan.eligible if f.id in callers]
@@ -476,7 +477,7 @@ def _of_files(tests: list[str], count: int) -> list[str]:
 def _deciding(
     change: MultiFunctionChange, shown: set[str], callers: Mapping[str, set[str]], cap: int
 ) -> tuple[list[str], list[str]]:
-    """(hidden, visible) tests of a change: of those that reach it and of the others, each at most `cap`."""
+    """(hidden, visible) tests of a change, first those that reach it; each list holds at most `cap`."""
     reach = {test for function in change.reach for test in callers.get(function, ())}
     own = [test for test in change.tests if test in reach]
     rest = [test for test in change.tests if test not in reach]

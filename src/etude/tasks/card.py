@@ -1,4 +1,4 @@
-"""DATACARD.md: what a dataset holds, how it was made, and what was left out."""
+"""DATACARD.md: the contents of a dataset, how it was made, and the parts that were left out."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class TaskBuildLog:
     rejected: Mapping[str, int]  # reason -> broken programs
     tests: int  # hidden tests that are stable
     unstable: Sequence[str]  # tests left out: they fail or differ on the unbroken tree
-    failed: Mapping[str, str]  # tests, or files of tests, that fail on the unbroken tree -> what pytest says
+    failed: Mapping[str, str]  # tests, or files of tests, that fail on the unbroken tree -> pytest's message
     inventory: Inventory
     settings: PytestSettings
     generated: Sequence[str]  # files that were written because a build of the project writes them
@@ -43,23 +43,23 @@ class TaskBuildLog:
 
 
 def warnings(tasks: Sequence[Task], log: TaskBuildLog, options: BuildConfig) -> tuple[str, ...]:
-    """What a dataset is too small or too one-sided for, with its figures and what to try."""
+    """Warnings about a dataset that is too small or too one-sided, with its figures and a remedy."""
     functions = _functions(tasks)
     train, heldout = (len(functions[name]) for name in ("train", "heldout"))
     count = Counter(task.split for task in tasks)
-    found = []
+    messages = []
     if count["train"] < FEW_TASKS or train < FEW_FUNCTIONS:
-        found.append(
+        messages.append(
             f"Too small to teach: {count['train']} training tasks of {train} functions; with fewer than {FEW_TASKS} of "
             f"{FEW_FUNCTIONS} a model learns these tasks by heart. {_wider(options)}"
         )
     if heldout < FEW_FUNCTIONS and options.heldout_fraction:
         width = min(100, 196 * (0.25 / max(heldout, 1)) ** 0.5)  # half of a 95 % interval, a function being one draw
-        found.append(
+        messages.append(
             f"Too small to measure: {count['heldout']} held-out tasks of {heldout} functions; differences below some "
             f"{width:.0f} points cannot be told from chance. {_wider(options)}"
         )
-    return (*found, *_by_kind(tasks, options), *_repeated(log))
+    return (*messages, *_by_kind(tasks, options), *_repeated(log))
 
 
 def _by_kind(tasks: Sequence[Task], options: BuildConfig) -> Iterator[str]:
@@ -86,7 +86,7 @@ def _repeated(log: TaskBuildLog) -> Iterator[str]:
 
 
 def _wider(options: BuildConfig) -> str:
-    """What gives more tasks, of the options that are not there already."""
+    """The options that would give more tasks and are not in use."""
     ways = [
         ("more `kinds`", len(options.kinds) < 4),
         ("more `operators`", bool(options.operators)),
@@ -95,14 +95,14 @@ def _wider(options: BuildConfig) -> str:
         ("a higher `max_lines`", options.max_lines < 60),
         ("no `max_functions`", options.max_functions is not None),
     ]
-    given = [way for way, possible in ways if possible]
-    return f"What gives more: {', '.join(given)}." if given else "Another repository is needed."
+    advice = [way for way, possible in ways if possible]
+    return f"What gives more: {', '.join(advice)}." if advice else "Another repository is needed."
 
 
 def _functions(tasks: Sequence[Task]) -> dict[str, set[str]]:
-    """The functions that the tasks of each side touch."""
+    """The functions that the tasks of each split touch."""
     touched = {side: [split.touched_by(t) for t in tasks if t.split == side] for side in ("train", "heldout")}
-    return {side: set[str]().union(*found) for side, found in touched.items()}
+    return {side: set[str]().union(*ids) for side, ids in touched.items()}
 
 
 def datacard(manifest: Manifest, tasks: Sequence[Task], history: TaskBuildLog) -> str:
@@ -163,7 +163,7 @@ _POINTERS = " Pointers of Git LFS, whose files were not fetched: tests that read
 
 
 def _files(taken: Inventory) -> list[str]:
-    """Which files the dataset was made of, and which were left out."""
+    """The files that the dataset was made of, and those that were left out."""
     if not taken.tracked:
         whole = (
             f"{len(taken.files)} files: git tracks nothing of the folder, so it was taken whole, less caches, builds"
@@ -182,44 +182,47 @@ def _files(taken: Inventory) -> list[str]:
 
 
 def _named(what: str, names: Sequence[str]) -> str:
-    """A sentence with up to ten names; empty without names."""
+    """A sentence with up to ten names; empty if there are no names."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"{what} ({len(names)}): {', '.join(f'`{name}`' for name in names[:10])}{more}." if names else ""
 
 
 def _environment(log: TaskBuildLog) -> list[str]:
-    said = []
+    sentences = []
     if log.settings.source:
         kept = [name for name, _ in log.settings.kept] + [
             name for name in ("testpaths", "python_files", "pythonpath") if getattr(log.settings, name)
         ]
         what = f"kept {', '.join(f'`{name}`' for name in kept) or 'nothing'}"
         dropped = " ".join(log.settings.dropped)
-        said.append(f"pytest's settings come from {log.settings.source}: {what}.")
-        said += [f"Options of `addopts` that are not used: `{dropped}`."] if dropped else []
-    said += [f"Written as the project's build would: {', '.join(f'`{path}`' for path in log.generated)}."] * bool(
+        sentences.append(f"pytest's settings come from {log.settings.source}: {what}.")
+        sentences += [f"Options of `addopts` that are not used: `{dropped}`."] if dropped else []
+    sentences += [f"Written as the project's build would: {', '.join(f'`{path}`' for path in log.generated)}."] * bool(
         log.generated
     )
-    said += [f"Not installed: {log.refused}"] if log.refused else []
+    sentences += [f"Not installed: {log.refused}"] if log.refused else []
     if log.recipe is not None:
         goals = "".join(f"- `{goal.command[:120]}`\n" for goal in log.recipe.goals)
-        said.append(f"Found at try {log.recipe.tries}. These commands hold in a box:\n\n{goals}")
-    return ["## Environment\n", " ".join(said) + "\n"] if said else []
+        sentences.append(f"Found at try {log.recipe.tries}. These commands hold in a box:\n\n{goals}")
+    return ["## Environment\n", " ".join(sentences) + "\n"] if sentences else []
 
 
 def _decided(tasks: Sequence[Task]) -> list[str]:
-    """How many tests are decided outside of the tested process, and, for JavaScript, have a negative control."""
-    said = []
+    """The number of tests that are decided outside of the tested process and, for JavaScript, of those with a negative
+    control."""
+    sentences = []
     if shares := [task.difficulty["decided"] for task in tasks if "decided" in task.difficulty]:
         mean, low = sum(shares) / len(shares), sum(share < 0.5 for share in shares)
-        said.append(
+        sentences.append(
             f"Decided outside of the tested process: {mean:.0%} of a task's tests on average. Below half: {low} tasks, "
             "which are not trained on unless `tasks.min_decided` says so.\n"
         )
     if shares := [task.difficulty["covered"] for task in tasks if "covered" in task.difficulty]:
         none, mean = sum(share == 0 for share in shares), sum(shares) / len(shares)
-        said.append(f"Decided so, or beside a negative-control test: {mean:.0%} on average; {none} tasks have none.\n")
-    return said
+        sentences.append(
+            f"Decided so, or beside a negative-control test: {mean:.0%} on average; {none} tasks have none.\n"
+        )
+    return sentences
 
 
 def _failing(tests: Mapping[str, str]) -> str:

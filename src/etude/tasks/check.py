@@ -1,4 +1,4 @@
-"""`etude tasks check`: tests on this machine whether a dataset still is what its card says."""
+"""`etude tasks check`: tests on this machine whether a dataset still has the properties that its card claims."""
 
 import asyncio
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _BATCH = 20  # tasks between two calls of `progress`
 
 @dataclass(frozen=True)
 class CheckReport:
-    """`problems` concern the dataset as a whole; `failures` maps a task's id to what is wrong with it."""
+    """`problems` concern the dataset as a whole; `failures` maps the id of a task to its problem."""
 
     tasks: int
     problems: tuple[str, ...]
@@ -62,7 +62,7 @@ def _problems(data: Dataset, changed: list[str]) -> list[str]:
 
 
 def _shown_tests(data: Dataset) -> list[str]:
-    """Hidden tests that the agent could read."""
+    """Hidden tests that lie in the files of the agent."""
     hidden = {split.base(test) for task in data.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)}
     shown = []
     for path in sorted({test.split("::")[0] for test in hidden}):

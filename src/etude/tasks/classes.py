@@ -1,4 +1,4 @@
-"""Breaks classes: a base is dropped, methods are permuted, a method is removed with the statements that use it."""
+"""Breaks classes: drops a base, permutes methods, or removes a method with the statements that use it."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from etude.code.functions import FunctionNode
 from etude.code.operators import SIMPLE, ByteEdit, FunctionBytes, Operator
 
-MIN_COMPLEXITY = 10  # of a class, as SWE-smith has it
+MIN_COMPLEXITY = 10  # of a class, as in SWE-smith
 MAX_LINES = 40  # of a method that is removed
 
 
@@ -15,7 +15,7 @@ def _methods(place: FunctionBytes) -> list[FunctionNode]:
 
 
 def _span(place: FunctionBytes, method: FunctionNode) -> tuple[int, int]:
-    """A method with its decorators, from the column of its first `@` or `def`."""
+    """The bytes of a method with its decorators, from the column of its first `@` or `def`."""
     lines = [method.lineno, *(d.lineno for d in method.decorator_list)]
     return place.line_start(min(lines)) + method.col_offset, place.end(method)
 

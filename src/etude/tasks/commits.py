@@ -22,7 +22,7 @@ from etude.grading import leaks
 MAX_COMMITS = 300  # looked at, newest first
 MAX_FILES = 8
 MAX_LINES = 200  # that a reversal changes
-_WISH = 800  # characters of what a commit says besides its first line
+_WISH = 800  # characters of a commit's message after its first line
 _CHANGES = re.compile(r"(^|/)(change|history|news|release)[\w.-]*(/[^/]*)?$", re.IGNORECASE)
 _TRAILER = re.compile(
     r"^(Co-authored-by|Signed-off-by|Reviewed-by|Change-Id|git-svn-id|\(cherry picked)", re.IGNORECASE
@@ -40,7 +40,8 @@ _NOISE = (
 
 @dataclass(frozen=True)
 class Reversal:
-    """A commit taken back: `path` and `program`, the test files that it touched, and the functions that change."""
+    """A reversed commit: `path` and `program`, the test files that the commit touched, and the functions that
+    change."""
 
     id: str
     path: str
@@ -52,8 +53,8 @@ class Reversal:
 def reversals(
     repository: Path, sources: Mapping[str, str], functions: Iterable[Function], modules: Iterable[str]
 ) -> Iterator[Reversal]:
-    """Reversible commits of a git clone, newest first; none of a folder without history. `modules` hold the tests.
-    Raises UserError if objects are missing."""
+    """Reversible commits of a git clone, newest first; none for a folder without history. `modules` are the test files.
+    Raises UserError if git objects are missing."""
     clone = git.around(repository) if (repository / ".git").exists() else None
     head = clone.id_of("HEAD") if clone is not None else ""
     if clone is None or not head:
@@ -95,12 +96,12 @@ def _reversal(
             members += [f.id for f in inside if any(f.first_line <= line <= f.last_line for line in lines)]
     if not changed or not members or sum(m.original.count("\n") for m in changed.values()) > MAX_LINES:
         return None
-    said = clone.demand("log", "-1", "--format=%s%n%n%b", commit, "--").decode("utf-8", "replace")
-    request = _request(said)
+    message = clone.demand("log", "-1", "--format=%s%n%n%b", commit, "--").decode("utf-8", "replace")
+    request = _request(message)
     if not request:
         return None
     answers = [leaks.answer(mutant.source, mutant.text) for mutant in changed.values()]
-    notes = [_body(said, request), *(_noted(clone, parent, commit, p) for p in status if _CHANGES.search(p))]
+    notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in status if _CHANGES.search(p))]
     wish = "\n".join(note for note in notes if note and not any(answer.in_data(note.encode()) for answer in answers))
     path = members[0].split("::")[0]
     where = ", ".join(changed)
@@ -111,8 +112,8 @@ def _reversal(
 
 
 def _taken_back(clone: git.Clone, before: str, after: str, now: str) -> str | None:
-    """The text of a source file without what the commit did to it, between two blobs; None if later changes are in the
-    way."""
+    """The current text `now` of a source file with the change between two blobs undone; None if later changes
+    conflict."""
     blobs = clone.contents([before, after])
     with tempfile.TemporaryDirectory() as folder:
         names = []
@@ -153,7 +154,7 @@ def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
 
 
 def _request(message: str) -> str:
-    """The first line of a message that says something, without numbers of issues and prefixes."""
+    """The first informative line of a commit message, without prefixes and issue numbers."""
     for line in message.splitlines():
         for noise in _NOISE:
             line = re.sub(noise, "", line)
@@ -163,7 +164,7 @@ def _request(message: str) -> str:
 
 
 def _body(message: str, request: str) -> str:
-    """What a message says besides its request, without signatures and references; cut to _WISH characters."""
+    """The rest of a commit message after `request`, without signatures and references; cut to _WISH characters."""
     lines = [line.rstrip() for line in message.splitlines() if not _TRAILER.match(line)]
     for noise in _NOISE:
         lines = [re.sub(noise, "", line) for line in lines]

@@ -1,4 +1,5 @@
-"""Finds the tests that call each function, and those that fail: the suite runs under a profile hook, inside a box."""
+"""Finds the tests that call each function, and the tests that fail: the suite runs under a profile hook, inside a
+box."""
 
 from __future__ import annotations
 
@@ -27,13 +28,14 @@ RESULT = ".etude_trace.json"
 class _CallTrace(msgspec.Struct):
     functions: list[str]  # "path::qualname"
     tests: dict[str, list[int]]  # node id -> indices into `functions`
-    failed: dict[str, str]  # node id -> the end of what pytest says
+    failed: dict[str, str]  # node id -> the end of pytest's message
     broken: dict[str, str]  # test file that cannot be collected -> the same
 
 
 @dataclass(frozen=True)
 class SuiteTrace:
-    """One run of the suite. `failed` and `broken` (files that cannot be collected) have the end of pytest's words."""
+    """One run of the suite. `failed` and `broken` (files that cannot be collected) map to the end of pytest's
+    message."""
 
     callers: dict[str, set[str]]  # function id -> node ids of the passing tests that call it
     passed: int
@@ -53,8 +55,8 @@ class SuiteTrace:
 
 
 def record(roots: Sequence[str], test_files: Sequence[str], settings: str, result: str) -> None:
-    """Run pytest in this process and write which functions below `roots` each passing test calls. Its source is what
-    the box runs, so it uses nothing of this module."""
+    """Run pytest in this process and write which functions below `roots` each passing test calls. The box runs the
+    source of this function, so it uses no other name of this module."""
     import json
     import os
     import sys
@@ -69,7 +71,7 @@ def record(roots: Sequence[str], test_files: Sequence[str], settings: str, resul
     failed: dict[str, str] = {}
     broken: dict[str, str] = {}
 
-    def said(report):  # type: ignore[no-untyped-def]
+    def message_end(report):  # type: ignore[no-untyped-def]
         crash = getattr(report.longrepr, "reprcrash", None)
         text = str(report.longrepr) if crash is None else crash.message
         return text[:300] if crash is not None else text[-600:]
@@ -88,7 +90,7 @@ def record(roots: Sequence[str], test_files: Sequence[str], settings: str, resul
             outcome = yield
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
-            if outcome.excinfo is not None:  # failed, skipped or expected to fail: it can't tell right from wrong
+            if outcome.excinfo is not None:  # a test that failed, was skipped or was expected to fail decides nothing
                 return
             called = set()
             for code in codes:
@@ -101,29 +103,29 @@ def record(roots: Sequence[str], test_files: Sequence[str], settings: str, resul
 
         def pytest_runtest_logreport(self, report):  # type: ignore[no-untyped-def]
             if report.failed:
-                failed.setdefault(report.nodeid, said(report))
+                failed.setdefault(report.nodeid, message_end(report))
 
         def pytest_collectreport(self, report):  # type: ignore[no-untyped-def]
             if report.failed:
-                broken.setdefault(report.nodeid, said(report))
+                broken.setdefault(report.nodeid, message_end(report))
 
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:warnings", "--continue-on-collection-errors"]
-    given = ["-c", settings if os.path.isfile(settings) else os.devnull, "--rootdir", here]
-    pytest.main([*options, *given, *test_files], plugins=[Tracer()])
+    rest = ["-c", settings if os.path.isfile(settings) else os.devnull, "--rootdir", here]
+    pytest.main([*options, *rest, *test_files], plugins=[Tracer()])
     passed = {test: called for test, called in tests.items() if test not in failed}
     with open(here + result, "w", encoding="utf-8") as file:
         json.dump({"functions": list(index), "tests": passed, "failed": failed, "broken": broken}, file)
 
 
 def script(roots: Sequence[str], test_files: Sequence[str]) -> str:
-    """Text of the program that a box runs."""
+    """The program that a box runs, as text."""
     settings = f"{SITE}/{SETTINGS}"
     arguments = ", ".join(json.dumps(value) for value in (list(roots), list(test_files), settings, RESULT))
     return f"from __future__ import annotations\n\n\n{inspect.getsource(record)}\n\nrecord({arguments})\n"
 
 
 def parse(data: bytes, printed: str) -> SuiteTrace:
-    """What a run has written. Raises UserError if it is not readable."""
+    """Read the result file of a run. Raises UserError if it is malformed."""
     try:
         trace = msgspec.json.decode(data, type=_CallTrace)
         callers: dict[str, set[str]] = defaultdict(set)
@@ -136,7 +138,7 @@ def parse(data: bytes, printed: str) -> SuiteTrace:
 
 
 async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeout: float) -> SuiteTrace:
-    """Run the suite in `box` and return which tests call which function, and which fail. Raises UserError if the run
+    """Run the suite in `box`: the tests that call each function, and the tests that fail. Raises UserError if the run
     does not end."""
     await box.write(SCRIPT, script(roots, test_files).encode())
     done = await box.exec(f"python {SCRIPT}", timeout)
@@ -155,6 +157,6 @@ async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeo
 
 
 def last_lines(text: str, count: int = 4) -> str:
-    """The last lines of an output that say something, on one line."""
+    """The last informative lines of an output, joined into one line."""
     lines = [line.strip() for line in text.strip().splitlines() if re.search(r"\w", line)]
     return " / ".join(line[:200] for line in lines[-count:]) or "nothing"

@@ -1,6 +1,6 @@
 """A dataset of tasks on disk: one repository, its dependencies, its hidden tests, and a Harbor folder per task.
 
-DIR/dataset.json   what it is made of: name, licence, seed, policy, counts, digests
+DIR/dataset.json   the manifest: name, licence, seed, policy, counts, digests
 DIR/repository/    layer L1, as the agent sees it; no hidden test is in it
 DIR/history.msgpack  its last commits, see `histories.py`
 DIR/site/          dependencies of the repository (pip --target)
@@ -35,8 +35,8 @@ _OWN = "dataset.json"
 
 
 class Manifest(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """dataset.json. Digests are blake3: of a file, over sorted (path, content) pairs of a folder, and of this record
-    without that digest."""
+    """The content of dataset.json. Digests are blake3: of a file, over sorted (path, content) pairs of a folder, and of
+    this record without that digest."""
 
     format: int
     name: str  # e.g. "pydash-8.1.0"
@@ -48,7 +48,7 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=True):
     visible: str  # which tests the agent may run: "doctests" | "half"
     options: dict[str, object]
     counts: dict[str, int]
-    warnings: tuple[str, ...] = ()  # what the dataset cannot do, see `card.py`
+    warnings: tuple[str, ...] = ()  # limitations of the dataset, see `card.py`
     kind: str = ""  # "harbor": of tasks that others wrote, see `foreign/`
     digests: dict[str, str]  # of the folders and files beside it, and "dataset.json"
 
@@ -64,10 +64,10 @@ class Dataset:
     hidden: Path
     tasks: tuple[Task, ...]
     manifest: Manifest
-    histories: Histories | None = None  # what boxes see of the past
+    histories: Histories | None = None  # the git histories that boxes see
 
     def image(self, task: Task) -> Image:
-        """What the agent's box is made of: the repository, its dependencies, and the files that break it."""
+        """The image of the agent's box: the repository, its dependencies, and the files that break it."""
         from etude.sandbox.base import Image
 
         history = {} if self.histories is None else self.histories.of(task)
@@ -75,11 +75,11 @@ class Dataset:
 
     @property
     def parts(self) -> tuple[Dataset, ...]:
-        """The datasets that this one is mixed of (`mixture.py`)."""
+        """The datasets of a mixture (`mixture.py`); for any other dataset, the dataset itself."""
         return (self,)
 
     def of(self, task: Task) -> tuple[Dataset, Task]:
-        """The part that a task comes from, and the task as that part has it."""
+        """The dataset that a task comes from, and the task as it stands there."""
         return self, task
 
     def limits(self, task: Task) -> Limits:
@@ -89,7 +89,7 @@ class Dataset:
         return Limits()
 
     async def grade(self, sandbox: Sandbox, task: Task, changes: Changes) -> Grade:
-        """The grade of a change set by the task's hidden tests. Raises BoxError, payer infra, if the sandbox failed."""
+        """Grade a change set by the task's hidden tests. Raises BoxError, payer infra, if the sandbox failed."""
         from etude.grading.grade import grade
 
         return await grade(sandbox, task, self.image(task), self.hidden, changes)
@@ -105,15 +105,15 @@ class Dataset:
 
 
 def load(root: Path) -> Dataset:
-    """Load a dataset made by `save`. Raises UserError if `root` is not one, is unfinished, has changed since, or holds
-    foreign tasks (`foreign/dataset.py` loads those, too)."""
+    """Load a dataset that `save` made. Raises UserError if `root` is not a dataset, is unfinished, has changed since,
+    or holds foreign tasks (`foreign/dataset.py` loads those as well)."""
     manifest = read_manifest(root)
     refuse_changes(root, manifest)
     return _read(root, manifest)
 
 
 def load_changed(root: Path) -> tuple[Dataset, list[str]]:
-    """As `load`, also of a dataset that has changed since it was built; with the files and folders that have."""
+    """Load a dataset, even one that has changed since it was built. Returns it with the changed files and folders."""
     manifest = read_manifest(root)
     return _read(root, manifest), changes(root, manifest)
 
@@ -128,7 +128,7 @@ def refuse_changes(root: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """dataset.json of the folder `root`. Raises UserError."""
+    """Read dataset.json of the folder `root`. Raises UserError if it is missing or malformed."""
     path = root / _OWN
     if not path.is_file():
         raise UserError(f"{root} is not a task dataset (no dataset.json); make one with `etude tasks build`.")
@@ -142,9 +142,9 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def changes(root: Path, manifest: Manifest) -> list[str]:
-    """What has changed since the dataset was built."""
-    found = {_OWN: _own_digest(manifest)} | {name: _digest(root / name) for name in _parts(manifest)}
-    return [name for name, digest in found.items() if digest != manifest.digests.get(name)]
+    """The files and folders that have changed since the dataset was built."""
+    current = {_OWN: _own_digest(manifest)} | {name: _digest(root / name) for name in _parts(manifest)}
+    return [name for name, digest in current.items() if digest != manifest.digests.get(name)]
 
 
 def _parts(manifest: Manifest) -> Sequence[str]:
@@ -163,8 +163,8 @@ def _read(root: Path, manifest: Manifest) -> Dataset:
 
 
 def save(root: Path, manifest: Manifest, tasks: Sequence[Task]) -> Dataset:
-    """Write the tasks and dataset.json under `root`, which already holds repository/, site/ and hidden/. The manifest's
-    counts and digests are filled in here."""
+    """Write the tasks and dataset.json under `root`, which already holds repository/, site/ and hidden/. Fills in the
+    counts and digests of the manifest."""
     ordered = tuple(sorted(tasks, key=lambda task: task.id))
     for task in ordered:
         harbor.write_task(task, root / "tasks" / task.id)
@@ -179,7 +179,7 @@ def save(root: Path, manifest: Manifest, tasks: Sequence[Task]) -> Dataset:
 
 
 def seal(root: Path, manifest: Manifest) -> Manifest:
-    """Write dataset.json with the digests of what lies beside it."""
+    """Write dataset.json with the digests of the files and folders beside it."""
     digests = {name: _digest(root / name) for name in _parts(manifest)}
     manifest = msgspec.structs.replace(manifest, digests=digests)
     manifest = msgspec.structs.replace(manifest, digests=digests | {_OWN: _own_digest(manifest)})
@@ -188,7 +188,7 @@ def seal(root: Path, manifest: Manifest) -> Manifest:
 
 
 def tree_digest(folder: Path) -> str:
-    """blake3 over the sorted paths and contents of every file below `folder`; "" paths never collide."""
+    """blake3 over the sorted paths and contents of every file below `folder`."""
     digest = blake3.blake3()
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         data = path.read_bytes()
@@ -198,7 +198,7 @@ def tree_digest(folder: Path) -> str:
 
 
 def _digest(path: Path) -> str:
-    """That of a file, or of all files below a folder, which may be missing."""
+    """The digest of a file, or of all files below a folder; the path may be missing."""
     return blake3.blake3(path.read_bytes()).hexdigest() if path.is_file() else tree_digest(path)
 
 

@@ -1,7 +1,9 @@
-"""What a Python repository needs for its tests, by default: declared dependencies, and more if the suite lacks some.
+"""Finds the packages that the tests of a Python repository need: the declared dependencies, and more if the suite lacks
+some.
 
-The suite runs once with what the project declares. As long as tests fail for want of a module or fixture, the next
-source is added: test extras and groups, requirements files, what CI installs. The best run counts. Code runs in boxes.
+The suite runs once with the declared requirements. As long as tests fail for want of a module or fixture, the next
+source is added: test extras and groups, requirements files, the packages that CI installs. The best run counts. Code
+runs in boxes.
 """
 
 import os
@@ -25,7 +27,7 @@ Run = Callable[[Path], Awaitable[SuiteTrace]]  # the suite, with the packages of
 
 @dataclass(frozen=True)
 class PythonEnvironment:
-    """Installed requirements, the run of the suite with them, and why more was not installed."""
+    """Installed requirements, the run of the suite with them, and the reason why further ones were not installed."""
 
     requirements: tuple[str, ...]
     trace: SuiteTrace
@@ -36,8 +38,9 @@ class PythonEnvironment:
 async def find(
     tree: Path, work: Path, own: tuple[str, str], more: Sequence[str], pytest: PytestSettings, run: Run
 ) -> PythonEnvironment:
-    """Install into `work`/site what makes most tests of the repository in `tree` pass. `own` are its name and version,
-    `more` requirements that the user names. Raises UserError if the declared ones cannot be installed."""
+    """Install into `work`/site the requirements with which most tests of the repository in `tree` pass. `own` is the
+    name and version of the repository, `more` are requirements from the user. Raises UserError if the declared ones
+    cannot be installed."""
     tried: list[PythonEnvironment] = []
     best = 0
     for wanted in _proposals(tree, more, tried):
@@ -64,7 +67,8 @@ async def find(
 
 
 def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironment]):
-    """Requirements of one try after the other; the last adds what is known to bring missing modules and fixtures."""
+    """The requirements of one try after the other; the last try adds packages that are known to bring missing modules
+    and fixtures."""
     wanted = dict.fromkeys([*declared.dependencies(tree), *more])
     yield tuple(wanted)
     sources = requirements.sources(tree)
@@ -82,7 +86,8 @@ def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironmen
 
 
 def finish(site: Path, tree: Path, name: str, version: str, pytest: PytestSettings) -> None:
-    """What installing the repository itself would leave in `site`: its metadata; and the settings of test runs."""
+    """Write into `site` the metadata that installing the repository itself would leave, and the settings of test
+    runs."""
     plain = re.sub(r"[-_.]+", "_", name)
     if not any(path.name.lower().startswith(f"{plain.lower()}-") for path in site.glob("*.dist-info")):
         info = site / f"{plain}-{version}.dist-info"
@@ -99,11 +104,11 @@ def finish(site: Path, tree: Path, name: str, version: str, pytest: PytestSettin
 
 
 def version_of(repository: Path) -> str:
-    """The version of a repository: declared, of its PKG-INFO, of the last tag, or UNKNOWN."""
+    """The version of a repository: declared, from its PKG-INFO, from the last tag, or UNKNOWN."""
     name = declared.find_name(repository)
-    found = re.search(r"-(\d[\w.+!]*)$", name)
-    if found:
-        return found[1]
+    match = re.search(r"-(\d[\w.+!]*)$", name)
+    if match:
+        return match[1]
     clone = git.around(repository)
     described = clone.output("describe", "--tags", "--abbrev=0") if clone is not None else None
     tag = (described or b"").decode("utf-8", "replace").strip()
@@ -112,7 +117,8 @@ def version_of(repository: Path) -> str:
 
 
 def version_files(repository: Path, inventory: Inventory, version: str) -> dict[str, str]:
-    """Files that the project's build would write into the tree, by path: of hatch-vcs, setuptools-scm and PDM."""
+    """Files that the project's build would write into the tree (path -> text): those of hatch-vcs, setuptools-scm and
+    PDM."""
     data = declared.pyproject(repository)
     scm = declared.table(data, "tool", "setuptools_scm")
     named = [
@@ -142,7 +148,7 @@ def _version_text(version: str) -> str:
 
 
 def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserError:
-    """Why no test passes: what pytest said, and what to try."""
+    """The error for a suite in which no test passes: pytest's message, and a remedy."""
     modules, fixtures = trace.missing
     lacking = [requirements.MISSING.get(name, name.replace("_", "-")) for name in (*modules, *fixtures)]
     own = {name: place for name in modules if (place := _place_of(repository, name)) is not None}
@@ -152,7 +158,7 @@ def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserErr
         for place in own.values()
         if (repository / place).is_symlink()
     ]
-    said = last_lines(next(iter([*trace.broken.values(), *trace.failed.values()]), trace.printed))
+    message = last_lines(next(iter([*trace.broken.values(), *trace.failed.values()]), trace.printed))
     if links:
         advice = links[0]
     elif lacking:
@@ -160,11 +166,11 @@ def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserErr
     else:
         advice = "run its suite by hand (`python -m pytest`) and mend it, or leave test files out with `--exclude FILE`"
     why = f" {refused[0].upper()}{refused[1:]}" if refused else ""
-    return UserError(f"no test of {repository} passes under pytest, which said: {said}.{why} To go on, {advice}.")
+    return UserError(f"no test of {repository} passes under pytest, which said: {message}.{why} To go on, {advice}.")
 
 
 def _place_of(repository: Path, module: str) -> str | None:
-    """Where the repository itself has a module or package of this name, links included."""
+    """The place of a module or package of this name in the repository itself, links included."""
     for folder, folders, files in os.walk(repository):
         folders[:] = sorted(name for name in folders if not functions.is_junk(name))
         for name in (f"{module}.py", module):

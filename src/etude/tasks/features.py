@@ -16,14 +16,15 @@ MAX_LINES = 80  # of all bodies
 
 
 def slices(functions: Sequence[Function], callers: Mapping[str, set[str]]) -> Iterator[tuple[Function, ...]]:
-    """(function, helpers that only it needs...) for each function that makes a slice of 2 to MAX_MEMBERS functions."""
+    """(function, helpers that no other function needs...) for each function that makes a slice of 2 to MAX_MEMBERS
+    functions."""
     reached = [f for f in functions if callers.get(f.id)]
     everything = {test for f in reached for test in callers[f.id]}
     for entry in reached:
         own = callers[entry.id]
         if own == everything:
-            continue  # nothing would show that the rest works
-        inner = {}  # by how others call it: `name`, or `.name` through an object of its class
+            continue  # no test would show that the other code works
+        inner = {}  # by the form of its calls: `name`, or `.name` through an object of its class
         for f in reached:
             if f is not entry and callers[f.id] <= own:
                 _, dot, name = f.qualname.rpartition(".")
@@ -49,7 +50,7 @@ def _calls(function: Function) -> list[str]:
 
 
 def deletion(members: Sequence[Function], sources: Mapping[str, str]) -> MutationCandidate | None:
-    """The repository without the bodies of `members`; None if one of them cannot be taken out."""
+    """The repository without the bodies of `members`; None if one of them cannot be removed."""
     gone: dict[str, list[Mutant]] = {}
     for member in members:
         mutant = mutate.removal(sources[member.path], member)

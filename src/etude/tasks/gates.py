@@ -1,7 +1,7 @@
-"""The gates: what a broken program must show in the grading box before it becomes a task.
+"""The gates: the conditions that a broken program must meet in the grading box before it becomes a task.
 
-The broken tree fails the same hidden tests every time, scores 0 if nothing is changed, and scores 1 with the gold
-answer; each `repeats` times. Programs that hang, crash the runner or change no test are dropped.
+The broken tree fails the same hidden tests every time, scores 0 without a change, and scores 1 with the gold answer;
+each `repeats` times. Programs that hang, crash the runner or change the outcome of no test are dropped.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from etude.sandbox.base import BoxError, Changes, Image, Limits, Sandbox, TestRe
 from etude.tasks.statements import Determined, with_symptom
 
 MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep passing
-_GUESSED = ("removal", "feature", "class", "commit")  # kinds that take more away than they leave to be seen
-_WORDS = 5  # that a commit must say, where no visible test fails
+_GUESSED = ("removal", "feature", "class", "commit")  # kinds that remove more text than the agent still sees
+_WORDS = 5  # in the message of a commit, at least, where no visible test fails
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Rejected(StrEnum):
-    """Why a candidate did not become a task."""
+    """The reason for which a candidate did not become a task."""
 
     EQUIVALENT = "no hidden test notices"
     SILENT = "no visible test notices"
@@ -51,7 +51,7 @@ class Rejected(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A broken function, the visible tests, and hidden tests that call it, the most telling first."""
+    """A broken function, its visible tests, and the hidden tests that call it, the most telling first."""
 
     function: Unit
     broken: MutationCandidate
@@ -68,14 +68,14 @@ class Candidate:
 
     @property
     def solution(self) -> dict[str, str]:
-        """Path -> right text."""
+        """Path -> original text."""
         others = {path: mutant.source for path, mutant in self.broken.elsewhere}
         return {self.function.path: self.broken.mutant.source} | others
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where candidates are tried: the sandbox, and the folders of the dataset being built."""
+    """The place where candidates are tried: the sandbox, and the folders of the dataset that is being built."""
 
     sandbox: Sandbox
     name: str
@@ -88,12 +88,12 @@ class Bench:
 
     @cached_property
     def determined(self) -> Determined:
-        """The words of what the agent sees, and of the hidden tests."""
+        """The words in the files that the agent sees, and in the hidden tests."""
         return Determined(self.repository, self.hidden)
 
     @property
     def limits(self) -> Limits:
-        """Limits of one test run: a program that hangs is stopped."""
+        """The limits of one test run; a program that hangs is stopped."""
         return Limits(seconds=self.options.hang_seconds)
 
     def image(self, changes: dict[str, str]) -> Image:
@@ -103,27 +103,27 @@ class Bench:
 
 @dataclass(frozen=True)
 class ProvisionalTask:
-    """A task that one run found fit, not yet proved; `outcomes` are those of that run."""
+    """A task that passed one run and is not yet proved; `outcomes` are those of that run."""
 
     task: Task
     outcomes: dict[str, str]
 
 
 async def probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejected:
-    """Run the tests of a candidate once: the task it would make, or why it makes none. Raises UserError if no box can
-    be made any more."""
+    """Run the tests of a candidate once. Returns the task that the candidate would make, or the reason against it.
+    Raises UserError if no more boxes can be made."""
     return await _twice(bench, lambda: _probe(bench, candidate))
 
 
 async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
-    """Repeat the broken tree and the gold answer through the grader itself; why the task does not hold, or None. With
-    the probe, the broken tree has then been run `repeats` times, and the gold answer as often. Raises UserError if no
-    box can be made any more."""
+    """Repeat the broken tree and the gold answer through the grader itself. Returns the reason against the task, or
+    None. Together with the probe, the broken tree has then been run `repeats` times, and the gold answer as often.
+    Raises UserError if no more boxes can be made."""
     return await _twice(bench, lambda: _prove(bench, provisional))
 
 
 async def _twice(bench: Bench, work: Callable[[], Awaitable[R | Rejected]]) -> R | Rejected:
-    """A second try for what a box has failed at: one program must not end a build."""
+    """Run `work`, and once more if its box fails: one program must not end a build."""
     for _ in range(2):
         try:
             return await work()
@@ -134,7 +134,7 @@ async def _twice(bench: Bench, work: Callable[[], Awaitable[R | Rejected]]) -> R
 
 
 async def _probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejected:
-    # Over the whole tree: a candidate that most are not is no reason to prepare a tree of its own.
+    # The changes lie over the whole tree, since few candidates would repay the cost of a tree of their own.
     changes = {path: text.encode("utf-8", "surrogateescape") for path, text in candidate.changes.items()}
     tests = [*candidate.hidden, *candidate.visible]
     report = await bench.sandbox.run_tests(bench.image({}), changes, tests, bench.hidden, bench.limits)
@@ -160,7 +160,8 @@ async def _probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Reject
 
 
 async def _statement(bench: Bench, candidate: Candidate, report: TestReport, changes: Changes) -> str:
-    """What the task asks for. A message that differs from run to run is left out: equal builds give equal datasets."""
+    """The statement of the task. A message that differs from run to run is left out, so that equal builds give equal
+    datasets."""
     function, broken = candidate.function, candidate.broken
     verb = "Implement" if broken.kind == "removal" else "Fix"
     request = broken.instruction or f"{verb} `{function.qualname}` in {function.path}"
@@ -197,7 +198,7 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
     f2p = tuple(sorted(failed[:cap]))
     p2p = tuple(sorted([test for test in candidate.hidden if report.outcomes.get(test) == "passed"][:cap]))
     visible_fails = any(report.outcomes.get(test) != "passed" for test in candidate.visible)
-    # Lines of the original that the broken text lacks; at least 1, since moved lines are lacking nowhere.
+    # Lines of the original that the broken text lacks; at least 1, since moved lines occur in both.
     parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
     lost = (Counter(part.original.split("\n")) - Counter(part.snippet.split("\n")) for part in parts)
     difficulty = {
@@ -206,7 +207,7 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
         "p2p": float(len(p2p)), "visible_fails": float(visible_fails), "leak": round(candidate.leak, 3),
     }  # fmt: skip
     outside = report.outside.intersection((*f2p, *p2p)) if report.outside.intersection(f2p) else frozenset()
-    difficulty["decided"] = round(len(outside) / len((*f2p, *p2p)), 3)  # none, where no test that must start to pass is
+    difficulty["decided"] = round(len(outside) / len((*f2p, *p2p)), 3)  # 0 unless an f2p test is
     if is_script(function.path):
         difficulty["covered"] = round(report.covered, 3)
     return Task(
@@ -230,7 +231,7 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
 
 
 def task_id(candidate: Candidate) -> str:
-    """Readable and unique: module, function, operator, and a digest of the broken function."""
+    """A readable, unique id: module, function, operator, and a digest of the broken function."""
     module = candidate.function.path.removesuffix(".py").rsplit("/", 1)[-1]
     mutant = candidate.broken.mutant
     text = f"{candidate.function.path}\0{mutant.text if candidate.broken.kind == 'commit' else mutant.snippet}"
@@ -239,7 +240,7 @@ def task_id(candidate: Candidate) -> str:
 
 
 async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], workers: int) -> list[R]:
-    """`work` on every item, at most `workers` at a time; results in the order of `items`."""
+    """Run `work` on every item, at most `workers` at a time. Returns the results in the order of `items`."""
     results: dict[int, R] = {}
     queue = iter(enumerate(items))
 
@@ -272,7 +273,8 @@ async def stable_tests(bench: Bench, tests: Sequence[str], batch: int = 200) -> 
 
 
 def _batches(tests: Sequence[str], size: int) -> list[list[str]]:
-    """Tests that run together: `size` at most, and of JavaScript a file's, which takes a process or two as a whole."""
+    """Groups of tests that run together, at most `size` each. JavaScript tests are grouped by file, for a file takes a
+    process or two as a whole."""
     files: dict[str, list[str]] = {}
     for test in filter(is_script, tests):
         files.setdefault(test.partition("::")[0], []).append(test)

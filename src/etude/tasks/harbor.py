@@ -30,7 +30,7 @@ _CONTAINER_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 
 
 class _Etude(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """[metadata.etude]: the fields of a Task that Harbor lacks; the texts are files of the folder."""
+    """[metadata.etude]: the fields of a Task that Harbor lacks. Long texts are files of the folder."""
 
     repository: str
     kind: str
@@ -46,14 +46,14 @@ class _Etude(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Tests(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """tests/tests.json: the hidden node ids that decide."""
+    """tests/tests.json: the node ids of the hidden tests that decide."""
 
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
 
 
 def image_name(repository: str) -> str:
-    """Tag of the container image that holds a dataset's repository, e.g. "etude/pydash:8.1.0"."""
+    """The tag of the container image of a dataset's repository, e.g. "etude/pydash:8.1.0"."""
     name, _, version = (re.sub(r"[^a-z0-9.-]+", "-", part) for part in repository.lower().rpartition("-"))
     plain = f"{name}-{version}" if name else version
     if not name or not version[:1].isdigit():
@@ -89,8 +89,8 @@ def write_task(task: Task, folder: Path) -> None:
 
 
 def read_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
-    """The Task in a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts. Raises
-    UserError if the folder is malformed, or is a foreign task (`foreign/`)."""
+    """Read the Task of a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts.
+    Raises UserError if the folder is malformed, or is a foreign task (`foreign/`)."""
     texts = {} if texts is None else texts
     try:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ def read_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
 
 
 def write_verifier(root: Path, name: str, python_path: tuple[str, ...], source_roots: tuple[str, ...]) -> None:
-    """Write what a container of a dataset is made of: `root`/Dockerfile and `root`/verifier/, the grader."""
+    """Write the files from which a dataset's container is made: `root`/Dockerfile and `root`/verifier/, the grader."""
     _write(root / "Dockerfile", dockerfile(name, python_path))
     _write(root / "verifier/roots.json", json.dumps(source_roots, ensure_ascii=False) + "\n")
     for path in sorted((Path(__file__).parent / "verifier").iterdir()):
@@ -138,8 +138,8 @@ def write_verifier(root: Path, name: str, python_path: tuple[str, ...], source_r
 
 
 def dockerfile(name: str, python_path: tuple[str, ...]) -> str:
-    """Dockerfile of a dataset's root: target `agent` has the repository and site; `verifier` has hidden tests, the
-    grader, and a copy of the repository that no agent has touched."""
+    """The Dockerfile in a dataset's root. Its target `agent` has the repository and site; `verifier` has the hidden
+    tests, the grader, and a copy of the repository that no agent has touched."""
     search = {
         root: ":".join([str(PurePosixPath(root, p)) for p in python_path] + ["/site"]) for root in (_WORKDIR, "/grade")
     }

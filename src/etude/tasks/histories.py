@@ -1,15 +1,15 @@
 """The git history of a dataset's repository, and the part of it that each task's box may see.
 
 DIR/history.msgpack holds the last commits of the repository that the dataset was built from, cut to the files that the
-agent sees. A box gets a `.git` folder of its own, made from it when the box is made (`sandbox/history.py`):
+agent sees. Each box gets a `.git` folder of its own, made from this file (`sandbox/history.py`):
 
-- of a file that the task breaks, each earlier version is shown with the same damage if the damaged lines stand in it
-  word for word, and else as the agent's version;
-- of files of tests there is today's version alone;
-- of other files, a version that holds the answer, or defines the broken function, becomes today's;
-- a commit that brought the answer loses its message, and one of which nothing is left is left out.
+- a file that the task breaks: each earlier version shows the same damage if the damaged lines occur in it word for
+  word, and else is replaced by the agent's version;
+- files of tests: only today's version is shown;
+- other files: a version that holds the answer, or defines the broken function, is replaced by today's;
+- a commit that brought the answer loses its message, and a commit that becomes empty is left out.
 
-A release has no history. It gets what somebody who imports it gets: one commit, of its author and date.
+A release has no history. It gets the history that an import makes: one commit, with the author and date of the release.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from etude.sandbox.history import Commit, Past
 from etude.tasks import inventory
 
 FILE = "history.msgpack"
-DEPTH = 20  # commits; what continuous integration and hosted agents clone
-CONTEXT = 3  # lines around a change that must stand in an earlier version, too
+DEPTH = 20  # commits, as continuous integration and hosted agents clone
+CONTEXT = 3  # lines around a change that an earlier version must hold as well
 CACHED = 64  # tasks whose .git is kept at hand
 _DEFINED = re.compile(rb"\b(?:def|class|function)\s+(\w+)")
 
 
 class Secrets(msgspec.Struct, frozen=True):
-    """The parts of the history that a task's box must not show: versions (path, blob), and messages by place. Of a
-    broken file these are the versions that cannot be shown with the same damage."""
+    """The parts of the history that a task's box must not show: versions (path, blob), and messages by the index of
+    their commit. For a broken file these are the versions that cannot be shown with the same damage."""
 
     versions: tuple[tuple[str, str], ...] = ()
     messages: tuple[int, ...] = ()
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """`trees` hold what differs from the tree before: path -> [mode, blob], or nothing if it is gone."""
+    """The stored history. `trees` hold the differences from the tree before: path -> [mode, blob], or nothing for a
+    deleted file."""
 
     people: tuple[bytes, ...]
     messages: tuple[bytes, ...]
@@ -60,7 +61,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 class Histories:
-    """The histories that the boxes of one dataset see; files of the repository are read once."""
+    """The histories for the boxes of one dataset; the files of the repository are read once."""
 
     def __init__(self, past: Past, secrets: Mapping[str, Secrets], repository: Path) -> None:
         self._past = past
@@ -75,7 +76,7 @@ class Histories:
 
     @cached_property
     def _whole(self) -> Past:
-        """With the files of the repository, so that they are compressed once."""
+        """The history with the files of the repository, so that these are compressed once."""
         known = {history.blob_id(data): history.entry_of(data) for data in self._files.values()}
         return replace(self._past, entries=known | dict(self._past.entries))
 
@@ -105,23 +106,24 @@ class Histories:
 
 @dataclass(frozen=True)
 class Damage:
-    """How a task breaks a file: the lines from the first to the last that differ, and some around them."""
+    """The way in which a task breaks a file: the lines from the first to the last that differ, and some around them."""
 
     right: str
     wrong: str
 
     @staticmethod
-    def of(solution: str, given: str) -> Damage:
-        """The damage between the right text and the one that the agent is given."""
-        old, new = solution.splitlines(keepends=True), given.splitlines(keepends=True)
-        least = min(len(old), len(new))
-        head = next((i for i in range(least) if old[i] != new[i]), least)
-        tail = next((i for i in range(least - head) if old[-1 - i] != new[-1 - i]), least - head)
+    def of(solution: str, broken: str) -> Damage:
+        """The damage between the original text and the broken text of the agent."""
+        old, new = solution.splitlines(keepends=True), broken.splitlines(keepends=True)
+        shorter = min(len(old), len(new))
+        head = next((i for i in range(shorter) if old[i] != new[i]), shorter)
+        tail = next((i for i in range(shorter - head) if old[-1 - i] != new[-1 - i]), shorter - head)
         head, tail = max(0, head - CONTEXT), max(0, tail - CONTEXT)
         return Damage("".join(old[head : len(old) - tail]), "".join(new[head : len(new) - tail]))
 
     def done_to(self, version: bytes) -> bytes | None:
-        """An earlier version with the same damage; None unless the lines stand in it exactly once, word for word."""
+        """An earlier version with the same damage; None unless the damaged lines occur in it exactly once, word for
+        word."""
         right = self.right.encode()
         place = version.find(right)
         if place < 0 or version.find(right, place + 1) >= 0 or (place and version[place - 1] != ord("\n")):
@@ -130,7 +132,7 @@ class Damage:
 
 
 def read(source: Path, name: str, paths: Iterable[str], depth: int = DEPTH) -> Past:
-    """The last commits of `source`, with what they hold of `paths`; of a release, the one that imports it. Raises
+    """Read the last commits of `source`, restricted to `paths`; for a release, the one commit that imports it. Raises
     UserError if `source` has a history that cannot be read."""
     if (source / ".git").exists():
         return history.read(source, "HEAD", paths, depth)
@@ -172,7 +174,8 @@ def build(past: Past, repository: Path, tasks: Sequence[Task], out: Path) -> int
 
 
 def _without_tests(past: Past, today: Mapping[str, bytes]) -> Past:
-    """Earlier versions of tests may hold those that are hidden now: of each file of tests there is today's alone."""
+    """The history with only today's version of each test file, since earlier versions may hold tests that are hidden
+    now."""
     now = {path: history.blob_id(data) for path, data in today.items()}
     commits = tuple(
         replace(commit, tree={path: (mode, now.get(path, blob)) for path, (mode, blob) in commit.tree.items()})
@@ -184,7 +187,8 @@ def _without_tests(past: Past, today: Mapping[str, bytes]) -> Past:
 
 
 def _without_credentials(past: Past, present: Mapping[str, bytes]) -> Past:
-    """Versions and messages that look like secrets, which today's files do not: today's version stands for them."""
+    """The history without versions and messages that look like secrets where today's files do not; today's version
+    replaces them."""
     bad = {blob for blob in past.entries if inventory.secret(past.text(blob))}
     now = {path: history.blob_id(data) for path, data in present.items()}
     commits = tuple(
@@ -201,7 +205,7 @@ def _without_credentials(past: Past, present: Mapping[str, bytes]) -> Past:
 
 
 def load(root: Path, repository: Path) -> Histories | None:
-    """None for a dataset without history. Raises UserError if it cannot be read."""
+    """Load the histories of a dataset; None if it has none. Raises UserError if the file cannot be read."""
     path = root / FILE
     if not path.is_file():
         return None
@@ -217,7 +221,7 @@ def load(root: Path, repository: Path) -> Histories | None:
 
 
 def _secrets(past: Past, tasks: Sequence[Task], present: Mapping[str, bytes]) -> dict[str, Secrets]:
-    """By one look at every version, whatever the number of tasks."""
+    """The secrets of every task, found in one pass over all versions."""
     holders, twice = _holders(past, tasks)
     named: dict[bytes, list[str]] = defaultdict(list)
     for task in tasks:
@@ -246,7 +250,7 @@ def _secrets(past: Past, tasks: Sequence[Task], present: Mapping[str, bytes]) ->
 
 
 def _telling(past: Past, task: Task, holders: Mapping[str, set[str]]) -> Iterator[int]:
-    """Commits that brought the answer, or say it."""
+    """The indices of commits that brought the answer, or name it in their messages."""
     answers = [leaks.answer(task.solution[path], text) for path, text in task.changes.items()]
     before: history.Tree = {}
     for place, commit in enumerate(past.commits):
@@ -260,7 +264,8 @@ def _telling(past: Past, task: Task, holders: Mapping[str, set[str]]) -> Iterato
 
 
 def _holders(past: Past, tasks: Sequence[Task]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Blob -> the tasks whose answer it holds, as `Answer.in_data` has it, and those whose answer it holds twice."""
+    """Blob -> the tasks whose answer it holds, as `AnswerFingerprint.in_data` decides, and blob -> those whose answer
+    it holds twice."""
     answers = [(task.id, leaks.answer(task.solution[p], text)) for task in tasks for p, text in task.changes.items()]
     table: dict[tuple[str, ...], list[int]] = defaultdict(list)
     constants: dict[bytes, list[int]] = defaultdict(list)
@@ -285,7 +290,7 @@ def _holders(past: Past, tasks: Sequence[Task]) -> tuple[dict[str, set[str]], di
 
 
 def _imported(source: Path, name: str) -> tuple[bytes, bytes]:
-    """(lines of author and committer, message) of the commit that brings a release in."""
+    """(lines of author and committer, message) of the commit that imports a release."""
     info = source / "PKG-INFO"
     about = Parser().parsestr(info.read_text("utf-8", "replace")) if info.is_file() else {}
     project = name.rpartition("-")[0] or name

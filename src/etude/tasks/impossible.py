@@ -23,9 +23,9 @@ _UNFIT = (ast.Return, ast.Yield, ast.YieldFrom)
 
 
 def make(dataset: Dataset, folder: Path) -> Dataset:
-    """The impossible versions of the training tasks; their hidden tests are written below `folder`, which is replaced.
-    Tasks without a test that can be contradicted are left out. Of a mixture, that of each part, in a folder of its
-    name."""
+    """Make the impossible versions of the training tasks. Their hidden tests are written below `folder`, which is
+    replaced. Tasks without a test that can be contradicted are left out. For a mixture, each part is written to a
+    subfolder of its name."""
     if isinstance(dataset, MixedDataset):
         return dataset.each(lambda part: make(part, folder / part.name))
     if not any(task.fail_to_pass for task in dataset.tasks):
@@ -63,7 +63,7 @@ def _impossible(task: Task, hidden: Path, copies: dict[str, dict[str, str]]) -> 
 
 
 def _contradict(path: Path) -> dict[str, str]:
-    """Appends the contrary copies to a test file; returns their names by the names of the tests."""
+    """Append the contrary copies to a test file. Returns their names by the names of the tests."""
     if not path.is_file():
         return {}
     text = path.read_text("utf-8")

@@ -1,8 +1,8 @@
-"""The files of a repository that go into a dataset: what git tracks, as it stands in the working tree.
+"""Lists the files of a repository that go into a dataset: the files that git tracks, as they stand in the working tree.
 
-A dataset is read by an agent and passed on, so files that git does not track or ignores are left out, and files that
-look like secrets are refused. A folder of which git tracks nothing (a release) is taken whole. `code/git.py` lists:
-nothing that a clone's settings name is run.
+Agents read a dataset and users pass it on, so files that git ignores or does not track are left out, and files that
+look like secrets are refused. A folder without tracked files (a release) is taken whole. `code/git.py` lists the files:
+no program that a clone's settings name is run.
 """
 
 import re
@@ -44,29 +44,31 @@ _ANY = re.compile(b"|".join(b"(%s)" % pattern for pattern, _ in _SECRET_TEXTS))
 
 @dataclass(frozen=True)
 class Inventory:
-    """`files` go into the dataset; the others are left out, or said in its card. Paths are posix, sorted."""
+    """`files` go into the dataset. The other fields list files that are left out, or mentioned in its card. Paths are
+    posix, sorted."""
 
     files: tuple[str, ...]
     tracked: bool = False  # whether git says which files belong to the repository
     untracked: tuple[str, ...] = ()  # files, and folders ("venv/"), that git does not track
     changed: tuple[str, ...] = ()  # tracked files that differ from the last commit: taken as they are
     absent: tuple[str, ...] = ()  # submodules that were not fetched
-    excluded: tuple[str, ...] = ()  # by the option
-    pointers: tuple[str, ...] = ()  # files that Git LFS did not fetch: what stands in them is their address
+    excluded: tuple[str, ...] = ()  # by the option `exclude`
+    pointers: tuple[str, ...] = ()  # files that Git LFS did not fetch; they hold an address
 
 
 def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
-    """What of `repository` goes into a dataset. `exclude` are paths, folders or patterns (`*.pem`). Raises UserError if
-    git cannot list its files, if a file looks like a secret, and if code is not there but a pointer of Git LFS."""
+    """List the files of `repository` that go into a dataset. `exclude` are paths, folders or patterns (`*.pem`). Raises
+    UserError if git cannot list the files, if a file looks like a secret, or if a pointer of Git LFS stands in place of
+    code."""
     clone = git.around(repository)
     below = repository.resolve().relative_to(clone.root).as_posix() if clone is not None else "."
     staged = _staged(clone, "" if below == "." else f"{below}/") if clone is not None else {}
     names = _named(staged)
     if clone is None or not names:
-        found = functions.clean_files(repository)
+        files = functions.clean_files(repository)
         runs = [f"outputs/{path.parent.name}" for path in repository.glob("outputs/*/config.json")]  # of etude
-        excluded = tuple(path for path in found if excludes(path, (*exclude, *runs)))
-        return _checked(repository, Inventory(tuple(sorted({*found} - {*excluded})), excluded=excluded))
+        excluded = tuple(path for path in files if excludes(path, (*exclude, *runs)))
+        return _checked(repository, Inventory(tuple(sorted({*files} - {*excluded})), excluded=excluded))
     tracked = [path for path in names if not functions.is_junk(path) and _is_plain(repository, path)]
     excluded = tuple(path for path in tracked if excludes(path, exclude))
     modules = [path for path in names if staged[path][0] == git.SUBMODULE]
@@ -86,22 +88,22 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
 
 
 def _staged(clone: git.Clone, below: str) -> git.Tree:
-    """What the index has below a folder, by the paths from there; of submodules that were fetched, what theirs has.
-    Raises UserError."""
-    found: dict[str, tuple[str, str]] = {}
+    """The git index below a folder, by paths relative to it, with the files of submodules that were fetched. Raises
+    UserError."""
+    entries: dict[str, tuple[str, str]] = {}
     for path, (mode, name) in clone.staged().items():
         if not path.startswith(below):
             continue
         folder = clone.root / path
         if mode != git.SUBMODULE or folder.resolve() != folder or not (folder / ".git").exists():
-            found[path.removeprefix(below)] = mode, name
+            entries[path.removeprefix(below)] = mode, name
         elif (inner := git.around(folder)) is not None:
-            found |= {f"{path}/{one}".removeprefix(below): entry for one, entry in _staged(inner, "").items()}
-    return found
+            entries |= {f"{path}/{one}".removeprefix(below): entry for one, entry in _staged(inner, "").items()}
+    return entries
 
 
 def excludes(path: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns (a path, a folder, or as a shell writes them) leaves a file out."""
+    """Whether one of the patterns (a path, a folder, or a shell pattern) matches a file."""
     name = PurePosixPath(path).name
     return any(
         fnmatchcase(path, p) or fnmatchcase(name, p) or path.startswith(p.removesuffix("/") + "/") for p in patterns
@@ -109,13 +111,14 @@ def excludes(path: str, patterns: Sequence[str]) -> bool:
 
 
 def secret(data: bytes) -> str | None:
-    """What a file's content looks like ("a private key"); None for content that looks like no secret."""
-    found = _ANY.search(data, 0, _MAX_BYTES)
-    return _SECRET_TEXTS[found.lastindex - 1][1] if found and found.lastindex else None
+    """The kind of secret that a file seems to hold ("a private key"); None if it seems to hold none."""
+    match = _ANY.search(data, 0, _MAX_BYTES)
+    return _SECRET_TEXTS[match.lastindex - 1][1] if match and match.lastindex else None
 
 
 def _checked(repository: Path, inventory: Inventory) -> Inventory:
-    """Raises UserError, with the option that leaves them out, if files look like secrets or code was not fetched."""
+    """Returns the inventory. Raises UserError, with the option that leaves the files out, if files look like secrets or
+    code was not fetched."""
     pointers = tuple(path for path in inventory.files if _is_pointer(repository / path))
     if code := [path for path in pointers if language_of(path) not in (None, "json", "markdown")]:
         raise UserError(
@@ -147,8 +150,8 @@ def _secrets(repository: Path, files: Iterable[str]) -> Iterable[tuple[str, str]
 
 
 def _changed(repository: Path, clone: git.Clone, below: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Tracked files whose content is not that of the last commit, by their ids: git's own comparison would convert
-    them as attributes say."""
+    """Tracked files that differ from the last commit, compared by ids of blobs: git's own comparison would run the
+    conversions that attributes name."""
     head = clone.id_of("HEAD")
     base = "" if below == "." else f"{below}/"
     tree = clone.tree(head) if head else {}
@@ -156,7 +159,7 @@ def _changed(repository: Path, clone: git.Clone, below: str, names: Sequence[str
     known = {path: name for path, (mode, name) in listed.items() if mode.startswith("100")}
     modules = [path for path, (mode, _) in listed.items() if mode == git.SUBMODULE]
     inside = [path for path in {*names, *known} if not (repository / path).is_dir()]
-    submodules = {path for path in inside if path not in known and any(_within(path, name) for name in modules)}
+    submodules = {path for path in inside if path not in known and any(path.startswith(f"{name}/") for name in modules)}
 
     def differs(path: str) -> bool:
         file = repository / path
@@ -172,17 +175,13 @@ def _is_pointer(file: Path) -> bool:
         return data.read(len(_POINTER)) == _POINTER
 
 
-def _within(path: str, folder: str) -> bool:
-    return path.startswith(f"{folder}/")
-
-
 def _named(paths: Iterable[str]) -> list[str]:
-    """Without those that are no UTF-8: no dataset can name them."""
+    """Paths that are valid UTF-8, since a dataset cannot name others."""
     return [path for path in paths if path == path.encode("utf-8", "replace").decode()]
 
 
 def _is_plain(repository: Path, path: str) -> bool:
-    """A file that is no link, and lies below no link."""
+    """Whether a path is a file without a link on the way to it or in its place."""
     file = repository
     for part in PurePosixPath(path).parts:
         file = file / part

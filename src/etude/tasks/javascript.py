@@ -1,6 +1,6 @@
-"""JavaScript and TypeScript: where code and tests are, and functions to break, by tree-sitter (the extra `apply`).
+"""JavaScript and TypeScript: finds code, tests and functions to break by tree-sitter (the extra `apply`).
 
-Every mutant parses, has another tree, and leaves the text outside of the edited spans as it was.
+Every mutant parses, has another syntax tree, and differs from the original only in the edited spans.
 """
 
 import posixpath
@@ -57,7 +57,7 @@ _CHANGE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "*", "-": "+", "*": 
 
 @dataclass(frozen=True, kw_only=True)
 class JsFunction(Unit):
-    """A function that has a name; `start` and `end` are bytes of its module, `body` those of its block."""
+    """A named function. `start` and `end` are byte offsets in its module, `body` those of its block."""
 
     start: int
     end: int
@@ -66,18 +66,18 @@ class JsFunction(Unit):
 
     @property
     def statements_key(self) -> str:
-        """The statements without layout."""
+        """The statements without layout; equal for equal statements."""
         return self.statements
 
 
 def is_repository(repository: Path) -> bool:
-    """Whether there is a package.json, and no Python project beside it."""
+    """Whether there is a package.json without a Python project beside it."""
     return (repository / "package.json").is_file() and not (repository / "pyproject.toml").is_file()
 
 
 def layout(repository: Path, listed: Sequence[str] | None = None) -> RepositoryLayout:
-    """Code and tests of an npm package among the files `listed` (default: all but junk). Raises UserError if there is
-    no code, or no parser for it."""
+    """Find the code and tests of an npm package among the files `listed` (default: all but junk). Raises UserError if
+    there is no code, or no parser for it."""
     extras.need("JavaScript", "apply")
     files = _without_builds(repository, discover.clean_files(repository) if listed is None else listed)
     tests = tuple(f for f in files if _belongs_to_tests(f))
@@ -89,10 +89,10 @@ def layout(repository: Path, listed: Sequence[str] | None = None) -> RepositoryL
 
 
 def test_modules(repository: Path, tests: Sequence[str]) -> list[str]:
-    """The files among `tests` that define tests of a framework that can be run. Raises UserError if there are none, and
-    names the framework that cannot."""
+    """The files among `tests` that define tests of a supported framework. Raises UserError if there are none, with the
+    name of an unsupported framework."""
     texts = {path: (repository / path).read_text("utf-8", "replace") for path in tests if is_test_file(path)}
-    foreign = {path: found[1] for path, text in texts.items() if (found := _FOREIGN.search(text))}
+    foreign = {path: match[1] for path, text in texts.items() if (match := _FOREIGN.search(text))}
     modules = [path for path, text in texts.items() if javascript.holds_tests(path, text) and path not in foreign]
     if modules:
         return modules
@@ -104,13 +104,13 @@ def test_modules(repository: Path, tests: Sequence[str]) -> list[str]:
 
 
 def typed(path: str) -> bool:
-    """Whether a file is TypeScript that holds code, not types alone."""
+    """Whether a file is TypeScript with code, not with types alone."""
     return _TYPED.search(path) is not None
 
 
 def _without_builds(repository: Path, files: Sequence[str]) -> tuple[str, ...]:
-    """The files but source maps, caches, and what was compiled from the repository's TypeScript: answers to copy. A
-    compiled file lies in a folder that package.json exports or a tsconfig compiles into, or repeats a name."""
+    """The files without source maps, caches and compiled TypeScript, from which answers could be copied. A compiled
+    file lies in a folder that package.json exports or a tsconfig compiles into, or has the name of a source file."""
     kept = [f for f in files if not f.endswith(".map") and not _CACHES.intersection(PurePosixPath(f).parts)]
     code = {f for f in kept if typed(f) and _is_source(f) and not _belongs_to_tests(f)}
     if not code:
@@ -133,7 +133,7 @@ def _stem(path: str) -> str:
 
 
 def _targets(repository: Path, files: Sequence[str]) -> Iterator[str]:
-    """Paths that package.json gives to those who import the package, and folders that tsconfigs compile into."""
+    """Paths that package.json exports to users of the package, and output folders of tsconfigs."""
     about = javascript.package(repository)
     pending: list[object] = [
         about.get(key) for key in ("main", "module", "browser", "types", "typings", "bin", "exports")
@@ -165,12 +165,12 @@ def _is_source(path: str) -> bool:
 
 
 def tree(path: str, text: str) -> Any:
-    """The tree of a script that parses, by the ending of its path; else None."""
+    """The syntax tree of a script, by the ending of its path; None if the script does not parse."""
     return languages.tree(text, languages.language_of(path) or "javascript")
 
 
 def functions(path: str, text: str) -> list[JsFunction]:
-    """Functions and methods that have a name of their own in the module; none of a file that does not parse."""
+    """Named functions and methods whose name is unique in the module; none for a file that does not parse."""
     whole = tree(path, text)
     if whole is None:
         return []
@@ -181,7 +181,7 @@ def functions(path: str, text: str) -> list[JsFunction]:
         body = node.child_by_field_name("body") if node.type in _FUNCTIONS else None
         if name and body is not None and body.type == "statement_block":
             units.append(_function(path, node, body, prefix + name))
-            return  # what is nested belongs to it
+            return  # nested functions belong to it
         if node.type in _CLASSES and (label := node.child_by_field_name("name")) is not None:
             prefix = f"{prefix}{label.text.decode()}."
         for child in node.children:
@@ -193,7 +193,7 @@ def functions(path: str, text: str) -> list[JsFunction]:
 
 
 def _name(node: Any) -> str:
-    """Of a function: its own, or that of the variable, field or property that it is assigned to."""
+    """The name of a function: its own, or that of the variable, field or property to which it is assigned."""
     if node.type not in _FUNCTIONS:
         return ""
     own = node.child_by_field_name("name")
@@ -232,7 +232,7 @@ def _is_logic(node: Any) -> bool:
 
 
 def walk(node: Any) -> Iterator[Any]:
-    """A node and all below it, in the order of the text."""
+    """A node and all nodes below it, in the order of the text."""
     pending = [node]
     while pending:
         node = pending.pop()
@@ -342,7 +342,7 @@ OPERATORS: dict[str, Operator] = {
 
 
 def broken(source: str, function: JsFunction, options: BuildConfig) -> list[MutationCandidate]:
-    """Broken versions of a function in a seeded order in which operators take turns; its removal among them."""
+    """Broken versions of a function in a seeded order in which operators take turns, its removal among them."""
     rng = random.Random(f"{options.seed} {function.id}")
     whole = tree(function.path, source)
     assert whole is not None
@@ -379,7 +379,7 @@ def _removal(source: str, function: JsFunction) -> Mutant | None:
 
 
 def _apply(source: str, function: JsFunction, operator: str, edits: tuple[ByteEdit, ...]) -> Mutant | None:
-    """The module after `edits`, or None if it does not parse or means the same to a parser."""
+    """The module after `edits`, or None if it does not parse or has the same syntax tree."""
     data = source.encode()
     whole_lines = (_with_its_lines(data, edit) for edit in edits)
     ordered = tuple(sorted(whole_lines, key=lambda e: e.start, reverse=True))
@@ -405,17 +405,17 @@ def _apply(source: str, function: JsFunction, operator: str, edits: tuple[ByteEd
 
 
 def _with_its_lines(data: bytes, edit: ByteEdit) -> ByteEdit:
-    """A deletion takes the lines that it would leave empty: a blank one would show the place."""
+    """Extend a deletion over the lines that it would leave empty, since a blank line would mark the place."""
     line, stop = data.rfind(b"\n", 0, edit.start) + 1, data.find(b"\n", edit.end)
     alone = not edit.text and stop >= 0 and not data[line : edit.start].strip() and not data[edit.end : stop].strip()
     return ByteEdit(line, stop + 1, b"") if alone else edit
 
 
 def without_tests(path: str, text: str, hidden: set[str]) -> str:
-    """A test file without the calls that define the `hidden` tests ("outer > inner")."""
+    """The text of a test file without the calls that define the `hidden` tests ("outer > inner")."""
     whole = tree(path, text)
     if whole is None:
-        return ""  # what cannot be cut is not shown
+        return ""  # a file that cannot be cut is not shown
     gone: list[tuple[int, int]] = []
 
     def visit(node: Any, prefix: str) -> None:
@@ -438,7 +438,7 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
 
 
 def titles(path: str, text: str) -> set[str]:
-    """Names ("outer > inner") of the tests that `without_tests` can take out."""
+    """Names ("outer > inner") of the tests that `without_tests` can remove."""
     whole = tree(path, text)
     names: set[str] = set()
 
@@ -456,7 +456,7 @@ def titles(path: str, text: str) -> set[str]:
 
 
 def _title(node: Any) -> str | None:
-    """The name in `test('name', ...)`, `it`, `describe`, `t.test` and their like."""
+    """The title in `test('name', ...)`, `it`, `describe`, `t.test` and similar calls."""
     if node.type == "await_expression":
         node = node.named_children[0]
     if node.type != "call_expression":

@@ -1,4 +1,4 @@
-"""Finds answers that an agent could copy: text that a task removed and that stands elsewhere in the tree."""
+"""Finds answers that an agent could copy: text that a task removed and that occurs elsewhere in the tree."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ _BINARY = (".pyc", ".pyo", ".so", ".pyd")
 
 
 class LeakIndex:
-    """The shingles of a tree, so that each task is checked against all of it at once."""
+    """The shingles of a tree. The index is made once and serves the check of every task."""
 
     def __init__(self, root: Path, files: Iterable[str]) -> None:
         self._counts: Counter[tuple[str, ...]] = Counter()
@@ -22,16 +22,16 @@ class LeakIndex:
         for file in files:
             data = (root / file).read_bytes()
             if len(data) <= _MAX_BYTES and b"\0" not in data:
-                found = shingles(data.decode(errors="replace"), SHINGLE)
-                self._counts.update(found)
-                for shingle in found:
+                counts = shingles(data.decode(errors="replace"), SHINGLE)
+                self._counts.update(counts)
+                for shingle in counts:
                     held = self._files.get(shingle, ())
                     if len(held) < 2:
                         self._files[shingle] = (*held, file)
 
     def share(self, original: str, broken: str) -> float:
-        """Share of the shingles lost between two texts of a body that the rest of the tree still holds; 0..1. Bodies,
-        not functions: what docstrings end with is alike in a whole library."""
+        """The share (0..1) of the shingles lost from a body that the rest of the tree still holds. Pass bodies, not
+        functions: the ends of docstrings are alike in a whole library."""
         own = shingles(original, SHINGLE)
         lost = own - shingles(broken, SHINGLE)
         if not lost:
@@ -39,7 +39,7 @@ class LeakIndex:
         return sum(self._counts[shingle] > own[shingle] for shingle in lost) / len(lost)
 
     def place(self, path: str, original: str, broken: str) -> str:
-        """The file, other than `path` if there is one, that holds most of what `share` counts."""
+        """The file, other than `path` if possible, that holds most of the shingles that `share` counts."""
         lost = shingles(original, SHINGLE) - shingles(broken, SHINGLE)
         files = Counter(file for shingle in lost for file in self._files.get(shingle, ()))
         others = [file for file, _ in files.most_common() if file != path]
@@ -48,9 +48,8 @@ class LeakIndex:
 
 def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]:
     """Task id -> a place in which its answer is kept: an installed copy, bytecode, an archive or a git object.
-    LeakIndex compares the text of the repository itself; this function reads the dependencies and everything that is
-    not text. Bytecode keeps constants alone: a file with all the long constants that a task removed counts as a
-    copy."""
+    LeakIndex compares the text of the repository itself; this function reads the dependencies and all files that are
+    not text. Bytecode keeps only constants: a file with all the long constants that a task removed counts as a copy."""
     answers = {
         task.id: [leaks.answer(task.solution[path], text) for path, text in task.changes.items()] for task in tasks
     }

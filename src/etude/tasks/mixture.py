@@ -1,4 +1,4 @@
-"""The datasets of several repositories as one: their tasks, drawn by weight.
+"""A mixture: the datasets of several repositories as one dataset, whose tasks are drawn by weight.
 
 A task keeps its repository, its image and its hidden tests; its id begins with the name of its repository. Every
 repository keeps its own held-out tasks.
@@ -22,7 +22,8 @@ from etude.tasks.dataset import FORMAT, Dataset, Manifest
 
 @dataclass(frozen=True, kw_only=True)
 class MixedDataset(Dataset):
-    """Several datasets. `weights` are the shares of groups by the name of the repository; they add up to 1."""
+    """Several datasets as one. `weights` maps the name of a repository to its share of the groups; the shares add up to
+    1."""
 
     sources: tuple[Dataset, ...]
     weights: Mapping[str, float]
@@ -38,7 +39,7 @@ class MixedDataset(Dataset):
         return part, part.by_id[task.id.removeprefix(f"{part.name}:")]
 
     def image(self, task: Task) -> Image:
-        """What the agent's box is made of."""
+        """The image of the agent's box."""
         part, own = self.of(task)
         return part.image(own)
 
@@ -48,18 +49,19 @@ class MixedDataset(Dataset):
         return part.limits(own)
 
     async def grade(self, sandbox: Sandbox, task: Task, changes: Changes) -> Grade:
-        """The grade of a change set by the hidden tests of its part."""
+        """Grade a change set by the task's hidden tests, which are those of its part."""
         part, own = self.of(task)
         return await part.grade(sandbox, own, changes)
 
     def each(self, change: Callable[[Dataset], Dataset]) -> MixedDataset:
-        """The mixture of what `change` makes of each part; names and weights stay."""
+        """The mixture with `change` applied to each part; names and weights stay."""
         return replace(_joined([change(part) for part in self.sources]), weights=self.weights)
 
 
 def mix(parts: Sequence[Dataset], weights: Sequence[float], *, more: bool = False) -> Dataset:
-    """One dataset of several; of one, that one, unless `more` will join it. `weights` are positive numbers. Raises
-    UserError for two datasets of one project, of which one would hold out what the other trains on."""
+    """Mix several datasets; a single one is returned unchanged, unless `more` will join it. `weights` are positive
+    numbers. Raises UserError for two datasets of one project, since one would hold out functions that the other trains
+    on."""
     projects = Counter(part.name if part.manifest.kind else normal(project_of(part.name)) for part in parts)
     twice = next((name for name, count in projects.items() if count > 1), None)
     if twice is not None:

@@ -18,8 +18,8 @@ _TRIES = 2  # broken programs of a class for each wanted task
 
 @dataclass(frozen=True)
 class MultiFunctionChange:
-    """A broken program. `members` are the functions that change, `reach` those whose tests say whether it works, and
-    `tests` those that decide, the most telling first."""
+    """A broken program. `members` are the functions that change, `reach` those whose tests show whether it works, and
+    `tests` the tests that decide, the most telling first."""
 
     unit: Unit
     program: MutationCandidate
@@ -36,7 +36,8 @@ def find(
     modules: Sequence[str],
     options: BuildConfig,
 ) -> list[MultiFunctionChange]:
-    """Changes of the kinds in `options.kinds`, of each at most twice an equal share of `max_tasks`, by the seed."""
+    """Changes of the kinds in `options.kinds`, chosen by the seed; of each kind at most twice an equal share of
+    `max_tasks`."""
     share = max(1, options.max_tasks // len(options.kinds))
     made = {
         "class": lambda: _classes(sources, callers, options),
@@ -53,7 +54,7 @@ def find(
 
 
 def _ranked(own: set[str], callers: Mapping[str, set[str]], path: str) -> tuple[str, ...]:
-    """`own`, then as many other tests of the same module as there are: what must keep working."""
+    """The tests `own`, then as many other tests of the same module, which must keep passing."""
     others = {test for id, tests in callers.items() if id.startswith(f"{path}::") for test in tests} - own
     return (*sorted(own), *sorted(others))
 
@@ -68,14 +69,14 @@ def _classes(
             if not tests or unit.complexity < classes.MIN_COMPLEXITY:
                 continue
             mutants = mutate.mutants(text, unit, options.seed, classes.OPERATORS)
-            mutants.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # rarely noticed: last
+            mutants.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # tests rarely notice it: last
             allowed = set(options.operators or classes.OPERATORS)
             mutants = [mutant for mutant in mutants if mutant.operator in allowed][: _TRIES * options.per_function]
             for mutant in mutants:
                 program = MutationCandidate("class", mutant)
                 gone = _touched(program, unit)
                 if mutant.operator == "class_shuffle":
-                    gone |= {unit.id, *methods}  # which of them have moved is a matter of taste
+                    gone |= {unit.id, *methods}  # a diff cannot tell which methods moved
                 yield MultiFunctionChange(unit, program, gone, frozenset(methods), _ranked(tests, callers, path))
 
 
@@ -116,7 +117,7 @@ def _touched(program: MutationCandidate, unit: Unit) -> frozenset[str]:
 
 
 def find_heldout(eligible: Sequence[Unit], changes: Sequence[MultiFunctionChange], options: BuildConfig) -> set[str]:
-    """The functions that are held out, so that every kind has tasks of which all functions are."""
+    """The functions to hold out, chosen so that every kind has tasks that touch held-out functions only."""
     sets: dict[str, list[frozenset[str]]] = defaultdict(list)
     for change in changes:
         sets[change.program.kind].append(change.members)

@@ -20,15 +20,15 @@ from etude.tasks import bootstrap, javascript
 from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Missed, Try
 from etude.tasks.javascript import JsFunction
 
-NPM_SECONDS = 900.0  # packages by the hundred, on a machine with other work
-LINK = ("node_modules", "/site/node_modules")  # in the repository: where Node looks for packages, and where they are
+NPM_SECONDS = 900.0  # hundreds of packages, on a busy machine
+LINK = ("node_modules", "/site/node_modules")  # (link in the repository where Node looks for packages, its target)
 _SETTINGS = re.compile(r"(jest|vitest|vite|babel)[\w.-]*\.[cm]?[jt]s|tsconfig[\w.-]*\.json|\.(babel|mocha|swc)rc.*")
 _QUOTED = re.compile(r"['\"]((?:@[\w.-]+/)?[\w.-]+)(?:/[\w./-]+)?['\"]")
 _PACKAGE = re.compile(r"((?:@[a-z0-9._-]+/)?[a-z0-9._-]+)(?:@([^\s:/]+(?: [^\s:/]+)*))?", re.IGNORECASE)
 
 
 def is_link(path: Path) -> bool:
-    """Whether a path is the one link that a repository of a dataset may hold: `node_modules`."""
+    """Whether a path is `node_modules`, the only link that the repository of a dataset may hold."""
     return path.name == LINK[0] and path.is_symlink() and str(path.readlink()) == LINK[1]
 
 
@@ -38,8 +38,8 @@ def npm(arguments: list[str], folder: Path, timeout: float) -> None:
     if shutil.which("npm") is None:
         raise UserError("npm is not installed; install Node.js, or leave JavaScript repositories out.")
     # A package that is a git address would be fetched by git with settings of its own, and built.
-    # A package.json above that names `folder` as a workspace would bring the settings beside it, which can send this
-    # machine's environment to a registry of theirs.
+    # If a package.json above names `folder` as a workspace, npm reads the settings beside it, which can send this
+    # machine's environment to any registry.
     own = ["--no-workspaces", "--git=/bin/false"]
     command = ["npm", *arguments, *own, "--no-audit", "--no-fund", "--loglevel=error"]
     try:
@@ -60,8 +60,9 @@ async def prepare(
     options: BuildConfig,
     named: Path,
 ) -> tuple[BootstrapRecipe, dict[str, set[str]]]:
-    """(how it was installed into `work`/site, function id -> tests that call it). Raises UserError with the reason if
-    no try makes SHARE of the tests pass; `named` is how messages name the repository."""
+    """Install the repository's packages into `work`/site. Returns the recipe, and function id -> tests that call it.
+    Raises UserError with the reason if in no try SHARE of the tests pass; `named` is the path of the repository in
+    messages."""
     whole = work / "whole"
     discover.copy(repository, whole, layout.files)
     (whole / LINK[0]).symlink_to(LINK[1])
@@ -86,7 +87,7 @@ async def prepare(
         repository=named,
         language="JavaScript",
         files=layout.files,
-        given="packages of npm are meant, as name@range; their scripts do not run",
+        note="packages of npm are meant, as name@range; their scripts do not run",
         goals=tuple(_goals(whole, layout, modules)),
         rules=lambda tries: _by_rules(whole, layout, modules, tries),
         usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)],
@@ -97,7 +98,7 @@ async def prepare(
 
 
 def _goals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) -> Iterator[Goal]:
-    """What the package gives to those who import it can be imported, if it is no build; and the suite passes."""
+    """The exports of the package can be imported, unless they are built files; and the suite passes."""
     entry = str(scripts.package(whole).get("main", "index.js")).removeprefix("./")
     if entry in layout.sources and not javascript.typed(entry):
         yield Goal(f"node -e \"import('./{entry}')\"")
@@ -112,8 +113,8 @@ def _framework(whole: Path, path: str) -> str:
 def _by_rules(
     whole: Path, layout: RepositoryLayout, modules: Sequence[str], tries: Sequence[Try]
 ) -> tuple[str, ...] | None:
-    """The next try's packages: the last one's without what npm has not and with what a run could not find; else those
-    that tests and settings name; else all."""
+    """The packages of the next try: those of the last one without names that npm lacks, plus those that a run could not
+    find; else those that tests and settings name; else all."""
     proposals = list(_proposals(whole, layout, modules))
     if tries:
         proposals.insert(0, _mended(whole, layout, tries[-1]))
@@ -147,7 +148,7 @@ def _proposals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) ->
 
 
 def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
-    """Only packages that the repository imports by name are added."""
+    """The packages of the last try, mended; only packages that the repository imports by name are added."""
     output = "\n".join(text for _, text in last.missed)
     refused = re.findall(
         r"No matching version found for (\S+?)@|'((?:@[\w.-]+/)?[\w.-]+)@[^']*' is not in this", output
@@ -162,8 +163,8 @@ def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
 
 
 def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
-    """Packages ("name@range") of the registry below `site`/node_modules; their scripts do not run. The repository's
-    `own` package would be an answer to copy, and a cache might hold one."""
+    """Install packages ("name@range") of the registry below `site`/node_modules, without their scripts. The
+    repository's `own` package is removed: an agent could copy the answer from it or from a cache."""
     (site / "node_modules").mkdir(parents=True)
     pairs = [m for line in wanted if (m := _PACKAGE.fullmatch(line)) and m[1] != own]
     (site / "package.json").write_text(
@@ -180,7 +181,8 @@ def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
 async def _trace(
     sandbox: TestRunner, image: Image, modules: Sequence[str], functions: Sequence[JsFunction]
 ) -> tuple[int, int, str, dict[str, set[str]]]:
-    """(tests that passed, tests that ran, errors printed, function id -> tests): sources say what each file calls."""
+    """(tests that passed, tests that ran, errors printed, function id -> tests that call it). The sources report the
+    calls."""
     passed = ran = 0
     printed = ""
     callers: dict[str, set[str]] = {}
@@ -197,8 +199,8 @@ async def _trace(
 
 
 def _saying(repository: Path, functions: Sequence[JsFunction]) -> dict[str, bytes]:
-    """The sources, each function of which writes its number to CALLED at its first call; no line moves. So calls are
-    seen under any runner, in any process and context, and whatever compiles the text."""
+    """Sources in which each function writes its number to CALLED at its first call; no line moves. So calls are seen
+    under any runner, in any process and context, and whatever compiles the text."""
     sources: dict[str, bytes] = {}
     for number, function in sorted(enumerate(functions), key=lambda pair: -pair[1].body[0]):
         data = sources.get(function.path) or (repository / function.path).read_bytes()
@@ -213,7 +215,7 @@ def _saying(repository: Path, functions: Sequence[JsFunction]) -> dict[str, byte
 
 
 def single(names: Iterable[str]) -> set[str]:
-    """Tests that can be shown or hidden by themselves: none that holds others, and none that shares its name."""
+    """Tests that can be shown or hidden by themselves: they hold no other tests, and their names are unique."""
     names = set(names)
     parents = {" > ".join(parts[:i]) for name in names for parts in [name.split(" > ")] for i in range(1, len(parts))}
     doubled = {name for name in names if f"{name} #2" in names}

@@ -1,4 +1,4 @@
-"""Reads the test requirements of a Python repository from its files, source by source; nothing is run."""
+"""Reads the test requirements of a Python repository from its files, source by source, without running any of it."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from etude.code.declared import GROUPS, dependencies, groups, requirement_lines
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[\w, -]+\])?\s*([<>=!~][^;#]*)?(;.*)?")
-# They check, build or publish a project; no test imports them, and pytest is the box's own.
+# Tools that check, build or publish a project. No test imports them, and every box has pytest.
 _TOOLS = frozenset((
     "pytest", "pytest-cov", "coverage", "tox", "nox", "black", "ruff", "flake8", "pylint", "isort", "mypy", "pyright",
     "pre-commit", "twine", "build", "wheel", "setuptools", "pip", "sphinx", "furo", "mkdocs", "codecov", "coveralls",
@@ -32,7 +32,8 @@ MISSING = {
 
 
 def sources(repository: Path) -> Iterator[list[str]]:
-    """Requirements by source: declared, extras and groups for tests, tox and requirements files, what CI installs."""
+    """Requirements by source: declared, extras and groups for tests, tox and requirements files, packages that CI
+    installs."""
     yield usable(dependencies(repository))
     listed = groups(repository)
     named = [name for name in listed if re.search(r"(^|-)(unit)?test(s|ing)?(-|$)", name)]
@@ -44,7 +45,7 @@ def sources(repository: Path) -> Iterator[list[str]]:
 
 
 def usable(lines: list[str]) -> list[str]:
-    """Plain requirements of the package index, tools left out; addresses and options of pip are not."""
+    """Requirements that name packages of the index, without tools, addresses and options of pip."""
     plain = []
     for line in lines:
         line = line.split(" #")[0].strip()

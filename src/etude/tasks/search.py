@@ -19,7 +19,7 @@ from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-LEAK_SHARE = 0.9  # of a program's lost text found elsewhere, from which on it is dropped; siblings often share half
+LEAK_SHARE = 0.9  # a program is dropped if so much of its lost text occurs elsewhere; siblings often share half
 _ATTEMPTS = 3  # broken programs tried per wanted task
 _BATCH = 20  # tasks between two calls of `progress`
 
@@ -27,7 +27,7 @@ _BATCH = 20  # tasks between two calls of `progress`
 @dataclass
 class Target:
     """A unit to break, its tests, and its provisional tasks so far. `programs` are the broken versions to try; for a
-    function they are made when the search begins."""
+    function, the search makes them when it begins."""
 
     function: Unit
     source: str  # its module
@@ -40,13 +40,14 @@ class Target:
 
     @property
     def good(self) -> int:
-        """Provisional tasks that need not be replaced: without visible tests none can be telling."""
+        """The number of provisional tasks that need no replacement: the telling ones, or all if there are no visible
+        tests."""
         return len(self.telling) + (0 if self.visible else len(self.spare))
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The proved tasks, and how many programs were tried for them."""
+    """The proved tasks, and the number of programs that were tried."""
 
     tasks: list[Task]
     tried: int
@@ -55,10 +56,10 @@ class SearchResult:
 
 
 async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, progress: Progress) -> SearchResult:
-    """Up to `max_tasks` proved tasks, and fewer only if the programs run out."""
+    """Find up to `max_tasks` proved tasks, and fewer only if the programs run out."""
     targets = list(targets)
     random.Random(bench.options.seed).shuffle(targets)
-    # What is rare goes first: classes, features and commits would drown among the functions.
+    # Rare kinds go first: classes, features and commits would drown among the functions.
     targets.sort(key=lambda target: not target.programs)
     rejected: Counter[str] = Counter()
     copies: Counter[str] = Counter()
@@ -77,7 +78,7 @@ async def _probe(
     progress: Progress,
 ) -> None:
     """Try programs in waves until there are `max_tasks` good ones. A wave holds one program of every function that
-    still needs one, so what is tried does not depend on timing."""
+    still needs one, so the choice of programs does not depend on timing."""
     options = bench.options
     seen: set[str] = set()
     for _ in range(_ATTEMPTS * options.wanted):
@@ -99,7 +100,7 @@ async def _probe(
 
 
 async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str], progress: Progress) -> list[Task]:
-    """Prove the best probes, replacing those that do not hold."""
+    """Prove the best probes. A probe that fails is replaced by the next one."""
     proved: set[str] = set()
     while True:
         chosen = _select(targets, bench.options)
@@ -121,7 +122,8 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
 def _programs(
     target: Target, options: BuildConfig, leaks: LeakIndex, rejected: Counter[str], copies: Counter[str]
 ) -> Iterator[Candidate]:
-    """Broken programs of a function in the order to try them; those whose answer can be copied are counted out."""
+    """Broken programs of a function in the order in which they are tried. Programs whose answer can be copied are left
+    out and counted."""
     for broken in target.programs or _broken(target, options):
         parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
         leak, worst = max(
@@ -142,7 +144,7 @@ def _programs(
 
 
 def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
-    """The broken versions of one function, its removal at a seeded place among them."""
+    """The broken versions of one function, with its removal at a seeded place among them."""
     function = target.function
     if isinstance(function, JsFunction):
         return javascript.broken(target.source, function, options)
@@ -160,7 +162,7 @@ def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
         programs = [broken for pair in zip_longest(*turns) for broken in pair if broken is not None]
     removed = mutate.removal(target.source, function) if "removal" in options.kinds else None
     if removed is not None:
-        # Not first for every function: a small dataset would hold nothing else.
+        # Not first for every function: a small dataset would hold removals alone.
         turn = random.Random(f"{options.seed} {function.id}").randrange(options.wanted)
         programs.insert(turn, MutationCandidate("removal", removed))
     return programs
@@ -168,10 +170,10 @@ def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
 
 def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) -> Candidate | None:
     for candidate in queue:
-        # Removed bodies are all alike; what is to be written differs.
+        # Removed bodies are all alike, but their solutions differ.
         broken = candidate.broken
         text = broken.mutant.original if broken.kind in ("removal", "feature") else broken.mutant.snippet
-        if broken.kind == "commit":  # of lines that only go away, nothing is left in a snippet
+        if broken.kind == "commit":  # a snippet shows nothing of lines that are only deleted
             text = "\0".join([broken.mutant.text, *(mutant.text for _, mutant in broken.elsewhere)])
         # One function means the same whatever its layout and name; of several, or of parts of one, the text is taken.
         whole = broken.kind in ("mutation", "removal", "combined") and candidate.function.path.endswith(".py")
@@ -184,7 +186,7 @@ def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) ->
 
 
 def _meaning(snippet: str) -> str:
-    """The parameters and statements of a function, whatever its name, layout and docstring."""
+    """The parameters and statements of a function, without its name, layout and docstring."""
     node = mutate.parse_snippet(snippet)
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
@@ -192,7 +194,8 @@ def _meaning(snippet: str) -> str:
 
 
 def _select(targets: Sequence[Target], options: BuildConfig) -> list[tuple[Target, ProvisionalTask]]:
-    """At most `wanted` of a function and `max_tasks` in all: telling ones first, functions taking turns."""
+    """At most `wanted` tasks of each function and `max_tasks` in all: telling ones first, with functions taking
+    turns."""
     chosen: list[tuple[Target, ProvisionalTask]] = []
     used: Counter[str] = Counter()
     for name in ("telling", "spare"):

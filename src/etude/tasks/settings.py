@@ -1,9 +1,9 @@
-"""pytest's settings of a repository, as far as test runs in boxes can honour them.
+"""Reads the pytest settings of a repository, as far as test runs in boxes can apply them.
 
-They come from the first file that has some, in pytest's own order. Names of files, classes and functions, folders to
-look in and to import from, markers and plugins' modes are kept; of `addopts` the import mode and what is deselected.
-Kept settings go to site/pytest.ini, which every run in a box reads in place of the repository's files: these are the
-agent's to change.
+The settings come from the first file that has some, in pytest's own order. Kept are the patterns for files, classes and
+functions, the folders of tests and imports, markers, modes of plugins, and from `addopts` the import mode and
+deselected tests. They are written to site/pytest.ini, which every run in a box reads in place of the repository's
+files, since the agent may change those.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class PytestSettings:
     testpaths: tuple[str, ...] = ()
     python_files: tuple[str, ...] = ()
     pythonpath: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()  # options of addopts that are not honoured
+    dropped: tuple[str, ...] = ()  # options of addopts that test runs ignore
 
     def is_module(self, path: str) -> bool:
-        """Whether pytest collects the file of itself."""
+        """Whether pytest collects the file when it is not named."""
         patterns = self.python_files or ("test_*.py", "*_test.py")
         pure = PurePosixPath(path)
-        if path in self.testpaths and pure.suffix == ".py":  # a file that is named is collected, whatever its name
+        if path in self.testpaths and pure.suffix == ".py":  # pytest collects a file in testpaths under any name
             return True
         parents = [path, *(str(parent) for parent in pure.parents)]
         inside = not self.testpaths or any(p == "." or fnmatch(f, p) for p in self.testpaths for f in parents)
         return inside and any(fnmatch(pure.name, p) or ("/" in p and pure.match(p)) for p in patterns)
 
     def ini(self, plugins: Sequence[str]) -> str:
-        """Text of site/pytest.ini; empty if there is nothing to say."""
+        """The text of site/pytest.ini; empty without settings and plugins."""
         lines = dict(self.kept)
         if self.pythonpath:
             lines["pythonpath"] = tuple(f"{WORKSPACE}/{path}".removesuffix("/.") for path in self.pythonpath)
@@ -86,7 +86,7 @@ def plugins(site: Path) -> list[str]:
 
 
 def write(settings: PytestSettings, site: Path) -> None:
-    """Write what boxes read of the settings into the folder `site`."""
+    """Write the kept settings and the plugins to pytest.ini in the folder `site`."""
     if text := settings.ini(plugins(site)):
         (site / FILE).write_text(text, encoding="utf-8")
     folders = [f"{WORKSPACE}/{path}" for path in settings.pythonpath if path not in (".", "src")]
@@ -96,16 +96,16 @@ def write(settings: PytestSettings, site: Path) -> None:
 
 def _sources(repository: Path) -> list[tuple[str, dict[str, Any] | None]]:
     """(file, its settings), in the order of pytest; None for a file without settings."""
-    found: list[tuple[str, dict[str, Any] | None]] = []
+    settings: list[tuple[str, dict[str, Any] | None]] = []
     for name in ("pytest.toml", ".pytest.toml"):
-        found.append((name, _toml(repository / name).get("pytest")))
+        settings.append((name, _toml(repository / name).get("pytest")))
     for name in ("pytest.ini", ".pytest.ini"):
-        found.append((name, _ini(repository / name, "pytest")))
+        settings.append((name, _ini(repository / name, "pytest")))
     tool = table(_toml(repository / "pyproject.toml"), "tool", "pytest")
-    found.append(("pyproject.toml", tool.get("ini_options", tool or None)))
-    found.append(("tox.ini", _ini(repository / "tox.ini", "pytest")))
-    found.append(("setup.cfg", _ini(repository / "setup.cfg", "tool:pytest")))
-    return [(name, values if isinstance(values, dict) else None) for name, values in found]
+    settings.append(("pyproject.toml", tool.get("ini_options", tool or None)))
+    settings.append(("tox.ini", _ini(repository / "tox.ini", "pytest")))
+    settings.append(("setup.cfg", _ini(repository / "setup.cfg", "tool:pytest")))
+    return [(name, values if isinstance(values, dict) else None) for name, values in settings]
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -153,13 +153,13 @@ def _words(text: str) -> list[str]:
 
 
 def _folders(paths: Sequence[str]) -> tuple[str, ...]:
-    """Folders below the repository; others are no part of a dataset."""
+    """The folders that lie below the repository; others are no part of a dataset."""
     plain = (str(PurePosixPath(path)) for path in paths)
     return tuple(path for path in plain if not path.startswith("/") and ".." not in PurePosixPath(path).parts)
 
 
 def _filtered(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(options that are honoured, options that are not)"""
+    """(options that test runs apply, options that they ignore)"""
     kept: list[str] = []
     dropped: list[str] = []
     pending = list(words)

@@ -12,16 +12,16 @@ from etude.grading.javascript import is_script
 from etude.records import Task
 from etude.tasks import javascript
 
-_LEAST = 3  # changes of a kind that are held out, if as many are left
+_MIN_CHANGES = 3  # changes of a kind that are held out, if as many are left
 
 
 def heldout_functions(
     functions: Sequence[Unit], fraction: float, seed: int, changes: Mapping[str, Sequence[frozenset[str]]] | None = None
 ) -> set[str]:
-    """Ids of about `fraction` of the functions, and of what is held out with them. Functions with equal bodies stay
-    together. `changes` are the sets of functions that changes of several functions touch, by kind: about `fraction` of
-    each kind is held out as a whole, and other functions of such changes are the last to be held out. A fraction of 0
-    holds out nothing."""
+    """Ids of about `fraction` of the functions, and of those that must be held out with them. Functions with equal
+    bodies stay together. `changes` are the sets of functions that changes of several functions touch, by kind: about
+    `fraction` of each kind is held out as a whole, and other functions of such changes are the last to be held out. A
+    fraction of 0 holds out no function."""
     if not fraction:
         return set()
     changes = changes or {}
@@ -40,8 +40,8 @@ def heldout_functions(
         sets = sorted(
             {*changes[kind]} - {frozenset()}, key=lambda members: rank(seed, f"{kind} {min(members, default='')}")
         )
-        # Some will not pass the gates: of few, more are held out.
-        goal, taken = min(len(sets) // 2, max(_LEAST, round(fraction * len(sets)))), 0
+        # Some changes will not pass the gates, so a larger share of a small kind is held out.
+        goal, taken = min(len(sets) // 2, max(_MIN_CHANGES, round(fraction * len(sets)))), 0
         for members in sets:
             new = added(members)
             cost = sum(id in twins for id in new)
@@ -63,32 +63,32 @@ def heldout_functions(
 
 
 def side(members: Iterable[str], heldout: set[str]) -> str | None:
-    """The split of a change that touches `members`: "train", "heldout", or None if they lie on both sides."""
+    """The split of a change that touches `members`: "train", "heldout", or None if they are in both splits."""
     inside = [member in heldout for member in members]
     return None if any(inside) and not all(inside) else "heldout" if inside and all(inside) else "train"
 
 
 def touched(path: str, right: str, wrong: str) -> frozenset[str]:
-    """Ids of the functions of the text `right` that a change to `wrong` touches, by lines. A line of a class outside of
-    its methods touches the class. Lines outside of both touch nothing."""
+    """Ids of the functions in the text `right` that a change to `wrong` touches, compared by lines. A line of a class
+    outside of its methods touches the class. A line outside of functions and classes touches no id."""
     old, new = right.splitlines(), wrong.splitlines()
     spans = _spans(path, right)
-    found: set[str] = set()
+    ids: set[str] = set()
     for kind, first, last, _, _ in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         for line in () if kind == "equal" else range(first + 1, max(last, first + 1) + 1):
             inner = [(start, id) for id, start, end in spans if start <= line <= end]
-            found |= {max(inner)[1]} if inner else set()
-    return frozenset(found)
+            ids |= {max(inner)[1]} if inner else set()
+    return frozenset(ids)
 
 
 def touched_by(task: Task) -> frozenset[str]:
-    """Ids of all functions that a task breaks: computed from its texts."""
+    """Ids of all functions that a task breaks, computed from its texts."""
     parts = (touched(path, task.solution[path], text) for path, text in task.changes.items())
     return frozenset[str]().union(*parts)
 
 
 def _spans(path: str, text: str) -> list[tuple[str, int, int]]:
-    """(id, first line, last line) of functions and classes; what is nested in a function belongs to it."""
+    """(id, first line, last line) of functions and classes; nested definitions belong to the function around them."""
     if is_script(path):
         return [(f.id, f.first_line, f.last_line) for f in javascript.functions(path, text)]
     spans: list[tuple[str, int, int]] = []
@@ -123,7 +123,7 @@ def visible_half(callers: Mapping[str, Iterable[str]], seed: int) -> set[str]:
 
 
 def base(test: str) -> str:
-    """The node id of a test function, without its parameters; JavaScript's names have none."""
+    """The node id of a test function without its parameters; JavaScript ids have none."""
     if is_script(test):
         return test
     file, separator, name = test.partition("::")
@@ -131,7 +131,7 @@ def base(test: str) -> str:
 
 
 def without_tests(path: str, text: str, hidden: set[str]) -> str:
-    """A test module with the `hidden` test functions (node ids) taken out; all other lines stay as they are."""
+    """The text of a test module without the `hidden` test functions (node ids); all other lines stay as they are."""
     if is_script(path):
         gone = {test.partition("::")[2] for test in hidden if test.startswith(f"{path}::")}
         return javascript.without_tests(path, text, gone)
@@ -145,7 +145,7 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                 assert node.end_lineno is not None
                 lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
-                # A class must not be left empty; what else it holds does not matter.
+                # A class must not be left empty; any other statement in it will do.
                 if node.col_offset:
                     lines[first - 1] = " " * node.col_offset + "pass"
 
@@ -154,5 +154,5 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
 
 
 def rank(seed: int, name: str) -> bytes:
-    """A place in an order that the seed decides."""
+    """The seeded rank of a name: sorting by it gives a random order that the seed decides."""
     return blake3.blake3(f"{seed} {name}".encode()).digest()

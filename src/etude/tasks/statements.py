@@ -1,7 +1,8 @@
-"""What a task asks for: a request, the symptom that visible tests show, and whether both determine the hidden tests.
+"""Writes the statement of a task: a request, and the symptom that visible tests show. Finds hidden tests that ask for a
+guess.
 
-A hidden test that wants a name or a text which stands in the gold answer alone, in no file that the agent has and not
-in the statement, can only be met by a guess: it decides nothing.
+Some hidden tests need a name or a text that occurs only in the gold answer, in no file of the agent and not in the
+statement. Such a test can only be passed by a guess, so it may not decide a task.
 """
 
 import ast
@@ -19,7 +20,7 @@ _WORD = re.compile(r"[A-Za-z_]\w{2,}")
 _BUILTIN = {
     name for name, value in vars(builtins).items() if not (isinstance(value, type) and issubclass(value, Exception))
 }
-_TEXT = 12  # characters from which on a literal is a text to guess
+_TEXT = 12  # characters; a literal of this length or more is a text that must be guessed
 _SHOWN = 3
 _MAX_BYTES = 1 << 20
 
@@ -28,7 +29,7 @@ class Determined:
     """The words and texts of a tree, and of its hidden tests."""
 
     def __init__(self, repository: Path, hidden: Path) -> None:
-        """Read what the agent sees; files of hidden tests are read when one of them is asked for."""
+        """Read the files that the agent sees; a file of hidden tests is read when one of its tests is checked."""
         self._hidden = hidden
         self._texts: dict[str, str] = {}
         self._files: Counter[str] = Counter()  # word -> files
@@ -43,7 +44,7 @@ class Determined:
     def guesses(
         self, tests: Iterable[str], changes: Mapping[str, str], solution: Mapping[str, str], statement: str
     ) -> set[str]:
-        """Those of the hidden `tests` that want what only the gold answer says."""
+        """The hidden `tests` that need a name or text that occurs only in the gold answer."""
         gold = "\n".join(solution.values())
         shown = "\n".join([statement, *changes.values()])
         own = Counter(word for path in solution for word in set(_WORD.findall(self._texts.get(path, ""))))
@@ -68,7 +69,7 @@ class Determined:
         return False
 
     def _test(self, test: str) -> tuple[ast.AST | None, set[str]]:
-        """(a hidden test, names that its file imports)"""
+        """(syntax tree of a hidden test, names that its file imports)"""
         path, _, name = test.partition("::")
         if path not in self._wanted:
             file = self._hidden / path
@@ -80,7 +81,7 @@ class Determined:
 
 
 def _is_standard(node: ast.Attribute) -> bool:
-    """Whether an attribute is one of a module of the standard library, as in `math.floor`."""
+    """Whether an attribute belongs to a module of the standard library, as in `math.floor`."""
     return isinstance(node.value, ast.Name) and node.value.id in sys.stdlib_module_names
 
 
@@ -93,16 +94,16 @@ def _functions(body: Sequence[ast.stmt], prefix: str) -> Iterable[tuple[str, ast
 
 
 def with_symptom(request: str, report: TestReport, visible: Sequence[str], hidden: Sequence[str]) -> str:
-    """The request, and what fails: visible tests by name with the message of the first, else the kind of errors that
-    hidden tests end in. Of hidden tests nothing else is said."""
+    """The request with the symptom: failing visible tests by name with the message of the first, else the kinds of
+    errors in which hidden tests end. The statement tells nothing else about hidden tests."""
     request = request if request.endswith((".", "!", "?")) or "\n" in request else f"{request}."
     failing = [test for test in visible if report.outcomes.get(test) != "passed"]
     if failing:
         names = ", ".join(f"`{test}`" for test in failing[:_SHOWN])
         more = f" and {len(failing) - _SHOWN} more" if len(failing) > _SHOWN else ""
-        said = " ".join(report.messages.get(failing[0], "").split())
+        message = " ".join(report.messages.get(failing[0], "").split())
         verb = "tests fail" if len(failing) > 1 else "test fails"
-        return f"{request}\n\nThe {verb}: {names}{more}." + (f" The first says: {said}" if said else "")
+        return f"{request}\n\nThe {verb}: {names}{more}." + (f" The first says: {message}" if message else "")
     failed = [test for test in hidden if report.outcomes.get(test) != "passed"]
     kinds = Counter(_kind(report.messages.get(test, "")) for test in failed)
     listed = ", ".join(f"{kind} ({count})" for kind, count in sorted(kinds.items()))
@@ -110,5 +111,5 @@ def with_symptom(request: str, report: TestReport, visible: Sequence[str], hidde
 
 
 def _kind(message: str) -> str:
-    found = re.match(r"(?:\w+\.)*(\w*(?:Error|Exception|Exit|Warning|Interrupt|Iteration))\b", message)
-    return found[1] if found else "AssertionError"
+    match = re.match(r"(?:\w+\.)*(\w*(?:Error|Exception|Exit|Warning|Interrupt|Iteration))\b", message)
+    return match[1] if match else "AssertionError"

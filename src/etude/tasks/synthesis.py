@@ -1,6 +1,7 @@
-"""Adds tests for functions that no test calls: an outside writer writes them, and they stay if mutants fail them.
+"""Adds tests for functions that no test calls: a writer outside of etude writes them, and those that mutants fail are
+kept.
 
-A writer gets a function and its module and returns the text of a test module. It is a Python callable, or a command
+A writer gets a function and its module, and returns the text of a test module. It is a Python callable, or a command
 that reads JSON ({"path", "qualname", "source"}) and prints the module. Written tests are hidden: the agent's tree never
 holds them.
 """
@@ -51,7 +52,8 @@ async def write(
     folder: Path,
     seed: int,
 ) -> dict[str, set[str]]:
-    """Function id -> tests that were written for it and kept. Their files are in `folder`, which must not exist."""
+    """Write tests of functions. Returns function id -> tests that were kept. Their files are in `folder`, which must
+    not exist."""
     files: dict[str, tuple[str, list[str]]] = {}
     for function in functions:
         text = writer(function, sources[function.path])
@@ -75,7 +77,7 @@ async def write(
 async def _kept(
     sandbox: Sandbox, image: Image, function: Function, source: str, tests: list[str], folder: Path, seed: int
 ) -> set[str]:
-    """The tests that pass on the right text, if together they notice SHARE of some mutants."""
+    """The tests that pass on the original text, if together they fail on SHARE of some mutants."""
     report = await sandbox.run_tests(image, {}, tests, folder, _LIMITS)
     good = [test for test in tests if report.outcomes.get(test) == "passed"]
     mutants = mutate.mutants(source, function, seed)[:MUTANTS]

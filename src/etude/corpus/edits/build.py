@@ -1,4 +1,5 @@
-"""`etude tasks fast-apply`: repositories to tables of edits, train and held out, and a card that says how."""
+"""`etude tasks fast-apply`: makes tables of edits from repositories, for training and held out, and a card about
+them."""
 
 import logging
 import random
@@ -21,7 +22,7 @@ from etude.errors import UserError
 
 log = logging.getLogger(__name__)
 HELD_OUT_LINES = 400
-_TRIES = 6  # draws of one file before it is left
+_TRIES = 6  # draws of one file, at most
 
 
 Progress = Callable[[str, int, int], None]
@@ -35,7 +36,7 @@ def build(
     progress: Progress | None = None,
 ) -> tuple[list[Example], list[Example]]:
     """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md. Raises UserError for a
-    repository that cannot be used or is on both sides, and if nothing comes of them; then nothing is left behind."""
+    repository that cannot be used or is on both sides, and if they give no example; then no file is left behind."""
     if output.exists():
         raise UserError(f"{output} exists: give a folder that does not")
     report = progress or (lambda *_: None)
@@ -113,9 +114,9 @@ def _without_duplicates(repositories: Sequence[Repository]) -> tuple[list[Reposi
 
 @dataclass
 class _EditDraw:
-    """The examples drawn so far; no edit is drawn twice. `most` is the lines that an example may have."""
+    """The examples drawn so far; no edit is drawn twice. `max_lines` is the maximum length of an example."""
 
-    most: int
+    max_lines: int
     rng: random.Random
     counter: Counter[str]
     examples: dict[tuple[str, str], Example] = field(default_factory=dict)
@@ -129,7 +130,7 @@ class _EditDraw:
         if self.by_file[key] >= limit:
             return False
         self.counter["tried"] += 1
-        example = maker(repository, of, *more, self.most, self.rng)
+        example = maker(repository, of, *more, self.max_lines, self.rng)
         if example is None or (edit := (example.file, example.result)) in self.examples:
             return False
         self.examples[edit] = example
@@ -141,14 +142,14 @@ class _EditDraw:
 def _drawn(
     repositories: Sequence[Repository],
     options: EditTableConfig,
-    most: int,
+    max_lines: int,
     wanted: int | None,
     counter: Counter[str],
     report: Progress,
 ) -> list[Example]:
-    """Real edits first, then synthetic ones in their ratio, then sketches that change nothing. `wanted` is the number
-    of examples of an evaluation; None draws training examples in the ratios of `options`."""
-    draw = _EditDraw(most, random.Random(f"{options.seed}/{most}/{wanted}"), counter)
+    """Real edits first, then synthetic ones in their ratio, then sketches without a change. `wanted` is the number of
+    examples of an evaluation; None draws training examples in the ratios of `options`."""
+    draw = _EditDraw(max_lines, random.Random(f"{options.seed}/{max_lines}/{wanted}"), counter)
     cap = make.PER_REPOSITORY
     if wanted is not None:  # an evaluation wants real edits: half of them, if there are so many
         cap = -(-wanted // 2 // max(1, sum(bool(r.changes) for r in repositories)))
@@ -170,7 +171,7 @@ def _drawn(
     for _, text in texts:
         if len(others[text.language]) < 200_000:
             others[text.language] += text.text.splitlines()
-    limit = make.PER_PATH * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted
+    limit = make.PER_PATH * (1 + max(1, round(options.synthetic)))  # of one file, real ones included
     for repository, text in _balanced(texts, draw.rng, limit):
         if len(draw.examples) - reals >= goal:
             break
@@ -189,8 +190,8 @@ def _drawn(
 def _balanced(
     texts: Sequence[tuple[Repository, Text]], rng: random.Random, rounds: int
 ) -> Iterator[tuple[Repository, Text]]:
-    """Files in random order, round after round; in each one the languages come in proportion to the cube
-    roots of their numbers of files, for Python would drown the others."""
+    """Files in random order, round after round. In each round the languages come in proportion to the cube roots of
+    their numbers of files, so that Python does not drown the others."""
     by: dict[str, list[tuple[Repository, Text]]] = defaultdict(list)
     for entry in texts:
         by[entry[1].language].append(entry)

@@ -16,16 +16,16 @@ class EditBuildLog:
 
     repositories: tuple[tuple[str, str, str, str, int, int], ...]  # name, licence, its source, origin, files, changes
     held_out: tuple[str, ...]
-    without_syntax: dict[str, int]  # files by language that were left out because nothing parses them here
+    without_syntax: dict[str, int]  # files by language that were left out for want of a parser
     near_duplicates: int
     contaminated: int
-    worst_overlap: float  # largest share of a training example's shingles in the held-out repositories, afterwards
+    worst_overlap: float  # largest share of a kept training example's shingles in the held-out repositories
     tried: int
     kept: int
 
 
 def bin_name(index: int) -> str:
-    """The edit-fraction bin in words."""
+    """The name of an edit-fraction bin."""
     if index == len(BINS):
         return f"> {BINS[-1]:.0%}"
     return f"<= {BINS[0]:.0%}" if index == 0 else f"{BINS[index - 1]:.0%} to {BINS[index]:.0%}"

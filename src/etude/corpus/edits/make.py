@@ -1,4 +1,4 @@
-"""Makes examples of applied edits: real, synthetic or without a change, each with a sketch drawn for it."""
+"""Makes examples of applied edits, each with a sketch drawn for it: real edits, synthetic edits, and no change."""
 
 import hashlib
 import random
@@ -13,21 +13,21 @@ from etude.edits.examples import Example
 PER_PATH = 4  # real edits of one file
 PER_REPOSITORY = 50  # real edits of one repository
 NO_OPS = 0.02  # share of edits that change nothing, at most
-_SIZES = (12, 20, 30, 40, 80, 160, 400)  # lines; each example draws the most that it may have
+_SIZES = (12, 20, 30, 40, 80, 160, 400)  # lines; each example draws its maximum from these
 _TITLE = 60  # characters of a line that an instruction quotes
 
 
-def real(repository: Repository, change: FileChange, most: int, rng: random.Random) -> Example | None:
-    """An edit that people made, or a part of it of at most `most` lines; None if no sketch determines it."""
-    cut = snippets.parts(change.before, change.after, change.language, _drawn_size(most, rng), rng)
+def real(repository: Repository, change: FileChange, max_lines: int, rng: random.Random) -> Example | None:
+    """An edit by people, or a part of it of at most `max_lines` lines; None if no sketch determines it."""
+    cut = snippets.parts(change.before, change.after, change.language, _drawn_size(max_lines, rng), rng)
     return cut and pair(repository, change.path, change.language, "real", *cut, change.subject, rng)
 
 
 def synthetic(
-    repository: Repository, text: Text, others: Sequence[str], most: int, rng: random.Random
+    repository: Repository, text: Text, others: Sequence[str], max_lines: int, rng: random.Random
 ) -> Example | None:
-    """An edit that nobody made, of a file or of a part of it; `others` are lines of the same language."""
-    part = snippets.part(text.text, text.language, _drawn_size(most, rng), rng)
+    """A synthetic edit of a file or of a part of it; `others` are lines of the same language."""
+    part = snippets.part(text.text, text.language, _drawn_size(max_lines, rng), rng)
     if part is None or not part.endswith("\n"):
         return None
     result = synthetic_edit(part, others, rng.choices((1, 2, 3, 5), (5, 3, 2, 1))[0], rng)
@@ -36,16 +36,16 @@ def synthetic(
     return pair(repository, text.path, text.language, "synthetic", part, result, "", rng)
 
 
-def unchanged(repository: Repository, text: Text, most: int, rng: random.Random) -> Example | None:
-    """An example whose sketch changes nothing; None if no such sketch is found."""
-    part = snippets.part(text.text, text.language, _drawn_size(most, rng), rng)
+def unchanged(repository: Repository, text: Text, max_lines: int, rng: random.Random) -> Example | None:
+    """An example whose sketch changes no line; None without such a sketch."""
+    part = snippets.part(text.text, text.language, _drawn_size(max_lines, rng), rng)
     drawn = part and sketch.no_op(part, text.language, rng)
     return _row(repository, text.path, text.language, "no-op", part, part, drawn, "") if part and drawn else None
 
 
-def _drawn_size(most: int, rng: random.Random) -> int:
-    """The most lines that one example may have."""
-    return rng.choice([size for size in _SIZES if size <= most] or [most])
+def _drawn_size(max_lines: int, rng: random.Random) -> int:
+    """A random maximum of lines for one example, up to `max_lines`."""
+    return rng.choice([size for size in _SIZES if size <= max_lines] or [max_lines])
 
 
 def pair(
@@ -58,7 +58,7 @@ def pair(
     subject: str,
     rng: random.Random,
 ) -> Example | None:
-    """An edit with a sketch drawn for it; None if no sketch determines it."""
+    """An edit with a sketch drawn for it; None if no sketch determines the edit."""
     if not after.strip() or not before.strip():
         return None
     drawn = sketch.draw(before, after, language, rng)
@@ -100,7 +100,7 @@ def _row(
 
 
 def changed_fraction(before: str, after: str) -> float:
-    """Share of the characters that lie in changed lines, of the longer text."""
+    """The share of characters in changed lines, in the longer of the two texts."""
     file, result = before.splitlines(), after.splitlines()
     changed = sum(
         max(sum(map(len, file[h.start : h.end])), sum(map(len, result[h.low : h.high])))

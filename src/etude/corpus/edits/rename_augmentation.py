@@ -1,4 +1,4 @@
-"""Rename augmentation: other names in an edit, so that a model learns to copy files instead of memorising them."""
+"""Rename augmentation: gives an edit other names, so that a model learns to copy files instead of memorising them."""
 
 import dataclasses
 import random
@@ -9,20 +9,20 @@ from collections.abc import Iterable
 from etude.edits.examples import Example
 
 WORD = re.compile(r"[^\W\d]\w+")
-COMMON = 0.01  # words that a larger share of the texts holds are the languages' own, and stay
+COMMON = 0.01  # words in a larger share of the texts belong to the languages, and stay
 
 
 def rare(examples: Iterable[Example]) -> tuple[str, ...]:
     """The words of two characters or more that at most a hundredth of the files and sketches hold (or one), sorted.
-    Sketches count because their markers ("rest of code") have words that no file need have."""
+    Sketches count because their markers ("rest of code") hold words that may occur in no file."""
     distinct = {text for example in examples for text in (example.file, example.sketch)}
     counts = Counter(word for text in distinct for word in set(WORD.findall(text)))
     return tuple(sorted(word for word, count in counts.items() if count <= max(COMMON * len(distinct), 1)))
 
 
 def renamed(example: Example, names: tuple[str, ...], rng: random.Random) -> Example:
-    """The edit with each of its words that is among `names` replaced by another one of them, the same everywhere. No
-    two words become one, and none becomes a word that the edit has: equal lines stay equal, no others become so."""
+    """The edit with each of its words that is among `names` replaced, everywhere, by another name. No two words become
+    one, and no word becomes one that the edit holds: equal lines stay equal, and others stay different."""
     texts = (example.file, example.sketch, example.result, example.instruction)
     words = {word for text in texts for word in WORD.findall(text)}
     own = sorted(words.intersection(names))

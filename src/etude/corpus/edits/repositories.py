@@ -1,7 +1,7 @@
 """Reads the sources of edits: commits of a git clone, releases of a package, or the files of a folder.
 
 A repository is named by its folder, releases of a package as OLD..NEW or OLD..NEXT..NEW. A file that differs between
-two successive releases is an edit that people made. Nothing of a repository is run.
+two successive releases is an edit by people. No code of a repository is run.
 """
 
 import re
@@ -21,14 +21,14 @@ MAX_COMMITS = 2000
 MAX_BYTES = 200_000
 _VENDORED = frozenset({"vendor", "_vendor", "vendored", "node_modules", "third_party", "extern", "dist", "bundled"})
 _LOCKS = re.compile(r"(^|/)(package-lock|yarn|composer|poetry)[^/]*$|\.min\.|\.bundle\.|-min\.")
-# What `splitlines` takes for line ends and git does not, and control characters.
+# Control characters, and line ends of `splitlines` that git does not split at.
 _ODD = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x85\u2028\u2029]|\r(?!\n)")
 MAX_LINE = 200
 
 
 @dataclass(frozen=True)
 class Text:
-    """One file as it stands."""
+    """One file in its current state."""
 
     path: str
     language: str
@@ -48,7 +48,7 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Repository:
-    """Files of a repository, the changes that people made to them, and the licence of both."""
+    """The files of a repository, the changes that people made to them, and the licence of both."""
 
     name: str
     licence: str
@@ -73,7 +73,7 @@ def read(argument: str) -> Repository:
 
 
 def _chain(argument: str) -> list[Path]:
-    """The folders that an argument joins by two dots; none if a part is no folder."""
+    """The folders that an argument joins by two dots; empty if a part is not a folder."""
     for dots in re.finditer(r"\.\.", argument):
         first, rest = Path(argument[: dots.start()]), argument[dots.end() :]
         if first.is_dir() and (others := [Path(rest)] if Path(rest).is_dir() else _chain(rest)):
@@ -82,7 +82,7 @@ def _chain(argument: str) -> list[Path]:
 
 
 def wanted(path: str, text: str) -> bool:
-    """Whether a file is worth learning from: written by people, not vendored, of bearable size."""
+    """Whether a file is worth learning from: written by people, not vendored, of moderate size."""
     folders = set(PurePosixPath(path).parts[:-1])
     if folders & _VENDORED or _LOCKS.search(path) or not text.strip() or len(text) > MAX_BYTES:
         return False
@@ -110,7 +110,7 @@ def _decoded(path: str, data: bytes) -> Text | None:
 
 
 def _files(root: Path) -> dict[str, Text]:
-    """Files by path, hidden folders and installed packages left out."""
+    """Files by path, without hidden folders and installed packages."""
     texts: dict[str, Text] = {}
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
@@ -124,7 +124,7 @@ def _files(root: Path) -> dict[str, Text]:
 
 
 def _releases(folders: Sequence[Path]) -> Repository:
-    """The files of the newest release, and what each release changed in the one before it, newest first."""
+    """The files of the newest release, and the changes of each release against the one before, newest first."""
     new = folders[-1]
     licence = _licence(new)
     releases = [_files(folder) for folder in folders]
@@ -149,7 +149,7 @@ def _head(clone: git.Clone) -> Iterator[Text]:
 
 
 def _commits(clone: git.Clone) -> Iterator[FileChange]:
-    """Files that a commit without a second parent modified, newest first."""
+    """Files that a commit without a second parent modified, newest commit first."""
     log = clone.demand(
         "log",
         "--no-merges",

@@ -10,31 +10,33 @@ from functools import lru_cache
 
 from etude.code.languages import parses
 
-_LEAST = 4  # lines
+_MIN_LINES = 4  # of a snippet
 _TRIES = 8
-_REACH = 12  # places looked at on each side of a change
+_REACH = 12  # possible cuts on each side of a change that are tried
 
 
-def part(text: str, language: str, most: int, rng: random.Random) -> str | None:
-    """The text itself if it has at most `most` lines, else a part of it that parses; None if none is found."""
+def part(text: str, language: str, max_lines: int, rng: random.Random) -> str | None:
+    """The text itself if it has at most `max_lines` lines, else a part of it that parses; None if there is no such
+    part."""
     lines = text.splitlines()
-    if len(lines) <= most:
-        return text if len(lines) >= _LEAST and parses(text, language) else None
+    if len(lines) <= max_lines:
+        return text if len(lines) >= _MIN_LINES and parses(text, language) else None
     if language == "json":
         return None
     starts = [i for i in range(len(lines)) if _begins(lines, i)]
     for _ in range(_TRIES if starts else 0):
         start = rng.choice(starts)
-        ends = [i for i in [*starts, len(lines)] if start + _LEAST <= i <= start + most]
+        ends = [i for i in [*starts, len(lines)] if start + _MIN_LINES <= i <= start + max_lines]
         if ends and (cut := _cut(lines, start, rng.choice(ends))) is not None and parses(cut, language):
             return cut
     return None
 
 
-def parts(before: str, after: str, language: str, most: int, rng: random.Random) -> tuple[str, str] | None:
-    """The same part of both texts around one of their differences, at most `most` lines each; None if there is none."""
+def parts(before: str, after: str, language: str, max_lines: int, rng: random.Random) -> tuple[str, str] | None:
+    """The same part of both texts around one of their differences, at most `max_lines` lines each; None if there is
+    none."""
     old, new = before.splitlines(), after.splitlines()
-    if max(len(old), len(new)) <= most:
+    if max(len(old), len(new)) <= max_lines:
         return (before, after) if parses(before, language) and parses(after, language) else None
     if language == "json":
         return None
@@ -45,7 +47,7 @@ def parts(before: str, after: str, language: str, most: int, rng: random.Random)
         rng.shuffle(above)
         for i, j in above:
             for end, stop in below:
-                if not _LEAST <= end - i <= most or not _LEAST <= stop - j <= most:
+                if not _MIN_LINES <= end - i <= max_lines or not _MIN_LINES <= stop - j <= max_lines:
                     continue
                 one, other = _cut(old, i, end), _cut(new, j, stop)
                 if one is None or other is None or one == other:
@@ -55,9 +57,9 @@ def parts(before: str, after: str, language: str, most: int, rng: random.Random)
     return None
 
 
-@lru_cache(maxsize=4)  # a file is asked about several times in a row
+@lru_cache(maxsize=4)  # several draws in a row use one file
 def _aligned(before: str, after: str) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
-    """The changed stretches, and the (old, new) lines at which a part may begin or end in both texts."""
+    """The changed runs of lines, and the (old, new) lines at which a part may begin or end in both texts."""
     old, new = before.splitlines(), after.splitlines()
     codes = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     changes = [code[1:] for code in codes if code[0] != "equal"]
@@ -70,11 +72,11 @@ def _begins(lines: Sequence[str], i: int) -> bool:
 
 
 def _cut(lines: Sequence[str], start: int, end: int) -> str | None:
-    """Lines [start, end) at the indentation of the first, which none may undercut."""
+    """Lines [start, end) without the indentation of the first line; None if a line is indented less."""
     block = list(lines[start:end])
     while block and not block[-1].strip():
         block.pop()
-    if len(block) < _LEAST:
+    if len(block) < _MIN_LINES:
         return None
     margin = block[0][: len(block[0]) - len(block[0].lstrip())]
     if any(line.strip() and not line.startswith(margin) for line in block):

@@ -93,8 +93,8 @@ _Change = Callable[[Lines, Sequence[str], random.Random], Lines | None]
 
 
 def edit(text: str, others: Sequence[str], changes: int, rng: random.Random) -> str | None:
-    """`text` (ending in a newline) with up to `changes` changes; `others` are lines of the same language to put in.
-    None if nothing changed. Every change is of one place, or a name in all its places."""
+    """`text` (ending in a newline) with up to `changes` changes, or None without a change; `others` are lines of the
+    same language to insert. Every change is of one place, or a name in all its places."""
     lines = text.splitlines()
     made = 0
     for _ in range(4 * changes):
@@ -108,8 +108,8 @@ def edit(text: str, others: Sequence[str], changes: int, rng: random.Random) -> 
     return result if made and result != text else None
 
 
-def _pick(lines: Lines, rng: random.Random, least: int = 4) -> int | None:
-    places = [i for i, line in enumerate(lines) if len(line.strip()) >= least]
+def _pick(lines: Lines, rng: random.Random, min_length: int = 4) -> int | None:
+    places = [i for i, line in enumerate(lines) if len(line.strip()) >= min_length]
     return rng.choice(places) if places else None
 
 
@@ -133,7 +133,7 @@ def _fresh(rng: random.Random, like: str) -> str:
 
 
 def _rename(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:
-    """One name, everywhere."""
+    """Rename one name in the whole file."""
     names = _names("\n".join(lines))
     if not names:
         return None
@@ -143,7 +143,7 @@ def _rename(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:
 
 
 def _swap_name(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:
-    """One name in one line."""
+    """Replace one name in one line."""
     at = _pick(lines, rng)
     names = _names(lines[at]) if at is not None else []
     if at is None or not names:
@@ -155,7 +155,7 @@ def _swap_name(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | No
 
 
 def _literal(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:
-    """A number, an operator or a string in one line."""
+    """Change a number, an operator or a string in one line."""
     places = [i for i, line in enumerate(lines) if any(p.search(line) for p in (_NUMBER, _OPERATOR, _STRING))]
     if not places:
         return None
@@ -182,7 +182,7 @@ def _delete(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:
 
 
 def _insert(lines: Lines, others: Sequence[str], rng: random.Random) -> Lines | None:
-    """Lines of another file after a line, at its indentation."""
+    """Insert lines of another file after a line, at its indentation."""
     at = _pick(lines, rng)
     if at is None or not others:
         return None
@@ -204,7 +204,7 @@ def _replace(lines: Lines, others: Sequence[str], rng: random.Random) -> Lines |
 
 
 def _argument(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:
-    """One more argument, in a call or a definition."""
+    """Add an argument to a call or a definition."""
     places = [i for i, line in enumerate(lines) if re.search(r"\w\([^()]*\)", line)]
     if not places:
         return None
@@ -220,7 +220,7 @@ def _argument(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | Non
 
 
 def _wrap(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:
-    """Some lines one level deeper, below a condition."""
+    """Indent some lines one level deeper, below a condition."""
     at = _pick(lines, rng)
     if at is None:
         return None
@@ -243,7 +243,7 @@ def _move(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:
 
 
 def _comment(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:
-    """A comment above a line, in the style of the file's own."""
+    """Insert a comment above a line, in the style of the file."""
     at = _pick(lines, rng)
     marks = [m.group(1) for line in lines if (m := re.match(r"\s*(#|//)\s", line))]
     if at is None or not marks:

@@ -1,7 +1,7 @@
 """Detectors of cheating in an episode. Their flags are `Episode.flags`; docs/sandbox.md has the table.
 
 A *violation* withholds the grade: an episode with a violation earns no more than the worst failure. A *note* is for
-people: honest work may carry one, and what the note points at had no part in the grade.
+people: honest work may carry a note, and the noted act had no part in the grade.
 """
 
 from __future__ import annotations

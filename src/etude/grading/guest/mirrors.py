@@ -1,7 +1,8 @@
-"""What stands in the verifier for objects and classes of the tested process: each operation on it is a request.
+"""Mirrors: objects and classes in the verifier that stand for those of the tested process. Each operation is a request.
 
-One class here for each class there, with the same bases and the same special methods, so that isinstance, except, with
-and operators work as written. A class that extends a built-in type has built-in content, which can be fetched.
+Each class of the tested process has a mirror with the same bases and the same special methods, so that isinstance,
+except, with and operators work as written. A class that extends a built-in type has built-in content, which can be
+fetched.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _BINARY = (
 )  # fmt: skip
 _REFLECTED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "lshift", "rshift", "and", "or", "xor",
               "divmod", "pow")  # fmt: skip
-# Without an operand that a test expects something of: an answer is worth what a plain value is.
+# Operators without an operand from the test: their result needs no more trust than a plain value.
 _FREE = (
     "len", "iter", "next", "bool", "hash", "repr", "str", "int", "float", "complex", "index", "abs", "neg", "pos",
     "invert", "reversed", "round", "bytes", "fspath", "enter", "setitem", "delitem", "format", "dir",
 )  # fmt: skip
 _OPERATOR = {"and": "and_", "or": "or_"}
-# Names that plain values have as well: an object can pose as one only by them.
+# Names that plain values have as well: only through them can an object pose as a plain value.
 PLAIN_NAMES = frozenset(name for kind in (*_CONTENT, complex, range) for name in dir(kind) if not name.startswith("__"))
 _STANDARD = ("builtins", "itertools", "functools", "collections", "re", "types")
 _KNOWN = (
@@ -43,15 +44,15 @@ _KNOWN = (
 
 
 class RemoteType(type):
-    """The class of classes that stand for those of the tested process."""
+    """The metaclass of mirrors of the tested process's classes."""
 
     wire: Any
     content: type | None  # the built-in type that the class extends
-    compares: bool  # whether it has its own comparison nevertheless
-    abstract: bool  # whether only the tested process knows what its instances are
+    compares: bool  # whether the class has its own comparison nevertheless
+    abstract: bool  # whether only the tested process can tell its instances
 
     def __new__(mcs, name: str, bases: tuple[type, ...], space: dict[str, Any], mirrored: bool = False) -> Any:
-        """A class that a test derives from one of the library is made in both processes."""
+        """Make a class. A class that a test derives from one of the library is made in both processes."""
         made = super().__new__(mcs, name, bases, space)
         if not mirrored:
             own = {key: value for key, value in space.items() if key not in ("__classcell__", "__qualname__")}
@@ -70,7 +71,7 @@ class RemoteType(type):
         return cls.wire.request("get", cls, name)
 
     def __setattr__(cls, name: str, value: object) -> None:
-        if isinstance(value, Method):  # a patch is undone
+        if isinstance(value, Method):  # the end of a patch
             cls.wire.request("del", cls, name)
             return
         cls.wire.request("set", cls, name, value)
@@ -107,7 +108,7 @@ class RemoteType(type):
 
 
 class _There:
-    """An attribute that every object here has as well: that of the object there is meant."""
+    """An attribute that every Python object has: reads and writes go to the object of the tested process."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -117,9 +118,9 @@ class _There:
 
 
 class Handle(metaclass=RemoteType, mirrored=True):
-    """Stands for an object of the tested process."""
+    """The mirror of an object of the tested process."""
 
-    # No annotations here: tests would see them as those of that object.
+    # No annotations here: tests would see them on the mirrored object.
     __slots__ = ("__weakref__", "_remote_number")
     __doc__ = _There("__doc__")  # type: ignore[assignment]
     if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Handle(metaclass=RemoteType, mirrored=True):
 
 
 class RemoteError(Exception, metaclass=RemoteType, mirrored=True):
-    """Mixed into exception classes of the library."""
+    """The mix-in for mirrors of the library's exception classes."""
 
     wire: Any
     content = None
@@ -183,7 +184,7 @@ class RemoteError(Exception, metaclass=RemoteType, mirrored=True):
 
 
 class Bound:
-    """A method of an object there, before it is called."""
+    """A method of an object of the tested process, before its call."""
 
     def __init__(self, target: Any, name: str, first: tuple[Any, ...] = ()) -> None:
         self._target, self._name, self._first = target, name, first
@@ -196,11 +197,11 @@ class Bound:
         return wire.request("method", target, self._name, self._first + arguments, keywords)
 
     def remote(self) -> Any:
-        """The method itself, as an object there."""
+        """The method itself, as an object of the tested process."""
         target = self._target
         wire: Any = type(target).wire if not isinstance(target, RemoteType) else target.wire
-        found = wire.request("get", target, self._name)
-        return functools.partial(found, *self._first) if self._first else found
+        method = wire.request("get", target, self._name)
+        return functools.partial(method, *self._first) if self._first else method
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_remote"):
@@ -209,7 +210,7 @@ class Bound:
 
 
 class Method:
-    """A callable that a class there has; `owner` is the class here."""
+    """A method of a mirrored class; `owner` is the mirror."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -230,7 +231,7 @@ class Method:
 
 
 def _content(handle: Handle) -> Any:
-    """The built-in content of an object that may not decide itself. Fails the test where there is none."""
+    """The built-in content of an object that may not decide by itself. Fails the test if there is none."""
     kind = type(handle)
     if kind.content is None:
         kind.wire.refuse(handle)
@@ -252,8 +253,8 @@ _EVALUATE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _compared(name: str) -> Callable[[Any, Any], Any]:
-    """A comparison. Content is compared here; where there is none, or a class has its own comparison, the library
-    decides, if it did when the test was recorded."""
+    """A comparison operator. Content is compared in this process. An object without content, or with a comparison of
+    its own, is compared by the library, if it was so when the test was recorded."""
     evaluate = _EVALUATE[name]
 
     def compare(self: Any, other: Any) -> Any:
@@ -326,7 +327,7 @@ SPECIAL: dict[str, Any] = {
 
 
 def build(wire: Any, module: str, name: str, bases: list[type], members: list[list[str]]) -> RemoteType:
-    """The class here for one there. Raises what malformed arguments raise."""
+    """Make the mirror of a class. Malformed arguments raise any exception."""
     content = next((base for base in bases if base in _CONTENT), None)
     mirrors = tuple(base for base in bases if isinstance(base, RemoteType))
     content = content or next((base.content for base in mirrors if base.content is not None), None)

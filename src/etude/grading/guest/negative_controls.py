@@ -1,4 +1,4 @@
-"""Negative-control tests, which must fail: the same call as in a test, compared with a wrong value.
+"""Negative-control tests, which must fail: the call of a test, compared with a wrong value.
 
 A test whose last statement is `assert CALL == EXPECTED` gets a control that compares with a value unlike EXPECTED.
 Honest code passes the test and fails the control; a result that claims to equal everything passes both.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 
-WRONG = "@wrong"  # no source can spell this name
+WRONG = "@wrong"  # not a name that source text can hold
 _UNFIT = (ast.Assert, ast.Return, ast.Yield, ast.YieldFrom, ast.With)
 
 
@@ -56,7 +56,7 @@ def _calls(node: ast.expr) -> bool:
 
 
 def _falsified(control: ast.FunctionDef, expected: ast.expr) -> ast.expr:
-    """An expression with another value than `expected`, so that no right one is left in the control's frame."""
+    """An expression with another value than `expected`, so that the control's frame does not hold the right value."""
     if isinstance(expected, ast.Name):
         uses = sum(isinstance(part, ast.Name) and part.id == expected.id for part in ast.walk(control))
         if uses == 1 and any(parameter.arg == expected.id for parameter in control.args.args):

@@ -14,7 +14,7 @@ from .runs import ForkedRun, RunTemplate
 
 
 class RemoteRuns(RunTemplate):
-    """Runs tests in a box that is used once. This process imports nothing of the repository's."""
+    """Runs tests in a box that is used once. This process imports no code of the repository."""
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         self.user = hello["user"]
@@ -30,9 +30,9 @@ class RemoteRuns(RunTemplate):
         box.confine(limits, self.filter, self.user)
 
     def _warm_up(self, files: Sequence[str]) -> None:
-        """Nothing is kept for a second run."""
+        """Do nothing, for there is no second run."""
 
     def _finish(self, run: ForkedRun) -> None:
-        """What the run left behind ends, so that its pipe does."""
+        """End the processes that the run left behind, so that its pipe closes."""
         signal_all(self.user, signal.SIGKILL)
         super()._finish(run)

@@ -1,9 +1,9 @@
 """The template: one process per task image that forks a throwaway box for every test run.
 
-It has pytest configured and the sources of the task's tree compiled: the tree that agents get, never the right answer,
-so that no process that an agent's code runs in can find that answer. It never runs code of an agent, and never sees one
-either: a request is a descriptor that only the forked child reads. What the child reports travels through a pipe back
-to the owner, who decides what it is worth; the template watches deadlines and the pipe.
+It has pytest configured, and the sources of the task's tree compiled: the tree that agents get, never the right answer,
+so that no process with an agent's code can find that answer. It never runs or reads code of an agent: a request is a
+descriptor that only the forked child reads. The report of the child goes through a pipe to the owner, who judges it.
+The template watches deadlines and the pipe.
 
 Wire format in both directions: a 4-byte little-endian length and JSON. A run's request carries one descriptor.
 """
@@ -37,14 +37,14 @@ from . import code, suite, swap, tested, verifier
 
 MODULE = "module:"  # before the name of a module to import ahead
 MAX_REPORT = 1 << 20  # bytes that a run may report
-WATCH_SECONDS = 0.25  # between looks at the memory of a run
+WATCH_SECONDS = 0.25  # between checks of the memory of a run
 LEARNING = {"memory": 4 << 30, "addresses": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}  # limits
 _LIBRARY_SKIP = frozenset({"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "__main__"})
 
 
 @dataclass
 class ForkedRun:
-    """A forked child, seen from the template."""
+    """A forked child, as the template tracks it."""
 
     id: int
     pid: int
@@ -52,14 +52,15 @@ class ForkedRun:
     pipe: int
     deadline: float
     started: float
-    memory: float  # bytes that its processes may hold together; infinite where a control group sees to it
+    memory: float  # limit of the bytes that its processes hold together; infinite where a control group has the limit
     timed_out: bool = False
 
 
 class RunTemplate:
-    """`connection` is the owner; `hidden` the folder of hidden tests inside, if this image is for grading.
+    """The template process. `connection` leads to the owner; `hidden` is the folder of hidden tests inside, if this
+    image is for grading.
 
-    A hot template holds the task's library and tests imported, a cold one only their compiled code; see `swap.py`.
+    A hot template has imported the task's library and tests, a cold one holds only their compiled code; see `swap.py`.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class RunTemplate:
         controls: dict[str, Any] | None,
         lowers: Sequence[str] = (root.WORKSPACE,),
     ) -> None:
-        """`controls` are what `sandbox.backend.HiddenControls` says, or None; `lowers` the layers of boxes."""
+        """`controls` is a `sandbox.backend.HiddenControls` as a dictionary, or None; `lowers` are the layers of
+        boxes."""
         self.connection = connection
         self.lowers = lowers
         self.hidden = hidden
@@ -94,7 +96,7 @@ class RunTemplate:
         self.descriptors: list[int] = []
 
     def serve(self) -> None:
-        """Until the owner hangs up."""
+        """Serve requests until the owner closes the connection."""
         poll = select.poll()
         self.poll = poll
         poll.register(self.connection, select.POLLIN)
@@ -115,18 +117,18 @@ class RunTemplate:
             for run in self.runs.values():
                 if now >= run.deadline:
                     run.timed_out = True
-                    os.kill(run.pid, signal.SIGKILL)  # it stays ours until it is waited for
+                    os.kill(run.pid, signal.SIGKILL)  # the pid cannot be reused until it is waited for
                     run.deadline = now + 60
 
     def _watch(self, now: float) -> None:
-        """End runs whose processes together hold more memory than a run may: the kernel's limit is for each alone."""
+        """End runs whose processes together hold more memory than a run may; the kernel limits each process alone."""
         watched = (run for run in self.runs.values() if run.memory < math.inf)
         old = {run.pid: run for run in watched if now - run.started >= WATCH_SECONDS}
         if not old:
             return
         parents, held = memory_of_processes()
         sums = dict.fromkeys(old, 0)
-        inherited = held.get(os.getpid(), 0)  # forks share what they don't write to
+        inherited = held.get(os.getpid(), 0)  # forks share pages that they don't write to
         for pid, size in held.items():
             while pid not in sums and pid in parents:  # orphans belong to the first process of their run
                 pid = parents[pid]
@@ -180,7 +182,7 @@ class RunTemplate:
         self.poll.register(run.pidfd, select.POLLIN)
 
     def _teach(self, request: dict[str, Any], payload: int) -> None:
-        """Keep what a recording of hidden tests needed."""
+        """Keep the modules and code that a recording of hidden tests needed."""
         self._remember(json.loads(box.read_all(payload)))
         os.close(payload)
         box.send(self.connection, {"id": request["id"]})
@@ -196,7 +198,7 @@ class RunTemplate:
         return linux.fork_first(self.own_pids)
 
     def _finish(self, run: ForkedRun) -> None:
-        """Pid 1 of a box has ended, and with it everything in the box."""
+        """Handle the end of pid 1 of a box, and with it of all its processes."""
         _, status, usage = os.wait4(run.pid, 0)
         self.poll.unregister(run.pidfd)
         del self.runs[run.pidfd]
@@ -213,16 +215,17 @@ class RunTemplate:
         box.send(self.connection, head, [data])
 
     def _warm_up(self, request: dict[str, Any], payload: int) -> None:
-        """Compile and, in a hot template, import what tests of some files need; say what was learned and compiled."""
-        told, packed = box.decode(box.read_all(payload))
+        """Compile and, in a hot template, import the modules that tests of some files need. Reports the modules and the
+        code."""
+        task, packed = box.decode(box.read_all(payload))
         os.close(payload)
         self.cache.packed = {path: code for path, code in packed.items() if code}
-        learned = told["learned"] or [self._try_out(told["files"])]
+        learned = task["learned"] or [self._try_out(task["files"])]
         for record in learned:
             self._remember(record)
         if self.hot:
             with swap.record(self.ran, root.WORKSPACE):
-                for path in told["files"]:
+                for path in task["files"]:
                     if any(path in record.get("loaded", ()) for record in learned):
                         with contextlib.suppress(BaseException):
                             self._import(path)
@@ -234,11 +237,11 @@ class RunTemplate:
         gc.freeze()
         made = {path: base64.b64encode(code).decode() for path, code in self.cache.made.items()}
         self.cache.made.clear()
-        news = {"learned": {} if told["learned"] else learned[0], "code": made}
+        news = {"learned": {} if task["learned"] else learned[0], "code": made}
         box.send(self.connection, {"id": request["id"]}, [json.dumps(news).encode()])
 
     def _try_out(self, files: list[str]) -> dict[str, Any]:
-        """Import test modules in a box of their own, on the task's image, to learn what to keep compiled."""
+        """Import test modules in a box of their own, on the task's image, to learn which modules to keep compiled."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
         pid = self._fork()
         if pid == 0:
@@ -254,7 +257,7 @@ class RunTemplate:
         return json.loads(data or b"{}")
 
     def _remember(self, learned: dict[str, Any]) -> None:
-        """Keep compiled and imported what a trusted run needed."""
+        """Keep compiled and imported the modules that a trusted run needed."""
         self.cache.tests.update(learned.get("tests", ()))
         for path in learned.get("sources", ()):
             with contextlib.suppress(SyntaxError, ValueError, OSError):
@@ -278,7 +281,7 @@ class RunTemplate:
         groups: Sequence[int] = (),
         sock: int = -1,
     ) -> None:
-        """In the fork; never returns."""
+        """Run tests in the fork. Never returns."""
         try:
             linux.join(groups)
             request, changes = ({}, {}) if payload < 0 else box.decode(box.read_all(payload))
@@ -313,13 +316,13 @@ class RunTemplate:
         box.confine(limits, self.filter)
 
     def _verify(self, request: dict[str, Any], sock: int, writer: int) -> None:
-        """Run hidden tests whose library is at the other end of the socket."""
+        """Run hidden tests against a library at the other end of the socket."""
         before = set(sys.modules)
         wire = verifier.Verifier(socket.socket(fileno=sock), request["names"], request["recording"])
         tests = verifier.VerifiedSuite(self.config, self.reporter, self.cache, wire)
         verifier.verify(request, tests, lambda record: _write(writer, record))
         if wire.recording:
-            _write(writer, {"learned": {**self._learned(before), "library": list(dict.fromkeys(wire.asked))}})
+            _write(writer, {"learned": {**self._learned(before), "library": list(dict.fromkeys(wire.library_modules))}})
         _write(writer, {"end": len(request["tests"])})
 
     def _run(self, request: dict[str, Any], writer: int, sock: int) -> None:
@@ -338,7 +341,7 @@ class RunTemplate:
         _write(writer, {"end": len(request["tests"])})
 
     def _swap(self) -> bool:
-        """Bring the imported library to the state of this run; False if that takes a fresh import."""
+        """Bring the imported library to the state of this run; False if it must be imported again."""
         for path, data in self.cache.changed.items():
             source = self.cache.sources.get(path)
             if source is None or data is None or path not in self.modules:
@@ -364,7 +367,7 @@ class RunTemplate:
             data = data[os.write(writer, data) :]
 
     def _learned(self, before: set[str]) -> dict[str, Any]:
-        """What this process has compiled and imported since."""
+        """The modules that this process has compiled and imported since `before`."""
         stable = (sys.base_prefix + "/", root.SITE + "/", root.RUNNER + "/", "/usr/lib/")
         names = []
         for name, module in list(sys.modules.items()):
@@ -382,7 +385,7 @@ class RunTemplate:
 
 
 def memory_of_processes() -> tuple[dict[int, int], dict[int, int]]:
-    """(parent, bytes of its own) by process, as far as /proc shows them."""
+    """(parent, private bytes) by process, as far as /proc shows them."""
     parents: dict[int, int] = {}
     held: dict[int, int] = {}
     page = resource.getpagesize()

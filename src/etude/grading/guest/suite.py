@@ -1,8 +1,9 @@
-"""Run chosen tests in this process with pytest's own collectors, fixtures and run protocol, and say how each ended.
+"""Runs chosen tests in this process with pytest's own collectors, fixtures and run protocol, and reports their
+outcomes.
 
-`prepare` runs in the template: one configured session without terminal, cache, conftest or ini file. `Suite` runs in
-a forked child: it builds only the nodes of the wanted tests. Node ids: `tests/test_a.py::TestB::test_c[1-2]` and, for
-the examples in a docstring, `src/pkg/mod.py::doctest:function`.
+`prepare` runs in the template: one configured session without terminal, cache, conftest or ini file. `Suite` runs in a
+forked child: it builds only the nodes of the wanted tests. Node ids: `tests/test_a.py::TestB::test_c[1-2]` and, for the
+examples in a docstring, `src/pkg/mod.py::doctest:function`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ Report = Callable[[str, str, str], None]  # (node id, outcome, message)
 
 
 class _Reporter:
-    """Keeps the outcome of each phase. In pytest's place: it formats a traceback with source for every failure."""
+    """Keeps the outcome of each phase. It replaces pytest's reporter, which formats a traceback with source for every
+    failure."""
 
     def __init__(self) -> None:
         with open(os.devnull, "w") as null:
@@ -51,7 +53,7 @@ class _Reporter:
         error = caught.pop(0) if caught else call.excinfo
         outcome, message = "passed", ""
         if error is not None:
-            import unittest  # which few suites need
+            import unittest  # here, since few suites need it
 
             skipped = isinstance(error.value, (pytest.skip.Exception, unittest.SkipTest))
             outcome = "skipped" if skipped else "failed"
@@ -69,7 +71,7 @@ _ADDRESS = re.compile(
 
 
 def describe(error: BaseException) -> str:
-    """`Type: first line`, without addresses, so that it is the same on every run."""
+    """`Type: first line` of an error, without addresses, so that it is the same on every run."""
     try:
         lines = str(error).strip().split("\n")
     except BaseException:  # the tested code's own __str__
@@ -112,7 +114,7 @@ _session = pytest.StashKey[pytest.Session]()
 
 
 class _Module(pytest.Module):
-    """A test module that is imported already, and of which only `wanted` names are collected."""
+    """A test module that is already imported. Only `wanted` names are collected from it."""
 
     wanted: frozenset[str] | None
     imported: ModuleType
@@ -128,7 +130,7 @@ class _Module(pytest.Module):
 
 
 class Suite:
-    """The tests of one run. `hidden` and `workspace` are folders that ids are relative to; the first wins."""
+    """The tests of one run. Ids are relative to the folders `hidden` and `workspace`; the first wins."""
 
     def __init__(
         self, config: Config, reporter: _Reporter, cache: code.Cache, hidden: str | None, workspace: str
@@ -139,10 +141,10 @@ class Suite:
         self.hidden, self.workspace = hidden, workspace
         self.folders: dict[str, Any] = {}
         self.items: dict[str, dict[str, Any]] = {}  # path -> node id -> item, of files collected ahead
-        self.virtual: dict[str, str] = {}  # path -> text of test modules that are on no disk
+        self.virtual: dict[str, str] = {}  # path -> text of test modules that have no file
 
     def locate(self, path: str) -> str | None:
-        """The file of a node id's path."""
+        """The file for the path of a node id."""
         for tree in self.trees:
             if os.path.isfile(f"{tree}/{path}"):
                 return f"{tree}/{path}"
@@ -171,7 +173,7 @@ class Suite:
             self.items[path] = {item.nodeid: item for item in _items(self._module(path, None))}
 
     def _package(self, path: str, file: str) -> str:
-        """Module name of a test file; its packages are imported, from every tree that has them."""
+        """The module name of a test file. Its packages are imported, from every tree that has them."""
         parts = path.removesuffix(".py").split("/")
         tree = file.removesuffix("/" + path)
         first = len(parts) - 1
@@ -188,7 +190,7 @@ class Suite:
         return ".".join(parts[first:])
 
     def _folder(self, path: str) -> Any:
-        """The collector of a folder, its conftest registered."""
+        """The collector of a folder. Registers its conftest."""
         if path in self.folders:
             return self.folders[path]
         parent = self._folder(path.rpartition("/")[0]) if path else self.session
@@ -253,7 +255,7 @@ class Suite:
         return entries
 
     def _module(self, path: str, wanted: frozenset[str] | None) -> _Module:
-        """The collector of a test file; of `wanted` functions and classes only, if given."""
+        """The collector of a test file, restricted to the `wanted` functions and classes unless None."""
         folder = self._folder(path.rpartition("/")[0])
         module = self.load(path)
         node: Any = _Module.from_parent(folder, path=Path(self.trees[0], path))
@@ -301,7 +303,7 @@ class Suite:
 
 
 class _DocRunner(doctest.DocTestRunner):
-    """Keeps one line about the first example that fails."""
+    """Keeps one line about the first doctest example that fails."""
 
     message: str | None = None
 

@@ -1,9 +1,9 @@
-"""Put a changed function into a module that is imported already.
+"""Replaces a changed function in a module that is already imported.
 
 Importing a library costs more than most of its tests. A hot template has imported the pristine library; a forked run
-then needs only the bodies of the functions that changed. That equals a fresh import if the change touches nothing but
-function bodies, and if none of these functions ran while the library was imported: `record` knows which did.
-Everything else is refused, and the run is made in a cold template, which imports afresh.
+then needs only the bodies of the functions that changed. That equals a fresh import if the change touches only function
+bodies, and if none of these functions ran while the library was imported: `record` lists those that ran. Any other
+change is refused, and the run is made in a cold template, which imports afresh.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def record(ran: Ran, root: str) -> Iterator[None]:
 
 
 def swap(source: code.TreeSource, text: str, module: ModuleType, ran: Ran) -> bool:
-    """Make `module`, imported from `source`, what it would be if its file held `text`. False: it can't be done."""
+    """Make `module`, imported from `source`, equal to an import of a file with `text`. False if that is impossible."""
     cut = source.cut(text)
     if cut is None:
         return False
@@ -70,7 +70,7 @@ def swap(source: code.TreeSource, text: str, module: ModuleType, ran: Ran) -> bo
 def _differing(
     old: list[ast.stmt], new: list[ast.stmt], prefix: str, changed: list[tuple[str, ast.FunctionDef, int]]
 ) -> bool:
-    """Collect functions whose bodies differ; False if anything else does."""
+    """Collect functions whose bodies differ; False if any other part differs."""
     if len(old) != len(new):
         return False
     for before, after in zip(old, new, strict=True):
@@ -112,7 +112,7 @@ def _function(module: ModuleType, name: str) -> FunctionType | None:
 
 
 def _find(compiled: CodeType | None, name: str, line: int) -> CodeType | None:
-    """The code of a definition, at its line or at its first decorator's."""
+    """The code of a definition that starts at `line`, or whose first decorator does."""
     if compiled is None:
         return None
     for constant in compiled.co_consts:
@@ -125,7 +125,7 @@ def _find(compiled: CodeType | None, name: str, line: int) -> CodeType | None:
 
 
 def _shift(module: ModuleType, path: str, end: int, lines: int) -> None:
-    """Move the functions that lie below line `end`, as tracebacks and `inspect` see them."""
+    """Move the functions below line `end`, for tracebacks and `inspect`."""
     seen: set[int] = set()
     spaces = [vars(module)]
     while spaces:

@@ -1,7 +1,9 @@
-"""The side of the tested process: does with the agent's library what a hidden test in another process asks for.
+"""The side of the tested process: runs the operations on the agent's library that a hidden test in another process
+requests.
 
-Nothing here is trusted. The agent's code shares this process and may change any of it; it then gives other answers, to
-a process that compares them with what only that process knows (`verifier.py`). See `wire.py` for what crosses.
+Nothing in this process is trusted. The agent's code shares it and may change any of it. It can then only send other
+replies, to a process that compares them with values that this process does not hold (`verifier.py`). `wire.py` defines
+the messages.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ...sandbox.guest import root
 from .wire import Context, Garbage, Gone, Unsendable, Wire
 
 PLAIN_CLASSES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, object, type)
-ABSTRACT = "abstract@"  # beside the members of a class that says itself what its instances are
+ABSTRACT = "abstract@"  # marks, among its members, a class that decides itself which objects are its instances
 _HIDDEN = {"__dict__", "__weakref__", "__module__", "__doc__", "__slots__", "__annotations__", "__orig_bases__"}
 _NAMED_ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 
@@ -87,10 +89,10 @@ class TestedSide(Wire):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
-        self.proxies: dict[int, Any] = {}  # number of the verifier's object -> what stands for it here
-        self.theirs: dict[int, int] = {}  # id of such a thing -> number
+        self.proxies: dict[int, Any] = {}  # number of the verifier's object -> its proxy
+        self.theirs: dict[int, int] = {}  # id of a proxy -> number
         self.kinds: dict[int, type] = {}  # number of the verifier's class -> class of proxies
-        self.replaced: dict[tuple[Any, str], object] = {}  # what tests have put something else in place of
+        self.replaced: dict[tuple[Any, str], object] = {}  # attributes that tests have patched -> the earlier value
         self.issued: list[tuple[type[Warning], str]] = []
 
     def run(self) -> None:
@@ -130,7 +132,7 @@ class TestedSide(Wire):
         setattr(target, name, value)
 
     def _delete(self, target: Any, name: str) -> None:
-        """Delete an attribute; of a class or module, which a test has patched, the earlier one comes back."""
+        """Delete an attribute. A class or module, which a test has patched, gets the earlier attribute back."""
         before = self.replaced.pop((target, name), self) if isinstance(target, (type, ModuleType)) else self
         if before is self:
             delattr(target, name)
@@ -169,7 +171,7 @@ class TestedSide(Wire):
         return ["h", self.export(value), self._class(type(value), context)]
 
     def _class(self, kind: type, context: Context) -> Any:
-        """The number of a class; with its description where the verifier does not know it yet."""
+        """The number of a class, with its description if the verifier does not know it yet."""
         if kind in PLAIN_CLASSES or (_NAMED_ERRORS.get(kind.__name__) is kind and issubclass(kind, BaseException)):
             return ["g", "builtins", kind.__name__]
         if (number := self.theirs.get(id(kind))) is not None:
@@ -192,15 +194,15 @@ class TestedSide(Wire):
         kind = RuntimeError if isinstance(error, (KeyboardInterrupt, GeneratorExit)) else type(error)
         try:
             text = str(error)[:4000]
-        except BaseException as e:  # the code's own
+        except BaseException as e:  # from the code's own __str__
             text = type(e).__name__
         try:
-            given = self.encode(error.args, context)
+            arguments = self.encode(error.args, context)
         except (Unsendable, RecursionError):
-            given = self.encode((text,), context)
-        return ["E", self.export(error), self._class(kind, context), given, text]
+            arguments = self.encode((text,), context)
+        return ["E", self.export(error), self._class(kind, context), arguments, text]
 
-    # What stands for objects of the verifier
+    # Proxies of the verifier's objects
 
     def decode_other(self, form: list[Any], context: Context) -> Any:
         """As `Wire.decode_other`."""
@@ -212,10 +214,10 @@ class TestedSide(Wire):
             case ["m", name]:
                 return importlib.import_module(name)
             case ["g", module, name]:
-                found: Any = importlib.import_module(module)
+                shared: Any = importlib.import_module(module)
                 for part in name.split("."):
-                    found = getattr(found, part)
-                return found
+                    shared = getattr(shared, part)
+                return shared
             case ["F", number, name, parameters]:
                 return self._keep(number, self._function(number, name, parameters, context))
             case ["P", number, kind]:
@@ -241,8 +243,8 @@ class TestedSide(Wire):
         return self.kinds[number]
 
     def _function(self, number: int, name: str, parameters: list[Any], context: Context) -> FunctionType:
-        """A function of the same signature that calls the verifier's."""
-        head, given, named = [], [], []
+        """A function of the same signature that calls a function of the verifier."""
+        head, positional, named = [], [], []
         space: dict[str, Any] = {}
         for i, (parameter, kind, default) in enumerate(parameters):
             text = parameter
@@ -254,16 +256,16 @@ class TestedSide(Wire):
                     head.append("*")
                 named.append(f"{parameter}={parameter}")
             elif kind == inspect.Parameter.VAR_POSITIONAL:
-                text, given = f"*{parameter}", [*given, f"*{parameter}"]
+                text, positional = f"*{parameter}", [*positional, f"*{parameter}"]
             elif kind == inspect.Parameter.VAR_KEYWORD:
                 text, named = f"**{parameter}", [*named, f"**{parameter}"]
             else:
-                given.append(parameter)
+                positional.append(parameter)
             head.append(text)
             following = parameters[i + 1][1] if i + 1 < len(parameters) else None
             if kind == inspect.Parameter.POSITIONAL_ONLY and following != kind:
                 head.append("/")
-        call = "".join(f"{part}, " for part in given)
+        call = "".join(f"{part}, " for part in positional)
         source = f"def made({', '.join(head)}): return __builtins__['call@'](({call}), dict({', '.join(named)}))"
         space["call@"] = lambda arguments, keywords: self.request("call", self.proxies[number], arguments, keywords)
         scope: dict[str, Any] = {"__builtins__": {**space, "dict": dict}, "__name__": "tests"}
@@ -305,7 +307,7 @@ _SERVED: dict[str, Callable[..., object]] = {
 
 
 def content(value: Any) -> object:
-    """The built-in content of an instance of a subclass, whatever its own methods claim. Raises TypeError."""
+    """The built-in content of an instance of a subclass, read without its own methods. Raises TypeError."""
     copies: dict[Any, Callable[[Any, Any], object]] = {
         **dict.fromkeys((str, bytes, bytearray), lambda base, v: base.__getitem__(v, slice(None))),
         **dict.fromkeys((int, float), lambda base, v: base.__pos__(v)),

@@ -1,12 +1,12 @@
-"""Runs hidden tests in a process that holds no code of an agent: the library that they test is in another one.
+"""Runs hidden tests in a process without the agent's code: the library under test is in another process.
 
-An import hook makes modules of the library stand for those of the tested process (`tested.py`); what is asked of them
-travels over one socket (`wire.py`, `mirrors.py`). Assertions, fixtures and expected values stay here, and so does the
-verdict, which leaves over a descriptor that the tested process never had.
+An import hook replaces modules of the library by mirrors of those in the tested process (`tested.py`). Operations on
+them travel over one socket (`wire.py`, `mirrors.py`). Assertions, fixtures and expected values stay here, and so does
+the verdict, which leaves over a descriptor that the tested process never had.
 
-What the library may decide is on record: a comparison that the tested process answers counts only where the recorded
-run of the right library had one at the same place of the same test. So an object that claims to equal everything is
-worth nothing where the library returns a plain value.
+Recordings limit the decisions of the library: a comparison that the tested process answers counts only if the recorded
+run of the right library had one at the same place of the same test. So an object that claims to equal everything fails
+where the library returns a plain value.
 """
 
 from __future__ import annotations
@@ -37,21 +37,30 @@ from .tested import OPERATIONS, PLAIN_CLASSES
 from .wire import Context, Garbage, Gone, Unsendable, Wire
 
 _PLAIN_BY_NAME = {kind.__name__: kind for kind in PLAIN_CLASSES}
-_FRAMES = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_", "func_")  # what leads from an object to the test that made it
+_FRAMES = (
+    "_",
+    "gi_",
+    "cr_",
+    "ag_",
+    "f_",
+    "tb_",
+    "co_",
+    "func_",
+)  # these names lead from an object to its test
 _NAMES = frozenset({"__name__", "__qualname__", "__doc__", "__module__"})
-RECORDING_SECONDS = 15.0  # of one test; longer than any should take on a machine with other work
+RECORDING_SECONDS = 15.0  # of one test; longer than any should take on a busy machine
 MAX_PLACES = 5000  # of one test
 
 
 class Refused(BaseException):
-    """The tested process would decide what it did not decide when the test was recorded."""
+    """The tested process would decide a comparison that it did not decide when the test was recorded."""
 
 
 class Verifier(Wire):
     """The verifier's end of the connection.
 
-    fault: why the test that runs now can't pass any more, whatever its code catches.
-    places: where the library decided, in the test that runs now; `allowed`: where it may.
+    fault: the reason for which the current test can no longer pass, whatever its code catches.
+    places: where the library decided in the current test; `allowed`: where it may.
     """
 
     def __init__(self, sock: socket.socket, names: Sequence[str], recording: bool) -> None:
@@ -66,10 +75,10 @@ class Verifier(Wire):
         self.handles: dict[int, Any] = {}
         self.classes: dict[int, RemoteType] = {}
         self.class_numbers: dict[type, int] = {}
-        self.errors: dict[int, tuple[BaseException, int]] = {}  # id of an exception from there -> itself, its number
-        self.kinds: dict[type, int] = {}  # classes of what was handed over; below zero, unlike numbers of objects
-        self.asked: list[str] = []  # modules of the library that were imported
-        self.imported: dict[str, None] | None = None  # places of the time when test modules were imported
+        self.errors: dict[int, tuple[BaseException, int]] = {}  # id of a remote exception -> (exception, number)
+        self.kinds: dict[type, int] = {}  # classes of objects passed on; below zero, unlike numbers of objects
+        self.library_modules: list[str] = []  # modules of the library that were imported
+        self.imported: dict[str, None] | None = None  # places that were used while test modules were imported
         type.__setattr__(Handle, "wire", self)
         type.__setattr__(RemoteError, "wire", self)
 
@@ -91,7 +100,7 @@ class Verifier(Wire):
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Keep no places."""
+        """Keep no places within this context."""
         before, self.silent = self.silent, True
         try:
             yield
@@ -108,22 +117,23 @@ class Verifier(Wire):
         return ""
 
     def refuse(self, handle: Handle) -> None:
-        """Fail the test: an object stands where the library returned a plain value, or decided nothing."""
+        """Fail the test: an object is in a place where the library returned a plain value, or decided nothing."""
         self.blame(f"{type(handle).__qualname__} can't be compared here")
         raise Refused(self.fault)
 
     def patched(self, target: object) -> None:
-        """Fail a test that patches what the library has a copy of its own of: the patch would not get there."""
+        """Fail a test that patches an object of which the library has its own copy, since the patch would not reach the
+        copy."""
         place = target if isinstance(target, ModuleType) else sys.modules.get(getattr(target, "__module__", None) or "")
         if isinstance(target, (ModuleType, type)) and isinstance(place, ModuleType) and _shared(place.__name__):
             self.blame(f"a patch of {place.__name__} does not reach the library")
             raise Refused(self.fault)
 
     def blame(self, fault: str) -> None:
-        """Keep why the test fails."""
+        """Keep the reason for which the test fails."""
         self.fault = self.fault or fault
 
-    # Messages: what the other side does wrong ends the connection, and fails the test
+    # Messages: an error of the other side ends the connection, and fails the test
 
     def send(self, message: list[Any]) -> None:
         """As `Wire.send`."""
@@ -162,7 +172,7 @@ class Verifier(Wire):
             self.sock.close()
 
     def warned(self, warning: Any) -> None:
-        """Issue a warning of the library here."""
+        """Issue a warning of the library in this process."""
         if type(warning) is not list or [type(part) for part in warning] != [str, str]:
             raise Garbage("no warning")
         kind = getattr(builtins, warning[0], None)
@@ -172,10 +182,10 @@ class Verifier(Wire):
         path, _, line = place.rpartition(":")
         warnings.warn_explicit(warning[1], kind, path, int(line))
 
-    # Requests of the tested process: it may use what a test has handed over, and nothing that leads on from there
+    # Requests of the tested process: it may use objects that a test has passed on, and no names that lead on from them
 
     def serve(self, operation: str, values: list[Any]) -> object:
-        """As `Wire.serve`. Raises Garbage for what no library needs."""
+        """As `Wire.serve`. Raises Garbage for a request that no library needs."""
         if operation == "call" and len(values) == 3:
             target, arguments, keywords = values
             self._handed(target)
@@ -229,7 +239,8 @@ class Verifier(Wire):
         return ["P", number, self._kind(kind, context)]
 
     def _kind(self, kind: type, context: Context) -> Any:
-        """The number of a class of proxies there. The class itself is not handed over: nothing there may call it."""
+        """The number of a class of proxies in the tested process. The class itself is not passed on: no code there may
+        call it."""
         number = self.kinds.setdefault(kind, -1 - len(self.kinds))
         if number in self.described or number in context.described:
             return number
@@ -239,7 +250,7 @@ class Verifier(Wire):
         return [number, _identifier(kind.__name__), own]
 
     def _signature(self, value: Any, context: Context) -> list[Any]:
-        """Parameters of a function, as far as they are known: it then stands there as a function with the same."""
+        """The parameters of a function, as far as they are known; the tested process makes a function with the same."""
         try:
             parameters = inspect.signature(value, follow_wrapped=False).parameters.values()
         except (ValueError, TypeError):
@@ -262,13 +273,13 @@ class Verifier(Wire):
         context.described.append(number)
         kind = next(k for k in type(error).__mro__ if k.__module__ == "builtins")
         try:
-            given = self.encode(error.args, context)
+            arguments = self.encode(error.args, context)
         except Unsendable:
-            given = self.encode((str(error)[:4000],), context)
-        return ["E", number, _identifier(type(error).__name__), kind.__name__, given]
+            arguments = self.encode((str(error)[:4000],), context)
+        return ["E", number, _identifier(type(error).__name__), kind.__name__, arguments]
 
     def subclassed(self, made: RemoteType, bases: tuple[type, ...], space: dict[str, Any]) -> None:
-        """Make a test's subclass of a class of the library there as well."""
+        """Make a test's subclass of a library class in the tested process as well."""
         kept = {key: value for key, value in space.items() if key not in ("__module__", "__dict__", "__weakref__")}
         (number,) = self.request("class", made.__name__, bases, kept)
         if type(number) is not int or number in self.classes:
@@ -310,13 +321,13 @@ class Verifier(Wire):
             return self.classes[form]
         match form:
             case ["g", "builtins", str(name)]:
-                found = _PLAIN_BY_NAME.get(name) or getattr(builtins, name)
-                if isinstance(found, type) and (found in PLAIN_CLASSES or issubclass(found, BaseException)):
-                    return found
+                kind = _PLAIN_BY_NAME.get(name) or getattr(builtins, name)
+                if isinstance(kind, type) and (kind in PLAIN_CLASSES or issubclass(kind, BaseException)):
+                    return kind
             case ["o", number]:
-                found = self.own(number)
-                if isinstance(found, type):
-                    return found
+                kind = self.own(number)
+                if isinstance(kind, type):
+                    return kind
             case [int(number), str(module), str(name), list(bases), list(members)] if number not in self.classes:
                 if any(type(m) is not list or [type(part) for part in m] != [str, str] for m in members):
                     raise Garbage("a class of another form")
@@ -337,16 +348,16 @@ class Verifier(Wire):
         if tag != "E" or type(number) is not int or type(text) is not str:
             raise Garbage("no exception")
         cls = self._class(kind, context)
-        given = self.decode(arguments, context)
+        values = self.decode(arguments, context)
         if number in self.handles:
             return self.handles[number]
-        if not issubclass(cls, BaseException) or type(given) is not tuple or cls in (KeyboardInterrupt, GeneratorExit):
+        if not issubclass(cls, BaseException) or type(values) is not tuple or cls in (KeyboardInterrupt, GeneratorExit):
             raise Garbage("no exception")
         try:
-            made: Any = cls.__new__(cls, *given) if isinstance(cls, RemoteType) else cls(*given)  # type: ignore[arg-type]
+            made: Any = cls.__new__(cls, *values) if isinstance(cls, RemoteType) else cls(*values)  # type: ignore[arg-type]
         except TypeError:
             made = Exception.__new__(cls) if issubclass(cls, Exception) else RuntimeError(text)
-        made.args = given
+        made.args = values
         if isinstance(cls, RemoteType):
             vars(made).update(_remote_number=number, _remote_text=text)
         self.handles[number] = made
@@ -359,24 +370,24 @@ def _identifier(name: str) -> str:
 
 
 def _reference(value: Any) -> list[Any] | None:
-    """A module, or a class or function of a module that tests share with the library, by its name."""
+    """The name of a module, or of a class or function in a module, that tests share with the library; else None."""
     if isinstance(value, ModuleType):
         return ["m", value.__name__] if _shared(value.__name__) else None
     module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", None)
     name = getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or not callable(value) or not _shared(module):
         return None
-    found: Any = sys.modules[module]
+    shared: Any = sys.modules[module]
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is value or (type(found) is type(value) is types.BuiltinMethodType and found == value):
+        shared = getattr(shared, part, None)
+    if shared is value or (type(shared) is type(value) is types.BuiltinMethodType and shared == value):
         return ["g", module, name]
     return None
 
 
 @functools.cache
 def _shared(module: str) -> bool:
-    """Whether a module is one of the standard library or of the dependencies."""
+    """Whether a module belongs to the standard library or to the dependencies."""
     if module == "builtins":
         return True
     spec = getattr(sys.modules.get(module), "__spec__", None)
@@ -386,15 +397,15 @@ def _shared(module: str) -> bool:
 
 
 class RemoteModule(ModuleType):
-    """Stands for a module of the library. What is looked up is kept until the test changes the module."""
+    """The mirror of a library module. Attributes are kept until the test changes the module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__version__", "__author__", "__all__", "__doc__"):
             raise AttributeError(name)
-        found = _wire().request("get", self, name)
-        if isinstance(found, (Handle, RemoteType, RemoteModule)):
-            self.__dict__[name] = found
-        return found
+        attribute = _wire().request("get", self, name)
+        if isinstance(attribute, (Handle, RemoteType, RemoteModule)):
+            self.__dict__[name] = attribute
+        return attribute
 
     def __setattr__(self, name: str, value: object) -> None:
         if name.startswith("__") or isinstance(value, RemoteModule):
@@ -416,7 +427,7 @@ def _wire() -> Verifier:
 
 
 class RemoteFinder:
-    """Finds modules of the library there, but for those that stand among the hidden tests."""
+    """Finds modules of the library in the tested process, except those that the hidden tests bring."""
 
     def __init__(self, wire: Verifier) -> None:
         self.wire = wire
@@ -433,20 +444,20 @@ class RemoteFinder:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """A module that stands for that of the same name."""
+        """The mirror of the module of the same name."""
         return RemoteModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import it there."""
+        """Import the module in the tested process."""
         names = self.wire.request("import", module.__name__)
         if type(names) is not list or not all(type(name) is str for name in names):
             raise Garbage("no names")
-        self.wire.asked.append(module.__name__)
+        self.wire.library_modules.append(module.__name__)
         module.__dict__["__all__"] = names
 
 
 class VerifiedSuite(suite.Suite):
-    """The hidden tests of one run, each with what the library may decide in it."""
+    """The hidden tests of one run, each with the places at which the library may decide."""
 
     def __init__(self, config: Config, reporter: Any, cache: code.Cache, wire: Verifier) -> None:
         super().__init__(config, reporter, cache, None, root.WORKSPACE)
@@ -457,7 +468,7 @@ class VerifiedSuite(suite.Suite):
         if self.wire.imported is None:
             self.wire.imported = dict(self.wire.places)
         self.wire.begin(self.allowed.get(test, ()))
-        if self.wire.recording:  # a test that waits for itself over two processes would take the time of all others
+        if self.wire.recording:  # a test that deadlocks over the two processes would take the time of all others
             signal.signal(signal.SIGALRM, self._late)
             signal.setitimer(signal.ITIMER_REAL, RECORDING_SECONDS)
             _watch_patches(self.wire)
@@ -469,7 +480,8 @@ class VerifiedSuite(suite.Suite):
 
 
 def _watch_patches(wire: Verifier) -> None:
-    """Show the wire what pytest's `monkeypatch` and `unittest.mock`, if it is imported, patch from now on."""
+    """Make pytest's `monkeypatch` and `unittest.mock`, if it is imported, report their patches to the wire from now
+    on."""
     mock = sys.modules.get("unittest.mock")
     if mock is not None and not hasattr(mock._patch.get_original, "__wrapped__"):
         mock._patch.get_original = _showing(wire, mock._patch.get_original, lambda patch: patch.target)
@@ -478,7 +490,7 @@ def _watch_patches(wire: Verifier) -> None:
 
 
 def _showing(wire: Verifier, change: Callable[..., Any], target: Callable[..., object]) -> Callable[..., Any]:
-    """`change`, which first shows the wire the object that it will change."""
+    """`change`, preceded by a report to the wire of the object that it will change."""
 
     @functools.wraps(change)
     def shown(*arguments: Any, **named: Any) -> Any:
@@ -490,7 +502,8 @@ def _showing(wire: Verifier, change: Callable[..., Any], target: Callable[..., o
 
 
 def verify(request: dict[str, Any], tests: VerifiedSuite, write: Callable[[dict[str, Any]], None]) -> None:
-    """Run tests, and write how each ended: {"test", "outcome", "message", "fault"}, "places" too of a recording."""
+    """Run tests, and write the outcome of each: {"test", "outcome", "message", "fault"}, for a recording also
+    "places"."""
     wire = tests.wire
     tests.allowed = request["allowed"]
     wire.allowed = frozenset(place for places in tests.allowed.values() for place in places)

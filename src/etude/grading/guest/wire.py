@@ -1,8 +1,8 @@
-"""Values, calls and exceptions between a hidden test and the library that it tests, which run in two processes.
+"""Carries values, calls and exceptions between a hidden test and the library under test, which run in two processes.
 
-One side (`verifier.py`) runs the test, the other (`tested.py`) holds the agent's tree. Plain values cross by copy;
-everything else stays where it is and crosses as a handle, a number that its owner knows. A message is a length and
-JSON; nothing is unpickled, and whatever is not what this module writes raises `Garbage`.
+One side (`verifier.py`) runs the test, the other (`tested.py`) holds the agent's tree. Plain values cross by copy. All
+other objects stay in their process and cross as a handle, a number that their owner knows. A message is a length and
+JSON. Nothing is unpickled, and input that this module would not write raises `Garbage`.
 
 A request is [operation, argument...], a reply ["=", value, changes, warnings] or ["!", exception]. While a side waits
 for its reply it serves requests of the other: callbacks. Arguments that a call changed in place are written back.
@@ -33,19 +33,19 @@ REPLY, RAISED = "=", "!"
 
 
 class Garbage(BaseException):
-    """What came over the wire is no message, or not one that is due."""
+    """The received data is malformed, or a message out of turn."""
 
 
 class Gone(BaseException):
-    """The other side has ended."""
+    """The other process has ended."""
 
 
 class Unsendable(Exception):
-    """A value that can't cross: too deep or too large."""
+    """A value that cannot cross: too deep or too large."""
 
 
 class Context:
-    """The containers of one message, numbered as they are met, so that identity within it is kept."""
+    """The containers of one message, numbered in order of first use, so that identity within the message is kept."""
 
     def __init__(self, known: Sequence[object] = ()) -> None:
         """`known` are containers of the request that this message replies to."""
@@ -87,7 +87,8 @@ MUTABLE = frozenset((list, set, bytearray, collections.deque, *_MAPPINGS))
 
 
 class Wire:
-    """One end of the connection. Subclasses say how objects that are no plain values are described and stood for."""
+    """One end of the connection. Subclasses define the forms of objects that are not plain values, and their
+    mirrors."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -139,7 +140,7 @@ class Wire:
         return data
 
     def request(self, operation: str, *values: object) -> Any:
-        """Ask the other side to do something with values, and wait for what comes of it."""
+        """Send an operation with values to the other side, and wait for the result."""
         with self.lock:
             context = Context()
             message = [operation, *[self.encode(value, context) for value in values]]
@@ -171,7 +172,8 @@ class Wire:
         """Serve a request of the other side."""
         made = Context()
         values = self.checked(lambda: [self.decode(part, made) for part in message[1:]])
-        before = [(n, v, _copy(v)) for n, v in enumerate(made.order) if type(v) in MUTABLE]
+        mutable = [(n, v) for n, v in enumerate(made.order) if type(v) in MUTABLE]
+        before = [(n, v, bytes(v) if type(v) is bytearray else v.copy()) for n, v in mutable]
         context = Context(made.order)
         try:
             result = self.serve(message[0], values)
@@ -192,16 +194,16 @@ class Wire:
         self.described.update(context.described)
 
     def checked(self, work: Callable[[], Any]) -> Any:
-        """What `work` makes of data of the other side. Raises Garbage for whatever is not as it should be."""
+        """The result of `work` on data of the other side. Raises Garbage if the data is malformed."""
         try:
             return work()
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, re.error) as e:
             raise Garbage(f"{type(e).__name__}: {e}"[:200]) from None
 
-    # What a subclass does
+    # Methods for subclasses
 
     def serve(self, operation: str, values: list[Any]) -> object:
-        """Do what the other side asks for."""
+        """Carry out a request of the other side."""
         raise NotImplementedError
 
     def encode_other(self, value: object, context: Context) -> list[Any]:
@@ -209,7 +211,7 @@ class Wire:
         raise NotImplementedError
 
     def decode_other(self, form: list[Any], context: Context) -> Any:
-        """The object of such a form."""
+        """The object of a form that `encode_other` made."""
         raise NotImplementedError
 
     def encode_exception(self, error: BaseException, context: Context) -> list[Any]:
@@ -217,11 +219,11 @@ class Wire:
         raise NotImplementedError
 
     def decode_exception(self, form: Any, context: Context) -> BaseException:
-        """The exception of such a form."""
+        """The exception of a form that `encode_exception` made."""
         raise NotImplementedError
 
     def warned(self, warning: Any) -> None:
-        """The other side has issued a warning."""
+        """Receive a warning that the other side has issued."""
 
     def warnings(self) -> list[Any]:
         """Warnings since the last reply."""
@@ -301,7 +303,7 @@ class Wire:
         return form
 
     def decode(self, form: Any, context: Context) -> Any:
-        """The value of a JSON form. Raises Garbage, or what malformed data raises (see `checked`)."""
+        """The value of a JSON form. Raises Garbage, or any exception for malformed data (see `checked`)."""
         if type(form) is not list:
             if type(form) is dict:
                 raise Garbage("an object")
@@ -393,12 +395,8 @@ _DECODERS: dict[str, Callable[[Wire, list[Any], Context], Any]] = {
 }
 
 
-def _copy(value: Any) -> Any:
-    return value.copy() if type(value) is not bytearray else bytes(value)
-
-
 def _same(value: Any, old: Any) -> bool:
-    """Whether a container holds the very objects that it held."""
+    """Whether a container still holds the same objects."""
     if len(value) != len(old):
         return False
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
-"""Foreign Harbor folders as a dataset: a folder is kept if its own solution scores 1, and doing nothing scores 0.
+"""Makes a dataset of foreign Harbor folders: a folder is kept if its own solution scores 1 and an unchanged box scores
+0.
 
-The gates hold in the boxes that training has: what a folder needs beyond them is the reason that it is left out.
+The gates run in the boxes that training uses. A folder with needs beyond these boxes is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ WORKERS = 2
 
 @dataclass(frozen=True)
 class Trial:
-    """One folder: its record if it is kept, else why not."""
+    """The result of trying one folder: its record if it is kept, else the reason."""
 
     folder: str
     record: ForeignRecord | None = None
@@ -50,7 +51,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """All folders that were tried."""
+    """The results of all folders that were tried."""
 
     trials: tuple[Trial, ...]
     kept: tuple[ForeignRecord, ...] = field(init=False)
@@ -60,13 +61,13 @@ class Trials:
 
     @property
     def share(self) -> str:
-        """How many of the folders work."""
+        """The share of the folders that pass the gates, as text."""
         total = len(self.trials)
         return f"{len(self.kept)} of {total} folders work ({100 * len(self.kept) / max(1, total):.0f} %)"
 
 
 def try_folders(roots: Sequence[Path], bases: Sequence[str], progress: Progress) -> Trials:
-    """Tries every Harbor folder at and below `roots`, and keeps nothing. Raises UserError."""
+    """Try every Harbor folder at and below `roots`, without writing a dataset. Raises UserError."""
     with tempfile.TemporaryDirectory(prefix="etude-harbor-") as work:
         return asyncio.run(_try_all(find(roots), Path(work), bases, 0.25, progress))
 
@@ -74,7 +75,7 @@ def try_folders(roots: Sequence[Path], bases: Sequence[str], progress: Progress)
 def build(
     roots: Sequence[Path], out: Path, progress: Progress, *, bases: Sequence[str] = (), heldout_fraction: float = 0.25
 ) -> tuple[Dataset, Trials]:
-    """Writes a dataset of the folders that pass the gates. Raises UserError if none does, or if `out` is taken."""
+    """Write a dataset of the folders that pass the gates. Raises UserError if none does, or if `out` exists."""
     folders = find(roots)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another folder or remove it.")
@@ -147,7 +148,7 @@ async def _try_all(
 
 
 def _divided(trials: Sequence[Trial], heldout_fraction: float) -> Trials:
-    """The trials, with a share of the tasks held out, chosen by a hash of their ids."""
+    """The trials with a share of the tasks held out, chosen by a hash of their ids."""
     kept = [trial.record.id for trial in trials if trial.record is not None]
     ordered = sorted(kept, key=lambda id: blake3.blake3(id.encode()).digest())
     count = max(1, round(heldout_fraction * len(kept))) if heldout_fraction and len(kept) > 1 else 0
@@ -163,8 +164,9 @@ def _divided(trials: Sequence[Trial], heldout_fraction: float) -> Trials:
 
 
 async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> ForeignRecord:
-    """The record of a folder whose image can be made and whose gates hold; boxes that infrastructure loses are made
-    again, of another folder, since a sandbox keeps what it has seen. Raises FolderRefused or UserError."""
+    """The record of a folder whose image can be made and whose gates hold. Boxes that infrastructure loses are made
+    again, in another folder, since a sandbox keeps the content of a folder that it has read. Raises FolderRefused or
+    UserError."""
     for left in reversed(range(TRIES)):
         root = work / TRIED / f"{id}.{left}"
         root.mkdir(parents=True)
@@ -200,7 +202,8 @@ async def _record(sandbox: Sandbox, folder: Folder, id: str, root: Path) -> Fore
 
 
 async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, made: images.ForeignImage) -> ForeignRecord:
-    """The record with the files that grading must accept of a solution. Raises FolderRefused, and what loses a box."""
+    """The record with the files that grading must accept from a solution. Raises FolderRefused, and BoxError if a box
+    is lost."""
     limits, tests = limits_of(record.memory_mb), folder / "tests"
     nothing = await harbor.grade(sandbox, tests_of(record, tests), made.image, {}, limits)
     if nothing.reward > 0:
@@ -262,7 +265,7 @@ DECIDED_INSIDE = (
 
 
 def card(name: str, trials: Trials) -> str:
-    """DATACARD.md: what the folders are, and why others were left out."""
+    """DATACARD.md: the folders in the dataset, and the reasons for which others were left out."""
     kept = [(record.id, record.split, "decided inside", record.licence or "not stated") for record in trials.kept]
     left = [(trial.folder, trial.why) for trial in trials.trials if trial.record is None]
     return "\n".join(
@@ -279,12 +282,14 @@ def card(name: str, trials: Trials) -> str:
 
 
 def lines(trials: Trials) -> list[str]:
-    """What `etude tasks harbor` prints: a line for each folder, and the share that works."""
-    said = [f"{'works  ' if t.record else 'refused'} {t.folder}{f': {t.why}' if t.why else ''}" for t in trials.trials]
-    return [*said, trials.share]
+    """The output of `etude tasks harbor`: a line for each folder, and the share that works."""
+    folders = [
+        f"{'works  ' if t.record else 'refused'} {t.folder}{f': {t.why}' if t.why else ''}" for t in trials.trials
+    ]
+    return [*folders, trials.share]
 
 
 def as_json(trials: Trials) -> Mapping[str, object]:
-    """The same as JSON."""
+    """The trials as JSON."""
     folders = {trial.folder: trial.why for trial in trials.trials}
     return {"tried": len(trials.trials), "works": len(trials.kept), "folders": folders}

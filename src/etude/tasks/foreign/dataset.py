@@ -1,9 +1,9 @@
 """A dataset of foreign Harbor tasks on disk, and how they are graded.
 
 DIR/dataset.json   kind "harbor", name, counts, digests
-DIR/harbor.json    a record per task: where its boxes show what, its limits, its split
+DIR/harbor.json    a record per task: the folders of its boxes, its limits, its split
 DIR/tasks/ID/      the Harbor folder as it was
-DIR/images/ID/     tree/, site/ and provided/: what its boxes are made of (`image.py`)
+DIR/images/ID/     tree/, site/ and provided/: the folders of its boxes (`image.py`)
 DIR/hidden/        empty; the tests of a task are tasks/ID/tests
 """
 
@@ -32,10 +32,10 @@ PROCESSES, DISK_MB = 256, 256  # of a box
 
 
 class ForeignRecord(Record, frozen=True, kw_only=True):
-    """What etude knows of a foreign task besides its folder."""
+    """The facts about a foreign task that its folder does not hold."""
 
     id: str
-    source: str  # the folder, as it was called
+    source: str  # the original name of the folder
     split: str
     workdir: str
     places: dict[str, str]
@@ -49,12 +49,12 @@ class ForeignRecord(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignDataset(Dataset):
-    """Tasks that others wrote."""
+    """A dataset of foreign Harbor tasks."""
 
     records: Mapping[str, ForeignRecord]
 
     def image(self, task: Task) -> Image:
-        """What the agent's box is made of; neither tests nor solution."""
+        """The image of the agent's box, without tests and solution."""
         record = self.records[task.id]
         layout = Layout(record.workdir, record.places)
         return ForeignImage(self.root / "images" / task.id, layout, record.environment).image
@@ -64,24 +64,25 @@ class ForeignDataset(Dataset):
         return limits_of(self.records[task.id].memory_mb)
 
     async def grade(self, sandbox: Sandbox, task: Task, changes: Changes) -> Grade:
-        """Runs the task's own tests on the final state. Raises BoxError, payer infra."""
+        """Run the task's own tests on the final state. Raises BoxError, payer infra."""
         record = self.records[task.id]
         tests = tests_of(record, self.root / "tasks" / task.id / "tests")
         return await harbor.grade(sandbox, tests, self.image(task), changes, self.limits(task))
 
 
 def limits_of(memory_mb: int) -> Limits:
-    """The limits of boxes with so much memory; compilers and runtimes reserve more addresses than they use."""
+    """The limits of boxes with `memory_mb` MB of memory; compilers and runtimes reserve more addresses than they
+    use."""
     return Limits(memory_mb=memory_mb, addresses_mb=4 * memory_mb, processes=PROCESSES, disk_mb=DISK_MB)
 
 
 def tests_of(record: ForeignRecord, folder: Path) -> HarborTests:
-    """How a task is graded, with its tests in `folder`."""
+    """The tests of a task, in `folder`, and the way in which they are run."""
     return HarborTests(folder, record.workdir, record.seconds, record.verifier_environment, record.allowed)
 
 
 def load(root: Path) -> Dataset:
-    """The dataset in `root`, of foreign tasks or of our own. Raises UserError, also if it has changed."""
+    """Load the dataset in `root`, of foreign tasks or of our own. Raises UserError, also if it has changed."""
     manifest = datasets.read_manifest(root)
     if not manifest.kind:
         return datasets.load(root)
@@ -90,7 +91,7 @@ def load(root: Path) -> Dataset:
 
 
 def read(root: Path, manifest: Manifest) -> ForeignDataset:
-    """The dataset of foreign tasks in `root`, whether or not it has changed. Raises UserError."""
+    """Read the dataset of foreign tasks in `root`, whether or not it has changed. Raises UserError."""
     try:
         records = msgspec.json.decode((root / RECORDS).read_bytes(), type=list[ForeignRecord])
     except (OSError, msgspec.MsgspecError) as e:

@@ -1,6 +1,6 @@
-"""Dockerfiles as far as boxes can stand in for them: FROM, ARG, ENV, WORKDIR, COPY and ADD of files, RUN.
+"""Reads the part of Dockerfiles that boxes can reproduce: FROM, ARG, ENV, WORKDIR, COPY and ADD of files, RUN.
 
-Base images of Python, Ubuntu and Debian stand for this machine's Python and programs. Format:
+Base images of Python, Ubuntu and Debian are replaced by the Python and the programs of this machine. Format:
 docs.docker.com/reference/dockerfile.
 """
 
@@ -19,7 +19,7 @@ _SYSTEM = frozenset(
     {"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "proc", "sys", "dev", "run", "boot", "site", "tmp"}
     | {"tests", "solution", "logs", "workspace", ".host"}
 )
-_DEEP = frozenset({"opt", "home", "var", "mnt", "media"})  # folders of which boxes have some entries themselves
+_DEEP = frozenset({"opt", "home", "var", "mnt", "media"})  # folders in which boxes have entries of their own
 _TAKEN = frozenset({"/opt/runner", "/opt/agent", "/opt/harbor", "/var/tmp", "/var/lib", "/var/cache", "/var/run"})
 _PATH = re.compile(r"(?<![\w./:~}-])/(?:[\w.-]+/)*[\w.-]+")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
@@ -27,16 +27,16 @@ _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _IGNORED = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL", "CMD"})  # Harbor keeps its own command running
 LOGS = "/logs"
 HOME = "/root"  # as in containers
-ASIDE = ".root"  # folder of the work tree with what lies outside of the working folder
+ASIDE = ".root"  # folder of the work tree for files outside of the working folder
 
 
 class FolderRefused(Exception):
-    """Why a foreign folder cannot become a task, in half a sentence."""
+    """A foreign folder cannot become a task; the message is the reason, in half a sentence."""
 
 
 @dataclass(frozen=True)
 class CopyStep:
-    """COPY or ADD: paths below environment/, and an absolute one."""
+    """COPY or ADD: source paths below environment/, and an absolute target."""
 
     sources: tuple[str, ...]
     target: str
@@ -45,7 +45,7 @@ class CopyStep:
 
 @dataclass(frozen=True)
 class RunStep:
-    """RUN: a shell script, and the folder that it starts in."""
+    """RUN: a shell script, and the folder in which it starts."""
 
     script: str
     folder: str
@@ -53,7 +53,7 @@ class RunStep:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a Dockerfile says."""
+    """The content of a Dockerfile."""
 
     base: str
     steps: tuple[CopyStep | RunStep, ...]
@@ -63,13 +63,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where boxes show the folders of an image: `places` maps absolute paths to folders of the work tree."""
+    """The folders of an image in a box: `places` maps absolute paths to folders of the work tree."""
 
     workdir: str
     places: dict[str, str] = field(default_factory=dict[str, str])
 
     def inside(self, path: str) -> str:
-        """The path below the work tree of an absolute one. Raises FolderRefused."""
+        """The path below the work tree for an absolute path. Raises FolderRefused."""
         path = posixpath.normpath(path)
         for place in sorted({**self.places, "/workspace": ""}, key=len, reverse=True):
             if path == place or path.startswith(place + "/"):
@@ -82,7 +82,7 @@ class Layout:
 
 
 def read(text: str, bases: Sequence[str] = ()) -> Recipe:
-    """What the Dockerfile `text` says. `bases` are more base images that boxes stand in for. Raises FolderRefused."""
+    """Parse the Dockerfile `text`. `bases` are further base images that boxes may replace. Raises FolderRefused."""
     base, workdir = "", "/"
     variables: dict[str, str] = {}
     environment: dict[str, str] = {}
@@ -96,9 +96,9 @@ def read(text: str, bases: Sequence[str] = ()) -> Recipe:
             key, equals, value = rest.partition("=")
             variables[key.strip()] = _replaced(value.strip().strip("\"'"), variables) if equals else ""
         elif name == "ENV":
-            given = {key: _replaced(value, variables) for key, value in _pairs(rest)}
-            environment |= given
-            variables |= given
+            values = {key: _replaced(value, variables) for key, value in _pairs(rest)}
+            environment |= values
+            variables |= values
         elif name == "WORKDIR":
             workdir = posixpath.normpath(posixpath.join(workdir, _replaced(rest.strip("\"'"), variables)))
         elif name in ("COPY", "ADD"):
@@ -121,7 +121,7 @@ def read(text: str, bases: Sequence[str] = ()) -> Recipe:
 
 
 def layout(recipe: Recipe, *texts: str) -> Layout:
-    """Places of the folders that the recipe and `texts`, such as the instruction, name. Raises FolderRefused."""
+    """The places of the folders that the recipe and `texts`, such as the instruction, name. Raises FolderRefused."""
     named = {recipe.workdir}
     for step in recipe.steps:
         named |= {step.target} if isinstance(step, CopyStep) else set(_PATH.findall(step.script)) | {step.folder}
@@ -141,7 +141,7 @@ def layout(recipe: Recipe, *texts: str) -> Layout:
 
 
 def place_of(path: str) -> str | None:
-    """The folder near the root that a box shows for an absolute path; None for what boxes have themselves."""
+    """The folder near the root that a box shows for an absolute path; None for folders that every box has."""
     parts = posixpath.normpath(path).strip("/").split("/")
     depth = 2 if parts[0] in _DEEP else 1
     place = "/" + "/".join(parts[:depth])
@@ -153,12 +153,12 @@ def place_of(path: str) -> str | None:
 
 
 def pieces(script: str) -> list[tuple[int, str]]:
-    """The commands of a script that follow each other by `&&`, `;` or a new line, outside of quotes and brackets, and
-    where each begins."""
-    found, start, quote, depth, i = list[tuple[int, str]](), 0, "", 0, 0
+    """The commands of a script that are joined by `&&`, `;` or a new line outside of quotes and brackets, each with its
+    offset."""
+    commands, start, quote, depth, i = list[tuple[int, str]](), 0, "", 0, 0
     while i <= len(script):
         c = script[i : i + 1] or "\n"
-        if c == "#" and not quote and (i == 0 or script[i - 1].isspace()):  # a comment: its quotes mean nothing
+        if c == "#" and not quote and (i == 0 or script[i - 1].isspace()):  # quotes in a comment do not count
             i = script.find("\n", i) if "\n" in script[i:] else len(script)
             continue
         if c == "\\" and quote != "'":
@@ -170,29 +170,29 @@ def pieces(script: str) -> list[tuple[int, str]]:
         elif c in "({":
             depth += 1
         elif c in ")}":
-            depth = max(0, depth - 1)  # the bracket of a `case` closes nothing
+            depth = max(0, depth - 1)  # the bracket of a `case` has no opening one
         elif not depth and (c in ";\n" or script.startswith("&&", i)):
             if command := script[start:i].strip():
-                found.append((script.index(command, start), command))
+                commands.append((script.index(command, start), command))
             i += script.startswith("&&", i)
             start = i + 1
         i += 1
-    return found
+    return commands
 
 
 def words(command: str) -> list[str]:
-    """The words of a command up to a pipe or `||`, without redirections; none if it is no plain one."""
+    """The words of a command up to a pipe or `||`, without redirections; none if the command is compound."""
     try:
-        found = shlex.split(command.replace("\\\n", " ").rstrip("\\ \n"), comments=True)
+        parts = shlex.split(command.replace("\\\n", " ").rstrip("\\ \n"), comments=True)
     except ValueError:
         return []
-    end = next((i for i, word in enumerate(found) if word in ("|", "||", "&")), len(found))
-    return [word for word in found[:end] if not re.match(r"[0-9&]?[<>]", word)]
+    end = next((i for i, word in enumerate(parts) if word in ("|", "||", "&")), len(parts))
+    return [word for word in parts[:end] if not re.match(r"[0-9&]?[<>]", word)]
 
 
 def _instructions(text: str) -> list[tuple[str, str, str]]:
-    """(name, what follows it, text of a heredoc with its last line) of each instruction."""
-    lines, found, i = text.splitlines(), list[tuple[str, str, str]](), 0
+    """(name, arguments, text of a heredoc with its last line) of each instruction."""
+    lines, instructions, i = text.splitlines(), list[tuple[str, str, str]](), 0
     while i < len(lines):
         line = lines[i]
         i += 1
@@ -215,8 +215,8 @@ def _instructions(text: str) -> list[tuple[str, str, str]]:
                 i += 1
             body += lines[i : i + 1]
             i += 1
-        found.append((name.upper(), rest.strip(), "\n".join(body)))
-    return found
+        instructions.append((name.upper(), rest.strip(), "\n".join(body)))
+    return instructions
 
 
 def _base(rest: str, bases: Sequence[str]) -> str:
@@ -232,8 +232,8 @@ def _base(rest: str, bases: Sequence[str]) -> str:
 def _copy(rest: str, workdir: str) -> CopyStep:
     mode = None
     flags, paths = list[str](), list[str]()
-    given: list[str] = cast(list[Any], json.loads(rest)) if rest.startswith("[") else words(rest)
-    for word in given:
+    arguments: list[str] = cast(list[Any], json.loads(rest)) if rest.startswith("[") else words(rest)
+    for word in arguments:
         (flags if word.startswith("--") else paths).append(word)
     for flag in flags:
         name, _, value = flag.partition("=")
@@ -260,10 +260,10 @@ def _script(rest: str, heredoc: str) -> str:
 
 
 def _pairs(rest: str) -> list[tuple[str, str]]:
-    found = words(rest)
-    if found and "=" not in found[0]:
-        return [(found[0], rest.partition(" ")[2].strip())]
-    return [(key, value) for key, _, value in (word.partition("=") for word in found)]
+    parts = words(rest)
+    if parts and "=" not in parts[0]:
+        return [(parts[0], rest.partition(" ")[2].strip())]
+    return [(key, value) for key, _, value in (word.partition("=") for word in parts)]
 
 
 def _replaced(text: str, variables: dict[str, str]) -> str:

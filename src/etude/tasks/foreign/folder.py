@@ -19,7 +19,7 @@ _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
 
 @dataclass(frozen=True)
 class Folder:
-    """What a folder says, as far as etude uses it."""
+    """The content of a folder, as far as etude uses it."""
 
     path: Path
     instruction: str
@@ -39,19 +39,19 @@ class Folder:
 
 def find(roots: Sequence[Path]) -> list[Path]:
     """The task folders at and below `roots`, sorted. Raises UserError if there are none."""
-    found: set[Path] = set()
+    folders: set[Path] = set()
     for root in roots:
         if not root.is_dir():
             raise UserError(f"{root} is not a folder; give Harbor task folders, or a folder of them.")
-        found |= {path.parent.resolve() for path in root.rglob("task.toml")}
-    kept = sorted(path for path in found if not any(parent in found for parent in path.parents))
+        folders |= {path.parent.resolve() for path in root.rglob("task.toml")}
+    kept = sorted(path for path in folders if not any(parent in folders for parent in path.parents))
     if not kept:
         raise UserError(f"{', '.join(map(str, roots))} holds no Harbor task folder (no task.toml).")
     return kept
 
 
 def load(path: Path, bases: Sequence[str] = ()) -> Folder:
-    """What the folder `path` says. Raises FolderRefused for what boxes cannot stand in for."""
+    """Read the folder `path`. Raises FolderRefused for features that boxes cannot reproduce."""
     root = path.resolve()
     if link := next((p for p in root.rglob("*") if p.is_symlink() and not p.resolve().is_relative_to(root)), None):
         raise FolderRefused(f"its link {link.relative_to(root)} leads out of it")
@@ -112,9 +112,10 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _variables(table: dict[str, Any]) -> dict[str, str]:
-    """Variables with a value; those of the host, `${NAME}`, are keys of services that boxes do not reach."""
-    given = table.get("env")
-    pairs = cast(dict[str, Any], given) if isinstance(given, dict) else {}
+    """Variables with a value. Those of the host, `${NAME}`, are left out: they are keys of services that boxes do not
+    reach."""
+    values = table.get("env")
+    pairs = cast(dict[str, Any], values) if isinstance(values, dict) else {}
     return {name: str(value) for name, value in pairs.items() if "${" not in str(value)}
 
 

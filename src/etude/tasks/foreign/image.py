@@ -1,7 +1,7 @@
-"""The image of a foreign task: the tree, the packages and the programs of its boxes, made without Docker.
+"""Makes the image of a foreign task without Docker: the tree, the packages and the programs of its boxes.
 
-pip's requirements of the Dockerfile and of the tests are installed as wheels; packages of apt-get must be there on this
-machine; what else RUN says runs in a box, without a network, and leaves its files in the tree.
+Python requirements of the Dockerfile and of the tests are installed as wheels. Packages of apt-get must be installed on
+this machine. All other commands of RUN run in a box without a network, and leave their files in the tree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.sandbox.namespace.zygote import PYTHON_FOLDER
 from etude.tasks.foreign.dockerfile import ASIDE, HOME, CopyStep, FolderRefused, Layout, RunStep, pieces, words
 from etude.tasks.foreign.folder import Folder
 
-PROVIDED = "/opt/harbor"  # where boxes have `provided.py` under the names of the programs that it stands for
+PROVIDED = "/opt/harbor"  # folder of boxes with `provided.py` under the names of the programs that it replaces
 PROGRAMS = ("apt-get", "apt", "curl", "uv", "uvx", "pip", "pip3", "pytest")
 RUN_SECONDS = 120.0
 _OWN = frozenset({"python3", "python3-pip", "python3-venv", "python3-dev", "python-is-python3", "python3-pytest", "uv"})
@@ -47,7 +47,7 @@ class ForeignImage:
 
     @property
     def image(self) -> Image:
-        """What boxes are made of."""
+        """The image as a sandbox takes it."""
         return Image(
             repository=self.root / "tree",
             site=self.root / "site",
@@ -59,7 +59,7 @@ class ForeignImage:
 
 
 async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> ForeignImage:
-    """Makes the image of `folder` below `root`. Raises FolderRefused, BoxError, or UserError for missing packages."""
+    """Make the image of `folder` below `root`. Raises FolderRefused, BoxError, or UserError for missing packages."""
     tree = root / "tree"
     for place in folder.layout.places.values():
         (tree / place).mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> 
         if isinstance(step, CopyStep):
             _copy(folder, step, tree)
         elif script := _without_installers(step.script):
-            seen = root / f"step-{number}"  # a sandbox keeps what it has seen: each step begins with a copy
+            seen = root / f"step-{number}"  # a sandbox keeps folders that it has read: each step begins with a copy
             shutil.copytree(tree, seen, symlinks=True)
             await _run(sandbox, replace(image.image, repository=seen), script, step.folder, tree, limits)
             shutil.rmtree(seen)
@@ -85,11 +85,11 @@ async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> 
 
 
 def _search(folder: Folder) -> dict[str, str]:
-    """PATH and PYTHONPATH: what boxes provide first, and no folder of the agent's."""
+    """PATH and PYTHONPATH: the folders of boxes come first, folders of the agent are left out."""
     path = f"{PROVIDED}/bin:{PYTHON_FOLDER}:/usr/local/bin:/usr/bin:/bin"
-    given = folder.recipe.environment.get("PATH", "$PATH").replace("${PATH}", "$PATH")
+    declared_path = folder.recipe.environment.get("PATH", "$PATH").replace("${PATH}", "$PATH")
     return {
-        "PATH": f"{PROVIDED}/bin:{given.replace('$PATH', path)}" if "$PATH" in given else path,
+        "PATH": f"{PROVIDED}/bin:{declared_path.replace('$PATH', path)}" if "$PATH" in declared_path else path,
         "PYTHONPATH": f"{SITE}:{RUNNER}",
         "PYTHONNOUSERSITE": "1",  # of the home folder, which is part of the state
         "HOME": HOME,
@@ -97,27 +97,27 @@ def _search(folder: Folder) -> dict[str, str]:
 
 
 def _requirements(folder: Folder) -> list[str]:
-    """What pip and uv are asked for, in RUN and in the tests, each once. Raises FolderRefused."""
+    """The packages that RUN and the tests install with pip and uv, each once. Raises FolderRefused."""
     scripts = [step.script for step in folder.recipe.steps if isinstance(step, RunStep)]
-    found = dict[str, None]()
+    requirements = dict[str, None]()
     for command in (piece for script in [*scripts, folder.tests] for _, piece in pieces(script)):
-        for requirement in _asked(words(command), folder):
-            found[requirement] = None
-    if "pytest" in folder.tests and not any(re.match(r"pytest\b(?!-)", requirement) for requirement in found):
-        found["pytest"] = None  # the base image would bring it
-    return list(found)
+        for requirement in _installed_by(words(command), folder):
+            requirements[requirement] = None
+    if "pytest" in folder.tests and not any(re.match(r"pytest\b(?!-)", requirement) for requirement in requirements):
+        requirements["pytest"] = None  # the base image would bring it
+    return list(requirements)
 
 
-def _asked(command: Sequence[str], folder: Folder) -> Iterator[str]:
+def _installed_by(command: Sequence[str], folder: Folder) -> Iterator[str]:
     command = list(dropwhile(lambda word: word in _KEYWORDS, command))
     rest = _pip(command)
     if rest is not None:
-        given = iter(rest)
-        for word in given:
+        arguments = iter(rest)
+        for word in arguments:
             if word in ("-r", "--requirement"):
-                yield from _listed(next(given, ""), folder)
+                yield from _listed(next(arguments, ""), folder)
             elif word in _VALUED:
-                next(given, None)
+                next(arguments, None)
             elif word in (".", "-e", "--editable") or word.startswith(("./", "/", "git+", "http")):
                 raise FolderRefused(f"pip installs {word}")
             elif word.startswith(("-i", "--index-url", "--extra-index-url")):
@@ -134,7 +134,7 @@ def _asked(command: Sequence[str], folder: Folder) -> Iterator[str]:
 
 
 def _pip(command: Sequence[str]) -> Sequence[str] | None:
-    """What follows `install` in a call of pip; None if it is no such call."""
+    """The arguments after `install` in a call of pip; None for any other command."""
     plain = list(command)
     while plain and (plain[0] in ("sudo", "env") or re.fullmatch(r"\w+=.*", plain[0])):
         plain = plain[1:]
@@ -156,7 +156,7 @@ def _listed(name: str, folder: Folder) -> list[str]:
 
 
 def _apt(command: Sequence[str]) -> list[str] | None:
-    """The packages that apt-get installs; None if it is no call of apt-get."""
+    """The packages that a call of apt-get installs; None for any other command."""
     plain = [word for word in command if not word.startswith("-") and word not in ("sudo", "env")]
     plain = [word for word in plain if not re.fullmatch(r"\w+=.*", word) or plain[:1] == ["apt-get"]]
     if plain[:1] not in (["apt-get"], ["apt"]):
@@ -166,13 +166,13 @@ def _apt(command: Sequence[str]) -> list[str] | None:
 
 @functools.cache
 def installed() -> frozenset[str]:
-    """Names of Debian's packages on this machine, and of those that this Python stands for."""
+    """Names of the Debian packages on this machine, and of those that this Python replaces."""
     lists = Path("/var/lib/dpkg/info").glob("*.list")
     return _OWN | {path.name.removesuffix(".list").partition(":")[0] for path in lists}
 
 
 def _without_installers(script: str) -> str:
-    """The script of RUN with `:` in place of each command that installs; empty if nothing else is left. Raises
+    """The script of RUN with `:` in place of each command that installs; empty if no other command is left. Raises
     FolderRefused."""
     kept, others, end = list[str](), 0, 0
     for start, command in pieces(script):
@@ -189,7 +189,7 @@ def _without_installers(script: str) -> str:
 
 
 def _installs(command: str, parts: Sequence[str]) -> bool:
-    """Whether a command does nothing but install or clean up, which is done already, or need not be."""
+    """Whether a command only installs or cleans up, so that it can be skipped."""
     if _pip(parts) is not None or "astral.sh/uv" in command:
         return True
     if parts[:1] == ["rm"]:
@@ -200,7 +200,7 @@ def _installs(command: str, parts: Sequence[str]) -> bool:
 
 
 async def _run(sandbox: Sandbox, image: Image, script: str, folder: str, tree: Path, limits: Limits) -> None:
-    """Runs a script in a box on `image`, and writes what has changed to `tree`. Raises FolderRefused or BoxError."""
+    """Run a script in a box on `image`, and write the changed files to `tree`. Raises FolderRefused or BoxError."""
     shown = " ".join(script.split())[:80]
     box = await sandbox.create(image, limits, bare=True)
     try:
@@ -208,8 +208,8 @@ async def _run(sandbox: Sandbox, image: Image, script: str, folder: str, tree: P
         line = f"( mkdir -p {where} && cd {where} && sh -c {shlex.quote(script)} )"
         done = await box.exec(f"{line} < /dev/null", RUN_SECONDS)
         if done.rc != 0:
-            said = " ".join(done.output.split())[-160:]
-            raise FolderRefused(f"RUN {shown} fails in a box: {said or f'exit code {done.rc}'}")
+            message = " ".join(done.output.split())[-160:]
+            raise FolderRefused(f"RUN {shown} fails in a box: {message or f'exit code {done.rc}'}")
         await note_state(box)
         changes = await box.changes()
     except BoxError as e:
@@ -230,8 +230,8 @@ async def _run(sandbox: Sandbox, image: Image, script: str, folder: str, tree: P
 
 
 def _without_links(tree: Path, path: Path) -> Path:
-    """A path of the tree that may be written to: a link on the way could lead out of it, to this machine's files.
-    Raises FolderRefused."""
+    """A path of the tree that may be written to. Raises FolderRefused if a link on the way could lead out of the tree,
+    to files of this machine."""
     way = [path, *(parent for parent in path.parents if parent != tree and parent.is_relative_to(tree))]
     if not path.is_relative_to(tree) or ".." in path.parts or any(part.is_symlink() for part in way):
         raise FolderRefused(f"it writes through the link {path.relative_to(tree)}")
@@ -239,7 +239,8 @@ def _without_links(tree: Path, path: Path) -> Path:
 
 
 def _restore(tree: Path, state: bytes) -> None:
-    """Empty folders, links and modes of a box. Links are made, never followed: they lead to places of a box."""
+    """Write the empty folders, links and modes of a box. Links are made but never followed: they name places in a
+    box."""
     parts = iter(state.decode("utf-8", "surrogateescape").split("\0"))
     for part in parts:
         kind, path = part[:2], tree / part[2:]
@@ -264,9 +265,9 @@ def _copy(folder: Folder, step: CopyStep, tree: Path) -> None:
     sources: list[Path] = []
     for pattern in step.sources:
         plain = pattern.strip("/") or "."
-        found = sorted(context.glob(plain)) if any(c in plain for c in "*?[") else [context / plain]
-        sources += [path for path in found if path.exists()]
-        if not found or not all(path.exists() and path.resolve().is_relative_to(context) for path in found):
+        matches = sorted(context.glob(plain)) if any(c in plain for c in "*?[") else [context / plain]
+        sources += [path for path in matches if path.exists()]
+        if not matches or not all(path.exists() and path.resolve().is_relative_to(context) for path in matches):
             raise FolderRefused(f"its Dockerfile copies {pattern}, which is not in environment/")
     into = step.target.endswith("/") or target.is_dir()
     for source in sources:
@@ -283,7 +284,8 @@ def _copy(folder: Folder, step: CopyStep, tree: Path) -> None:
 
 
 def _provide(root: Path) -> None:
-    """provided/: the programs that stand for installers, those of the installed packages, and the list of apt-get's."""
+    """Write provided/: the programs that replace installers, the programs of the installed packages, and the list of
+    apt-get packages."""
     folder = root / "provided"
     (folder / "bin").mkdir(parents=True)
     (folder / "packages.json").write_text(json.dumps(sorted(installed())), "utf-8")
@@ -301,7 +303,7 @@ def _provide(root: Path) -> None:
 
 
 def _check_secrets(folder: Folder, tree: Path) -> None:
-    """Raises FolderRefused if a file of the tests or of the solution lies in the image."""
+    """Raises FolderRefused if a file of the tests or of the solution is in the image."""
     hidden = {
         path.read_bytes(): path
         for part in ("tests", "solution")
@@ -315,7 +317,7 @@ def _check_secrets(folder: Folder, tree: Path) -> None:
 
 
 def problem(error: Exception) -> str:
-    """Why a folder is refused, of an exception of `make`."""
+    """The reason for which a folder is refused, from an exception of `make`."""
     if isinstance(error, UserError):
         return str(error).partition(";")[0].rstrip(".")
     return str(error)

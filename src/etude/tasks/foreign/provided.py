@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""In a box: the programs that foreign tasks install software with. They install nothing: what the task's Dockerfile and
-tests ask for is there already, and anything else is refused as it would be without a network.
+"""Runs in a box in place of the programs that foreign tasks install software with. No program installs anything: the
+packages that the task's Dockerfile and tests name are installed already, and any other is refused as it would be
+without a network.
 
-The name that this file is called by says which program it stands for: apt-get, apt, curl, uv, uvx, pip, pip3 or pytest.
+The name by which this file is called selects the program: apt-get, apt, curl, uv, uvx, pip, pip3 or pytest.
 """
 
 import json
@@ -14,11 +15,11 @@ VALUED = {"-p", "--python", "-w", "--with", "--from", "--with-requirements", "--
 
 
 def main(name: str, words: list[str]) -> int:
-    """The exit status of a call."""
+    """Run the program `name`. Returns the exit status."""
     if name in ("apt-get", "apt"):
         return apt(words)
     if name == "curl":
-        if any("astral.sh/uv" in word for word in words):  # the installer of uv: what follows reads its settings
+        if any("astral.sh/uv" in word for word in words):  # the installer of uv: later commands read its settings
             print('mkdir -p "$HOME/.local/bin" && : > "$HOME/.local/bin/env"')
             return 0
         return run(["/usr/bin/curl", *words])
@@ -38,7 +39,7 @@ def main(name: str, words: list[str]) -> int:
 
 
 def apt(words: list[str]) -> int:
-    """Installs only what is there."""
+    """Accept packages that are installed; fail for any other."""
     plain = [word for word in words if not word.startswith("-")]
     if plain[:1] != ["install"]:
         return 0
@@ -52,7 +53,7 @@ def apt(words: list[str]) -> int:
 
 
 def tool(words: list[str]) -> int:
-    """A command, without the options of uvx before it."""
+    """Run a command, without the options of uvx before it."""
     while words and words[0].startswith("-"):
         words = words[2:] if words[0] in VALUED else words[1:]
     if not words:
@@ -62,7 +63,7 @@ def tool(words: list[str]) -> int:
 
 
 def run(words: list[str]) -> int:
-    """Becomes another program."""
+    """Replace this process by another program."""
     try:
         os.execvp(words[0], words)
     except OSError as e:

@@ -1,7 +1,7 @@
 """Grades a Python task outside of etude, in the container of the verifier: writes 1 or 0 to Harbor's reward file.
 
-/grade is the repository as it was taken, /hidden the hidden tests, /workspace what the agent handed in, /tests the
-task. Of /workspace only the source roots count. Every id of tests.json must be reported as passed by name.
+/grade holds the original repository, /hidden the hidden tests, /workspace the work that the agent submitted, /tests the
+task. Only the source roots of /workspace count. Every id of tests.json must be reported as passed by name.
 """
 
 import json
@@ -20,15 +20,15 @@ def main() -> None:
     REWARD.write_text("0")
     tests = json.loads(pathlib.Path("/tests/tests.json").read_text())
     for root in json.loads(pathlib.Path("/verifier/roots.json").read_text()):
-        given, target = pathlib.Path("/workspace", root), pathlib.Path("/grade", root)
+        submitted, target = pathlib.Path("/workspace", root), pathlib.Path("/grade", root)
         if target.is_dir():
             shutil.rmtree(target)
         elif target.exists():
             target.unlink()
-        if given.is_dir():
-            shutil.copytree(given, target)
-        elif given.exists():
-            shutil.copyfile(given, target)
+        if submitted.is_dir():
+            shutil.copytree(submitted, target)
+        elif submitted.exists():
+            shutil.copyfile(submitted, target)
     shutil.copytree("/hidden", "/grade", dirs_exist_ok=True)
     os.chdir("/grade")
     import pytest

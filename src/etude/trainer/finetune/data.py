@@ -58,7 +58,7 @@ def _rows(
     for part, files in (("files", data.files), ("held_out", data.held_out)):
         found: list[Encoded] = []
         refused: list[chats.RefusedRow] = []
-        for row in chats.rows(files, renderer, text=text, least_reward=data.min_reward):
+        for row in chats.rows(files, renderer, text=text, min_reward=data.min_reward):
             if isinstance(row, chats.LearnedRow) and (text is not None or len(row.tokens[0]) <= optim.length):
                 ids, mask = row.tokens
                 found.append((ids, mask if text is None else np.ones_like(mask)))
