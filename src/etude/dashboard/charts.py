@@ -1,6 +1,5 @@
-"""Charts as inline SVG. Only marks are SVG, stretched to the box they lie in; every text is HTML placed by percentages,
-so that a chart is as readable on a phone as on a desk, and nothing moves while the page loads.
-"""
+"""Charts as inline SVG. Only marks are SVG, stretched to their box; all text is HTML placed by percentages, so that a
+chart is as readable on a phone as on a desk, and nothing moves while the page loads."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class Series:
 def line_chart(
     title: str, note: str, series: Sequence[Series], fmt: Format = compact, log: bool = False, smooth: bool = True
 ) -> str:
-    """Curves over steps, and the same over minutes (the page switches), from zero. Empty without data. `smooth` lays a
-    running mean over long curves; `log` draws zeros at the floor."""
+    """A line chart over steps, which the page can switch to minutes; its axis starts at zero. Empty without data.
+    `smooth` adds a running mean to long curves; `log` draws zeros at the lower end of the axis."""
     series = [s for s in series if s.points]
     if not series:
         return ""
@@ -81,7 +80,7 @@ def interval_chart(rows: Sequence[tuple[str, Estimate, int]], fmt: Format) -> st
 
 
 def timeline(spans: Sequence[TimelineSpan], order: Sequence[str] = ()) -> str:
-    """What each process did over time: per lane, columns stacked by the share of time spent in each state."""
+    """A timeline of processes: one lane each, in columns stacked by the share of time in each state."""
     if not spans:
         return ""
     start, end = min(s.start for s in spans), max(s.end for s in spans)
@@ -95,7 +94,7 @@ def timeline(spans: Sequence[TimelineSpan], order: Sequence[str] = ()) -> str:
 
 
 def is_waiting(state: str) -> bool:
-    """Whether a process in this state does nothing."""
+    """Whether a process in this state is idle."""
     return any(word in state.lower() for word in _WAITING)
 
 
@@ -211,7 +210,8 @@ def _frame(
 
 
 def _tips(xs: Sequence[float], heads: Sequence[str], texts: Mapping[str, Sequence[str]]) -> str:
-    """What the page's script shows at each x (0 to 1): a head and one text per series; an empty text is left out."""
+    """The tips that the page's script shows at each x (0 to 1): a head and one text per series; empty texts are left
+    out."""
     tips = {"x": [round(x, 4) for x in xs], "l": list(heads), "s": [{"n": n, "v": list(v)} for n, v in texts.items()]}
     return f'data-tips="{escape(json.dumps(tips, separators=(",", ":"), ensure_ascii=False))}"'
 
@@ -225,7 +225,7 @@ class _Linear:
 
 
 class _LogScale:
-    """Decades that hold every positive value; zero and less lie on the floor."""
+    """A logarithmic scale whose decades hold every positive value; zero and less lie at its lower end."""
 
     def __init__(self, values: Sequence[float]) -> None:
         positive = [v for v in values if v > 0]
@@ -243,7 +243,7 @@ _Scale = _Linear | _LogScale
 
 
 def _linear(values: Sequence[float]) -> _Linear:
-    """Round limits that hold all values, with a tick at each of about four steps."""
+    """A linear scale: round limits that hold all values, with a tick at each of about four steps."""
     low, high = min(values), max(values)
     if high - low < 1e-12:
         high = low + 1.0

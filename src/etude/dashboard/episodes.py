@@ -1,4 +1,4 @@
-"""Episodes, turn by turn, for reading. All text comes from tasks and agents: it is escaped and made inert."""
+"""Episodes, turn by turn, as HTML. Tasks and agents wrote all text, so it is escaped and made inert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SURPRISE = -2.302585  # log(0.1): less likely tokens are underlined
 
 @dataclass(frozen=True)
 class _AnnotatedTokens:
-    """The tokens of a segment with what the page says about each; one entry per token."""
+    """The tokens of a segment with their annotations on the page; one entry per token."""
 
     texts: Sequence[str]
     logprobs_T: np.ndarray
@@ -115,7 +115,7 @@ def _advantages(shown: ShownEpisode, offset: int, length: int) -> np.ndarray | N
 
 
 def _shared(tokens: _AnnotatedTokens) -> str:
-    """What the first token of a turn says is written once, on their parent; tokens that differ say so themselves."""
+    """The attributes of a turn's first token, written once on the tokens' parent; tokens that differ have their own."""
     if not len(tokens.texts):
         return ""
     version = f' data-v="{int(tokens.versions_T[0])}"'

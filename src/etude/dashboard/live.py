@@ -1,4 +1,4 @@
-"""The terminal while a run goes on, and the table at its end."""
+"""The terminal view while a run goes on, and the table at its end."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from etude.dashboard.view import PROCESSES
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 48  # values of the sparkline
 _LINE_SECONDS = 5.0  # between two plain lines
-_ESTIMATE_SECONDS, _ESTIMATE_SHARE = 10.0, 0.1  # of a stage, before the remaining time is told
+_ESTIMATE_SECONDS, _ESTIMATE_SHARE = 10.0, 0.1  # of a stage, before the remaining time is shown
 _REFRESH = 2  # screens per second: drawing one costs milliseconds that the run needs
 
-# figure -> (label, how it is written); others may be given to `update` and are written compactly under their own name
+# figure -> (label, how it is written); `update` takes others, too, which are written compactly under their own name
 _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "reward": ("reward", lambda v: f"{v:.3f}"),
     "pass_rate": ("pass rate", percent),
@@ -36,9 +36,9 @@ _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 class LiveView:
-    """What a run is doing, fed by plain calls. A context manager. On a terminal it draws in place, twice a second, from
-    its own thread. Elsewhere (a CI log) it writes one plain line at most every five seconds, when something is
-    reported, and one for each stage."""
+    """A view of a running run, fed by plain calls. A context manager. On a terminal it draws in place, twice a second,
+    from its own thread. Elsewhere (a CI log) it writes a plain line for each stage, and one at most every five seconds
+    when progress is reported."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class LiveView:
         self._plain(self._line())
 
     def process(self, name: str, doing: str) -> None:
-        """Say what a process is doing now, e.g. `process("engine", "decoding 43 rows")`."""
+        """Report the present state of a process, e.g. `process("engine", "decoding 43 rows")`."""
         self._processes[inert(name)] = inert(doing)
 
     def note(self, text: str, done: float | None = None, total: float | None = None) -> None:
-        """Say in words what the stage is at; fits as the progress callback of `etude.tasks.build.build`."""
+        """Report the progress of the stage in words; a progress callback for `etude.tasks.build.build`."""
         self._note = inert(text)
         self.update(done, total)
 

@@ -1,4 +1,4 @@
-"""The page of a run: one file that loads nothing, not even from the machine it lies on. Written beside report.json."""
+"""The page of a run: one self-contained file beside report.json, which loads nothing, not even from its own machine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ INTERVAL = (
 
 
 def write_report(run_dir: Path, report: RunReport, view: RunView | None = None) -> Path:
-    """Writes `report.json` and `report.html` into the run folder; returns the path of the page. Without `view` the page
-    shows what the folder holds, but no episodes."""
+    """Writes `report.json` and `report.html` into the run folder. Returns the path of the page. Without `view` the page
+    shows the content of the folder, but no episodes."""
     page = render(report, view if view is not None else load_view(run_dir))
     runfolder.write(run_dir / "report.json", msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     path = run_dir / "report.html"
@@ -124,7 +124,7 @@ def _headline(report: RunReport) -> str:
 
 
 def _tone(difference: Estimate | None) -> str:
-    """ "good" or "bad" where the interval leaves zero out, else nothing."""
+    """ "good" or "bad" where the interval excludes zero, else an empty text."""
     if difference is None:
         return ""
     return "good" if difference.low > 0 else "bad" if difference.high < 0 else ""
@@ -144,7 +144,7 @@ def _verdict(report: RunReport) -> str:
 
 
 def _training(report: RunReport) -> str:
-    """The gain on training tasks: on new ones, and on those that were played again, beside the held-out gain."""
+    """The gain on training tasks: on new tasks, and on tasks that were played again, beside the held-out gain."""
     training, diff = report.training, report.paired_diff
     if training is None:
         return ""
@@ -252,7 +252,7 @@ def _facts(report: RunReport) -> str:
 
 
 def _taught(report: RunReport) -> list[tuple[str, str, str]]:
-    """The share of groups with something to learn from, how often a task was played, and the entropy."""
+    """Charts of the share of groups with a gradient, of the number of times a task was played, and of the entropy."""
     training = report.training
     if training is None:
         return []
@@ -269,7 +269,8 @@ def _taught(report: RunReport) -> list[tuple[str, str, str]]:
 
 
 def _lengths(report: RunReport) -> list[tuple[str, str, str]]:
-    """Lengths of episodes trained on, beside those of all that ended: were long episodes left out?"""
+    """Lengths of the episodes trained on beside those of all finished ones, to show whether long episodes are left
+    out."""
     trained, generated = report.trained, report.generated
     if trained is None or generated is None:
         return []

@@ -1,4 +1,4 @@
-"""The result of a run as `report.json` holds it."""
+"""The result of a run: the format of `report.json`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from etude.rollout.drift import Shift
 if TYPE_CHECKING:
     from etude.ledger.ledger import GroupResult
 
-CLOCKED = 0.02  # share of episodes that the clock may end before a report says so
-LATER = 10  # the step from which on groups are counted once more: before, the curriculum knows no task
+CLOCKED = 0.02  # share of episodes ended by the wall time from which a report says so
+LATER = 10  # from this step on groups are counted separately: before, the curriculum knows no task
 
 
 class Utilisation(Record, frozen=True):
-    """Share of the training time that the process computed, 0 to 1."""
+    """Share of the training time in which each kind of process computed, 0 to 1."""
 
     trainer: float
     engine: float
@@ -38,7 +38,7 @@ class MismatchSummary(Record, frozen=True):
 
 
 class CheatingFigures(Record, frozen=True):
-    """What the detectors found in the training episodes; names are those of grading/cheats."""
+    """Flags that the detectors gave to training episodes, by the names in grading/cheats."""
 
     flags: dict[str, int]  # episodes by flag
     violations: int  # episodes with at least one violation
@@ -50,7 +50,7 @@ class CheatingFigures(Record, frozen=True):
 
 
 class RunSetup(Record, frozen=True):
-    """What was run, and on what."""
+    """The configuration of the run and the hardware it ran on."""
 
     name: str = ""
     model: str = ""
@@ -59,10 +59,10 @@ class RunSetup(Record, frozen=True):
 
 
 class WeightFigures(Record, frozen=True):
-    """Sizes of the published versions, and the pauses that they cost the engines."""
+    """Sizes of the published versions, and the pauses of the engines at their swaps."""
 
     bytes_whole: int = 0  # of one whole version
-    pauses: dict[int, float] = msgspec.field(default_factory=dict)  # ms that engines stood still, by version seen live
+    pauses: dict[int, float] = msgspec.field(default_factory=dict)  # pauses of engines in ms, by version
 
 
 class HeldOutSide(Record, frozen=True):
@@ -98,8 +98,8 @@ class ChangedTask(Record, frozen=True):
 
 
 class TrainingFigures(Record, frozen=True):
-    """The tasks that were trained on. What a model learns for other tasks, too, shows in tasks that are new to it; what
-    it learns by heart, in those that are played again."""
+    """Figures of the training tasks. General learning shows in tasks played for the first time, memorised answers in
+    tasks played again."""
 
     tasks: int  # that were played
     groups: int
@@ -122,13 +122,14 @@ class HeldOutFigures(Record, frozen=True):
     samples: int = 0  # episodes per task
     better: int = 0  # tasks that pass more often after training
     worse: int = 0
-    repositories: dict[str, RepositoryFigures] = msgspec.field(default_factory=dict)  # where there are several
+    repositories: dict[str, RepositoryFigures] = msgspec.field(default_factory=dict)  # empty if all are of one
     damage: dict[str, DamageFigures] = msgspec.field(default_factory=dict)  # by mutation operator, or kind of task
     unlearned: tuple[ChangedTask, ...] = ()  # tasks that pass less often than before, the greatest losses first
 
 
 class RunReport(Record, frozen=True):
-    """`report.json`. Shares are 0 to 1, times in seconds; what was not measured is null or empty."""
+    """The content of `report.json`. Shares are 0 to 1, times in seconds; a figure that was not measured is null or
+    empty."""
 
     seed: int
     seconds: float
@@ -145,8 +146,8 @@ class RunReport(Record, frozen=True):
 
     best: int | None = None  # the version that `etude serve RUN` takes
     serve: str = ""  # the command that serves it
-    silent: float | None = None  # share of the groups that taught nothing, since their members' rewards were equal
-    notes: tuple[str, ...] = ()  # what should be changed before the next run
+    silent: float | None = None  # share of the groups without a gradient, since their members' rewards were equal
+    notes: tuple[str, ...] = ()  # changes to make before the next run
     setup: RunSetup = RunSetup()
     stages: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by stage
     held_out: HeldOutFigures = HeldOutFigures()
@@ -187,7 +188,8 @@ def training_figures(
     groups: Sequence[GroupResult], steps: Sequence[Mapping[str, Any]], repositories: Mapping[str, str]
 ) -> TrainingFigures | None:
     """The figures of the groups that were trained on, in the order of training, and of their steps: lines of
-    metrics.jsonl. `repositories` has the repository of each task: some are easier, and come at other times."""
+    metrics.jsonl. `repositories` has the repository of each task: repositories differ in difficulty and come at
+    different times."""
     rates: dict[str, list[float]] = {}
     for group in groups:
         if group.episodes:
@@ -211,8 +213,8 @@ def training_figures(
 
 
 def _quarters(rates: Mapping[str, Sequence[float]], repositories: Mapping[str, str]) -> tuple[float, float] | None:
-    """The mean rate of first groups in the first and in the last quarter of each repository's tasks, as they were met;
-    a repository counts by its tasks."""
+    """The mean rate of first groups in the first and in the last quarter of each repository's tasks, in order of play.
+    A repository counts by its number of tasks."""
     met: dict[str, list[float]] = {}
     for task, own in rates.items():
         met.setdefault(repositories.get(task, ""), []).append(own[0])
@@ -227,12 +229,13 @@ def _teach(steps: Sequence[Mapping[str, Any]]) -> float:
 
 
 def best_version(newest: int, difference: Estimate | None) -> int:
-    """The newest version, unless the run has measured that it is worse than version 0, with 95 % confidence."""
+    """The newest version, unless it was measured to be worse than version 0 with 95 % confidence."""
     return 0 if difference is not None and difference.high < 0 else newest
 
 
 def silence(silent: float, pass_rate: float, warn: float) -> str | None:
-    """What to do if more than the share `warn` of the groups taught nothing; `pass_rate` is that of all episodes."""
+    """Advice if more than the share `warn` of the groups had no gradient; `pass_rate` is the pass rate of all
+    episodes."""
     if silent <= warn:
         return None
     if pass_rate < 0.2:
@@ -273,13 +276,13 @@ def _unlearned(before: EvalResult | None, after: EvalResult | None) -> tuple[Cha
 
 
 def clock_decided(before: EvalResult | None, after: EvalResult | None, seconds: float) -> str | None:
-    """What to do if the wall time of an episode, `seconds`, ended more than a few of the held-out episodes."""
+    """Advice if the wall time of an episode, `seconds`, ended more than a few of the held-out episodes."""
     shares = {when: of.clocked for when, of in (("before", before), ("after", after)) if of is not None}
     if max(shares.values(), default=0.0) <= CLOCKED:
         return None
-    said = ", ".join(f"{percent(share, 0)} {when} training" for when, share in shares.items())
+    listing = ", ".join(f"{percent(share, 0)} {when} training" for when, share in shares.items())
     return (
-        f"The clock ended held-out episodes ({said}): the speed of this machine is in the figures. "
+        f"The clock ended held-out episodes ({listing}): the speed of this machine is in the figures. "
         f"Raise rollout.seconds, it is {seconds:g}"
     )
 

@@ -1,4 +1,4 @@
-"""Text for people. What an agent wrote is hostile: it may hold markup, terminal escapes or invisible characters."""
+"""Text for people. Text of agents is hostile: it may hold markup, terminal escapes or invisible characters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import html
 import math
 import re
 
-# Characters that act instead of showing: C0 and C1 controls except tab and newline, bidirectional overrides, zero-width
-# and other invisible format characters, line separators, and lone surrogates, which no encoder accepts.
+# Characters with an effect instead of a visible form: C0 and C1 controls except tab and newline, bidirectional
+# overrides, zero-width and other invisible format characters, line separators, and lone surrogates, which no encoder
+# accepts.
 _ACTING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e0fff]"
@@ -15,7 +16,7 @@ _ACTING = re.compile(
 
 
 def inert(text: str) -> str:
-    """`text` with every character that acts replaced by one that shows it: ESC becomes ␛, U+202E becomes ⟨202E⟩."""
+    """`text` with control and invisible characters replaced by visible names: ESC becomes ␛, U+202E becomes ⟨202E⟩."""
     return _ACTING.sub(lambda match: _picture(ord(match[0])), text)
 
 
@@ -25,7 +26,7 @@ def escape(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters, the middle left out and counted."""
+    """`text` in at most `limit` characters, the middle left out and counted."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -38,7 +39,7 @@ def percent(value: float, digits: int = 1) -> str:
 
 
 def tick(text: str) -> str:
-    """A formatted axis label without a trailing `.0` or a sign before zero, which say nothing on an axis."""
+    """A formatted axis label without a trailing `.0` or the sign of zero."""
     text = re.sub(r"\.0(?!\d)", "", text)
     return "0" if text == "+0" else text
 
@@ -76,7 +77,7 @@ def compact(value: float) -> str:
 
 
 def optional(value: float | None) -> str:
-    """`compact`, or a dash for what was not measured."""
+    """`compact`, or a dash for None."""
     return "–" if value is None else compact(value)
 
 

@@ -1,4 +1,4 @@
-"""What the page shows of one run, read from its folder once and frozen."""
+"""The content of a run's page, read once from the run folder and frozen."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-PROCESSES = ("controller", "engine", "trainer", "sandbox")  # as they are listed, top to bottom
+PROCESSES = ("controller", "engine", "trainer", "sandbox")  # the order on the page, top to bottom
 
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """One process was in one state from `start` to `end` (seconds; any origin that the whole file shares)."""
+    """The time from `start` to `end` that one process was in one state, in seconds from an origin that the file
+    shares."""
 
     process: str
     state: str
@@ -30,7 +31,7 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class ShownEpisode:
-    """An episode picked for reading. `token_texts` holds one text per token over all segments in order; `advantage` is
+    """An episode picked for reading. `token_texts` holds one text per token over all segments in order. `advantage` is
     one figure for the episode or one per token in the same order; None leaves the tokens untinted. `stage` groups
     episodes: "before", "training" or "after"."""
 
@@ -52,7 +53,7 @@ class Point:
 
 @dataclass(frozen=True)
 class RunView:
-    """What the run folder holds for the page, and the episodes picked for it."""
+    """The data of the run folder for the page, and the episodes picked for it."""
 
     steps: tuple[Mapping[str, Any], ...] = ()  # lines of metrics.jsonl
     memory: tuple[Mapping[str, Any], ...] = ()  # lines of memory.jsonl
@@ -71,7 +72,8 @@ class RunView:
         return sorted(k.removeprefix("repository/").removesuffix(ending) for k in keys if k.endswith(ending))
 
     def held(self) -> dict[str, list[Point]]:
-        """Resident bytes of each process, where the step is the last one that was published before."""
+        """Resident bytes of each process per step, matched to the newest step that was published before the
+        measurement."""
         names = dict.fromkeys(key for line in self.memory for key in line if key.startswith("memory/"))
         return {name.removeprefix("memory/"): self._points(self.memory, name) for name in names}
 
@@ -95,8 +97,8 @@ class RunView:
 
 
 def load_view(run_dir: Path, episodes: Sequence[ShownEpisode] = ()) -> RunView:
-    """The view of a run folder. Missing files read as empty, so a run that ended early still has a page. Raises
-    UserError if a file holds something else than its format."""
+    """The view of a run folder. A missing file is read as empty, so a run that ended early still has a page. Raises
+    UserError if a file does not have its format."""
     steps = read_jsonl(run_dir / "metrics.jsonl", ("step", "time"))
     memory = read_jsonl(run_dir / "memory.jsonl", ("step", "time"))
     spans = read_jsonl(run_dir / "timeline.jsonl", ("start", "end"), ("process", "state"))
@@ -118,7 +120,7 @@ def show(
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text each token adds. A character split over tokens shows on its last token; the others are empty."""
+    """The text that each token adds. A character split over tokens shows on its last token; the others are empty."""
     texts: list[str] = []
     start = 0  # first token of the character being put together
     for position in range(len(ids)):

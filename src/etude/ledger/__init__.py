@@ -1,11 +1,13 @@
-"""The run ledger: a database in which every admitted episode is found exactly once, from admission to training.
+"""The run ledger: a database that holds every admitted episode exactly once, from admission to training.
 
-    ledger                           the one class, `Ledger`: every method is a transaction
-    schema                           the tables, on SQLite and PostgreSQL
-    staleness                        which groups a step may leave to later ones
-    conservation, representation     proofs and figures for reports; flagged: what the ledger keeps about cheating
+    ledger                           the class `Ledger`: every method is a transaction
+    group_rows                       the statements that read groups or mark them as consumed
+    schema, database                 the tables, on SQLite and PostgreSQL; how a database is opened
+    leaving_behind                   which groups a step may leave to later ones
+    conservation, representation     proofs and figures for reports
+    flagged                          flags of cheating, and episodes of impossible tasks
     blobs, seals                     digests of episodes' bytes and of rows
-    leases, outages                  when a lease is over; what is tried again
+    leases, outages                  the end of a lease; repetition while the database server is away
     stored_episodes                  the episodes of a run folder, for commands
 
 Imports records, store and configuration only, no torch. Token arrays are blobs in the store.

@@ -1,4 +1,4 @@
-"""Episodes in the store: what the ledger says of one is proved by the digest of all its bytes."""
+"""Episodes in the store. The ledger keeps the digest of an episode's bytes, which proves them when they are read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from etude.store import ObjectMissing, Store
 
 
 class BlobDamaged(UserError):
-    """The bytes of an episode are gone, or others than the ledger has the digest of."""
+    """The bytes of an episode are missing, or do not have the digest that the ledger keeps."""
 
 
 def put(store: Store, key: str, episode: Episode) -> EpisodeBlob:
-    """Stores the episode; returns what the ledger is to keep of it."""
+    """Stores the episode. Returns its key and digest, which the ledger keeps."""
     data = encode(episode)
     store.put(key, data)
     return EpisodeBlob(key=key, digest=blake3.blake3(data).hexdigest())
 
 
 def get(store: Store, blob: EpisodeBlob) -> Episode:
-    """The episode, as it was stored to the last bit. Raises BlobDamaged."""
+    """The stored episode. Raises BlobDamaged."""
     advice = "`--resume` plays it again, if it was not trained on"
     try:
         data = store.get(blob.key)

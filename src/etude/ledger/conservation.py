@@ -1,4 +1,4 @@
-"""The proof that a ledger is whole: every admitted episode has one fate, every group was trained on at most once."""
+"""The proof that a ledger is complete: every admitted episode is accounted for, and no group was trained on twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _e, _g = episodes.c, groups.c
 
 @dataclass(frozen=True)
 class Conservation:
-    """Whether every admitted episode is accounted for and every group was trained on once; `sentence` says it."""
+    """The result of the proof: whether it holds (`ok`), the counts, and a `sentence` for people."""
 
     ok: bool
     sentence: str
@@ -28,7 +28,7 @@ class Conservation:
 
 
 def check(c: sa.Connection, manifests: Sequence[PolicyVersion]) -> Conservation:
-    """Counts the rows and holds them against each other and against the manifests of published versions."""
+    """Compares the counts of rows with each other and with the manifests of published versions."""
     totals = dict(c.execute(sa.select(counters.c.name, counters.c.value)).all())
     states = dict(c.execute(sa.select(_e.state, sa.func.count()).group_by(_e.state)).all())
     consumed = dict(c.execute(sa.select(_g.id, _g.consumed_version).where(_g.state == "consumed")).all())
@@ -54,14 +54,14 @@ def check(c: sa.Connection, manifests: Sequence[PolicyVersion]) -> Conservation:
 
 
 def count_outcomes(c: sa.Connection) -> dict[str, int]:
-    """Episodes that are done, by outcome."""
+    """Number of finished episodes by outcome."""
     query = sa.select(_e.outcome, sa.func.count()).where(_e.state == "done").group_by(_e.outcome)
     counts = dict(c.execute(query).all())
     return {outcome.value: counts.get(outcome.value, 0) for outcome in Outcome}
 
 
 def _inconsistent_group(c: sa.Connection) -> int | None:
-    """A group whose state does not follow from its members'; None if there is none."""
+    """The id of a group whose state does not follow from its members' states, or None."""
     unfinished = sa.func.sum(sa.case((_e.state != "done", 1), else_=0))
     query = (
         sa.select(_g.id)
@@ -76,7 +76,7 @@ def _inconsistent_group(c: sa.Connection) -> int | None:
 
 
 def _manifest_problem(consumed: Mapping[int, int | None], manifests: Sequence[PolicyVersion]) -> str | None:
-    """Why the consumed groups are not exactly those that the manifests name, each once; None if they are."""
+    """The first difference between the consumed groups and those that the manifests name, or None."""
     named: dict[int, int] = {}
     for manifest in manifests:
         for group in manifest.groups:

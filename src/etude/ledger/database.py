@@ -1,4 +1,4 @@
-"""Databases of etude, opened: SQLite by path, PostgreSQL by URL."""
+"""Opens databases: SQLite by path, PostgreSQL by URL."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ which waits for locks without end by itself, how long any statement may take."""
 
 
 def open_database(url: str, create: Callable[[sa.Connection], None], what: str) -> sa.Engine:
-    """An engine on the database at `url`, after `create` has made its tables, or checked them, in a transaction that no
-    other process shares; `what` names it in messages. Raises UserError."""
+    """An engine on the database at `url`. `create` makes or checks its tables first, in a transaction that no other
+    process shares. `what` names the database in messages. Raises UserError."""
     parsed = parse(url, what)
     engine = _sqlite(parsed) if parsed.get_backend_name() == "sqlite" else _postgresql(parsed)
     return persist(lambda _: _connected(engine, create, what), OPEN_SECONDS)
@@ -45,12 +45,12 @@ def _connected(engine: sa.Engine, create: Callable[[sa.Connection], None], what:
 
 
 def reason(error: DBAPIError) -> str:
-    """What the database said, in one line."""
+    """The database's error message, in one line."""
     return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
 
 
 def parse(url: str, what: str) -> URL:
-    """The URL, if a database can be opened by it. Raises UserError, also without the driver that it needs."""
+    """The parsed URL of a supported database. Raises UserError, also if the URL's driver is not installed."""
     try:
         parsed = sa.make_url(url)
     except ArgumentError:

@@ -1,6 +1,6 @@
-"""What the ledger keeps about cheating: the flags of episodes, and the impossible tasks played beside the groups.
+"""The ledger's rows about cheating: the flags of episodes, and the episodes of impossible tasks.
 
-Episodes of impossible tasks belong to no group: they are played, graded, and never trained on.
+Episodes of impossible tasks belong to no group: they are played beside the groups, graded, and never trained on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class FlaggedEpisode(Record, frozen=True, kw_only=True):
     flags: tuple[str, ...]
     reward: float
     passed: bool
-    blob: str  # empty: it was lost
+    blob: str  # empty for a lost episode
     digest: str = ""
 
 
 class ImpossibleCounts(Record, frozen=True, kw_only=True):
-    """Impossible episodes that ended: how many, and how many of them passed or were proved to have tampered."""
+    """Numbers of finished episodes of impossible tasks: all, those that passed, and those that tampered with the
+    grading."""
 
     played: int
     passed: int
@@ -39,7 +40,7 @@ class ImpossibleCounts(Record, frozen=True, kw_only=True):
 
 
 def flag(c: sa.Connection, episode: Episode) -> None:
-    """Replaces the flags, metrics and reward of an episode's row by the episode's; again is fine."""
+    """Writes the flags, metrics and reward of the episode into its row. May be repeated."""
     same = (_e.group_id == episode.group_id, _e.member == episode.member)
     metrics = msgspec.json.encode(episode.metrics).decode()
     values = {"flags": " ".join(episode.flags), "metrics": metrics, "reward": episode.reward}
@@ -48,7 +49,7 @@ def flag(c: sa.Connection, episode: Episode) -> None:
 
 
 def flagged(c: sa.Connection) -> list[FlaggedEpisode]:
-    """Every flagged episode in order; a full scan, for reports."""
+    """The rows of all flagged episodes, by group and member. A full scan, for reports."""
     query = (
         sa.select(_e.group_id, _e.member, _g.task_id, _e.flags, _e.reward, _e.passed, _e.blob, _e.digest)
         .join_from(episodes, groups, _g.id == _e.group_id)
@@ -71,7 +72,7 @@ def flagged(c: sa.Connection) -> list[FlaggedEpisode]:
 
 
 def add_impossible(c: sa.Connection, number: int, episode: Episode, blob: EpisodeBlob) -> None:
-    """Records the impossible episode `number`, unless it is there."""
+    """Records the impossible episode `number`, unless the ledger has it already."""
     if c.execute(sa.select(_i.number).where(_i.number == number)).first() is not None:
         return
     values = {
@@ -89,7 +90,7 @@ def add_impossible(c: sa.Connection, number: int, episode: Episode, blob: Episod
 
 
 def count_impossible(c: sa.Connection) -> ImpossibleCounts:
-    """Of all that ended."""
+    """The counts over all impossible episodes."""
     rows = c.execute(sa.select(_i.passed, _i.outcome, sa.func.count().label("n")).group_by(_i.passed, _i.outcome)).all()
     return ImpossibleCounts(
         played=sum(row.n for row in rows),
@@ -99,6 +100,6 @@ def count_impossible(c: sa.Connection) -> ImpossibleCounts:
 
 
 def next_impossible(c: sa.Connection) -> int:
-    """The number after the last one."""
+    """The lowest number that no impossible episode has yet: one above the highest."""
     last = c.execute(sa.select(sa.func.max(_i.number))).scalar()
     return 0 if last is None else int(last) + 1

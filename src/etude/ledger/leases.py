@@ -1,7 +1,7 @@
-"""When a lease is over: if its holder has not renewed it for as long as it was given.
+"""The end of a lease: a lease expires if its holder has not renewed it for the agreed number of seconds.
 
-Time passes on the observer's monotonic clock, from when it first saw the lease as it is now: so no clock that is set,
-and no difference between two machines' clocks, ends a lease or keeps one.
+The observer measures this time on its own monotonic clock, from when it first saw the lease in its present state. So
+neither a clock that is set nor a difference between two machines' clocks ends a lease or keeps it alive.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _Held = tuple[int, int, int, int]  # group, member, attempt, renewals
 
 
 class LeaseWatch:
-    """What one process has seen of the leases of all."""
+    """When one process has first seen each lease in its present state."""
 
     def __init__(self) -> None:
         self._since: dict[_Held, float] = {}
         self._lock = threading.Lock()
 
     def over(self, rows: Iterable[sa.Row[Any, Any, Any, Any, Any]]) -> set[_Held]:
-        """Those of all leases there are now that nobody has renewed in time."""
+        """Those of `rows`, which are all present leases, that nobody has renewed in time."""
         with self._lock:
             now, seen = time.monotonic(), self._since
             held = {(row.group_id, row.member, row.attempt, row.renewals): row.lease_seconds for row in rows}

@@ -1,14 +1,14 @@
-"""The run ledger: every admitted episode, the process that plays it, its end, and the version that trained on it.
+"""The run ledger: every admitted episode, the process that plays it, its outcome, and the version that trained on it.
 
     group     open ──(last member done)──> ready ──(a manifest names it)──> consumed
     episode   pending ──lease──> leased ──finish──> done
                  ^                  │
                  └── infra, expiry ─┘   each time under a new attempt number
 
-Metadata only: token arrays are blobs in the store. Every method is one transaction, so a process may be killed at any
-point; several processes and threads may share a ledger. Each (group, member) gets exactly one result: a lease carries
-its attempt number, and a result under an older number is ignored and counted. The manifests of published versions
-decide what was consumed (`recover`), not this database.
+The ledger holds metadata only: token arrays are blobs in the store. Every method is one transaction, so a process may
+be killed at any point; several processes and threads may share a ledger. Each (group, member) gets exactly one result:
+a lease carries its attempt number, and a result under an older number is ignored and counted. The manifests of
+published versions decide which groups were consumed (`recover`), not this database.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from etude.ledger import representation
 from etude.ledger.conservation import Conservation, check, count_outcomes
 from etude.ledger.database import reason
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
-from etude.ledger.given import groups_of_tasks
+from etude.ledger.group_rows import MIXED, RESULTS_CONSUMED, RESULTS_READY, consume_groups, groups_of_tasks, load_groups
 from etude.ledger.leases import LeaseWatch
 from etude.ledger.leaving_behind import leaves_in_time
 from etude.ledger.outages import Outage, is_outage, persist
@@ -47,7 +47,7 @@ MAX_RETRIES = 2
 
 @dataclass(frozen=True)
 class EpisodeLease:
-    """The right to play one episode for some seconds, unless renewed."""
+    """The right to play one episode for a number of seconds, which a renewal starts again."""
 
     group_id: int
     index: int
@@ -58,24 +58,24 @@ class EpisodeLease:
 
 
 def blob_key(group: int, member: int, attempt: int) -> str:
-    """Where the tokens of an episode lie in the store of rollouts."""
+    """The key of an episode's blob in the store of rollouts."""
     return f"{group:08d}/{member:04d}-{attempt}.msgpack"
 
 
 @dataclass(frozen=True)
 class GroupResult:
-    """A finished group as the curriculum sees it. `mark` is what to pass to the next `results`."""
+    """A finished group as the curriculum sees it. `mark` is the argument for the next call of `results`."""
 
     index: int
     task_id: str
     passed: int
-    episodes: int  # members with a result, those that were lost left out
+    episodes: int  # members with a result, without lost ones
     mark: int
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures that admission needs, in episodes unless a comment names another unit."""
+    """Counts that admission needs, in episodes unless a comment names another unit."""
 
     groups: int  # groups admitted so far: the next index
     accepted: int  # of finished groups, consumed or not
@@ -90,7 +90,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _e, _g = episodes.c, groups.c
 
-# Statements of the hot path are built once: building one costs more than SQLite needs to run it.
+# Frequent statements are built once: building one costs more than SQLite needs to run it.
 _MINE = (_e.group_id == bindparam("g"), _e.member == bindparam("m"), _e.attempt == bindparam("a"), _e.state == "leased")
 _FINISH = sa.update(episodes).where(*_MINE)
 _RETRY = (
@@ -128,38 +128,11 @@ _TOTALS = sa.select(
     sa.select(counters.c.value).where(counters.c.name == "admitted").scalar_subquery().label("admitted"),
 )
 _WAITING = sa.select(_g.id, _g.state, _g.admitted_version).where(_g.state != "consumed").order_by(_g.id)
-_MEMBERS = (
-    sa.select(_e.group_id, _e.blob, _e.digest)
-    .where(_e.group_id.in_(bindparam("ids", expanding=True)), _e.blob.is_not(None))
-    .order_by(_e.group_id, _e.member)
-)
-_ADMITTED = sa.select(_g.id, _g.task_id, _g.admitted_version).where(_g.id.in_(bindparam("ids", expanding=True)))
-_PASSED = sa.func.sum(sa.case((_e.passed, 1), else_=0))
-
-
-def _finished_groups(mark: sa.ColumnElement[int | None]) -> sa.Select[Any, Any, int | None, Any, Any]:
-    return (
-        sa.select(
-            _g.id,
-            _g.task_id,
-            mark.label("mark"),
-            _PASSED.label("passed"),
-            sa.func.sum(sa.case((_e.outcome.not_in(LOST), 1), else_=0)).label("episodes"),
-        )
-        .join_from(groups, episodes, _g.id == _e.group_id)
-        .where(mark > bindparam("after"))
-        .group_by(_g.id, _g.task_id, mark)
-        .order_by(mark, _g.id)
-    )
-
-
-_RESULTS_READY = _finished_groups(_g.ready_order)
-_RESULTS_CONSUMED = _finished_groups(_g.consumed_version)
 
 
 def persistent(method: Callable[Concatenate[Ledger, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """The method, tried again while the database server is away; it makes no difference whether an earlier try was
-    committed."""
+    """The method, repeated while the database server is away. For methods whose repetition after a commit changes
+    nothing."""
 
     @wraps(method)
     def tried(self: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -178,8 +151,8 @@ class Ledger:
 
     @classmethod
     def open(cls, url: str, run: str | None = None) -> Ledger:
-        """The ledger at `sqlite:///PATH` or `postgresql://...`, made if missing. With `run`, the ledger is bound to
-        that name: another run that opens it later gets a UserError."""
+        """The ledger at `sqlite:///PATH` or `postgresql://...`; its tables are made if they are missing. With `run`,
+        the ledger is bound to that name: another run that opens it later gets a UserError."""
         ledger = cls(connect(url))
         if run is not None:
             try:
@@ -197,8 +170,8 @@ class Ledger:
 
     @persistent
     def admit(self, index: int, task_id: str, size: int, version: int) -> int:
-        """Opens group `index` with `size` pending episodes, unless it is there already. Returns its id. Indices count
-        from 0 without gaps; `version` is what the engines serve now."""
+        """Opens group `index` with `size` pending episodes, unless the ledger has it already. Returns its id. Indices
+        count from 0 without gaps; `version` is the version that the engines serve now."""
         group = {"id": index, "task_id": task_id, "size": size, "admitted_version": version}
         group |= {"seal": seal(GROUP, group), "state": "open", "unfinished": size}
         pending = {"group_id": index, "attempt": 0, "failures": 0, "state": "pending"}
@@ -212,7 +185,8 @@ class Ledger:
         return index
 
     def lease(self, owner: str, limit: int, seconds: float) -> list[EpisodeLease]:
-        """Up to `limit` episodes for `owner`, of the oldest groups first: pending ones and those of expired leases."""
+        """Leases up to `limit` episodes to `owner`, the oldest groups first: pending episodes and those of expired
+        leases."""
         call = secrets.token_hex(8)
         return persist(lambda again: self._lease(owner, limit, seconds, call, again))
 
@@ -222,8 +196,8 @@ class Ledger:
                 return [EpisodeLease(r.group_id, r.group_id, r.task_id, r.member, r.attempt, owner) for r in rows]
             rows = list(c.execute(_PENDING, {"limit": limit}).all())
             if over := self._watch.over(c.execute(_LEASED).all()):
-                found = c.execute(_OVER, {"ids": [lease[:2] for lease in over]}).all()
-                rows += [row for row in found if (row.group_id, row.member, row.attempt, row.renewals) in over]
+                expired = c.execute(_OVER, {"ids": [lease[:2] for lease in over]}).all()
+                rows += [row for row in expired if (row.group_id, row.member, row.attempt, row.renewals) in over]
                 rows = sorted(rows, key=lambda row: (row.group_id, row.member))[:limit]
             leases = [
                 EpisodeLease(
@@ -243,7 +217,7 @@ class Ledger:
 
     @persistent
     def renew(self, owner: str, seconds: float) -> int:
-        """Prolongs every lease of `owner` to `seconds` from now. Returns how many there are."""
+        """Prolongs every lease of `owner` to `seconds` from now. Returns the number of these leases."""
         mine = sa.update(episodes).where(_e.state == "leased", _e.owner == owner)
         with self._write() as c:
             return c.execute(mine.values(lease_seconds=seconds, renewals=_e.renewals + 1)).rowcount
@@ -262,9 +236,9 @@ class Ledger:
         flags: tuple[str, ...] = (),
         reason: str = "",
     ) -> bool:
-        """Records how a leased episode ended. False if the result came late and was ignored. An infrastructure failure
-        sends the episode back to pending, twice at most; after that, or in quarantine, it is done without a blob.
-        `reason` is why it was lost. The group is ready once its last member is done."""
+        """Records the result of a leased episode. Returns False if the result came late and was ignored. An
+        infrastructure failure sends the episode back to pending, twice at most; after that, or in quarantine, it is
+        done without a blob. `reason` says why it was lost. The group is ready once its last member is done."""
         kept = None if outcome.lost else blob
         values = {
             "group_id": lease.group_id,
@@ -307,11 +281,14 @@ class Ledger:
     def ready_groups(
         self, limit: int, in_order: bool, due: int | None = None, without: Collection[int] = ()
     ) -> list[Group]:
-        """Up to `limit` groups to train on next, oldest first; those lost to infrastructure as a whole are empty. Those
-        in `without` are left out: a version that was trained on them is on its way. `in_order` stops at the first group
-        that is still open. Otherwise younger groups overtake open ones; with `due` (the trainer's version minus the
-        staleness bound O) only as far as every group is still trained on within O versions of its admission: where
-        `limit` groups are ready but taking them would leave a straggler too late, the answer is empty."""
+        """Up to `limit` groups to train on next, oldest first. A group is empty if infrastructure lost all its
+        episodes. Groups in `without` are left out: a version that was trained on them will be published soon.
+
+        With `in_order` the result stops at the first group that is still open; otherwise younger groups overtake open
+        ones. `due` (the trainer's version minus the staleness bound O) limits this overtaking: every group must be
+        trained on within O versions of its admission. The result is empty if `limit` groups are ready but would leave
+        one too late.
+        """
         with self._read() as c:
             waiting = [row for row in c.execute(_WAITING).all() if row.id not in without]
             ids: list[int] = []
@@ -325,27 +302,28 @@ class Ledger:
                 left = [row.admitted_version for row in waiting if row.id not in ids]
                 if not leaves_in_time(left, version=due, staleness=0, prompts=limit):
                     return []
-            return _groups(c, ids)
+            return load_groups(c, ids)
 
     @persistent
     def groups(self, ids: Sequence[int]) -> list[Group]:
-        """Groups that a version was trained on, in this order. Raises KeyError if one was never admitted."""
+        """The groups with these ids, in this order. Raises KeyError if one was never admitted."""
         with self._read() as c:
-            return _groups(c, ids)
+            return load_groups(c, ids)
 
     @persistent
     def admitted(self, task_ids: Sequence[str]) -> dict[str, tuple[int, int | None]]:
-        """Of these tasks those that have a group: its id, and the version that was trained on it (None: none yet)."""
+        """Group id and consuming version (None: not yet consumed) of each of these tasks that has a group."""
         with self._read() as c:
             return groups_of_tasks(c, task_ids)
 
     @persistent
     def consume(self, group_ids: Collection[int], version: int) -> None:
-        """Marks groups as trained on by `version`; again is fine. Raises ValueError if another version did."""
+        """Marks groups as trained on by `version`. May be repeated. Raises ValueError if another version consumed
+        one."""
         with self._write() as c:
-            _consume(c, group_ids, version)
+            consume_groups(c, group_ids, version)
         if self._engine.dialect.name == "sqlite":
-            # Here, in the trainer, rather than in whichever commit of the controller fills the log: this may fsync.
+            # A checkpoint may fsync. Here the trainer pays for it, not a commit of the controller that fills the log.
             connection = self._engine.raw_connection()
             try:
                 connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)")
@@ -355,15 +333,15 @@ class Ledger:
     @persistent
     def recover(self, manifests: Sequence[PolicyVersion]) -> None:
         """Makes the ledger follow the published versions; call it on resume, before any process leases or trains.
-        Groups that a manifest names are consumed by it, groups that none names are ready again, and every lease goes
-        back to pending under a new attempt number, so that nothing its owner may still do counts. Raises UserError if a
-        manifest names a group that was never admitted here, or if the database is not as it was written."""
+        Groups that a manifest names become consumed by it, and consumed groups that none names become ready again.
+        Every lease goes back to pending under a new attempt number, so a late result of its owner is ignored. Raises
+        UserError if a manifest names a group that was never admitted here, or if the database is damaged."""
         with self._write() as c:
             check_rows(c)
             c.execute(sa.update(groups).where(_g.state == "consumed").values(state="ready", consumed_version=None))
             for manifest in manifests:
                 try:
-                    _consume(c, manifest.groups, manifest.version)
+                    consume_groups(c, manifest.groups, manifest.version)
                 except ValueError as e:
                     why = f"the ledger does not belong to the published versions: {e}; start a new run"
                     raise UserError(why) from e
@@ -375,7 +353,7 @@ class Ledger:
 
     @persistent
     def untrained(self) -> list[tuple[int, int, EpisodeBlob]]:
-        """(group, member, blob) of every episode that has ended, was not lost, and is not trained on yet."""
+        """(group, member, blob) of every finished episode that was not lost and is not trained on yet."""
         query = (
             sa.select(_e.group_id, _e.member, _e.blob, _e.digest)
             .join_from(episodes, groups, _g.id == _e.group_id)
@@ -387,8 +365,8 @@ class Ledger:
 
     @persistent
     def play_again(self, group: int, member: int) -> None:
-        """Sends an episode that has ended back to pending, under a new attempt number. Raises ValueError if its group
-        was trained on."""
+        """Sends a finished episode back to pending, under a new attempt number. Raises ValueError if its group was
+        trained on."""
         mine = (_e.group_id == group, _e.member == member, _e.state == "done")
         with self._write() as c:
             if c.execute(sa.select(_g.state).where(_g.id == group)).scalar_one() == "consumed":
@@ -402,31 +380,31 @@ class Ledger:
 
     @persistent
     def flag(self, episode: Episode) -> None:
-        """Replaces the flags, metrics and reward of an episode's row by what the audit of its group found."""
+        """Writes the flags, metrics and reward that the audit of its group gave the episode into its row."""
         with self._write() as c:
             flagged_rows.flag(c, episode)
 
     @persistent
     def flagged(self) -> list[FlaggedEpisode]:
-        """Every flagged episode; a full scan, for reports."""
+        """The rows of all flagged episodes. A full scan, for reports."""
         with self._read() as c:
             return flagged_rows.flagged(c)
 
     @persistent
     def add_impossible(self, number: int, episode: Episode, blob: EpisodeBlob) -> None:
-        """Records how impossible episode `number` ended; again is fine."""
+        """Records the result of impossible episode `number`. May be repeated."""
         with self._write() as c:
             flagged_rows.add_impossible(c, number, episode, blob)
 
     @persistent
     def impossible(self) -> ImpossibleCounts:
-        """How the impossible episodes ended."""
+        """The counts over all impossible episodes."""
         with self._read() as c:
             return flagged_rows.count_impossible(c)
 
     @persistent
     def next_impossible(self) -> int:
-        """The number of the next impossible episode."""
+        """The number for the next impossible episode."""
         with self._read() as c:
             return flagged_rows.next_impossible(c)
 
@@ -434,7 +412,7 @@ class Ledger:
 
     @persistent
     def figures(self) -> Figures:
-        """What admission needs; cheap enough to ask for after every episode."""
+        """The counts that admission needs. Cheap enough for a call after every episode."""
         with self._read() as c:
             totals = c.execute(_TOTALS).one()
             rows = c.execute(_OPEN).all()
@@ -450,32 +428,23 @@ class Ledger:
 
     @persistent
     def results(self, after: int, *, consumed_only: bool) -> list[GroupResult]:
-        """Finished groups beyond the mark `after` (0 at first), none twice and none left out. In order of completion,
-        or with `consumed_only` those trained on, by version and index: an order that does not depend on timing. A mark
-        is good for the same `consumed_only` only."""
-        query = _RESULTS_CONSUMED if consumed_only else _RESULTS_READY
+        """Finished groups beyond the mark `after` (0 at first), each exactly once. They come in order of completion, or
+        with `consumed_only` those trained on, by version and index, an order that does not depend on timing. A mark is
+        valid only for calls with the same `consumed_only`."""
+        query = RESULTS_CONSUMED if consumed_only else RESULTS_READY
         with self._read() as c:
             rows = c.execute(query, {"after": after}).all()
         return [GroupResult(row.id, row.task_id, int(row.passed), int(row.episodes), row.mark) for row in rows]
 
     @persistent
     def mixed_groups(self, count: int) -> list[Group]:
-        """The last `count` consumed groups in which some members passed and some did not, newest first."""
-        query = (
-            sa.select(_g.id)
-            .join_from(groups, episodes, _g.id == _e.group_id)
-            .where(_g.state == "consumed", _e.outcome.not_in(LOST))
-            .group_by(_g.id, _g.consumed_version)
-            .having(_PASSED > 0, sa.func.count() > _PASSED)
-            .order_by(_g.consumed_version.desc(), _g.id.desc())
-            .limit(count)
-        )
+        """The last `count` consumed groups in which some members passed and some failed, newest first."""
         with self._read() as c:
-            return _groups(c, list(c.execute(query).scalars()))
+            return load_groups(c, list(c.execute(MIXED, {"count": count}).scalars()))
 
     @persistent
     def blobs(self) -> list[EpisodeBlob]:
-        """The bytes of every episode that has ended and was not lost, by group and member."""
+        """The blobs of all finished episodes that were not lost, by group and member."""
         ended = (_e.state == "done", _e.blob.is_not(None))
         query = sa.select(_e.blob, _e.digest).where(*ended).order_by(_e.group_id, _e.member)
         with self._read() as c:
@@ -483,32 +452,33 @@ class Ledger:
 
     @persistent
     def counts(self) -> dict[str, int]:
-        """Episodes that are done, by outcome."""
+        """Number of finished episodes by outcome."""
         with self._read() as c:
             return count_outcomes(c)
 
     @persistent
     def lost(self) -> dict[str, int]:
-        """Episodes that infrastructure or a mistake in etude has lost for good, by reason; a full scan, for reports."""
+        """Number of episodes lost for good by infrastructure or a bug in etude, by reason. A full scan, for reports."""
         query = sa.select(_e.reason, sa.func.count()).where(_e.outcome.in_(LOST)).group_by(_e.reason)
         with self._read() as c:
             return dict(c.execute(query).all())
 
     @persistent
     def left_behind(self, without: Collection[int] = ()) -> dict[str, float]:
-        """Metrics of the episodes that have ended and are not trained on yet; see `representation.py`."""
+        """Metrics of the finished episodes that are not trained on yet; see `representation.py`."""
         with self._read() as c:
             return representation.left_behind(c, without)
 
     @persistent
     def represented(self) -> tuple[Population, Population]:
-        """The episodes that were trained on, and all that have ended; a full scan, for reports."""
+        """The lengths and outcomes of the episodes that were trained on, and of all finished ones. A full scan, for
+        reports."""
         with self._read() as c:
             return representation.compare(c)
 
     @persistent
     def conservation(self, manifests: Sequence[PolicyVersion]) -> Conservation:
-        """Proves from the rows that no episode is lost and no group was trained on twice; a full scan, for reports."""
+        """The proof that no episode is lost and no group was trained on twice. A full scan, for reports."""
         with self._read() as c:
             return check(c, manifests)
 
@@ -547,40 +517,10 @@ class Ledger:
 
 
 def _finished(c: sa.Connection, lease: EpisodeLease, values: Mapping[str, Any]) -> bool:
-    """Whether this very result is there already: it was committed, and the answer was lost."""
+    """Whether an earlier try committed this result and only its reply was lost."""
     where = (_e.group_id == lease.group_id, _e.member == lease.member)
     row = c.execute(sa.select(_e.state, _e.attempt, _e.seal, _e.reason).where(*where)).one()
     if row.state == "done":
         return row.attempt == lease.attempt and row.seal == values["seal"]
     retried = values["outcome"] == Outcome.INFRA.value and row.reason == values["reason"]
     return retried and row.state == "pending" and row.attempt == lease.attempt + 1
-
-
-def _groups(c: sa.Connection, ids: Sequence[int]) -> list[Group]:
-    """The groups with these ids, in this order, and the blobs of their members."""
-    if not ids:
-        return []
-    blobs: dict[int, list[EpisodeBlob]] = {group: [] for group in ids}
-    for row in c.execute(_MEMBERS, {"ids": ids}):
-        blobs[row.group_id].append(EpisodeBlob(key=row.blob, digest=row.digest))
-    rows = {row.id: row for row in c.execute(_ADMITTED, {"ids": ids})}
-    return [
-        Group(id=i, index=i, task_id=task_id, admitted_version=admitted, episodes=tuple(blobs[i]))
-        for i, task_id, admitted in (rows[group] for group in ids)
-    ]
-
-
-def _consume(c: sa.Connection, ids: Collection[int], version: int) -> None:
-    """Marks groups as consumed. Raises ValueError, which rolls the transaction back, if one cannot be."""
-    if not ids:
-        return
-    states = {row.id: row for row in c.execute(sa.select(_g.id, _g.state, _g.consumed_version).where(_g.id.in_(ids)))}
-    for group in sorted(ids):
-        row = states.get(group)
-        if row is None:
-            raise ValueError(f"group {group} of version {version} was never admitted")
-        if row.state == "open":
-            raise ValueError(f"group {group} of version {version} has episodes without a result")
-        if row.state == "consumed" and row.consumed_version != version:
-            raise ValueError(f"group {group} of version {version} was consumed by version {row.consumed_version}")
-    c.execute(sa.update(groups).where(_g.id.in_(ids)).values(state="consumed", consumed_version=version))

@@ -1,4 +1,4 @@
-"""A database server that is away for a while: restarted, failed over, or cut off."""
+"""Repetition of transactions while a database server is away: restarted, failed over, or cut off."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outage(UserError):
 
 def is_outage(error: DBAPIError) -> bool:
     """Whether the same transaction may succeed later. PostgreSQL's codes: 08 connection, 57P01 to 57P03 shutdown, crash
-    and start; a connection that was refused has none."""
+    and start; a refused connection has no code."""
     code = getattr(error.orig, "sqlstate", "none")
     if code == "none":  # SQLite, which has no server
         return False
@@ -36,8 +36,9 @@ def is_outage(error: DBAPIError) -> bool:
 
 
 def persist(work: Callable[[bool], T], seconds: float = OUTAGE_SECONDS) -> T:
-    """The result of `work`, which is called again, with True, while it raises Outage. After `seconds` that is raised. A
-    call may have been committed although it raised: `work` makes no difference of it the second time."""
+    """The result of `work(again)`, repeated while it raises Outage; `again` is False at the first call only. After
+    `seconds` the Outage is raised. A call may have been committed although it raised, so `work` must have the same
+    effect if it is repeated."""
     deadline, pause, again = time.monotonic() + seconds, _PAUSE, False
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Whether what was trained on is like what was played: long episodes end late, and must not be passed over for it.
+"""Comparison of the episodes trained on with all that were played: are long ones passed over because they end late?
 
-Groups finish out of order, so at any moment those that were trained on are the quicker ones. Nothing is dropped,
-though: the staleness bound makes the trainer wait for what it has left behind, so a difference lasts for O versions and
-no longer. Here it is counted, by length in sampled tokens and by outcome.
+Groups finish out of order, so at any moment the quicker ones have been trained on. No group is dropped, though: the
+staleness bound makes the trainer wait for those it left behind, so a difference lasts for at most O versions. This
+module counts episodes by length in sampled tokens and by outcome.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _e, _g = episodes.c, groups.c
 
 
 def compare(c: sa.Connection) -> tuple[Population, Population]:
-    """Episodes of groups that were trained on, and all; a full scan, whose result has a row per distinct length."""
+    """The episodes that were trained on, and all finished ones. A full scan; the query yields a row per distinct
+    length."""
     query = (
         sa.select(_g.state, _e.outcome, _e.tokens, _e.passed, sa.func.count().label("count"))
         .join_from(episodes, groups, _g.id == _e.group_id)
@@ -39,7 +40,7 @@ def compare(c: sa.Connection) -> tuple[Population, Population]:
 
 
 def population(counts: Mapping[tuple[str, int, bool], int]) -> Population:
-    """From how many episodes there are of each (outcome, sampled tokens, passed)."""
+    """A Population from the number of episodes of each (outcome, sampled tokens, passed)."""
     total = sum(counts.values())
     lengths: Counter[int] = Counter()
     outcomes: Counter[str] = Counter()
@@ -58,8 +59,8 @@ def population(counts: Mapping[tuple[str, int, bool], int]) -> Population:
 
 
 def left_behind(c: sa.Connection, without: Collection[int]) -> dict[str, float]:
-    """Means over the episodes that have ended and wait to be trained on, those of groups `without` left out. At most (O
-    + 1) * P * G episodes, by admission."""
+    """Means over the finished episodes that wait to be trained on, without those of the groups `without`. Admission
+    bounds their number by (O + 1) * P * G."""
     query = (
         sa.select(_e.group_id, _e.tokens, _e.passed, _e.metrics)
         .join_from(episodes, groups, _g.id == _e.group_id)
@@ -77,7 +78,7 @@ def left_behind(c: sa.Connection, without: Collection[int]) -> dict[str, float]:
 
 
 def _quantile(lengths: Mapping[int, int], share: float) -> int:
-    """The least length that `share` of the episodes do not exceed; 0 of none."""
+    """The least length that at least the share `share` of the episodes do not exceed; 0 without episodes."""
     ordered = sorted(lengths)
     needed = share * sum(lengths.values())
     reached = accumulate(lengths[tokens] for tokens in ordered)

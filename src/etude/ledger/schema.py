@@ -8,7 +8,7 @@ from etude.errors import UserError
 from etude.ledger.database import open_database
 
 VERSION = "4"
-"""Of the tables; a ledger of another version is refused."""
+"""The version of the tables; a ledger of another version is refused."""
 
 metadata = sa.MetaData()
 
@@ -27,7 +27,7 @@ counters = sa.Table(
 )
 
 COUNTERS = ("admitted", "late", "ready", "retried")
-"""Episodes admitted, results that came after their lease had passed on, groups completed, infrastructure retries."""
+"""Episodes admitted, results that came after their lease had expired, groups completed, infrastructure retries."""
 
 groups = sa.Table(
     "groups",
@@ -51,12 +51,12 @@ episodes = sa.Table(
     metadata,
     sa.Column("group_id", sa.BigInteger, sa.ForeignKey("groups.id"), primary_key=True, autoincrement=False),
     sa.Column("member", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("attempt", sa.Integer, nullable=False),  # counts leases, so that late results are known as such
-    sa.Column("failures", sa.Integer, nullable=False),  # of infrastructure
+    sa.Column("attempt", sa.Integer, nullable=False),  # counts leases, which identifies late results
+    sa.Column("failures", sa.Integer, nullable=False),  # infrastructure failures
     sa.Column("state", sa.String, sa.CheckConstraint("state IN ('pending', 'leased', 'done')"), nullable=False),
     sa.Column("owner", sa.String),
-    sa.Column("lease", sa.String),  # the call that leased it; another process's lease has another
-    sa.Column("lease_seconds", sa.Double),  # until it is over, counted from the last renewal
+    sa.Column("lease", sa.String),  # a random name of the call of `lease`, different for every call
+    sa.Column("lease_seconds", sa.Double),  # duration of the lease, from the last renewal
     sa.Column("renewals", sa.BigInteger),
     sa.Column("outcome", sa.String),
     sa.Column("reward", sa.Double),
@@ -66,10 +66,10 @@ episodes = sa.Table(
     sa.Column("tokens", sa.BigInteger),
     sa.Column("min_version", sa.Integer),
     sa.Column("metrics", sa.Text),  # JSON object of numbers
-    sa.Column("flags", sa.String),  # with spaces between them; empty: none
-    sa.Column("reason", sa.String),  # of the last failure, if infrastructure or a mistake in etude lost it
+    sa.Column("flags", sa.String),  # separated by spaces; empty: none
+    sa.Column("reason", sa.String),  # of the last failure, for an episode that infrastructure or a bug in etude lost
     sa.Column("finished", sa.Double),  # seconds since the epoch, for people
-    sa.Column("seal", sa.String),  # once it is done, see seals.py
+    sa.Column("seal", sa.String),  # of a finished episode, see seals.py
     sa.Index("episodes_state", "state", "group_id", "member"),
 )
 
@@ -78,10 +78,10 @@ impossible = sa.Table(
     metadata,
     sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("task_id", sa.String, nullable=False),
-    sa.Column("version", sa.Integer, nullable=False),  # oldest that sampled a token of it
+    sa.Column("version", sa.Integer, nullable=False),  # the oldest version that sampled one of its tokens
     sa.Column("outcome", sa.String, nullable=False),
     sa.Column("passed", sa.Boolean, nullable=False),
-    sa.Column("flags", sa.String, nullable=False),  # with spaces between them
+    sa.Column("flags", sa.String, nullable=False),  # separated by spaces
     sa.Column("blob", sa.String, nullable=False),
     sa.Column("digest", sa.String, nullable=False),  # of the blob's bytes
     sa.Column("finished", sa.Double, nullable=False),  # seconds since the epoch, for people
@@ -91,12 +91,12 @@ impossible = sa.Table(
 
 
 def connect(url: str) -> sa.Engine:
-    """An engine on the ledger at `url`, its tables made if they are missing. Raises UserError."""
+    """An engine on the ledger at `url`; missing tables are made. Raises UserError."""
     return open_database(url, _create, "ledger")
 
 
 def _create(connection: sa.Connection) -> None:
-    """Makes the tables, or checks that those there are ours."""
+    """Makes the tables, or checks the version of existing ones."""
     metadata.create_all(connection)
     values = {row.key: row.value for row in connection.execute(sa.select(meta))}
     if not values:

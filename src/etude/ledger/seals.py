@@ -1,7 +1,7 @@
-"""Digests of rows: a database that has changed on the disk says so before a run goes on with it.
+"""Digests of rows, which reveal a database that has changed on the disk before a run goes on with it.
 
-A row is sealed when its values are final. SQLite checks its pages and PostgreSQL, if told to, its own, but neither
-knows that a reward was 0 when it was written.
+A row is sealed when its values are final. SQLite checks the structure of its pages and PostgreSQL, if configured, their
+checksums, but neither detects a reward that was altered after it was written.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def seal(names: tuple[str, ...], row: Mapping[Any, Any]) -> str:
 
 
 def check(c: sa.Connection) -> None:
-    """Raises UserError for a database whose pages or rows are not as they were written; a full scan."""
+    """Raises UserError for a database whose pages or rows have changed since they were written. A full scan."""
     if c.dialect.name == "sqlite":
-        found = str(c.exec_driver_sql("PRAGMA integrity_check(1)").scalar())
-        if found != "ok":
-            raise damaged(c, found.splitlines()[-1])
+        integrity = str(c.exec_driver_sql("PRAGMA integrity_check(1)").scalar())
+        if integrity != "ok":
+            raise damaged(c, integrity.splitlines()[-1])
     if (row := next(_broken(c), None)) is not None:
         raise damaged(c, f"{row} is not as it was written")
 
 
 def damaged(c: sa.Connection, why: str) -> UserError:
-    """The error for a ledger that can not be trusted."""
+    """The error for a damaged ledger."""
     return UserError(f"the ledger {c.engine.url} is damaged: {why}; restore it from a copy, or start a new run")
 
 
 def _broken(c: sa.Connection) -> Iterator[str]:
-    """Names of rows whose seal is that of other values."""
+    """Names of the rows whose values do not have the digest in their seal."""
     for table, names, where in (
         (groups, GROUP, sa.true()),
         (episodes, EPISODE, episodes.c.state == "done"),

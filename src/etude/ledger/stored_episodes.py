@@ -1,4 +1,4 @@
-"""The episodes that a run's ledger holds, for commands that look at them."""
+"""The episodes in a run's ledger, for commands that show them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ class Episodes:
 
     @property
     def keys(self) -> Sequence[str]:
-        """Those of all of them, by group and member."""
+        """The keys of all episodes, by group and member."""
         return tuple(self.blobs)
 
     def read(self, key: str) -> Episode:
-        """The episode with this key. Raises UserError if it is not as it was stored."""
+        """The episode with this key. Raises UserError if its bytes are missing or damaged."""
         return blobs.get(self.rollouts, self.blobs[key])
 
 
 def episodes(run: Path, names: Sequence[str]) -> Episodes:
-    """The named episodes of a run folder (GROUP-MEMBER-ATTEMPT), or all that its ledger holds. Raises UserError."""
+    """The named episodes of a run folder (GROUP-MEMBER-ATTEMPT), or without names all in its ledger. Raises
+    UserError."""
     config = runfolder.load_config(run)
     ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name)
     held = {blob.key: blob for blob in ledger.blobs()}

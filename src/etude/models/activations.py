@@ -1,8 +1,9 @@
-"""Activation checkpointing: of each decoder layer only its input is kept, and the backward pass computes it again.
+"""Activation checkpointing: only the input of each decoder layer is kept, and the backward pass computes the layer
+again.
 
-What a layer computes depends on its surroundings, which are gone by then: the batch-invariant mode, the experts that
-are replayed, the experts that are observed. They are made again around the second forward pass, on whichever thread
-the backward pass runs. Experts are counted in the first pass only.
+A layer's result depends on contexts that have ended by then: the batch-invariant mode, the replayed experts, the
+observed experts. They are entered again around the second forward pass, on the thread of the backward pass. Experts are
+counted in the first pass only.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from etude.models import batch_invariant, experts, router_replay
 
 
 def checkpoint_activations(model: PreTrainedModel, *, offload: bool = False) -> None:
-    """From now on, in training mode, layers keep their input alone; `offload`: in the host's memory, pinned where that
+    """Makes layers keep only their input in training mode; with `offload` in the host's memory, pinned where that
     speeds up copies. Raises UserError for a model whose layers transformers cannot compute again."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         what = type(model).__name__
         raise UserError(f"{what} has no layers that can be computed again: drop trainer.activation_checkpointing")
     for layer in cast(list[Any], layers):
-        # Nothing here draws random numbers, whose state would have to be fetched from the device.
+        # No layer draws random numbers, so their state need not be saved; fetching it from the device takes time.
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
         layer._gradient_checkpointing_func = partial(_on_host, again) if offload else again
         layer.gradient_checkpointing = True

@@ -1,8 +1,8 @@
 """The attention function of trainer and engine, registered with transformers as "etude".
 
 A `layout=` keyword of the model's forward reaches every attention layer through transformers' keyword arguments. It
-says which tokens see which; transformers builds no mask for an implementation that it does not know, so nothing here is
-quadratic in the length of a packed row.
+decides which tokens see which; transformers builds no mask for an implementation that it does not know, so nothing here
+is quadratic in the length of a packed row.
 
     layout=None             plain rows [B, T], padded on the right: causal attention
     layout=SegmentLayout    one row [1, T]: the nodes of a segment graph, below nodes computed before (`prefix`) or not
@@ -32,7 +32,7 @@ KeyValues = dict[int, tuple[Tensor, Tensor]]  # by layer: keys after rotation an
 
 
 class AttentionLayout(Protocol):
-    """Decides which tokens of a forward pass see which. One with `takes_variants` is given windows and sinks, as an
+    """Decides which tokens of a forward pass see which. A layout with `takes_variants` gets windows and sinks, as an
     `AttentionVariant` at the end of the arguments."""
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
@@ -53,9 +53,9 @@ class CausalLayout:
 
 
 class SegmentLayout:
-    """The nodes of `graph` in one row [1, T]. Every one of them also sees the tokens of `prefix` wholly. `prefix` lists
-    the keys and values of forward passes made before, in layout order. With `keep`, `kept` holds those of this pass,
-    for passes below it. Build it once per pass: the blocks serve every layer and the backward pass."""
+    """The nodes of `graph` in one row [1, T]. Each of them also sees all tokens of `prefix`: the keys and values of
+    earlier forward passes, in layout order. With `keep`, `kept` holds those of this pass, for passes below it. Build
+    the layout once per pass: its blocks serve every layer and the backward pass."""
 
     takes_variants = True
 
@@ -63,7 +63,7 @@ class SegmentLayout:
         self.graph, self.prefix = graph, tuple(prefix)
         self.kept: KeyValues | None = {} if keep else None
         self.above = sum(next(iter(part.values()))[0].shape[2] for part in self.prefix)
-        # By window: most models have none, or one.
+        # Keyed by window: most models have none, or one.
         self._tiles: dict[int | None, tuple[block_attention.Tile, ...]] = {}
         self._masks: dict[int | None, BlockMask] = {}
 
@@ -76,16 +76,16 @@ class SegmentLayout:
         scale: float,
         variant: AttentionVariant = PLAIN,
     ) -> Tensor:
-        """Attention output, [1, H, T, D]. Raises ValueError for a row that is not the graph's, and for a window over
-        documents."""
+        """Attention output, [1, H, T, D]. Raises ValueError for a row whose length differs from the graph's, and for a
+        window over documents."""
         if query_BHTD.shape[0] != 1 or query_BHTD.shape[2] != self.graph.length:
             raise ValueError(
                 f"the segment graph describes a row [1, {self.graph.length}], got {tuple(query_BHTD.shape)}"
             )
         if self.kept is not None:
-            # The first time: activation checkpointing computes a layer again, in the backward pass.
+            # Only at the first time: activation checkpointing computes a layer again, in the backward pass.
             self.kept.setdefault(layer, (key_BKTD, value_BKTD))
-        # On the CPU in float32 whatever the weights' type, see `causal`; the prefix is, to sum its gradients unrounded.
+        # On the CPU in float32 for weights of any type, see `causal`; so is the prefix, to sum its gradients unrounded.
         dtype = torch.float32 if query_BHTD.device.type == "cpu" else query_BHTD.dtype
         key, value = (
             torch.cat([*(part[layer][i].to(dtype) for part in self.prefix), own.to(dtype)], dim=2)
@@ -98,7 +98,7 @@ class SegmentLayout:
             parts = self._tiles[window]
             out = block_attention.attend(query_BHTD.to(dtype), key, value, parts, scale, sinks_H)
             return out.to(query_BHTD.dtype)
-        if self.graph.length == 1 and variant.plain:  # it sees every key: the kernel would be compiled once more for it
+        if self.graph.length == 1 and variant.plain:  # it sees every key, so the kernel need not be compiled for it
             return causal(query_BHTD, key, value, scale)
         if window not in self._masks:
             self._masks[window] = flex.block_mask(self.graph, self.above, query_BHTD.device, window)
@@ -109,7 +109,7 @@ def causal(
     query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float, variant: AttentionVariant = PLAIN
 ) -> Tensor:
     """Causal attention of whole rows; padding on the right needs no mask, for no real token sees it. With fewer queries
-    than keys, the queries are those of the last keys. In batch-invariant mode, in the engine's bits."""
+    than keys, the queries are those of the last keys. In batch-invariant mode, the result has the engine's bits."""
     count, end = query_BHTD.shape[2], key_BKTD.shape[2]
     if batch_invariant.is_on():
         if not variant.plain:
@@ -117,7 +117,7 @@ def causal(
         return block_attention.attend(
             query_BHTD, key_BKTD, value_BKTD, block_attention.row(count, end), scale, whole=batch_invariant.attention
         )
-    # The engine's CPU kernel computes attention in float32 whatever the weights' type; so does this one, to agree.
+    # The engine's CPU kernel computes attention in float32 for weights of any type; this function must agree.
     on_cpu = query_BHTD.device.type == "cpu"
     dtype = torch.float32 if on_cpu else query_BHTD.dtype
     query, key, value = (x.to(dtype) for x in (query_BHTD, key_BKTD, value_BKTD))
@@ -139,7 +139,7 @@ def causal(
     return out.to(query_BHTD.dtype)
 
 
-@lru_cache(maxsize=8)  # every layer of a row asks for the same
+@lru_cache(maxsize=8)  # every layer of a row needs the same
 def _row_mask(count: int, end: int, device: torch.device, window: int | None) -> BlockMask:
     return flex.block_mask(block_attention.row_graph(count, end), end - count, device, window)
 
@@ -159,7 +159,7 @@ def etude_attention(
     **options: object,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer: `sliding_window` in tokens, `s_aux` the logits of
-    attention sinks, [H]. Raises ValueError for what it does not compute: dropout, soft-capping, a bias by position, and
+    attention sinks, [H]. Raises ValueError for unsupported features: dropout, soft-capping, a bias by position, and
     windows and sinks in a layout that does not take them."""
     if attention_mask is not None:
         raise ValueError("pass a layout instead of an attention mask; rows are padded on the right")

@@ -1,9 +1,9 @@
 """Causal attention of many queries in the engine, on one thread of a CPU and in float32: FlashAttention's loop
-(arXiv:2205.14135) over blocks of keys, its products by oneDNN and the softmax between them in a kernel of ours.
+(arXiv:2205.14135) over blocks of keys. oneDNN computes the products, our own kernel the softmax between them.
 
 PyTorch's own flash attention takes its products from MKL, which reaches half of oneDNN's speed on some processors
-(docs/decisions/0036-onednn.md). The trainer keeps to PyTorch's, with gradients and without.
-Suffixes as in `etude.models.attention`; N are the rows of a tile, tokens of each query head of one key head.
+(docs/decisions/0036-onednn.md). The trainer uses PyTorch's, with gradients and without. Suffixes as in
+`etude.models.attention`; N are the rows of a tile, tokens of each query head of one key head.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from etude.models import attention, gemm
 from etude.models.kernels import exponential, highest_of
 
-MANY = 16  # queries from which this is faster than reading the keys once for each query
-_ROWS, _KEYS = 512, 512  # of a tile: its scores stay in the second cache
-_ROUND = 64  # the last keys are rounded up to a multiple of it
+MANY = 16  # from so many queries on, this is faster than reading the keys once for each query
+_ROWS, _KEYS = 512, 512  # size of a tile, whose scores fit into the second-level cache
+_ROUND = 64  # the number of the last keys is rounded up to a multiple of this
 _LOWEST = np.finfo(np.float32).min
 
 
 def takes(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor) -> bool:
-    """Whether the tiles are for these: enough queries, keys as wide as values, one thread."""
+    """Whether `causal` applies: enough queries, keys as wide as values, one thread."""
     alike = query_BHTD.shape[3] == value_BKTD.shape[3]
     return alike and query_BHTD.shape[2] >= MANY and torch.get_num_threads() == 1 and gemm.takes(query_BHTD, key_BKTD)
 
@@ -51,7 +51,7 @@ def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: floa
 
 
 def _tile(query_ND: Tensor, key_SD: Tensor, value_SD: Tensor, tokens: int, scale: float) -> Tensor:
-    """Attention output, [N, D], of N = heads * tokens queries: those of the last `tokens` of S keys, for each head."""
+    """Attention output, [N, D], of N = heads * tokens queries, those of the last `tokens` of S keys, for each head."""
     N = len(query_ND)
     query_ND = _rounded(query_ND, gemm.ROUND)
     out_ND = torch.zeros(query_ND.shape)
@@ -66,15 +66,15 @@ def _tile(query_ND: Tensor, key_SD: Tensor, value_SD: Tensor, tokens: int, scale
 
 
 def _rounded(x_ND: Tensor, size: int) -> Tensor:
-    """The rows, and rows of zeros up to a multiple of `size`: oneDNN compiles for each shape."""
+    """The rows, with rows of zeros up to a multiple of `size`: oneDNN compiles a kernel for each shape."""
     extra = -len(x_ND) % size
     return F.pad(x_ND, (0, 0, 0, extra)) if extra else x_ND
 
 
 @numba.njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
 def fold(scores_NM, first, tokens, scale, highest_N, total_N, out_ND) -> None:  # type: ignore[no-untyped-def]
-    """Scores of M keys become exp(scale * (score - highest so far)), 0 for keys that a query does not see;
-    `total_N` and `out_ND` are rescaled to the new highest scores. Query n sees keys up to first + n % tokens."""
+    """Turns scores of M keys into exp(scale * (score - highest so far)), 0 for keys that a query does not see; rescales
+    `total_N` and `out_ND` to the new highest scores. Query n sees keys up to first + n % tokens."""
     exponents = np.empty(scores_NM.shape[1], np.int32)
     for n in range(len(highest_N)):
         scores_M = scores_NM[n]

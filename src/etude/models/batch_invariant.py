@@ -1,7 +1,7 @@
-"""Batch-invariant mode: the results of a token have the same bits whatever other tokens are in its pass.
+"""Batch-invariant mode: the results of a token have the same bits with any other tokens in its pass.
 
 Engine and trainer then agree in every bit, however the engine batched, cut and cached. It holds on the CPU in float32.
-In a plain pass the bits depend on its other tokens for these reasons; beside each is its remedy:
+In a plain pass the bits depend on the other tokens for these reasons, each with its remedy:
 
     matrix products    the library takes other kernels for fewer than 16 rows (seen with MKL 2024.2), elementwise
                        functions others for the last elements: passes, and the rows of each expert, have a multiple of
@@ -30,7 +30,7 @@ from etude.models.kernels import BLOCK, paged_attention
 from etude.models.key_values import configured
 
 TILE = 16
-_SOME = 512  # rows of the head that its precision is measured on
+_SOME = 512  # number of head rows in the measurement of its precision
 
 T = TypeVar("T")
 _on: ContextVar[bool] = ContextVar("etude_batch_invariant", default=False)
@@ -38,7 +38,7 @@ _on: ContextVar[bool] = ContextVar("etude_batch_invariant", default=False)
 
 @contextmanager
 def within(variable: ContextVar[Any], value: T) -> Iterator[T]:
-    """Inside, the variable has this value."""
+    """A context in which the variable has this value."""
     token = variable.set(value)
     try:
         yield value
@@ -47,17 +47,17 @@ def within(variable: ContextVar[Any], value: T) -> Iterator[T]:
 
 
 def batch_invariant(on: bool = True) -> AbstractContextManager[bool]:
-    """Inside, attention and experts are batch-invariant if `on`; passes must be padded by `padding`."""
+    """A context in which attention and experts are batch-invariant if `on`; passes must be padded by `padding`."""
     return within(_on, on)
 
 
 def is_on() -> bool:
-    """Whether the mode is on here."""
+    """Whether the mode is on."""
     return _on.get()
 
 
 def possible(model: Any) -> bool:
-    """Whether the mode is for this model: on the CPU, in float32, full attention without sinks, plain experts, keys as
+    """Whether the mode supports the model: on the CPU, in float32, full attention without sinks, plain experts, keys as
     wide as values."""
     one, config, shape = next(model.parameters()), model.config, configured(model.config)
     kinds, window = getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
@@ -69,40 +69,40 @@ def possible(model: Any) -> bool:
 
 
 def is_plain(module: Any) -> bool:
-    """Gated experts without bias, stored [experts, out, in], gate before up."""
+    """Whether the module has gated experts without bias, stored [experts, out, in], gate before up."""
     special = module.is_transposed or module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
     return module.has_gate and module.is_concatenated and not special
 
 
 def padding(rows: int) -> int:
-    """Rows to add, so that their number is a multiple of `TILE`; 0 where the mode is off."""
+    """Rows to add, so that their number is a multiple of `TILE`; 0 while the mode is off."""
     return -rows % TILE if is_on() else 0
 
 
 def padded(rows_ND: Tensor) -> Tensor:
-    """The rows, and rows of zeros up to a multiple of `TILE`; the same tensor where the mode is off."""
+    """The rows, with rows of zeros up to a multiple of `TILE`; the same tensor while the mode is off."""
     extra = padding(len(rows_ND))
     return F.pad(rows_ND, (0, 0, 0, extra)) if extra else rows_ND
 
 
 def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits [S, V] in float32, on both sides; batch-invariant where that is on."""
+    """Logits [S, V] in float32, for trainer and engine; batch-invariant while the mode is on."""
     logits_SV = F.linear(padded(hidden_SD.float()), weight_VD.float())
     return logits_SV[: len(hidden_SD)] if len(logits_SV) > len(hidden_SD) else logits_SV
 
 
 def log_probs(logits_SV: Tensor) -> Tensor:
-    """Log-softmax in float32, whatever the type of the logits, [S, V]."""
+    """Log-softmax in float32 for logits of any type, [S, V]."""
     return torch.log_softmax(logits_SV.float(), dim=-1)
 
 
 @torch.no_grad()
 def float32_head(model: Any, taken: Callable[[Tensor, Tensor], Tensor] | None = None) -> bool:
-    """Whether `taken`, or else `head`, computes this model's logits in float32: measured, against float64. bfloat16 is
-    off by some 4e-3 of the largest logit, TF32 by 5e-4, float32 by less than 1e-5."""
+    """Whether `taken`, or else `head`, computes this model's logits in float32: measured against float64. The error of
+    bfloat16 is some 4e-3 of the largest logit, that of TF32 5e-4, that of float32 less than 1e-5."""
     weight_VD = model.get_output_embeddings().weight[:_SOME]
     noise = torch.Generator().manual_seed(0)
-    for rows in (TILE, 4 * TILE):  # few and many may be computed in different ways
+    for rows in (TILE, 4 * TILE):  # few and many rows may use different kernels
         hidden_SD = torch.randn(rows, weight_VD.shape[1], generator=noise).to(weight_VD.device, weight_VD.dtype)
         true_SV = F.linear(hidden_SD.double(), weight_VD.double())
         error_SV = (taken or head)(hidden_SD, weight_VD).double() - true_SV
@@ -148,7 +148,7 @@ def attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: f
 
 
 def _pages(x_BKTD: Tensor, blocks: int) -> np.ndarray:
-    """As the engine's cache holds them: [B * blocks, K, BLOCK, D], zeros after the last token."""
+    """The tensor in the format of the engine's cache: [B * blocks, K, BLOCK, D], zeros after the last token."""
     B, K, T, D = x_BKTD.shape
     out = np.zeros((B, blocks, K, BLOCK, D), np.float32)
     whole = F.pad(x_BKTD, (0, 0, 0, blocks * BLOCK - T)).reshape(B, K, blocks, BLOCK, D)

@@ -24,20 +24,20 @@ from torch import Tensor
 
 from etude.models.segments import Graph, Node
 
-_TILE = 256  # queries of a block that a window cuts
+_TILE = 256  # queries per tile of a block that a window cuts
 
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """What a layer's attention has besides queries, keys and values. A query at position p sees the keys at positions
-    p - `window` + 1 to p. `sinks_H` are the logits of its attention sinks."""
+    """The features of a layer's attention besides queries, keys and values. A query at position p sees the keys at
+    positions p - `window` + 1 to p. `sinks_H` are the logits of its attention sinks."""
 
     window: int | None = None
     sinks_H: Tensor | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether it has nothing."""
+        """Whether the layer has none of these features."""
         return self.window is None and self.sinks_H is None
 
 
@@ -46,7 +46,7 @@ PLAIN = AttentionVariant()
 
 class Tile(NamedTuple):
     """Queries [q0, q1) and keys [k0, k1) of one call. `first`: the first call of each of its queries. `shift`: the
-    position of the first query less that of the first key, where `window` decides; else `window` is 0."""
+    position of the first query less that of the first key, if `window` cuts the tile; else `window` is 0."""
 
     q0: int
     q1: int
@@ -59,14 +59,14 @@ class Tile(NamedTuple):
 
     @property
     def bias(self) -> Tensor | None:
-        """float32 [queries, keys]: 0 where a key is seen, else minus infinity; None if the kernel needs none."""
+        """float32 [queries, keys]: 0 for visible keys, else minus infinity; None if the kernel needs none."""
         return _bias(self.shift, self.q1 - self.q0, self.k1 - self.k0, self.window) if self.window else None
 
 
 def tiles(graph: Graph, above: int, window: int | None = None) -> tuple[Tile, ...]:
-    """The calls for the queries of `graph` and the keys of `above` tokens, which all queries see, then of the graph.
-    With a window those tokens must stand at the positions before the graph's, and every node see all tokens before it
-    (a prefix tree, no documents). Raises ValueError."""
+    """The calls for the queries of `graph`: first with the keys of `above` tokens, which all queries see, then with
+    those of the graph. With a window, those tokens must have the positions before the graph's, and every node must see
+    all tokens before it (a prefix tree, no documents). Raises ValueError."""
     if window is None:
         shifted = [Tile(b.q0, b.q1, b.k0 + above, b.k1 + above, b.causal, b.causal) for b in graph.blocks]
         whole = [Tile(0, graph.length, 0, above, False, False)] if above and graph.length else []
@@ -76,7 +76,7 @@ def tiles(graph: Graph, above: int, window: int | None = None) -> tuple[Tile, ..
     for i, node in enumerate(graph.nodes):
         if node.start != above + sum(len(graph.nodes[j]) for j in node.sees):
             raise ValueError("a sliding window needs a prefix tree: documents cannot be seen through it")
-        # Where a node's keys lie, and the position of the first: its own, those it sees, those above.
+        # Ranges of a node's keys, and the position of the first: its own, those it sees, those above.
         parts = [(at[i] + above, node.start, len(node))]
         parts += [(at[j] + above, graph.nodes[j].start, len(graph.nodes[j])) for j in node.sees]
         parts += [(0, 0, above)] if above else []
@@ -84,7 +84,7 @@ def tiles(graph: Graph, above: int, window: int | None = None) -> tuple[Tile, ..
             t1 = min(t0 + _TILE, len(node))
             first = node.start + t0  # position of the first query
             for own, (where, position, length) in enumerate(parts):
-                # Keys that the first query sees or a later one; queries that see the last key at least.
+                # Keys from the first that a query sees; queries up to the last that sees the last key.
                 k0 = max(0, first - window + 1 - position)
                 k1 = min(length, t1) if own == 0 else length
                 last = min(t1 - t0, position + k1 - 1 + window - first)
@@ -95,7 +95,7 @@ def tiles(graph: Graph, above: int, window: int | None = None) -> tuple[Tile, ..
     return tuple(cut)
 
 
-@lru_cache(maxsize=64)  # inner tiles of a row are all alike
+@lru_cache(maxsize=64)  # inner tiles of a row are equal
 def _bias(shift: int, queries: int, keys: int, window: int) -> Tensor:
     apart_QK = torch.arange(queries)[:, None] + shift - torch.arange(keys)
     return torch.zeros(queries, keys).masked_fill_((apart_QK < 0) | (apart_QK >= window), -torch.inf)
@@ -110,10 +110,10 @@ def attend(
     sinks_H: Tensor | None = None,
     whole: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None,
 ) -> Tensor:
-    """Attention output, [B, H, T, size of values], in float32. `whole` computes the same function in the bits that are
-    wanted of the output."""
+    """Attention output, [B, H, T, size of values], in float32. `whole` computes the same function with the bits that
+    the output must have."""
     size, wide = value.shape[3], max(key.shape[3], value.shape[3])
-    if key.shape[3] != size:  # the kernel has one size: zeros change no product
+    if key.shape[3] != size:  # the kernel needs equal sizes; zeros change no product
         query, key, value = (F.pad(x, (0, wide - x.shape[3])) for x in (query, key, value))
     return _Attention.apply(query, key, value, sinks_H, parts, scale, whole)[..., :size]
 
@@ -190,5 +190,5 @@ def row(count: int, end: int, window: int | None = None) -> tuple[Tile, ...]:
 
 
 def row_graph(count: int, end: int) -> Graph:
-    """The last `count` of the `end` tokens of a plain row."""
+    """The graph of the last `count` of the `end` tokens of a plain row."""
     return Graph((Node(np.arange(count), end - count),))

@@ -1,4 +1,4 @@
-"""Whether a device is there, said before anything is loaded onto it."""
+"""Checks that a device exists, before anything is loaded onto it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def check_device(name: str, option: str) -> None:
         why = first_line(e)
         if name.startswith("cuda") and torch.version.cuda is None:
             why = f"PyTorch {torch.__version__} is built without CUDA, so install a build with it"
-        elif "device type" in why:  # a list of all that PyTorch knows
+        elif "device type" in why:  # followed by a list of all that PyTorch knows
             why = "PyTorch knows no such device"
         raise UserError(f"{option} = {name!r} is not there: {why}; or take cpu") from None

@@ -1,11 +1,11 @@
-"""Documents: runs of tokens that see themselves only, so their values and unrotated keys depend on nothing else.
+"""Documents: runs of tokens that see only themselves, so their values and unrotated keys depend on nothing else.
 
-Rotary positions are relative, so such a run can be computed once and placed anywhere: its keys are rotated when it is
-placed, once, by the model's own function. To see keys before rotation no model is patched: a pass over documents tells
-the model that every token stands at position 0, where rotating changes nothing, and the layout rotates queries and keys
-itself. `refusal` says for which models that is not the same function.
+Rotary positions are relative, so such a run can be computed once and placed anywhere: its keys are rotated once, when
+it is placed, by the model's own function. To get keys before rotation no model is patched: a pass over documents tells
+the model that every token has position 0, where rotating changes nothing, and the layout rotates queries and keys
+itself. `refusal` names the models for which this is not the same function.
 
-The mask is that of `segments.Graph` with nodes that see nothing, and a tail that sees all of them.
+The mask is that of `segments.Graph` with nodes that see no other, and a tail that sees all of them.
 
 Suffixes: n tokens of one document, E layers with experts.
 """
@@ -31,15 +31,16 @@ from etude.models.key_values import configured
 from etude.models.segments import Graph
 
 RECIPE = "own sink, no repair"
-"""Every document begins with tokens of its own to rest on, and none of its tokens is computed again where it is placed:
-the segment graph of its prompt then decides its keys and values."""
+"""The treatment of documents: each begins with tokens of its own that attention can rest on, and none of its tokens is
+computed again where it is placed. So the segment graph of a prompt decides its keys and values."""
 
 _PROBED = 8  # tokens
-_SLACK = 0.01  # of the largest key: a wrong rotation differs by as much as keys are large
+_SLACK = 0.01  # share of the largest key; a wrong rotation differs by about the size of keys
 
 
 class Rotation:
-    """Rotates as the model does: by its table of angles and its function. Raises AttributeError if it has not both."""
+    """Rotates like the model, with its table of angles and its function. Raises AttributeError for a model that lacks
+    one."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder = model.get_decoder()
@@ -52,18 +53,19 @@ class Rotation:
     def angles(self, length: int) -> Tensor:
         """Cosines and sines of positions 0 to `length` - 1: [2, 1, length, D]."""
         if length > self._angles.shape[2]:
-            # A power of two: computed a few times at most, and a multiple of the tile of batch-invariant mode.
+            # A power of two, so that it is computed few times and is a multiple of the tile of batch-invariant mode.
             self._angles = self._computed(1 << (length - 1).bit_length())
         return self._angles[:, :, :length]
 
     def _computed(self, length: int) -> Tensor:
         position_1T = torch.arange(length, device=self._like.device)[None]
-        # Where a model scales them (YaRN, arXiv:2309.00071), its output at position 0 is scaled already.
+        # If a model scales them (YaRN, arXiv:2309.00071), its output at position 0 is scaled already.
         return torch.stack(self._table(self._like, position_1T)) / self._table.attention_scaling
 
     @torch.inference_mode()
     def placeable(self) -> bool:
-        """Whether `kernels.place` rotates in the same bits: in halves, on the CPU in float32. Tried on random keys."""
+        """Whether `kernels.place` gives the same bits, tried on random keys: rotation in halves, on the CPU in
+        float32."""
         cos_1TD, sin_1TD = self.angles(_PROBED)
         if cos_1TD.device.type != "cpu" or cos_1TD.dtype != torch.float32 or cos_1TD.shape[2] != self._head_dim:
             return False
@@ -80,7 +82,7 @@ class Rotation:
 
 @dataclass(eq=False)
 class CachedDocument:
-    """Token ids, and of the first `computed` their keys before rotation, values and expert ids."""
+    """Token ids, and for the first `computed` of them the keys before rotation, values and expert ids."""
 
     ids_n: np.ndarray
     keys_LKnD: Tensor
@@ -93,7 +95,7 @@ class CachedDocument:
 
 
 def empty_document(model: PreTrainedModel, ids: Sequence[int]) -> CachedDocument:
-    """A document of which nothing is computed, its memory taken."""
+    """A document without computed tokens, its memory allocated."""
     kept = configured(model.config)
     shape = (kept.layers, kept.heads, len(ids), kept.key)
     like = next(model.parameters())
@@ -105,9 +107,9 @@ def empty_document(model: PreTrainedModel, ids: Sequence[int]) -> CachedDocument
 def compute(
     model: PreTrainedModel, rotation: Rotation, parts: Sequence[tuple[CachedDocument, int]], routes: bool = False
 ) -> None:
-    """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other. `routes`: their
-    expert ids, too. In batch-invariant mode the bits of a document are the same however it is cut and beside whatever
-    it is computed."""
+    """Computes the next `count` tokens of each document, in one pass [1, sum of counts]. With `routes` also their
+    expert ids. In batch-invariant mode the bits of a document are the same with any cuts and any other documents in the
+    pass."""
     device = parts[0][0].keys_LKnD.device
     ids_N = np.concatenate([d.ids_n[d.computed : d.computed + count] for d, count in parts])
     padded_N = np.pad(ids_N, (0, gemm.padding(len(ids_N), device, model.dtype)))
@@ -131,7 +133,7 @@ def compute(
 
 
 class _Apart:
-    """The layout of a pass over documents whose tokens all claim to stand at position 0."""
+    """The layout of a pass over documents, for whose tokens the model sees position 0."""
 
     def __init__(self, rotation: Rotation, parts: Sequence[tuple[CachedDocument, int]]) -> None:
         self._rotation, self._parts = rotation, parts
@@ -152,11 +154,11 @@ class _Apart:
 
 
 class PlacedDocuments:
-    """The layout of one row that begins with documents, computed and placed as the engine does it, with gradients. In
-    batch-invariant mode the row's bits are then those of the engine. The tokens of its documents must claim to stand at
-    position 0: `positions_T`. Raises ValueError for a graph that is not that of one row."""
+    """The layout of one row that begins with documents, computed and placed like the engine's, with gradients. In
+    batch-invariant mode the row has the engine's bits. The model must see position 0 for the tokens of its documents:
+    `positions_T`. Raises ValueError for a graph of several rows."""
 
-    kept: KeyValues | None = None  # no pass hangs below such a row
+    kept: KeyValues | None = None  # no later pass continues such a row
 
     def __init__(self, model: PreTrainedModel, graph: Graph) -> None:
         *self._documents, self._tail = graph.nodes
@@ -187,7 +189,8 @@ def token_bytes(config: PretrainedConfig, itemsize: int) -> int:
 
 
 def config_refusal(config: PretrainedConfig) -> str:
-    """Why documents cannot be placed exactly in models of this configuration; "" if only a trial can tell."""
+    """The reason why documents cannot be placed exactly in models of this configuration; "" if only a trial can
+    decide."""
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if others:
         return f"this model has layers of the kind {others[0]}, which see by distance or carry a state"
@@ -201,7 +204,7 @@ def config_refusal(config: PretrainedConfig) -> str:
 
 
 def refusal(model: PreTrainedModel) -> str:
-    """Why documents cannot be placed exactly in this model; "" if they can. Runs two passes over a few tokens."""
+    """The reason why documents cannot be placed exactly in this model, or "". Runs two passes over a few tokens."""
     if why := config_refusal(model.config):
         return why
     try:
@@ -214,7 +217,7 @@ def refusal(model: PreTrainedModel) -> str:
 
 @torch.inference_mode()
 def _rotates_alike(model: PreTrainedModel) -> bool:
-    """Whether keys that we rotate are those that the model rotates, in every layer."""
+    """Whether our rotated keys equal those of the model, in every layer."""
     rotation = Rotation(model)
     document = empty_document(model, [i % model.config.vocab_size for i in range(_PROBED)])
     compute(model, rotation, [(document, _PROBED)])
@@ -224,7 +227,7 @@ def _rotates_alike(model: PreTrainedModel) -> bool:
     model.get_decoder()(input_ids=ids_1n, position_ids=position_1n, layout=kept, use_cache=False)
     for layer, expected in kept.keys.items():
         difference = (rotation(document.keys_LKnD[layer, None], angles) - expected).abs().max()
-        # Weights that are broken (not a number) are reported by the engine, not here.
+        # Broken weights (not a number) are reported by the engine, not here.
         if difference > _SLACK * expected.abs().max():
             return False
     return len(kept.keys) == model.config.num_hidden_layers

@@ -1,8 +1,8 @@
-"""The types that the files of a Hugging Face folder store tensors in, and in which a run publishes them.
+"""The types in which the files of a Hugging Face folder store tensors, and in which a run publishes them.
 
-A version is published in the types of its checkpoint: bfloat16 matrices, and in float32 what the makers keep there,
-such as the router biases of GLM, DeepSeek and MiniMax. A trainer that computes in bfloat16 has rounded a float32 matrix
-when it was loaded; that is published in bfloat16, the type it was trained in.
+A version is published in the types of its checkpoint: bfloat16 matrices, and float32 for the tensors that their makers
+store so, such as the router biases of GLM, DeepSeek and MiniMax. A trainer that computes in bfloat16 has rounded a
+float32 matrix at loading; that matrix is published in bfloat16, the type it was trained in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file, by its name there. `dtype` is None for a type that no weights are computed in."""
+    """A tensor of a file, with its name there. `dtype` is None for a type that no weights are computed in."""
 
     file: Path
     name: str
@@ -37,7 +37,7 @@ class StoredTensor:
 
 
 def stored(root: Path) -> list[StoredTensor]:
-    """The tensors of a folder's files. The files are whole (`files.check_folder`)."""
+    """The tensors of a folder's files, which must be complete (`files.check_folder`)."""
     return [
         StoredTensor(file, name, _FLOATS.get(about["dtype"]), prod(about["shape"]))
         for file, name, about in headers(root)
@@ -45,7 +45,7 @@ def stored(root: Path) -> list[StoredTensor]:
 
 
 def main_dtype(root: Path) -> torch.dtype:
-    """The type of most of a folder's weights; without weights the one that its configuration names, or bfloat16."""
+    """The most frequent type of a folder's weights; without weights the type in its configuration, or bfloat16."""
     if not all(file.is_file() for file in shards(root)):
         config = json.loads((root / "config.json").read_text())
         named = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
@@ -58,8 +58,8 @@ def main_dtype(root: Path) -> torch.dtype:
 
 
 def computed_dtype(dtype: str, device: str, root: Path) -> torch.dtype:
-    """The type that an engine computes in: `dtype` by name, or for "auto" that of the checkpoint, and float32 on the
-    CPU, where the kernels are made for it and bfloat16 is slower without special instructions."""
+    """The type that an engine computes in: `dtype` by name, or for "auto" the checkpoint's. On the CPU, "auto" means
+    float32, for which the kernels are made; bfloat16 is slower there without special instructions."""
     if dtype != "auto":
         return getattr(torch, dtype)
     return torch.float32 if torch.device(device).type == "cpu" else main_dtype(root)
@@ -67,7 +67,7 @@ def computed_dtype(dtype: str, device: str, root: Path) -> torch.dtype:
 
 def published_dtypes(root: Path, model: PreTrainedModel, computed: torch.dtype) -> dict[str, torch.dtype]:
     """The type in which each saved tensor of `model`, loaded from `root`, is published by a trainer that computes in
-    `computed`. The same on both sides, whatever type this model has been loaded in."""
+    `computed`. Trainer and engine get the same result, whatever type they loaded the model in."""
     files, main = _by_live_name(root, model), main_dtype(root)
     buffers = {name for name, _ in model.named_buffers()}
     strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -83,13 +83,13 @@ def published_dtypes(root: Path, model: PreTrainedModel, computed: torch.dtype) 
 
 
 def narrower(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """`a` if `b` holds all of its values, else `b`."""
+    """`a` if `b` can represent all its values, else `b`."""
     return a if a == b or torch.promote_types(a, b) == b else b
 
 
 @torch.no_grad()
 def round_to(model: PreTrainedModel, types: Types) -> None:
-    """Rounds the weights of `model` to what is published of them, in place."""
+    """Rounds the weights of `model` to their published types, in place."""
     for name, tensor in model.state_dict().items():
         if narrower(tensor.dtype, types[name]) != tensor.dtype:
             tensor.copy_(tensor.to(types[name]))
@@ -97,8 +97,8 @@ def round_to(model: PreTrainedModel, types: Types) -> None:
 
 @torch.no_grad()
 def restore_buffers(root: Path, model: PreTrainedModel) -> None:
-    """Gives buffers their stored values again where loading has rounded them: a router's bias decides between experts
-    by small differences."""
+    """Restores the stored values of buffers that loading has rounded: small differences of a router's bias decide
+    between experts."""
     narrow = {name: b for name, b in model.named_buffers() if b.dtype in (torch.bfloat16, torch.float16)}
     files = _by_live_name(root, model) if narrow else {}
     for name, buffer in narrow.items():
@@ -109,17 +109,17 @@ def restore_buffers(root: Path, model: PreTrainedModel) -> None:
 
 
 def _by_live_name(root: Path, model: PreTrainedModel) -> dict[str, StoredTensor]:
-    """The stored tensor behind each of the model's, by the names that transformers gives while it loads. Of several
-    that become one tensor, the one of the widest type."""
+    """The stored tensor for each of the model's tensors, by transformers' names after loading. If several become one
+    tensor, the one of the widest type."""
     live: dict[str, Any] = model.state_dict()
     transforms: list[Any] = getattr(model, "_weight_conversions", None) or []
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    found: dict[str, StoredTensor] = {}
+    sources: dict[str, StoredTensor] = {}
     for tensor in stored(root):
         name = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, live)[0]
         name = name if name in live else tensor.name
-        other = found.get(name)
+        other = sources.get(name)
         if tensor.dtype is not None and (other is None or other.dtype != torch.float32):
-            found[name] = tensor
-    return found
+            sources[name] = tensor
+    return sources

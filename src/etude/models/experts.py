@@ -1,7 +1,7 @@
 """The experts function of trainer and engine, registered with transformers as "etude".
 
 Tokens are sorted by expert and each expert's rows go through one grouped GEMM, forward and backward. Within `observe()`
-the experts that tokens go through are kept: the engine records them for its sampled tokens, and the trainer counts the
+the chosen experts of tokens are recorded: the engine stores them for its sampled tokens, and the trainer counts the
 tokens per expert (a token of a shared prompt once for every row it stands for).
 """
 
@@ -19,31 +19,32 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from etude.models import batch_invariant, gemm
 
 NAME = "etude"
-_MAX_PADDING = 4  # times the tokens
+_MAX_PADDING = 4  # largest number of padded rows, relative to the tokens
 _few_shapes: ContextVar[bool] = ContextVar("etude_few_shapes", default=False)
 
 
 def few_shapes() -> AbstractContextManager[bool]:
-    """Inside, experts are padded to one number of tokens, a multiple of `gemm.ROUND_NARROW`. oneDNN compiles its
-    bfloat16 kernels for each shape, which takes milliseconds, and the counts of the experts are ever new ones."""
+    """A context in which experts are padded to one number of tokens, a multiple of `gemm.ROUND_NARROW`. oneDNN compiles
+    its bfloat16 kernels for each shape, which takes milliseconds, and the experts' counts change in every pass."""
     return batch_invariant.within(_few_shapes, True)
 
 
 class Choices:
-    """The experts of one forward pass: per MoE layer, in order, int64 [tokens, K]; and how many a layer has."""
+    """The experts of one forward pass: per MoE layer, in order, int64 [tokens, K]; and the number of experts of a
+    layer."""
 
     def __init__(self) -> None:
         self.layers: list[Tensor] = []
         self.experts = 0
 
     def stacked(self) -> Tensor:
-        """[tokens, MoE layers, K], as narrow as the ids allow: uint8, or int16 beyond 256 experts."""
+        """[tokens, MoE layers, K] in the narrowest type for the ids: uint8, or int16 beyond 256 experts."""
         return torch.stack(self.layers, dim=1).to(torch.uint8 if self.experts <= 256 else torch.int16)
 
     def counts(self, weight_T: Tensor) -> Tensor:
-        """float64 [MoE layers, experts]: tokens per expert, each as often as its weight says."""
+        """float64 [MoE layers, experts]: tokens per expert, each with its weight."""
         weights = [weight_T.double().repeat_interleave(layer.shape[1]) for layer in self.layers]
-        # Not bincount, which on a GPU has no deterministic sum of weights.
+        # Not bincount: on a GPU its sum of weights is not deterministic.
         counts_LE = weight_T.new_zeros((len(self.layers), self.experts), dtype=torch.float64)
         for counts_E, layer, w in zip(counts_LE, self.layers, weights, strict=True):
             counts_E.index_add_(0, layer.flatten(), w)
@@ -54,12 +55,12 @@ _choices: ContextVar[Choices | None] = ContextVar("etude_expert_choices", defaul
 
 
 def observe() -> AbstractContextManager[Choices]:
-    """Keep the experts of the forward pass inside; no layer, then, for a dense model."""
+    """A context that records the experts of the forward pass inside; a dense model has no layers to record."""
     return batch_invariant.within(_choices, Choices())
 
 
 def unobserved() -> AbstractContextManager[None]:
-    """Inside, no experts are kept: a pass is computed a second time."""
+    """A context in which no experts are recorded, for a second pass over the same tokens."""
     return batch_invariant.within(_choices, None)
 
 
@@ -102,7 +103,7 @@ def etude_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: T
         out = F.grouped_mm(module.act_fn(gate) * up, down_EID, offs=end_E)
     back = torch.empty_like(order)
     back[order] = place
-    # Combined in the router's order, so that a token's sum does not depend on the other tokens of the batch.
+    # Summed in the router's order, so that a token's sum does not depend on the other tokens of the batch.
     return (out[back].view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
 
@@ -111,7 +112,8 @@ def _rounded(rows: int, size: int) -> int:
 
 
 def _each(module: Any, sorted_ND: Tensor, counts: list[int]) -> Tensor:
-    """The experts one after the other, their rows filled up with others' to a multiple of `gemm.ROUND`."""
+    """The outputs of the experts one by one, each one's rows filled up with following rows to a multiple of
+    `gemm.ROUND`."""
     out_ND = torch.empty_like(sorted_ND)
     start = 0
     for expert, count in enumerate(counts):
@@ -127,7 +129,8 @@ def _each(module: Any, sorted_ND: Tensor, counts: list[int]) -> Tensor:
 
 
 def _one_token(module: Any, hidden_1D: Tensor, experts: list[int], weight_1K: Tensor) -> Tensor:
-    """A row that decodes alone: sorting it for a grouped GEMM would take longer than the experts do."""
+    """The experts' output for a single decoded row: sorting it for a grouped GEMM would take longer than the
+    products."""
     outs = []
     for expert in experts:
         gate, up = F.linear(hidden_1D, module.gate_up_proj[expert]).chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder, read without torch: a user's mistakes are said before it is loaded."""
+"""The files of a Hugging Face folder, read without torch: a user's mistakes are reported before loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_folder(root: Path) -> None:
-    """Raise UserError unless `root` holds a config.json and whole safetensors files."""
+    """Raise UserError unless `root` has a config.json and complete safetensors files."""
     if not root.is_dir():
         raise UserError(f"{root} is not a folder: give the path of a Hugging Face model folder")
     if not (root / "config.json").is_file():
@@ -31,7 +31,7 @@ def check_folder(root: Path) -> None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a GGUF file, or a folder that holds some and no config.json."""
+    """Whether `path` is a GGUF file, or a folder with GGUF files and no config.json."""
     if path.is_dir():
         return not (path / "config.json").is_file() and any(path.glob("*.gguf"))
     return path.suffix == ".gguf" and path.is_file()
@@ -49,8 +49,8 @@ def shards(root: Path) -> list[Path]:
 
 
 def headers(root: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
-    """Per tensor its file, its name, and what the file's header says of it: dtype, shape, data_offsets. The files are
-    whole (`check_folder`)."""
+    """File, name and header entry (dtype, shape, data_offsets) of each tensor. The files must be complete
+    (`check_folder`)."""
     for file in shards(root):
         with file.open("rb") as f:
             header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
@@ -58,16 +58,16 @@ def headers(root: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
 
 
 def expert_layers(root: Path) -> list[int]:
-    """The numbers of a checkpoint's layers that have experts, by the names of its tensors. Raises UserError for a
-    folder without whole weights."""
+    """The numbers of a checkpoint's layers with experts, by the names of its tensors. Raises UserError for a folder
+    without complete weights."""
     for shard in shards(root):
         check_safetensors(shard)
-    found = (re.search(r"(?:^|\.)layers\.(\d+)\.(?:.+\.)?experts\.", name) for _, name, _ in headers(root))
-    return sorted({int(match[1]) for match in found if match})
+    matches = (re.search(r"(?:^|\.)layers\.(\d+)\.(?:.+\.)?experts\.", name) for _, name, _ in headers(root))
+    return sorted({int(match[1]) for match in matches if match})
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise UserError unless the file's header parses and the file is as long as the header says."""
+    """Raise UserError unless the file's header parses and agrees with the file's length."""
     if not path.is_file():
         raise UserError(f"{path} is missing: fetch the model again")
     size = path.stat().st_size
@@ -88,5 +88,5 @@ def check_safetensors(path: Path) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says, or its class."""
+    """The first line of an error's message, or its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

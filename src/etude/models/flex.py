@@ -1,8 +1,8 @@
-"""Attention over the segment graph on an accelerator: `flex_attention` under the graph's rule.
+"""Attention over the segment graph on an accelerator: `flex_attention` with the graph's rule.
 
-The kernel skips tiles of `TILE` x `TILE` pairs in which nothing is seen, asks no mask in those that are seen wholly,
-and asks the rule, pair by pair, in the others. Which tile is which follows from the graph's blocks: PyTorch's own
-`create_block_mask` would write out every pair.
+The kernel skips tiles of `TILE` x `TILE` pairs without a visible pair, applies no mask in tiles that are visible as a
+whole, and evaluates the rule for each pair of the others. The classes of tiles follow from the graph's blocks:
+PyTorch's own `create_block_mask` would write out every pair.
 
 Suffixes: Q and S tiles of queries and keys, T queries, C keys.
 """
@@ -25,18 +25,18 @@ TILE = 128
 
 
 class Tiles(NamedTuple):
-    """bool [Q, S] each: tiles seen in part, and wholly."""
+    """Two tables of tiles, bool [Q, S]: those visible in part, and those visible as a whole."""
 
     part: np.ndarray
     whole: np.ndarray
 
 
 def visible(graph: Graph, above: int, device: torch.device | str, window: int | None = None) -> Callable[..., Tensor]:
-    """The rule of the segment graph as a `mask_mod`; `above` keys that all queries see come first, at positions 0 to
-    above - 1 where there is a window. It holds tensors only: a number would be compiled in, and every graph compiled
+    """The rule of the segment graph as a `mask_mod`. `above` keys that all queries see come first, at positions 0 to
+    above - 1 if there is a window. The rule holds only tensors: numbers would be compiled in, and every graph compiled
     for itself."""
     nodes = len(graph.nodes)
-    # The keys above are of a node more, which all see; it stands also for a second one where the graph has a single.
+    # The keys above belong to an additional node that all see, so there are at least two nodes.
     sees_NN = np.pad(graph.sees_NN, ((0, 1), (0, 1)))
     sees_NN[:, nodes] = True
     key_node = np.concatenate([np.full(above, nodes), graph.node_T])
@@ -60,20 +60,21 @@ def visible(graph: Graph, above: int, device: torch.device | str, window: int | 
 
 
 def _positions(graph: Graph, above: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of queries and of keys."""
+    """Positions of queries and of keys."""
     return graph.positions_T, np.concatenate([np.arange(above), graph.positions_T])
 
 
 def tiles(graph: Graph, above: int, window: int | None = None) -> Tiles:
-    """The tiles of a graph's queries and keys, `above` keys that all queries see first; at least two each way. Pairs
-    are counted, none is written out. With a window, tiles that may be out of reach in part count as seen in part."""
+    """The tiles of a graph's queries and keys, after `above` keys that all queries see; at least two in each direction.
+    Pairs are counted, not written out. With a window, tiles that may be partly out of reach count as visible in
+    part."""
     pairs_QS = np.zeros([max(2, -(-count // TILE)) for count in (graph.length, above + graph.length)], np.int64)
     whole = [Block(0, graph.length, -above, 0, False)] if above else []
     for block in (*graph.blocks, *whole):
         at_q, first, last = _cut(block.q0, block.q1)
         at_k, begin, end = _cut(block.k0 + above, block.k1 + above)
         if block.causal:
-            # Pairs with key <= query: the sum over a tile's queries of how many of the tile's keys are not later.
+            # Pairs with key <= query: the sum over a tile's queries of the number of its keys that are not later.
             own, width = begin - above, end - begin
             pairs_QS[at_q, at_k] += _below(last[:, None] - own, width) - _below(first[:, None] - own, width)
         else:
@@ -81,7 +82,7 @@ def tiles(graph: Graph, above: int, window: int | None = None) -> Tiles:
     some_QS, whole_QS = pairs_QS > 0, pairs_QS == TILE**2
     if window is not None:
         (first_Q, last_Q), (first_S, last_S) = (_ends(x) for x in _positions(graph, above))
-        shape = np.s_[: len(first_Q), : len(first_S)]  # the second tile of a short graph has none of its own
+        shape = np.s_[: len(first_Q), : len(first_S)]  # a short graph has no positions in its second tile
         some_QS[shape] &= first_Q[:, None] - last_S < window
         whole_QS[shape] &= last_Q[:, None] - first_S < window
     return Tiles(some_QS & ~whole_QS, whole_QS)
@@ -94,7 +95,7 @@ def _ends(position_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cut(begin: int, end: int) -> tuple[slice, np.ndarray, np.ndarray]:
-    """The tiles that [begin, end) reaches into, and its first and last + 1 in each."""
+    """The tiles that overlap [begin, end), and the first and last + 1 of its indices in each."""
     tile = slice(begin // TILE, -(-end // TILE))
     start = np.arange(tile.start, tile.stop) * TILE
     return tile, start.clip(begin, end), (start + TILE).clip(begin, end)
@@ -107,7 +108,7 @@ def _below(count: np.ndarray, width: np.ndarray) -> np.ndarray:
 
 
 def block_mask(graph: Graph, above: int, device: torch.device | str, window: int | None = None) -> BlockMask:
-    """The mask as the kernel takes it, for any number of layers and their backward pass."""
+    """The mask in the kernel's format, for any number of layers and their backward pass."""
     (parts, part), (wholes, whole) = (_ordered(table_QS, device) for table_QS in tiles(graph, above, window))
     mask = BlockMask.from_kv_blocks(
         parts,
@@ -128,7 +129,7 @@ def block_mask(graph: Graph, above: int, device: torch.device | str, window: int
 
 
 def _ordered(table_QS: np.ndarray, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """How many tiles of each row are true, [1, 1, Q], and which, those first, [1, 1, Q, S]."""
+    """The number of true tiles in each row, [1, 1, Q], and the indices of all tiles, true ones first, [1, 1, Q, S]."""
     count_Q, index_QS = table_QS.sum(axis=1), np.argsort(~table_QS, axis=1, kind="stable")
     count, index = (torch.from_numpy(x.astype(np.int32)).to(device)[None, None] for x in (count_Q, index_QS))
     return count, index
@@ -142,10 +143,10 @@ def attend(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention output, [B, H, T, D]. Compiled on an accelerator; on the CPU written out, for tests of the rule. A sink
-    is one more key of each head, with this logit and a value of 0."""
+    """Attention output, [B, H, T, D]. Compiled on an accelerator; on the CPU it is computed plainly, for tests of the
+    rule. A sink is one more key of each head, with this logit and a value of 0."""
     repeats = query_BHTD.shape[1] // key_BKCD.shape[1]
-    if repeats & (repeats - 1):  # for few queries the kernel knows powers of two only
+    if repeats & (repeats - 1):  # for few queries the kernel supports powers of two only
         key_BKCD, value_BKCD = (x.repeat_interleave(repeats, dim=1) for x in (key_BKCD, value_BKCD))
     run = flex_attention if query_BHTD.device.type == "cpu" else _compiled()
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": True}
@@ -159,5 +160,6 @@ def attend(
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """Compiled at the first use, for any length: uncompiled it would write out the whole matrix of scores."""
+    """`flex_attention`, compiled at the first use, for any length: uncompiled it would write out the whole matrix of
+    scores."""
     return partial(torch.compile(flex_attention, dynamic=True), kernel_options={"BACKEND": "TRITON"})

@@ -1,10 +1,10 @@
 """One kernel for each run of small operations in transformers' modelling code, with the same bits.
 
-A model that decodes a few tokens spends more time between operations than in them: an RMS norm is eight of them, the
-rotation of queries and keys fourteen. Here both are kernels compiled by numba, and the forwards of attention and
-decoder layers go from one product to the next without modules between. They are taken on the CPU in float32 where no
-gradients are kept. `install` puts them in place of a model's own forwards only where they give the same bits on this
-machine, so there still is one definition of the model, transformers' own.
+Decoding a few tokens takes more time between operations than in them: an RMS norm is eight of them, the rotation of
+queries and keys fourteen. Here both are kernels compiled by numba, and the forwards of attention and decoder layers go
+from one product to the next without modules between. They are used on the CPU in float32 without gradients. `install`
+puts them in place of a model's own forwards only where they give the same bits on this machine, so transformers'
+definition of the model remains the only one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from etude.models import batch_invariant
 from etude.models.attention import AttentionLayout, CausalLayout
 from etude.models.gemm import gated, product, three
 
-_LANES, _SUMS = 8, 4  # PyTorch adds squares up in four vectors of eight, and begins new ones
-_ROUND = 16 * _LANES * _SUMS  # after so many
-_SERIAL = 32768  # elements that PyTorch, too, leaves to one thread
-_SIZES = (1, 5, 64)  # rows that the bits are compared on
+_LANES, _SUMS = 8, 4  # PyTorch sums squares in four vectors of eight, and begins new ones
+_ROUND = 16 * _LANES * _SUMS  # after this many squares
+_SERIAL = 32768  # number of elements up to which PyTorch, too, uses one thread
+_SIZES = (1, 5, 64)  # numbers of rows for the comparison of bits
 
 
 @torch.no_grad()
 def install(model: PreTrainedModel) -> None:
-    """Take the kernels for those layers of `model` whose bits they give; the others stay. Harmless twice."""
-    with batch_invariant.batch_invariant():  # else products of few rows have bits of their own
+    """Use the kernels in those layers of `model` whose bits they reproduce. May be repeated."""
+    with batch_invariant.batch_invariant():  # otherwise products of few rows differ in bits
         for forward, same in ((_norm, _same_norm), (_attention, _same_attention), (_layer, _same_layer)):
             for module in model.modules():
                 if not _replaced(module) and same(module):
@@ -40,10 +40,10 @@ def install(model: PreTrainedModel) -> None:
 
 
 def _applies(x: Tensor) -> bool:
-    """Whether the kernels are for this tensor, here and now."""
+    """Whether the kernels support this tensor in the present mode."""
     few = x.numel() <= _SERIAL or torch.get_num_threads() == 1
     plain = x.dtype == torch.float32 and x.device.type == "cpu" and few
-    # Under autocast products would be narrower, and those of kernels would not.
+    # Under autocast PyTorch narrows products, but the kernels do not.
     wide = not torch.is_autocast_enabled("cpu")
     return plain and wide and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
@@ -52,7 +52,7 @@ def _applies(x: Tensor) -> bool:
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
-    """The forward of an RMS norm; `install` has checked that the module has the parts that are read here."""
+    """The forward of an RMS norm; `install` has checked that the module has the attributes that are read here."""
     if not _applies(hidden_states) or not hidden_states.is_contiguous():
         return type(module).forward(module, hidden_states)
     out = torch.empty_like(hidden_states)
@@ -71,7 +71,7 @@ def _same_norm(module: Any) -> bool:
 
 
 def _sample(*shape: int) -> Tensor:
-    """Numbers of all sizes, the same at every call."""
+    """Numbers of different magnitudes, the same at every call."""
     noise = torch.Generator().manual_seed(0)
     magnitude = torch.randint(-4, 4, (shape[0], *[1] * (len(shape) - 1)), generator=noise)
     return torch.randn(shape, generator=noise) * 10.0**magnitude
@@ -128,7 +128,7 @@ def _attention(
 
 
 def _simple(module: Any, hidden_BTD: Tensor, where: tuple[Tensor, Tensor], mask: object, past: object) -> bool:
-    """Whether one row is given, and nothing that the kernels do not know."""
+    """Whether the input is a single row without features that the kernels lack."""
     rows = hidden_BTD.shape[:2]
     return (
         mask is None
@@ -174,7 +174,8 @@ def _attended(module: Any, hidden_TD: Tensor, where: tuple[Tensor, Tensor], layo
 
 
 def _same_attention(module: Any) -> bool:
-    """Whether the layer has the parts that `_attention` reads, and nothing that changes its output."""
+    """Whether the kernels reproduce the bits of this attention layer. Layers with other attributes than `_attention`
+    reads are excluded."""
     parts: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     q, k, v, o = parts
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
@@ -186,11 +187,11 @@ def _same_attention(module: Any) -> bool:
         return False
     if not all(hasattr(module, name) for name in ("head_dim", "layer_idx", "scaling")):
         return False
-    given = list(signature(type(module).forward).parameters)[1:5]
+    parameters = list(signature(type(module).forward).parameters)[1:5]
     more = any(getattr(module, name, None) for name in ("sliding_window", "attention_dropout"))
     more |= getattr(module, "sinks", None) is not None
-    more |= getattr(getattr(module, "config", None), "sliding_window", None) is not None  # of some classes, not noted
-    if given != ["hidden_states", "position_embeddings", "attention_mask", "past_key_values"] or more:
+    more |= getattr(getattr(module, "config", None), "sliding_window", None) is not None  # for some classes only there
+    if parameters != ["hidden_states", "position_embeddings", "attention_mask", "past_key_values"] or more:
         return False
     both = _attention, type(module).forward
     for rows in _SIZES:
@@ -242,7 +243,7 @@ def _layer(
     layout: AttentionLayout | None = None,
     **options: object,
 ) -> Tensor:
-    """The forward of a decoder layer: norm, attention, norm, experts or gated product, each added to what came in."""
+    """The forward of a decoder layer: norm, attention, norm, experts or gated product, each added to its input."""
     parts = module._modules
     attention, where = parts["self_attn"], position_embeddings
     if (
@@ -280,7 +281,8 @@ def _normed(module: Any, x_TD: Tensor) -> Tensor:
 
 
 def _same_layer(module: Any) -> bool:
-    """Whether the layer has the parts that `_layer` reads, each with a kernel or a call of its own, and no more."""
+    """Whether the kernels reproduce the bits of this decoder layer. Layers with other attributes than `_layer` reads
+    are excluded."""
     parts = module._modules
     if set(parts) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False

@@ -1,14 +1,14 @@
-"""A model's products on the CPU in float32, without gradients; in bfloat16 the head alone, whose logits are float32.
+"""A model's products on the CPU in float32, without gradients; in bfloat16 only the head, whose logits are float32.
 
-Few rows, as decoding makes them: the weights are read once, in order, and all the time goes into reading them. The
-library's products are made for many rows; for a few they take two to four times as long as a plain walk through the
-weights (docs/decisions/0034-products-of-few-rows.md).
+Decoding has few rows: the weights are read once, in order, and reading takes all the time. The library's products are
+made for many rows; for a few they take two to four times as long as a plain walk through the weights
+(docs/decisions/0034-products-of-few-rows.md).
 
 More rows go to oneDNN. PyTorch takes MKL, which on AMD's processors uses vectors of half their width
 (docs/decisions/0036-onednn.md).
 
-Sums are added in another order than the library's, so batch-invariant mode (`etude.models.batch_invariant`) takes
-nothing from here.
+The order of sums differs from the library's, so batch-invariant mode (`etude.models.batch_invariant`) uses nothing from
+here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from transformers.activations import SiLUActivation
 
 from etude.models import batch_invariant
 
-FEW = 16  # rows up to which a walk through the weights is faster,
-_FEWER = 6  # if they are more than `_SERIAL`
-ROUND = 8  # oneDNN compiles for each shape, which takes as long as a product does: numbers of rows are rounded up,
+FEW = 16  # up to so many rows a walk through the weights is faster,
+_FEWER = 6  # for more than `_SERIAL` weights
+ROUND = 8  # numbers of rows are rounded up: oneDNN compiles for each shape, which takes as long as a product;
 ROUND_NARROW = 16  # in bfloat16, where compiling takes longer, to this
-_PART = 2048  # rows of bfloat16 weights that are widened at a time: they stay in the second cache
-_SERIAL = 2**18  # weights of one product that one thread takes, however many threads there are
+_PART = 2048  # rows of bfloat16 weights that are widened at a time, which fit into the second-level cache
+_SERIAL = 2**18  # products of up to so many weights take one thread
 _SILU = (nn.SiLU, SiLUActivation)
-# Sums may be taken in any order, but what is not a number must stay so: broken weights are noticed by it.
+# Any order of sums, but NaN must stay NaN: it reveals broken weights.
 _FAST = {"reassoc", "contract", "nsz"}
 
 
@@ -49,7 +49,7 @@ def _serial(weight_ND: Tensor) -> bool:
 
 
 def takes(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether products are taken from here at all, of factors in this type."""
+    """Whether this module computes products of these factors in this type."""
     return (
         x.dtype == weight.dtype == dtype
         and x.device.type == "cpu"
@@ -61,14 +61,14 @@ def takes(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> bool
 
 
 def padding(rows: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Rows to add to a pass, so that few shapes are compiled for; in batch-invariant mode those of `padding` there."""
+    """Rows to add to a pass, so that few shapes are compiled; in batch-invariant mode those of `padding` there."""
     if batch_invariant.is_on() or device.type != "cpu" or rows <= FEW:
         return batch_invariant.padding(rows)
     return -rows % (ROUND if dtype == torch.float32 else ROUND_NARROW)
 
 
 def onednn(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """x weight^T, [T, N], of whatever strides; the operator that torch.compile takes for a linear layer on the CPU."""
+    """x weight^T, [T, N], for any strides; the operator that torch.compile uses for a linear layer on the CPU."""
     if not torch.backends.mkldnn.is_available():  # not in every build of PyTorch
         return F.linear(x_TD, weight_ND)
     return torch.ops.mkldnn._linear_pointwise(x_TD, weight_ND, None, "none", [], "")
@@ -102,14 +102,14 @@ def gated(act: nn.Module, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI:
 
 
 def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits [S, V] in float32: those of `batch_invariant.head`, but for the order of sums."""
+    """Logits [S, V] in float32: those of `batch_invariant.head`, except for the order of sums."""
     if takes(hidden_SD, weight_VD, torch.bfloat16):
         return widened(hidden_SD, weight_VD)
     return product(hidden_SD, weight_VD) if takes(hidden_SD, weight_VD) else batch_invariant.head(hidden_SD, weight_VD)
 
 
 def widened(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """x weight^T in float32, [T, N], of bfloat16 factors, without a copy of all weights in float32: to write one takes
+    """x weight^T in float32, [T, N], of bfloat16 factors, without a copy of all weights in float32: writing one takes
     ten times as long as a product of few rows."""
     x_TD, out_TN = x_TD.float().contiguous(), torch.empty(len(x_TD), len(weight_ND))
     if len(x_TD) <= FEW:
@@ -123,9 +123,9 @@ def widened(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
 
 
 def takes_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor) -> bool:
-    """Whether `experts` is for these tokens; `module` is plain (`batch_invariant.is_plain`)."""
+    """Whether `experts` supports these tokens; `module` is plain (`batch_invariant.is_plain`)."""
     weight_ND = module.gate_up_proj[0]
-    # Rows of an expert, on average.
+    # The average number of rows of an expert.
     fit = len(hidden_TD) <= FEW or index_TK.numel() <= _most(weight_ND) * module.num_experts
     return fit and _serial(weight_ND) and type(module.act_fn) in _SILU and takes(hidden_TD, weight_ND)
 
@@ -162,7 +162,7 @@ def _row(x_TD, w, out_TN, n) -> None:  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, fastmath=_FAST, error_model="numpy", cache=True)
 def rows(x_TD, weight_ND, out_TN) -> None:  # type: ignore[no-untyped-def]
-    """out = x weight^T. One row of weights at a time: two at once, and memory is read at half the speed."""
+    """out = x weight^T. One row of weights at a time: reading two at once halves the speed of memory."""
     for n in range(len(weight_ND)):
         _row(x_TD, weight_ND[n], out_TN, n)
 
@@ -207,7 +207,7 @@ def chosen(x_TD, up_EID, down_EDI, index_TK, weight_TK, out_TD) -> None:  # type
     count, slots = index_TK.shape
     size, half = x_TD.shape[1], up_EID.shape[1] // 2
     place = np.empty(count * slots, np.int64)
-    given, back = np.empty((count * slots, size), np.float32), np.empty((count * slots, size), np.float32)
+    inputs, back = np.empty((count * slots, size), np.float32), np.empty((count * slots, size), np.float32)
     both, inner = np.empty((count * slots, 2 * half), np.float32), np.empty((count * slots, half), np.float32)
     outs = np.empty((count, slots, size), np.float32)
     for e in range(len(up_EID)):
@@ -215,11 +215,11 @@ def chosen(x_TD, up_EID, down_EDI, index_TK, weight_TK, out_TD) -> None:  # type
         for t in range(count):
             for k in range(slots):
                 if index_TK[t, k] == e:
-                    place[n], given[n] = t * slots + k, x_TD[t]
+                    place[n], inputs[n] = t * slots + k, x_TD[t]
                     n += 1
         if n == 0:
             continue
-        rows(given[:n], up_EID[e], both[:n])
+        rows(inputs[:n], up_EID[e], both[:n])
         for r in range(n):
             for i in range(half):
                 gate = both[r, i]

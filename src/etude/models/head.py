@@ -6,7 +6,7 @@
     gemma, nanochat  cap * tanh(logits / cap), cap = final_logit_softcapping
     phi              + bias of the output embeddings
 
-These are read from the configuration; whether they are all that the class does, `etude.models.support` finds by trial.
+These are read from the configuration; the trial of `etude.models.support` finds a class that does anything else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etude.models import batch_invariant
 
 @dataclass(frozen=True)
 class Head:
-    """The output embeddings [V, D] of a model, and what follows the product with them: capped(scale * (h W^T + b))."""
+    """The output embeddings [V, D] of a model, and the operations after their product: capped(scale * (h W^T + b))."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -36,7 +36,7 @@ class Head:
         return self.bias_V is None and self.scale == 1.0 and self.cap is None
 
     def finish(self, product_SV: Tensor) -> Tensor:
-        """Logits of the product h W^T, in its type and with gradients; the product itself where nothing follows."""
+        """Logits of the product h W^T, in its type and with gradients; the product itself if the head is plain."""
         out_SV = product_SV
         if self.bias_V is not None:
             out_SV = out_SV + self.bias_V.to(out_SV.dtype)
@@ -45,13 +45,13 @@ class Head:
         return out_SV if self.cap is None else self.cap * torch.tanh(out_SV / self.cap)
 
     def logits(self, hidden_SD: Tensor, product: Callable[[Tensor, Tensor], Tensor] = batch_invariant.head) -> Tensor:
-        """Float32 logits [S, V] of hidden states, the product taken by `product` (hidden, weight)."""
+        """Float32 logits [S, V] of hidden states; `product` (hidden, weight) computes the product."""
         return self.finish(product(hidden_SD, self.weight_VD))
 
 
 def head_of(model: Any) -> Head:
-    """The head of a causal language model; cheap, so ask again after weights have moved. Raises ValueError for a model
-    without output embeddings."""
+    """The head of a causal language model. Call it again after weights have moved; it is cheap. Raises ValueError for a
+    model without output embeddings."""
     embeddings = model.get_output_embeddings()
     if embeddings is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings")

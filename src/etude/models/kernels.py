@@ -1,9 +1,9 @@
-"""The engine's CPU kernels: attention over the paged KV cache, and moving keys and values there. Compiled by numba at
-first use.
+"""The engine's CPU kernels, compiled by numba at first use: attention over the paged KV cache, and writing keys and
+values to it.
 
-Attention is bound by memory when rows are alone and by arithmetic when they share a prompt. Queries are taken in runs
-of `RUN` with the blocks in the outer loop, so a block that several queries of a run look at is read from memory once;
-the order of a query's own sums depends on its position alone, not on its neighbours.
+Attention is bound by memory for single rows and by arithmetic for rows that share a prompt. Queries are taken in runs
+of `RUN` with the blocks in the outer loop, so a block that several queries of a run see is read from memory once; the
+order of a query's own sums depends on its position alone, not on its neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK = 32  # tokens per block of the KV cache; a multiple of 4
 
 _f4 = np.float32
 _LOG2E, _LOWEST, _BIAS, _MANTISSA = _f4(1.4426950408889634), _f4(-126), _f4(127), _f4(8388608)
-# Chebyshev interpolation of 2^f on [0, 1), relative error 1e-7: it vectorises, calls of libm's exp do not.
+# Chebyshev interpolation of 2^f on [0, 1), relative error 1e-7: it vectorises, unlike calls of libm's exp.
 _C0, _C1, _C2, _C3 = _f4(1.0), _f4(0.693146944), _f4(0.240230456), _f4(0.0554806292)
 _C4, _C5, _C6 = _f4(0.00968418643), _f4(0.00123913318), _f4(0.00021865785)
 
@@ -28,13 +28,13 @@ _C4, _C5, _C6 = _f4(0.00968418643), _f4(0.00123913318), _f4(0.00021865785)
 # sums in another order, than one that loads the kernel from numba's cache.
 @numba.njit(nogil=True, error_model="numpy", inline="always")
 def _ordered(bits):  # type: ignore[no-untyped-def]
-    """The bits of a float32 as an integer that compares as the float does; and back."""
+    """The bits of a float32 as an integer with the same order; also the inverse."""
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @numba.njit(nogil=True, error_model="numpy", inline="always")
 def highest_of(scores, exponents, length):  # type: ignore[no-untyped-def]
-    """The highest of the first `length` scores. LLVM compares many integers at a time, but floats one by one."""
+    """The highest of the first `length` scores. LLVM compares integers in vectors, but floats one by one."""
     bits = scores.view(np.int32)
     highest = _ordered(bits[0])
     for t in range(length):
@@ -45,7 +45,7 @@ def highest_of(scores, exponents, length):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, fastmath=True, error_model="numpy", inline="always")
 def exponential(scores, exponents, length, highest, scale):  # type: ignore[no-untyped-def]
-    """The first `length` scores become exp(scale * (score - highest)); gives their sum."""
+    """Turns the first `length` scores into exp(scale * (score - highest)), and returns their sum."""
     factors = exponents.view(np.float32)
     for t in range(length):
         x = max((scores[t] - highest) * (scale * _LOG2E), _LOWEST)
@@ -74,14 +74,14 @@ def _softmax(scores, exponents, length, scale) -> None:  # type: ignore[no-untyp
 
 @cache
 def paged_attention(key_size: int, value_size: int) -> Callable[..., None]:
-    """The attention kernel for one size of heads: a constant trip count is worth a factor of two in the inner loops."""
+    """The attention kernel for one size of heads: constant trip counts make the inner loops twice as fast."""
     D, E = key_size, value_size
 
     @numba.njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
     def attend(  # type: ignore[no-untyped-def]
         query_NHD, keys, values, table, row_N, position_N, scale, out_NHD
     ) -> None:
-        """Let each of N tokens attend to its row up to itself. keys: [blocks, K, BLOCK, D], values: [blocks, K, BLOCK,
+        """Attention of N tokens, each to its row up to itself. keys: [blocks, K, BLOCK, D], values: [blocks, K, BLOCK,
         E]; table: int32 [rows, blocks of a row]; all else float32 and contiguous."""
         N, H, _ = query_NHD.shape
         K = keys.shape[1]
@@ -148,7 +148,7 @@ def paged_attention(key_size: int, value_size: int) -> Callable[..., None]:
 
 @numba.njit(nogil=True, cache=True)
 def store(key_NKD, value_NKD, keys, values, table, row_N, position_N) -> None:  # type: ignore[no-untyped-def]
-    """The keys and values of N tokens into their pages; shapes as in `paged_attention`."""
+    """Writes the keys and values of N tokens to their pages; shapes as in `paged_attention`."""
     for n in range(len(row_N)):
         page, offset = table[row_N[n], position_N[n] // BLOCK], position_N[n] % BLOCK
         keys[page, :, offset] = key_NKD[n]
@@ -157,7 +157,7 @@ def store(key_NKD, value_NKD, keys, values, table, row_N, position_N) -> None:  
 
 @numba.njit(nogil=True, cache=True)
 def collect(pages_P, keys, values, keys_KTD, values_KTD) -> None:  # type: ignore[no-untyped-def]
-    """The keys and values of P pages, side by side; T is at least P * BLOCK."""
+    """Copies the keys and values of P pages into contiguous arrays; T is at least P * BLOCK."""
     for h in range(keys.shape[1]):
         for b in range(len(pages_P)):
             keys_KTD[h, b * BLOCK : (b + 1) * BLOCK] = keys[pages_P[b], h]
@@ -169,7 +169,7 @@ def collect(pages_P, keys, values, keys_KTD, values_KTD) -> None:  # type: ignor
 def place(  # type: ignore[no-untyped-def]
     keys_LKnD, values_LKnD, cos_TD, sin_TD, first, start, pages_P, keys, values
 ) -> None:
-    """Tokens from `first` on of a run that begins at position `start` of a row into the row's pages, keys rotated.
+    """Writes tokens from `first` on of a run that begins at position `start` of a row to the row's pages, keys rotated.
     Token n is rotated by the angles of position start + n, in halves: a pair is (i, i + D/2). keys, values: of all
     layers, [L, blocks, K, BLOCK, D]."""
     layers, heads, length, size = keys_LKnD.shape

@@ -1,4 +1,4 @@
-"""How wide the keys and values of a model's layers are: the engine sizes its cache by it."""
+"""The sizes of the keys and values of a model's layers, from which the engine sizes its cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ CPU_CACHE_MB, CPU_SEQUENCES = 512, 16
 
 @dataclass(frozen=True)
 class KeyValueShape:
-    """What attention sees of a token in each of `layers`: `heads` keys of `key` numbers and as many values of `value`
-    numbers. With multi-head latent attention (MLA, arXiv:2405.04434) these are the expanded ones of every head."""
+    """The keys and values of one token in each of `layers`: `heads` keys of `key` numbers and as many values of `value`
+    numbers. With multi-head latent attention (MLA, arXiv:2405.04434) these are the expanded keys and values of every
+    head."""
 
     layers: int
     heads: int
@@ -27,26 +28,26 @@ class KeyValueShape:
 
     @property
     def elements(self) -> int:
-        """Numbers of one token, in all layers."""
+        """Numbers per token, over all layers."""
         return self.layers * self.heads * (self.key + self.value)
 
 
 def cache_mb(shape: KeyValueShape, tokens: int, itemsize: int) -> int:
-    """MB (2^20 bytes), rounded up, of a cache that holds one sequence of so many tokens."""
+    """MB (2^20 bytes), rounded up, of a cache for one sequence of so many tokens."""
     pages = max(2, -(-tokens // BLOCK))
     return -(-pages * BLOCK * shape.elements * itemsize // 2**20)
 
 
 def cpu_cache_mb(shape: KeyValueShape, tokens: int) -> int:
-    """MB of an engine's cache on the CPU unless it is given: what `CPU_SEQUENCES` sequences of so many tokens take in
-    float32, `CPU_CACHE_MB` at least and an eighth of the machine's memory at most. With less, the sequences of a larger
-    model wait for each other, and what they have in common is computed again."""
+    """Default MB of an engine's cache on the CPU: the float32 memory of `CPU_SEQUENCES` sequences of so many tokens, at
+    least `CPU_CACHE_MB` and at most an eighth of the machine's memory. With less, the sequences of a larger model wait
+    for each other, and their common prefix is computed again."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     return max(CPU_CACHE_MB, min(cache_mb(shape, CPU_SEQUENCES * tokens, 4), memory // 8))
 
 
 def configured(config: PretrainedConfig) -> KeyValueShape:
-    """The shape as a configuration tells it, for estimates before a model is loaded."""
+    """The shape by a configuration, for estimates before a model is loaded."""
     config = config.get_text_config()
     if getattr(config, "kv_lora_rank", None):
         key = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -58,7 +59,7 @@ def configured(config: PretrainedConfig) -> KeyValueShape:
 
 @torch.inference_mode()
 def measured(model: PreTrainedModel) -> KeyValueShape:
-    """The shape that a pass over one token shows. Raises ValueError if layers differ, or if some keep none."""
+    """The shape measured in a pass over one token. Raises ValueError if layers differ, or if some keep no keys."""
     probe = _ShapeProbe()
     token = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
     model.get_decoder()(input_ids=token, position_ids=token, layout=probe, use_cache=False)
@@ -72,7 +73,7 @@ def measured(model: PreTrainedModel) -> KeyValueShape:
 
 
 class _ShapeProbe:
-    """A layout that attends to nothing and notes heads, key and value size of every layer."""
+    """A layout that attends to nothing and records heads, key and value size of every layer."""
 
     takes_variants = True
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders to models and tokenizers."""
+"""Loads models and tokenizers from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "use_cache")
 def load_model(
     path: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """The causal language model of a Hugging Face folder, in evaluation mode, running our attention and experts.
-    Weights stored in a narrower type are widened exactly, and buffers stored in float32 stay so. Raises UserError for
-    a folder that is missing, incomplete or damaged, or whose architecture transformers does not know."""
+    """The causal language model of a Hugging Face folder, in evaluation mode, with our attention and experts. Weights
+    stored in a narrower type are widened exactly, and buffers stored in float32 stay so. Raises UserError for a folder
+    that is missing, incomplete or damaged, or whose architecture transformers does not support."""
     root = Path(path)
     check_folder(root)
     transformers_logging.disable_progress_bar()
@@ -57,7 +57,7 @@ def load_model(
 
 
 def load_config(path: Path | str) -> PretrainedConfig:
-    """The configuration of a Hugging Face folder. Raises UserError if transformers does not know the architecture."""
+    """The configuration of a Hugging Face folder. Raises UserError for an architecture that transformers lacks."""
     root = Path(path)
     check_folder(root)
     try:
@@ -78,8 +78,8 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
 
 
 def model_id(path: Path | str) -> str:
-    """Names a folder's configuration and vocabulary, not its weights: 32 hexadecimal digits. Where it differs, the same
-    weights mean something else, even if every shape is equal. Raises UserError."""
+    """An id of a folder's configuration and vocabulary, not of its weights: 32 hexadecimal digits. Models with
+    different ids give the same weights different meanings, even if every shape is equal. Raises UserError."""
     root = Path(path)
     config = load_config(root).to_dict()
     try:
@@ -93,7 +93,7 @@ def model_id(path: Path | str) -> str:
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The live tensors by name, sorted; tied weights once; buffers that are not saved left out."""
+    """The live tensors by name, sorted; tied weights once, without buffers that are not saved."""
     saved = model.state_dict().keys()
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}

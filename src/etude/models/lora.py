@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): which layers have them, and what they make of a frozen weight.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): the layers that have them, and their effect on a frozen weight.
 
 A linear layer with frozen weight W computes with round(W + scale * B A), scale = alpha / rank, rounded to the type that
-the layer is published in. Trainer and engines compute with these same bits: the sum is taken element by element in an
-order that every device keeps (`merged`). The trainer sees through the rounding: the gradient of A and B is that of the
-sum (`adapted`).
+the layer is published in. Trainer and engines compute with the same bits: the sum is taken element by element in an
+order that every device keeps (`merged`). The trainer ignores the rounding: the gradient of A and B is that of the sum
+(`adapted`).
 
 Names and initial values are those of PEFT: A [R, I] is `MODULE.lora_A.weight`, B [O, R] is `MODULE.lora_B.weight`.
 
@@ -24,21 +24,24 @@ from etude.errors import UserError
 
 ALL_LINEAR = "all-linear"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-_TILE, _TILE_GPU = 2**18, 2**22  # elements that are summed at a time: they stay in a cache, and launches are few
+_TILE, _TILE_GPU = (
+    2**18,
+    2**22,
+)  # elements summed at a time: they fit into a cache, and launches are few
 _SEED = 0x10AA
 
 
 def adapted_layers(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
-    """Names of the linear layers that `targets` mean: "all-linear" all but the head, else those whose name is one of
-    them or ends with it ("q_proj"). Raises UserError for a target that is no plain linear layer, or whose weight other
-    layers share."""
+    """Names of the linear layers that `targets` select: "all-linear" all but the head, else those whose name equals a
+    target or ends with one ("q_proj"). Raises UserError for a target that is not a plain linear layer, or whose weight
+    other layers share."""
     wanted = None if targets == ALL_LINEAR else [targets] if isinstance(targets, str) else list(targets)
     head = model.get_output_embeddings()
     linear = {n: m for n, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head}
     if wanted is None:
-        found = sorted(linear)
+        names = sorted(linear)
     else:
-        found = sorted({name for target in wanted for name in linear if _means(target, name)})
+        names = sorted({name for target in wanted for name in linear if _means(target, name)})
         fused = [name for name, p in model.named_parameters() if p.ndim == 3]
         for target in wanted:
             if not any(_means(target, n) for n in linear) or any(_means(target, n) for n in fused):
@@ -47,11 +50,11 @@ def adapted_layers(model: PreTrainedModel, targets: str | Sequence[str]) -> list
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    if shared := [name for name in found if owners[id(linear[name].weight)] > 1]:
+    if shared := [name for name in names if owners[id(linear[name].weight)] > 1]:
         raise UserError(f"lora.targets: the weight of {shared[0]} is shared with another layer; leave it out")
-    if not found:
+    if not names:
         raise UserError(f"{type(model).__name__} has no plain linear layers for adapters")
-    return found
+    return names
 
 
 def _means(target: str, name: str) -> bool:
@@ -73,8 +76,8 @@ def _why_not(model: PreTrainedModel, target: str, linear: Mapping[str, Any]) -> 
 
 
 def first_values(names: Mapping[str, Tensor], rank: int, seed: int) -> dict[str, Tensor]:
-    """Float32 adapters for weights [O, I] by the name of their layer, where these are: A uniform in +-1/sqrt(I), B
-    zero, so that the model is its base until the first step."""
+    """Float32 adapters for weights [O, I] by the name of their layer, on the weights' devices: A uniform in
+    +-1/sqrt(I), B zero, so that the model is its base until the first step."""
     noise = torch.Generator().manual_seed(seed ^ _SEED)
     tensors: dict[str, Tensor] = {}
     for name, weight_OI in sorted(names.items()):
@@ -90,8 +93,9 @@ def first_values(names: Mapping[str, Tensor], rank: int, seed: int) -> dict[str,
 
 @torch.no_grad()
 def merged(weight_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """W + scale * B A in `dtype`, where W is. The same bits on every device: products and sums are rounded to float32
-    one by one, in the order of the rank, and added to W in float32. Where the sum over the rank is zero, W itself."""
+    """W + scale * B A in `dtype`, on W's device. Every device gives the same bits: products and sums are rounded to
+    float32 one by one, in the order of the rank, and added to W in float32. Where the sum over the rank is zero, the
+    result is W."""
     O, I = weight_OI.shape  # noqa: E741
     down_RI, up_OR = (t.detach().to(weight_OI.device, torch.float32) for t in (down_RI, up_OR))
     out_OI = torch.empty(O, I, dtype=dtype, device=weight_OI.device)
@@ -110,12 +114,12 @@ def merged(weight_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float, dtyp
 
 
 def adapted(module: torch.nn.Linear, down_RI: Tensor, up_OR: Tensor, scale: float, input: Tensor) -> Tensor:
-    """The forward of a linear layer whose weight is `merged` already: gradients go to the input and the adapters."""
+    """The forward of a linear layer with a `merged` weight: gradients go to the input and the adapters."""
     return _Adapted.apply(input, module.weight, module.bias, down_RI, up_OR, scale)
 
 
 class _Adapted(torch.autograd.Function):
-    """The weight's own gradient, [O, I], is never made: dB = scale * G' (X A'), dA = scale * (G B)' X."""
+    """The product without the weight's own gradient, [O, I]: dB = scale * G' (X A'), dA = scale * (G B)' X."""
 
     @staticmethod
     def forward(

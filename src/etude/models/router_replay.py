@@ -1,12 +1,12 @@
-"""Router replay: a forward pass takes the experts that the engine recorded, with gates of its own router's logits.
+"""Router replay: a forward pass uses the experts that the engine recorded, with gates from its own router's logits.
 
 A last-digit difference between engine and trainer can swap a token's K-th expert, and then the two compute different
-functions (arXiv:2510.11370). Replay takes that away: `replay` hooks the routers of a model for one pass, and where a
-token has recorded experts they are run, weighted by what this router's formula gives them. Gradients flow through
-those weights into router and hidden state; there is none through the choice.
+functions (arXiv:2510.11370). Replay prevents this: `replay` hooks the routers of a model for one pass, and a token with
+recorded experts goes through them, weighted by this router's formula. Gradients flow through those weights into router
+and hidden state; there is none through the choice.
 
-A recorded expert must be plausible, as in arXiv:2603.24477: one whose gate falls below `PLAUSIBLE` times the least
-gate of the router's own choice is refused, and the router's own next one takes its slot.
+A recorded expert must be plausible, as in arXiv:2603.24477: an expert whose gate falls below `PLAUSIBLE` times the
+least gate of the router's own choice is refused, and the router's own next one takes its slot.
 
 Suffixes: T tokens of the pass, L MoE layers, E experts, K experts of a token.
 """
@@ -28,7 +28,7 @@ from etude.errors import RunFailed, UserError
 from etude.models.batch_invariant import within
 
 MISSING, UNFED = -1, -2
-"""Instead of ids: the engine recorded none; the token was never fed (the last of a row, which nothing depends on)."""
+"""In place of ids: the engine recorded none; the token was never fed (the last of a row, which affects nothing)."""
 
 PLAUSIBLE = 0.5
 _now: ContextVar[_Hook | None] = ContextVar("etude_router_replay", default=None)
@@ -37,23 +37,23 @@ _FORMULAS = tuple((scores, norm) for scores in ("softmax", "sigmoid") for norm i
 
 @dataclass
 class ReplayStatistics:
-    """Sums over the tokens of passes, each token as often as there are rows that it stands for."""
+    """Sums over the tokens of passes, each token counted once per row that contains it."""
 
     fed: float = 0.0  # tokens that can have routes
-    missing: float = 0.0  # those without
-    slots: float = 0.0  # recorded: tokens * layers * K
-    refused: float = 0.0  # of them
+    missing: float = 0.0  # such tokens without routes
+    slots: float = 0.0  # recorded slots: tokens * layers * K
+    refused: float = 0.0  # refused slots
     choices: float = 0.0  # tokens with routes, times layers
-    flipped: float = 0.0  # of them: the router itself would have taken another set
+    flipped: float = 0.0  # choices where the router itself would have taken another set
     flipped_tokens: float = 0.0  # tokens with routes that flip in at least one layer
 
     def add(self, other: ReplayStatistics) -> None:
-        """The sums of `other` on top of these."""
+        """Add the sums of `other`."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
     def metrics(self) -> dict[str, float]:
-        """Shares, and what flips without replay; empty without tokens."""
+        """Shares of missing, refused and flipped choices; empty without tokens."""
         if not self.fed:
             return {}
         shares = {"router/missing": self.missing / self.fed}
@@ -68,7 +68,7 @@ class ReplayStatistics:
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """The router of every MoE layer, in layer order; none in a dense model. Raises UserError for one not found."""
+    """The router of every MoE layer, in layer order; empty for a dense model. Raises UserError if one is missing."""
     routers = []
     for name, module in model.named_modules():
         if hasattr(getattr(module, "experts", None), "num_experts"):
@@ -80,7 +80,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 
 def shape(model: Any) -> tuple[int, int]:
-    """MoE layers and experts of a token. Raises UserError for a dense model."""
+    """Number of MoE layers, and of experts per token. Raises UserError for a dense model."""
     layers = len(routers(model))
     if not layers:
         raise UserError("the model has no experts to replay: set trainer.router_replay to false")
@@ -94,8 +94,8 @@ def shape(model: Any) -> tuple[int, int]:
 def replay(
     model: nn.Module, routes_TLK: np.ndarray | None, weight_T: Tensor, *, plausible: float = PLAUSIBLE
 ) -> Iterator[ReplayStatistics]:
-    """Inside, the model's next forward pass, over T tokens, takes `routes_TLK`: ids, `MISSING` or `UNFED`. `weight_T`
-    says how many rows a token stands for. `plausible` 0 believes every record, 1 takes only experts that are as good as
+    """A context in which the model's next forward pass, over T tokens, uses `routes_TLK`: ids, `MISSING` or `UNFED`.
+    `weight_T` is the number of rows that contain a token. `plausible` 0 accepts every record, 1 only experts as good as
     the router's own. Without routes nothing is hooked. Raises RunFailed for routes of another model."""
     sums = ReplayStatistics()
     if routes_TLK is None:
@@ -112,8 +112,8 @@ def replay(
 
 
 def again() -> Callable[[], AbstractContextManager[None]]:
-    """Called within `replay`: makes contexts in which layers of that pass are computed again, with the experts they
-    had, and are not counted. Where nothing is replayed, they do nothing."""
+    """Called within `replay`: a factory of contexts in which layers of that pass are computed again, with the same
+    experts and without counting. Without a replay, the contexts do nothing."""
     hook = _now.get()
     return nullcontext if hook is None else lambda: _hooked(hook.routers, hook.same)
 
@@ -170,7 +170,7 @@ class _Hook:
         return logits_TE, weight_TK, run_TK
 
     def same(self, layer: int, router: nn.Module, _args: object, output: Any) -> tuple[Tensor, ...]:
-        """The router's output with the experts that the pass has given it before."""
+        """The router's output with the experts of its first call in this pass."""
         logits_TE, own_weight_TK, _ = output
         run_TK, scores, normalised = self.ran[layer]
         weight_TK = _weights(router, _scores(logits_TE, scores), run_TK, normalised)
@@ -193,7 +193,7 @@ class _Hook:
 
 
 def _filled(wanted_TK: Tensor, own_TK: Tensor, keep_TK: Tensor) -> Tensor:
-    """The wanted experts, and in the slots of those not kept the router's own, best first, that are not among them."""
+    """The recorded experts; rejected slots get the best of the router's own experts that are not among them."""
     taken_TK = ((own_TK[:, :, None] == wanted_TK[:, None, :]) & keep_TK[:, None, :]).any(dim=2)
     free_TK = own_TK.gather(1, taken_TK.long().argsort(dim=1, stable=True))
     number_TK = ((~keep_TK).cumsum(dim=1) - 1).clamp_min(0)
@@ -206,7 +206,7 @@ def _scores(logits_TE: Tensor, kind: str) -> Tensor:
 
 
 def _weights(router: nn.Module, scores_TE: Tensor, ids_TK: Tensor, normalised: bool) -> Tensor:
-    """Gates of these experts. The bias that some routers add to sigmoid scores takes part in their choice only."""
+    """Gates of these experts. Some routers add a bias to sigmoid scores, which affects only the choice."""
     weight_TK = scores_TE.gather(1, ids_TK)
     if normalised:
         weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
@@ -216,7 +216,8 @@ def _weights(router: nn.Module, scores_TE: Tensor, ids_TK: Tensor, normalised: b
 
 @torch.no_grad()
 def _formula(router: nn.Module, logits_TE: Tensor, own_TK: Tensor, own_weight_TK: Tensor) -> tuple[str, bool]:
-    """Which scores, normalised or not, give the router's own weights. Raises UserError if none does."""
+    """The formula (kind of scores, normalised or not) that gives the router's own weights. Raises UserError if none
+    does."""
     tolerance = 1e-5 if own_weight_TK.dtype == torch.float32 else 2e-2
     for kind, normalised in _FORMULAS:
         weight_TK = _weights(router, _scores(logits_TE, kind), own_TK, normalised)

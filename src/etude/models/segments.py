@@ -1,7 +1,8 @@
-"""The segment graph: runs of tokens, and which of them see which. Shared prompts and documents are both one of these.
+"""The segment graph: runs of tokens, and which of them see which. It describes both shared prompts and documents.
 
-A node's tokens see themselves causally and the nodes in `sees` wholly. In a prefix tree a node sees all its ancestors,
-so every path from a root is a plain causal row, and a pass over the tree gives each row the values of its own pass.
+A node's tokens see themselves causally and the nodes in `sees` as a whole. In a prefix tree a node sees all its
+ancestors, so every path from a root is a plain causal row, and a pass over the tree gives each row the values of its
+own pass.
 
 Suffixes: T tokens of the whole graph in layout order (the nodes one after the other), n tokens of one node.
 """
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-MIN_SHARE = 16  # tokens; a shorter common run costs more in bookkeeping than it saves
+MIN_SHARE = 16  # tokens; sharing a shorter run costs more than it saves
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in layout order. Raises ValueError if a node sees a later one, itself, or one that ends after its start."""
+    """Nodes in layout order. Raises ValueError if a node sees a later node, itself, or a node that ends after its
+    start."""
 
     nodes: tuple[Node, ...]
 
@@ -60,7 +62,7 @@ class Graph:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64 [nodes + 1]: where every node begins in the layout, and the number of tokens."""
+        """int64 [nodes + 1]: the start of every node in the layout, and the number of tokens."""
         return np.concatenate([[0], np.cumsum([len(node) for node in self.nodes], dtype=np.int64)]).astype(np.int64)
 
     @property
@@ -85,21 +87,21 @@ class Graph:
 
     @property
     def sees_NN(self) -> np.ndarray:
-        """bool [nodes, nodes]: row sees column wholly."""
+        """bool [nodes, nodes]: whether the row's node sees the column's."""
         table = np.zeros((len(self.nodes), len(self.nodes)), bool)
         for i, node in enumerate(self.nodes):
             table[i, list(node.sees)] = True
         return table
 
     def mask(self) -> np.ndarray:
-        """bool [T, T], query by key: the rule of this module written out. Quadratic; for tests and small graphs."""
+        """bool [T, T], query by key: all pairs of this module's rule. Quadratic; for tests and small graphs."""
         node_T, index_T = self.node_T, np.arange(self.length)
         own_TT = (node_T[:, None] == node_T) & (index_T[:, None] >= index_T)
         return own_TT | self.sees_NN[np.ix_(node_T, node_T)]
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """The mask as blocks without a wasted pair: one causal per node, and rectangles, merged where they touch."""
+        """The mask as blocks of visible pairs only: one causal per node, and rectangles, merged if they touch."""
         at = self.offsets.tolist()
         diagonal = [
             Block(at[i], at[i + 1], at[i], at[i + 1], True) for i in range(len(self.nodes)) if len(self.nodes[i])
@@ -128,14 +130,14 @@ class Graph:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of pairs of a query and a key that it sees."""
         count = 0
         for q0, q1, k0, k1, causal in self.blocks:
             count += (q1 - q0) * (q1 - q0 + 1) // 2 if causal else (q1 - q0) * (k1 - k0)
         return count
 
     def part(self, chosen: Sequence[int]) -> Graph:
-        """The subgraph of the chosen nodes, in increasing order; what they see outside is left out."""
+        """The subgraph of the chosen nodes, in increasing order, without edges to other nodes."""
         new = {old: i for i, old in enumerate(chosen)}
         nodes = [self.nodes[old] for old in chosen]
         sees = [tuple(new[j] for j in node.sees if j in new) for node in nodes]
@@ -143,7 +145,8 @@ class Graph:
 
 
 def row_graph(row: np.ndarray, documents: Sequence[int]) -> Graph:
-    """The graph of one row that begins with documents of these lengths: they see themselves, the rest sees them."""
+    """The graph of one row that begins with documents of these lengths, which see only themselves; the rest sees
+    them."""
     ends = list(accumulate(documents))
     nodes = [Node(row[end - length : end], end - length) for end, length in zip(ends, documents, strict=True)]
     end = ends[-1] if ends else 0
@@ -152,9 +155,9 @@ def row_graph(row: np.ndarray, documents: Sequence[int]) -> Graph:
 
 @dataclass(frozen=True)
 class Trie:
-    """A prefix tree in depth-first order: `graph`, and per row (in the order given) the nodes from root to its end. The
-    first `documents` nodes are documents, which see nothing: a row's path begins with its own, and a root of the tree
-    sees those of its rows."""
+    """A prefix tree in depth-first order: `graph`, and for each row (in the original order) the nodes from root to its
+    end. The first `documents` nodes are documents, which see no other node: a row's path begins with its own, and a
+    root of the tree sees those of its rows."""
 
     graph: Graph
     paths: tuple[tuple[int, ...], ...]
@@ -162,13 +165,13 @@ class Trie:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """int64 [nodes]: how many rows pass through a node."""
+        """int64 [nodes]: the number of rows through each node."""
         through = np.array([n for path in self.paths for n in path], np.int64)
         return np.bincount(through, minlength=len(self.graph.nodes))
 
     @cached_property
     def ends(self) -> list[int]:
-        """Per node, the index after the last node of its subtree."""
+        """For each node, the index after the last node of its subtree."""
         ends = list(range(1, len(self.graph.nodes) + 1))
         for i in range(len(ends) - 1, self.documents - 1, -1):
             parent = max(self.graph.nodes[i].sees, default=-1)
@@ -177,7 +180,7 @@ class Trie:
         return ends
 
     def where(self, row: int) -> np.ndarray:
-        """int64 [tokens of the row]: where each stands in the layout."""
+        """int64 [tokens of the row]: the place of each token in the layout."""
         at = self.graph.offsets
         return _concatenate([np.arange(at[n], at[n + 1]) for n in self.paths[row]])
 
@@ -189,13 +192,13 @@ def trie(
     marks: Sequence[np.ndarray] | None = None,
     documents: Sequence[tuple[int, ...]] | None = None,
 ) -> Trie:
-    """The prefix tree of rows of token ids: equal beginnings of at least `min_share` tokens become one node.
+    """The prefix tree of rows of token ids: common prefixes of at least `min_share` tokens become one node.
 
-    Shorter common runs stay with each branch. Rows may be equal, empty, or beginnings of each other: a row ends with
-    the last node of its path. Every node is on the path of some row, and no node is empty. Where there are `marks`, an
-    array [tokens, ...] per row, tokens are equal only if theirs are. `documents` are the lengths of those that each row
-    begins with: equal ones that start at the same position are one node, whatever stands before them, and rows with the
-    same documents share what follows these.
+    Shorter common prefixes stay with each branch. Rows may be equal, empty, or prefixes of each other: a row ends with
+    the last node of its path. Every node is on the path of some row, and no node is empty. With `marks`, an array
+    [tokens, ...] per row, tokens are equal only if their marks are. `documents` are the lengths of the documents that
+    each row begins with: equal documents at the same position are one node, whatever precedes them, and rows with the
+    same documents share the tokens after these.
     """
     keys = [row.astype(">u4") for row in rows]
     if marks is not None:
@@ -258,7 +261,7 @@ def _grow(
 
 
 def join(tries: Sequence[Trie]) -> Trie:
-    """Several tries without documents beside each other in one layout; their rows in the order given."""
+    """Several tries without documents in one layout, side by side; their rows in the original order."""
     if any(one.documents for one in tries):
         raise ValueError("tries with documents are not joined: make one of all their rows")
     nodes: list[Node] = []

@@ -1,13 +1,13 @@
-"""What this software computes of an architecture, and what it refuses by name: for the rows of a trainer, for shared
-prompts (several rows in one pass), and for the engine.
+"""The architectures that this software computes, for the rows of a trainer, for shared prompts (several rows in one
+pass) and for the engine. All others are refused by name.
 
 `refusal` reads a configuration, before any process starts. `trial` compares log-probabilities of the loaded model with
-transformers' own forward pass, for what no configuration tells: layers that ignore the layout, logits with a scale of
-their own, keys of another size. Who loads a model asks both.
+transformers' own forward pass, for properties that no configuration tells: layers that ignore the layout, logits with a
+scale of their own, keys of another size. Code that loads a model calls both.
 
     trainer      refusal(config, "rows"), and "shared prompts" unless it computes row by row; `trainer.rl.trial`
     engine       refusal(config, "engine"); a trial by decode steps beside each other, `inference.engine`
-    etude train  refusal for all that the run uses, from config.json alone
+    etude train  refusal for all uses in the run, from config.json alone
     doctor       the table of architectures (docs/models.md)
 """
 
@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from etude.models.files import first_line
 from etude.models.head import head_of
 
 Use = Literal["rows", "shared prompts", "engine"]
@@ -34,7 +35,7 @@ _ADVICE: dict[Use, str] = {
     "shared prompts": 'set trainer.execution = "rows" (auto takes it by itself)',
     "engine": 'use inference.engine = "vllm"',
 }
-# By kind of layer, what is to say of it.
+# Kinds of layers, with the reason of a refusal.
 _STATE = "carry a state from token to token"
 _SELECTS = "choose the keys that a query sees"
 _CHUNKS = "see by chunks of positions"
@@ -59,33 +60,33 @@ _REFUSED: dict[Use, set[str]] = {
 }
 
 BOUND = 6.0  # times the noise, in float32; measured up to 2.8, on smollm2, nano and 40 small models
-LEAST = 2e-6  # nats: below it the noise of a few tokens is luck
-LIMIT = 1e-3  # nats, float32, that a trial allows at least: its random ids are hard for a trained model
-MOST = 1e-2  # nats that are ever called noise: a wrong mask is off by some tenths or more
-LIMIT_NARROW = 0.1  # in narrower types, or `_NOISE` times what transformers' own two attentions differ by
+LEAST = 2e-6  # nats; below it the noise of a few tokens is chance
+LIMIT = 1e-3  # nats, float32; the least bound of a trial, whose random ids are hard for a trained model
+MOST = 1e-2  # nats; the largest bound: a wrong mask differs by some tenths or more
+LIMIT_NARROW = 0.1  # nats in narrower types, or `_NOISE` times the difference of transformers' own two attentions
 _NOISE = 4.0
-_ROUNDED = 2**-6  # of the largest logit: two roundings to bfloat16
+_ROUNDED = 2**-6  # share of the largest logit: two roundings to bfloat16
 FAILURES = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError)
-"""What a model of an unknown kind raises where it does not fit."""
+"""The errors of a model whose kind is not supported."""
 _ROWS = (27, 20, 38)  # tokens of the trial's rows
-_COMMON = 18  # of them equal
+_COMMON = 18  # length of their common prefix
 _WINDOW_TRIED = 8
 
 LogProbs = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
-"""Rows of token ids [T] -> for each, float log-probabilities [T - 1] of its ids but the first, at temperature 1."""
+"""Rows of token ids [T] -> for each, float log-probabilities [T - 1] of its ids after the first, at temperature 1."""
 
 
 def refusal(config: PretrainedConfig, use: Use) -> str:
-    """Why a model of this configuration cannot be used so, with advice, in one sentence; "" if nothing is known
-    against it."""
+    """The reason why a model of this configuration cannot be used so, with advice, in one sentence; "" without a
+    reason."""
     if config.is_encoder_decoder:
         return f"{config.model_type} is an encoder-decoder: give a decoder, a causal language model"
     text = config.get_text_config()
-    # What no row can be computed of is nothing to share, either.
-    uses: tuple[Use, ...] = ("rows", use) if use == "shared prompts" else (use,)
-    for asked in uses:
-        for reason in _reasons(text, asked):
-            return f"{text.model_type} {reason}: {_ADVICE[asked]}"
+    # A model whose rows cannot be computed cannot share prompts, either.
+    needed: tuple[Use, ...] = ("rows", use) if use == "shared prompts" else (use,)
+    for each in needed:
+        for reason in _reasons(text, each):
+            return f"{text.model_type} {reason}: {_ADVICE[each]}"
     return ""
 
 
@@ -105,8 +106,8 @@ def _reasons(text: PretrainedConfig, use: Use) -> Iterator[str]:
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """The kinds of a model's layers in transformers' words, sorted, each once. A window that is not named by layer
-    counts as `sliding_attention`."""
+    """The kinds of a model's layers by transformers' names, sorted, each once. A window without names of layers counts
+    as `sliding_attention`."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     if not kinds and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
@@ -126,13 +127,13 @@ def _lacks(use: Use) -> str:
 
 
 def refused(model: PreTrainedModel, use: Use, error: Exception) -> str:
-    """Why a model cannot be used so, in one sentence, after it has raised `error`, one of `FAILURES`."""
+    """The reason why a model cannot be used so, in one sentence, after it has raised `error`, one of `FAILURES`."""
     name = model.config.get_text_config().model_type
-    return f"{name} does not fit ({_first_line(error)}); {_lacks(use)}: {_ADVICE[use]}"
+    return f"{name} does not fit ({first_line(error)}); {_lacks(use)}: {_ADVICE[use]}"
 
 
 def trial_rows(vocab_size: int, seed: int = 0) -> list[np.ndarray]:
-    """Rows of random ids for a trial: three of different lengths that begin alike."""
+    """Rows of random ids for a trial: three of different lengths with a common prefix."""
     noise = np.random.default_rng(seed)
     ids = noise.integers(0, vocab_size, (len(_ROWS), max(_ROWS)))
     ids[:, :_COMMON] = ids[0, :_COMMON]
@@ -140,10 +141,10 @@ def trial_rows(vocab_size: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def trial(model: PreTrainedModel, use: Use, ours: LogProbs, *, seed: int = 0) -> str:
-    """Why log-probabilities that `ours` gives for three short rows are not those of transformers' own forward pass over
-    each row, with its eager attention and experts; "" if they are. An error in `ours` is a reason, too. The sentence
-    names the model and says what to do. Windows are narrowed meanwhile, to be shorter than the rows; afterwards the
-    model is as it was."""
+    """The reason why the log-probabilities of `ours` differ from those of transformers' own forward pass, with its
+    eager attention and experts, on three short rows; "" if they agree. An error in `ours` is a reason, too. The
+    sentence names the model and gives advice. Windows are narrowed meanwhile, to be shorter than the rows; afterwards
+    the model is as before."""
     with _narrow_windows(model):
         return _tried(model, use, ours, seed)
 
@@ -154,11 +155,11 @@ def _tried(model: PreTrainedModel, use: Use, ours: LogProbs, seed: int) -> str:
     try:
         truth = [_reference(model, row) for row in rows]
     except FAILURES as e:
-        return f"{name} has no forward pass to compare with ({_first_line(e)}); {_lacks(use)}: {_ADVICE[use]}"
+        return f"{name} has no forward pass to compare with ({first_line(e)}); {_lacks(use)}: {_ADVICE[use]}"
     try:
         with torch.no_grad():
-            given = [np.asarray(row) for row in ours(rows)]
-        off = distance(given, truth)
+            log_probs = [np.asarray(row) for row in ours(rows)]
+        off = distance(log_probs, truth)
         if narrow:
             limit = max(LIMIT_NARROW, _NOISE * distance([_reference(model, row, "sdpa") for row in rows], truth))
         elif model.device.type == "cpu":
@@ -166,8 +167,8 @@ def _tried(model: PreTrainedModel, use: Use, ours: LogProbs, seed: int) -> str:
         else:
             limit = LIMIT
     except FAILURES as e:
-        return f"{name} fails its trial ({_first_line(e)}); {_lacks(use)}: {_ADVICE[use]}"
-    if off <= limit:  # not if it is no number
+        return f"{name} fails its trial ({first_line(e)}); {_lacks(use)}: {_ADVICE[use]}"
+    if off <= limit:  # false for NaN
         return ""
     return (
         f"{name} differs from transformers' own forward pass by {off:.2g} nats in its trial, where {limit:.2g} are "
@@ -176,8 +177,8 @@ def _tried(model: PreTrainedModel, use: Use, ours: LogProbs, seed: int) -> str:
 
 
 class OtherOrder(TorchFunctionMode):
-    """Inside, linear layers and products of matrices add up the second half of their terms before the first: the same
-    function, with other roundings. What is written as `einsum` stays as it is."""
+    """A context in which linear layers and matrix products sum the second half of their terms before the first: the
+    same function, with other roundings. `einsum` is not changed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -206,27 +207,27 @@ def _in_halves(product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right:
 
 
 def bound(plainly: LogProbs, rows: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> float:
-    """How far log-probabilities in float32 may be from `truth`, in nats: `BOUND` times the noise. That is how far the
-    forward pass `plainly`, which `truth` is from, is off in another order of summation. Logits of a large model are
-    larger, and so is their noise: no constant fits all. Never more than `MOST`: where another order of sums chooses
-    other experts, the noise says nothing."""
+    """The allowed difference of float32 log-probabilities from `truth`, in nats: `BOUND` times the noise, at most
+    `MOST`. The noise is the difference of the forward pass `plainly`, which computed `truth`, in another order of
+    summation. It grows with the logits of larger models, so no constant fits all. Beyond `MOST`, another order of sums
+    has chosen other experts."""
     with OtherOrder():
         noise = distance(plainly(rows), truth)
     return min(max(BOUND * noise, LEAST), MOST)
 
 
-def distance(given: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> float:
-    """The largest difference of two lists of arrays; not a number where one holds any. Raises ValueError for shapes
-    that differ."""
-    if [x.shape for x in given] != [x.shape for x in truth]:
-        raise ValueError(f"{[x.shape for x in given]} log-probabilities instead of {[x.shape for x in truth]}")
-    return float(np.max([np.abs(a.astype(np.float64) - b).max() for a, b in zip(given, truth, strict=True)]))
+def distance(log_probs: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> float:
+    """The largest difference of two lists of arrays; NaN if one contains NaN. Raises ValueError for shapes that
+    differ."""
+    if [x.shape for x in log_probs] != [x.shape for x in truth]:
+        raise ValueError(f"{[x.shape for x in log_probs]} log-probabilities instead of {[x.shape for x in truth]}")
+    return float(np.max([np.abs(a.astype(np.float64) - b).max() for a, b in zip(log_probs, truth, strict=True)]))
 
 
 @torch.no_grad()
 def plain_log_probs(model: PreTrainedModel, row: np.ndarray, attention: str = "eager") -> np.ndarray:
-    """Log-probabilities [T - 1] of a row's ids but the first by the class's own forward pass: `attention` is one of
-    transformers' implementations. Nothing of ours takes part in attention, experts or logits."""
+    """Log-probabilities [T - 1] of a row's ids after the first by the class's own forward pass. `attention` is one of
+    transformers' implementations. None of our attention, experts or logits is used."""
     ids_1T = torch.from_numpy(row.astype(np.int64)).to(next(model.parameters()).device)[None]
     with plain(model, attention):
         logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0]
@@ -235,7 +236,7 @@ def plain_log_probs(model: PreTrainedModel, row: np.ndarray, attention: str = "e
 
 @contextmanager
 def plain(model: PreTrainedModel, attention: str = "eager") -> Iterator[None]:
-    """Inside, the model runs transformers' own attention and experts."""
+    """A context in which the model runs transformers' own attention and experts."""
     configs = {id(c): c for m in (model, *model.modules()) if (c := getattr(m, "config", None))}
     names = "_attn_implementation_internal", "_experts_implementation_internal"
     kept = [(config, name, getattr(config, name, None)) for config in configs.values() for name in names]
@@ -250,7 +251,7 @@ def plain(model: PreTrainedModel, attention: str = "eager") -> Iterator[None]:
 
 @contextmanager
 def _narrow_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, sliding windows are of `_WINDOW_TRIED` tokens, in the configurations and in the layers that keep them."""
+    """A context in which sliding windows have `_WINDOW_TRIED` tokens, in configurations and layers."""
     owners: dict[int, Any] = {
         id(o): o for m in (model, *model.modules()) for o in (m, getattr(m, "config", None)) if o is not None
     }
@@ -268,13 +269,13 @@ def _narrow_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _reference(model: PreTrainedModel, row: np.ndarray, attention: str = "eager") -> np.ndarray:
-    """`plain_log_probs`; of a narrow model with logits in float32, which its class rounds by more than is looked for.
-    Raises ValueError if `head_of` gives other logits than the class."""
+    """`plain_log_probs`; for a narrow model with float32 logits, since its class rounds them by more than the trial's
+    limit. Raises ValueError if `head_of` gives other logits than the class."""
     seen: list[Tensor] = []
     embeddings: Any = model.get_output_embeddings()
     if embeddings is None:
         raise ValueError("it has no output embeddings")
-    handle = embeddings.register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
+    handle = embeddings.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
     ids_1T = torch.from_numpy(row.astype(np.int64)).to(next(model.parameters()).device)[None]
     try:
         with plain(model, attention):
@@ -294,7 +295,3 @@ def _reference(model: PreTrainedModel, row: np.ndarray, attention: str = "eager"
 def _chosen(logits_TV: Tensor, ids_T: Tensor) -> np.ndarray:
     logprobs_TV = torch.log_softmax(logits_TV[:-1].float(), dim=-1)
     return logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).cpu().numpy()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
 """Messages to token ids and back: one interface (`Renderer`), two classes.
 
-`ChatRenderer` serves models with a chat template, in the dialect of tool calls that the template writes (`dialects`),
-`CompactRenderer` the bundled models. Imports records, errors and what lies below; no torch. Public: the names in
+`ChatRenderer` serves models with a chat template, in the template's own dialect of tool calls (`dialects`),
+`CompactRenderer` the bundled models. Imports records, errors and the foundations; no torch. Public: the names in
 `__all__`, `schemas.SCHEMAS` (the built-in tools in OpenAI's format), and the helpers for text in `text.py`.
 """
 
@@ -37,10 +37,10 @@ def renderer_for(
     *,
     tools: bool = True,
 ) -> Renderer:
-    """The renderer of a Hugging Face model folder; `dialect` None or "auto" is found from the tokenizer and the chat
-    template, which has the variables `chat_template_kwargs`. Without `tools` a template that cannot call tools is
-    taken, too: its `prompt` refuses them. Raises UserError if the folder lacks the files, or its chat template cannot
-    be used turn by turn, or is in no dialect that is known."""
+    """The renderer of a Hugging Face model folder. With `dialect` None or "auto" the tokenizer and the chat template,
+    which gets the variables `chat_template_kwargs`, decide the dialect. Without `tools` a template that cannot call
+    tools is accepted, too; its `prompt` refuses them. Raises UserError if files are missing, or if the chat template
+    cannot be used turn by turn or has an unknown dialect."""
     names = ("compact", *(known.name for known in DIALECTS))
     if dialect not in (None, "auto", *names):
         raise UserError(f"There is no dialect {dialect!r}; known: auto, {', '.join(names)}.")
@@ -52,22 +52,22 @@ def renderer_for(
             raise UserError("The compact dialect has no chat template: leave chat_template_kwargs out.")
         return CompactRenderer(tokenizer)
     template = load_template(model_dir).with_variables(chat_template_kwargs or {})
-    # At these the model itself ends a turn, as its generation configuration says.
+    # The tokens at which the model ends a turn, by its generation configuration.
     ids = read_json(model_dir / "generation_config.json").get("eos_token_id")
     eos_ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     return ChatRenderer(tokenizer, template, eos_ids, dialect, tools=tools)
 
 
 def say_dropped(renderer: Renderer | None) -> None:
-    """Prints a note on what a chat template leaves out of a conversation without a word, if there is anything."""
+    """Prints a note if the chat template silently leaves out a part of conversations."""
     if isinstance(renderer, ChatRenderer) and renderer.note:
         print(f"note: {renderer.note}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class DialectVerdict:
-    """How a model folder calls tools: the name of its dialect and the calls a turn may have (None: any number), or a
-    sentence that refuses it, with `dialect` ""."""
+    """Whether a model folder can call tools: the name of its dialect and the number of calls that a turn may have
+    (None: any number), or a sentence that refuses it, with `dialect` ""."""
 
     dialect: str
     calls_per_turn: int | None = None
@@ -75,8 +75,8 @@ class DialectVerdict:
 
 
 def dialect_verdict(model_dir: Path, chat_template_kwargs: Mapping[str, Any] | None = None) -> DialectVerdict:
-    """Whether and how a model folder's tokenizer and chat template can call tools, by the round trip of `renderer_for`.
-    Never raises UserError."""
+    """The verdict on a model folder's tokenizer and chat template, by the round trip of `renderer_for`. Raises no
+    UserError."""
     try:
         renderer = renderer_for(model_dir, None, chat_template_kwargs)
     except UserError as e:

@@ -1,4 +1,4 @@
-"""What the agent loop needs of a dialect, and the tokenisation of text that can never yield a special token."""
+"""The interface of a dialect for the agent loop, and a tokenisation of text that never yields a special token."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Tool = Mapping[str, Any]  # OpenAI tool format: {"type": "function", "function":
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """A sampled turn as text: its text besides calls, the reasoning before it, and the calls in order, with the ids
-    that the model gave them ("" or absent where the dialect has none)."""
+    """A sampled turn as text: its text besides calls, the reasoning before it, and the calls in order, with the model's
+    ids of calls ("" or absent in dialects without ids)."""
 
     text: str
     calls: tuple[ToolCall, ...]
@@ -34,8 +34,8 @@ class ParsedTurn:
     ids: tuple[str, ...] = ()
 
     def openai(self, prefix: str) -> dict[str, Any]:
-        """The assistant message of an OpenAI chat completion; call ids are the model's, or `prefix` and a number. A
-        malformed call has no place in that format, so its name and error stand in the content."""
+        """The assistant message of an OpenAI chat completion. Call ids are the model's, or `prefix` and a number. The
+        format has no malformed calls, so their name and error are part of the content."""
         ids = self.ids or ("",) * len(self.calls)
         calls = [
             {
@@ -53,7 +53,7 @@ class ParsedTurn:
 
 
 class Renderer(Protocol):
-    """One dialect of one tokenizer. Stateless between calls; every list of ids it returns is a new one."""
+    """One dialect of one tokenizer. Stateless between calls; every returned list of ids is a new one."""
 
     dialect: str  # "compact", or a name of `dialects.DIALECTS`
     digest: str  # blake3 of the tokenizer and template; two processes that exchange ids must agree on it
@@ -65,18 +65,18 @@ class Renderer(Protocol):
 
     def parse(self, ids: Sequence[int], finish_reason: str = "stop", tools: Sequence[Tool] = ()) -> ParsedTurn:
         """The calls of a sampled turn. Never raises: a malformed call has arguments None and an error. `tools` are
-        those of the prompt: some dialects tell texts from numbers by their schemas."""
+        those of the prompt: in some dialects their schemas decide whether a value is a text or a number."""
         ...
 
     def bridge(
         self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
     ) -> list[int]:
-        """Ids from the end of a sampled turn to the start of the next one, with the tools' results in between and
-        after them, if there is one, a user's `request`. Raises UserError if the template has no place for one."""
+        """Ids from the end of a sampled turn to the start of the next one, with the tools' results and then a user's
+        `request`, if there is one, in between. Raises UserError if the template has no place for a request."""
         ...
 
     def plain(self, text: str) -> list[int]:
-        """Ids of text as it stands: ordinary tokens only."""
+        """Ids of text as ordinary tokens only."""
         ...
 
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -91,29 +91,29 @@ class Renderer(Protocol):
         ...
 
     def document(self, title: str, text: str) -> list[int]:
-        """Ids of a document, which stands before all messages: ordinary tokens only."""
+        """Ids of a document, which precedes all messages, as ordinary tokens only."""
         ...
 
     def text(self, ids: Sequence[int]) -> str:
-        """A view for people: special tokens spelled out, invalid UTF-8 replaced."""
+        """A view for people: special tokens by name, invalid UTF-8 replaced."""
         ...
 
 
 LONGEST_TOKEN = 64
-"""Characters of a token, on average over a whole prompt: with more, a prompt is too long without being encoded."""
+"""Bound on the average characters of a token over a whole prompt: a longer prompt is refused without being encoded."""
 
 _CACHED_CHARACTERS = 4000
 
 
 class PlainEncoder:
-    """Encodes text so that none of `forbidden` (special and added tokens) can come out, whatever the text spells."""
+    """Encodes any text without yielding one of `forbidden` (special and added tokens)."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()
         self.forbidden = frozenset(added)
         self._plain = _without_added_tokens(tokenizer)
-        # Prompts and results repeat: members of a group have the same prompt, and most results are a few words.
-        # As arrays: lists of numbers take ten times the memory, and clients choose the texts.
+        # A cache, since prompts and results repeat: members of a group share a prompt, and most results are short.
+        # As arrays, since clients choose the texts and lists of numbers take ten times the memory.
         self._short = lru_cache(maxsize=2048)(lambda text: array("i", self._encode(text)))
         self._document = lru_cache(maxsize=512)(self._encode)
         anchor = next((i for i, token in added.items() if token.special), None)
@@ -126,12 +126,12 @@ class PlainEncoder:
                 )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, all of them ordinary tokens."""
+        """Ids of `text`, ordinary tokens only."""
         text = printable(text)  # JSON escapes and file names may hold half of a surrogate pair
         return list(self._short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text))
 
     def document(self, title: str, text: str) -> list[int]:
-        """Ids of a document, all of them ordinary tokens. Documents repeat in all episodes of a repository."""
+        """Ids of a document, ordinary tokens only. A cache serves all episodes of a repository."""
         return list(self._document(printable(document_text(title, text))))
 
     def _encode(self, text: str) -> list[int]:
@@ -141,7 +141,7 @@ class PlainEncoder:
         ids: list[int] = encoding.ids
         if self.forbidden.isdisjoint(ids):
             return ids
-        # Some models hold the names of special tokens in their vocabulary: cut such a name in two.
+        # Some models have the names of special tokens in their vocabulary: cut such a name in two.
         at = next(i for i, token in enumerate(ids) if token in self.forbidden)
         start, end = encoding.offsets[at]
         if end - start < 2:
@@ -150,7 +150,7 @@ class PlainEncoder:
 
 
 class TextCodec:
-    """What the dialects have in common: text becomes ordinary tokens, and ids become text."""
+    """The common part of the dialects: text becomes ordinary tokens, and ids become text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -198,7 +198,7 @@ def _agree(tokenizer: Tokenizer, plain: Tokenizer, special: str) -> bool:
 
 
 def checked(name: str, arguments: dict[str, object]) -> ToolCall:
-    """A call with these arguments, or a malformed one when they cannot be recorded (huge integers, lone surrogates)."""
+    """A call with these arguments, or a malformed call if they cannot be recorded (huge integers, lone surrogates)."""
     try:
         msgspec.msgpack.encode(arguments)
         return ToolCall(name=name, arguments=arguments)
@@ -207,7 +207,7 @@ def checked(name: str, arguments: dict[str, object]) -> ToolCall:
 
 
 def malformed(name: str, error: str) -> ToolCall:
-    """A call that cannot be executed. The name is cut and cleaned, as it may be anything."""
+    """A call that cannot be executed. The name may be any text, so it is cut and cleaned."""
     return ToolCall(name=one_line(name, 64), arguments=None, error=error)
 
 

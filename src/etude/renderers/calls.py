@@ -1,8 +1,8 @@
-"""The parts that tool calls are written with: JSON, tags around values, Python calls.
+"""Readers for the syntax of tool calls: JSON, tags around values, Python calls.
 
-A reader takes a text and a position in it, and gives the calls that begin there and the position behind them. It raises
-`Broken` when there is no whole call. `sections` finds the places where calls are, and turns what is broken into
-malformed calls, so that the rest of the text is still read.
+A reader takes a text and a position in it, and returns the calls that begin there and the position behind them. It
+raises `Broken` for an incomplete call. `sections` finds the calls in a text, and turns broken ones into malformed
+calls, so that the rest of the text is still read.
 """
 
 import ast
@@ -18,29 +18,29 @@ from etude.renderers.base import Tool, checked, malformed
 
 
 @dataclass(frozen=True)
-class Found:
-    """A call in a sampled turn, and the id that the model gave it ("" in most dialects)."""
+class ParsedCall:
+    """A call in a sampled turn, and its id from the model ("" in most dialects)."""
 
     call: ToolCall
     id: str = ""
 
 
 class Broken(Exception):
-    """There is no whole call here."""
+    """The text at this place is not a complete call."""
 
     def __init__(self, why: str, name: str = "") -> None:
         super().__init__(why)
         self.why, self.name = why, name
 
 
-Reader = Callable[[str, int, Sequence[Tool]], tuple[list[Found], int]]
+Reader = Callable[[str, int, Sequence[Tool]], tuple[list[ParsedCall], int]]
 
 _JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
 _SPACE = re.compile(r"\s*")
 
 
 def skip_space(text: str, start: int) -> int:
-    """Where the next character that is no white space stands."""
+    """The position of the next character that is not white space."""
     match = _SPACE.match(text, start)
     assert match is not None, "the pattern matches an empty text"
     return match.end()
@@ -48,83 +48,84 @@ def skip_space(text: str, start: int) -> int:
 
 def sections(
     text: str, opening: str, closing: str, read: Reader, tools: Sequence[Tool], *, several: bool = False
-) -> tuple[str, list[Found]]:
-    """What `text` says besides calls, and the calls between `opening` and `closing`, which may be in strings of calls,
-    too. Without `several` a section holds one call. With an empty `closing` a section ends with its calls."""
+) -> tuple[str, list[ParsedCall]]:
+    """The text besides calls, and the calls between `opening` and `closing`, which strings in calls may contain, too.
+    Without `several` a section has one call. With an empty `closing` a section ends with its calls."""
     parts: list[str] = []
-    found: list[Found] = []
+    calls: list[ParsedCall] = []
     at = 0
     while (start := text.find(opening, at)) >= 0:
         parts.append(text[at:start])
-        calls, at = _section(text, start + len(opening), (opening, closing), read, tools, several)
-        found += calls
-    return "".join([*parts, text[at:]]), found
+        more, at = _section(text, start + len(opening), (opening, closing), read, tools, several)
+        calls += more
+    return "".join([*parts, text[at:]]), calls
 
 
 def _section(
     text: str, at: int, marks: tuple[str, str], read: Reader, tools: Sequence[Tool], several: bool
-) -> tuple[list[Found], int]:
+) -> tuple[list[ParsedCall], int]:
     opening, closing = marks
-    found: list[Found] = []
+    calls: list[ParsedCall] = []
     try:
         while True:
             at = skip_space(text, at)
-            if closing and found and text.startswith(closing, at):
-                return found, at + len(closing)
-            if found and not several:
-                raise Broken("not closed", found.pop().call.name)
-            if found and at == len(text):
-                return found, at  # each of several calls has an end of its own
+            if closing and calls and text.startswith(closing, at):
+                return calls, at + len(closing)
+            if calls and not several:
+                raise Broken("not closed", calls.pop().call.name)
+            if calls and at == len(text):
+                return calls, at  # each of several calls has its own end
             more, at = read(text, at, tools)
-            found += more
+            calls += more
             if not closing:
-                return found, at
+                return calls, at
     except Broken as e:
         ends = [i for i in (text.find(closing, at) if closing else -1, text.find(opening, at)) if i >= 0]
         end = min(ends, default=len(text))
-        found.append(Found(malformed(e.name, e.why if ends else "not closed")))
-        return found, end + (len(closing) if closing and text.startswith(closing, end) else 0)
+        calls.append(ParsedCall(malformed(e.name, e.why if ends else "not closed")))
+        return calls, end + (len(closing) if closing and text.startswith(closing, end) else 0)
 
 
 # JSON
 
 
 def json_at(text: str, start: int, name: str = "") -> tuple[Any, int]:
-    """The JSON value at `start` and where it ends. Raises Broken with `name`."""
+    """The JSON value at `start` and its end. Raises Broken with `name`."""
     try:
         return _JSON.raw_decode(text, start)
     except (ValueError, RecursionError) as e:
         raise Broken(f"not JSON: {getattr(e, 'msg', type(e).__name__)}", name) from None
 
 
-def json_call(value: Any) -> Found:
-    """The call that a JSON object with `name` and `arguments` (or `parameters`) describes; malformed if it does not."""
+def json_call(value: Any) -> ParsedCall:
+    """The call described by a JSON object with `name` and `arguments` (or `parameters`); malformed for any other
+    value."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
-        return Found(malformed("", "no name"))
-    given = value.get("id")
-    return call_of(name, value.get("arguments", value.get("parameters", {})), given if isinstance(given, str) else "")
+        return ParsedCall(malformed("", "no name"))
+    arguments, call_id = value.get("arguments", value.get("parameters", {})), value.get("id")
+    return call_of(name, arguments, call_id if isinstance(call_id, str) else "")
 
 
-def call_of(name: str, arguments: Any, given: str = "") -> Found:
-    """A call with arguments that must be an object, or the text of one."""
+def call_of(name: str, arguments: Any, call_id: str = "") -> ParsedCall:
+    """A call with these arguments, an object or the text of one; malformed for any other value."""
     if isinstance(arguments, str):
         try:
             arguments = _JSON.decode(arguments)
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        return Found(malformed(name, "arguments are not a JSON object"), given)
-    return Found(checked(name, arguments), given)
+        return ParsedCall(malformed(name, "arguments are not a JSON object"), call_id)
+    return ParsedCall(checked(name, arguments), call_id)
 
 
-def json_object(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[Found], int]:
+def json_object(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
     """A reader of `{"name": ..., "arguments": {...}}`."""
     value, end = json_at(text, at)
     return [json_call(value)], end
 
 
-def json_list(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[Found], int]:
+def json_list(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
     """A reader of `[{"name": ..., "arguments": {...}}, ...]`."""
     value, end = json_at(text, at)
     if not isinstance(value, list) or not value:
@@ -137,7 +138,7 @@ def headed_json(heading: str, ending: str) -> Reader:
     and, in some dialects, `id`."""
     head, tail = re.compile(heading), re.compile(ending)
 
-    def read(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[Found], int]:
+    def read(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
         match = head.match(text, at)
         if match is None:
             raise Broken("a call does not begin with its name")
@@ -156,11 +157,11 @@ def headed_json(heading: str, ending: str) -> Reader:
 
 def tagged(heading: str, parameter: str, ending: str, *, lines: bool = False) -> Reader:
     """A reader of calls whose values stand between tags. The arguments are patterns: `heading` with a group `name`,
-    `parameter` with `key`, `value` and, if the model says whether a value is a string, `string`. With `lines` a value
-    has a line break of the dialect before it and behind it."""
+    `parameter` with `key`, `value` and, if the model marks strings, `string`. With `lines` the dialect puts a line
+    break before and after a value."""
     head, one, tail = re.compile(heading), re.compile(parameter, re.DOTALL), re.compile(ending)
 
-    def read(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[Found], int]:
+    def read(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
         match = head.match(text, at)
         if match is None:
             raise Broken("a call does not begin with its name")
@@ -176,11 +177,12 @@ def tagged(heading: str, parameter: str, ending: str, *, lines: bool = False) ->
             value = item["value"]
             if lines:
                 value = value.removeprefix("\n").removesuffix("\n")
-            said = item.groupdict().get("string")
-            schema = schemas.get(item["key"]) if said is None else {"type": "string" if said == "true" else "object"}
+            schema, is_string = schemas.get(item["key"]), item.groupdict().get("string")
+            if is_string is not None:
+                schema = {"type": "string" if is_string == "true" else "object"}
             arguments[item["key"]] = typed(value, schema)
             at = item.end()
-        return [Found(checked(name, arguments))], close.end()
+        return [ParsedCall(checked(name, arguments))], close.end()
 
     return read
 
@@ -194,9 +196,8 @@ def _parameters(name: str, tools: Sequence[Tool]) -> Mapping[str, Any]:
 
 
 def typed(text: str, schema: Any) -> Any:
-    """The value that `text` stands for: itself where the JSON schema allows strings, else what it is in JSON or Python.
-    Without a schema numbers, lists and the like are taken as such. A text that is no such value stays a text, which the
-    tool refuses."""
+    """The value of a text: the text itself if the JSON schema allows strings, else its value in JSON or Python. Without
+    a schema, numbers, lists and the like are recognised. Any other text stays a text, which the tool refuses."""
     kinds = kinds_of(schema)
     if "string" in kinds:
         return text
@@ -211,13 +212,13 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def branches_of(schema: Mapping[str, Any]) -> list[Any]:
-    """The schemas of which a value must fit one."""
-    given = (schema.get(key) for key in ("anyOf", "oneOf"))
-    return [part for parts in given if isinstance(parts, list) for part in parts]
+    """The alternative schemas in `anyOf` and `oneOf`."""
+    branches = (schema.get(key) for key in ("anyOf", "oneOf"))
+    return [part for parts in branches if isinstance(parts, list) for part in parts]
 
 
 def kinds_of(schema: Any) -> set[str]:
-    """The types that a JSON schema allows; none if it does not say."""
+    """The types that a JSON schema allows; empty if it names none."""
     if not isinstance(schema, dict):
         return set()
     kind = schema.get("type")
@@ -243,8 +244,8 @@ def _literal(text: str) -> Any:
 _NAMES = {"true": True, "false": False, "null": None}
 
 
-def python_calls(text: str) -> list[Found]:
-    """Calls written in Python, `f(a=1)` a line or in a list; values are literals, or JSON in place of them. Raises
+def python_calls(text: str) -> list[ParsedCall]:
+    """Calls in Python syntax, `f(a=1)` one per line or in a list; values are literals or JSON constants. Raises
     Broken."""
     try:
         with warnings.catch_warnings():
@@ -259,14 +260,14 @@ def python_calls(text: str) -> list[Found]:
     return [_python_call(call) for call in calls if isinstance(call, ast.Call)]
 
 
-def _python_call(node: ast.Call) -> Found:
+def _python_call(node: ast.Call) -> ParsedCall:
     name = ast.unparse(node.func)
     if node.args or any(keyword.arg is None for keyword in node.keywords):
-        return Found(malformed(name, "arguments have no names"))
+        return ParsedCall(malformed(name, "arguments have no names"))
     try:
-        return Found(checked(name, {str(k.arg): _value(k.value) for k in node.keywords}))
+        return ParsedCall(checked(name, {str(k.arg): _value(k.value) for k in node.keywords}))
     except (ValueError, TypeError, RecursionError):
-        return Found(malformed(name, "an argument is not a value"))
+        return ParsedCall(malformed(name, "an argument is not a value"))
 
 
 def _value(node: ast.expr) -> Any:

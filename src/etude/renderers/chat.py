@@ -1,8 +1,8 @@
-"""Models with a Hugging Face chat template, in the dialect of tool calls that a round trip found (`trial`).
+"""Renders models with a Hugging Face chat template, in the dialect of tool calls that a round trip detects (`trial`).
 
-What the environment adds between two sampled turns (the bridge) is rendered by the template: a short conversation with
-the turn's calls, cut where the turn ends. So names and ids of calls stand in it where the template wants them. Sampled
-tokens are never rendered again; thoughts stay in the context, also where the template would drop them.
+The tokens that the environment adds between two sampled turns (the bridge) are rendered by the template: a short
+conversation with the turn's calls, cut where the turn ends. So names and ids of calls stand where the template puts
+them. Sampled tokens are never rendered again; thoughts stay in the context, even if the template would drop them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.config import CHAT_TEMPLATES
 from etude.errors import UserError
 from etude.renderers import trial
 from etude.renderers.base import Message, ParsedTurn, Tool, content_text
-from etude.renderers.dialects import DIALECTS, Spoken, ToolDialect
+from etude.renderers.dialects import DIALECTS, ToolDialect, TurnParts
 from etude.renderers.marked import MarkedCodec, map_strings, mark_for
 from etude.renderers.template import ChatTemplate
 from etude.renderers.trial import REQUEST, RESULTS, TURN, USER, TemplateForm, TemplateRefused, result
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # what clients and templates call it
-_CHATML = ("<|im_start|>", "<|im_end|>")  # around a turn; the end is one whatever the model's configuration says
-_NO_TOOLS = ToolDialect("none", lambda text, tools: Spoken(text, ()))
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names in clients and templates
+_CHATML = ("<|im_start|>", "<|im_end|>")  # around a turn; the second is an end of turns under any model configuration
+_NO_TOOLS = ToolDialect("none", lambda text, tools: TurnParts(text, ()))
 
 
 class ChatRenderer(MarkedCodec):
-    """See the module. `digest` covers the tokenizer, the template and its variables. Without `tools` a template that
-    cannot call tools is taken, too, for conversations that do not. Raises UserError for a template that cannot be used
-    by turns."""
+    """A renderer by chat template; see the module. `digest` covers the tokenizer, the template and its variables.
+    Without `tools` a template that cannot call tools is accepted, too, for conversations without calls. Raises
+    UserError for a template that cannot be used turn by turn."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class ChatRenderer(MarkedCodec):
 
     @property
     def calls_per_turn(self) -> int | None:
-        """1 if the template writes one call a turn, 0 if none, None if any number."""
+        """1 if the template writes one call per turn, 0 if none, None if any number."""
         return 0 if self._form.dialect is _NO_TOOLS else None if self._form.several else 1
 
     @property
     def note(self) -> str:
-        """A sentence on what the template leaves out of a conversation without a word; "" if it leaves out nothing."""
+        """A sentence on the parts of a conversation that the template silently leaves out; "" if there are none."""
         system, thought = "Dummy system.", "Dummy thought."
         turn = {"role": "assistant", "content": TURN, "reasoning_content": thought, "thinking": thought}
         conversations = {
@@ -77,7 +77,7 @@ class ChatRenderer(MarkedCodec):
         }
         dropped = ["tools"] if self._no_tools else []
         for what, (text, messages, generate) in conversations.items():
-            with suppress(ValueError):  # a refusal is said when it is met
+            with suppress(ValueError):  # a refusal is reported when it occurs
                 dropped += [] if text in self._rendered(messages, generate=generate) else [what]
         return f"the chat template of {self._template.name} drops {' and '.join(dropped)}" if dropped else ""
 
@@ -117,18 +117,18 @@ class ChatRenderer(MarkedCodec):
         return self.encode_marked(self._rendered(plain, shown), mark)
 
     def parse(self, ids: Sequence[int], finish_reason: str = "stop", tools: Sequence[Tool] = ()) -> ParsedTurn:
-        """Calls of a sampled turn; one that is not closed is malformed, whatever the finish reason. The schemas of
-        `tools` tell texts from numbers in dialects that write values without quotes."""
+        """Calls of a sampled turn; an unclosed call is malformed for every finish reason. In dialects that write values
+        without quotes, the schemas of `tools` decide whether a value is a text or a number."""
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
         text, mark = self.seen(ids)
         reasoning = ""
         if not self._form.dialect.thinks:
             reasoning, text = self._split_thought(text)
-        spoken = trial.unmarked(self._form.dialect.parse(text, tools), mark)
-        reasoning = spoken.reasoning or (reasoning.replace(mark, "") if mark else reasoning)
-        calls = tuple(found.call for found in spoken.calls)
-        return ParsedTurn(spoken.text.strip(), calls, reasoning.strip(), tuple(found.id for found in spoken.calls))
+        parts = trial.unmarked(self._form.dialect.parse(text, tools), mark)
+        reasoning = parts.reasoning or (reasoning.replace(mark, "") if mark else reasoning)
+        calls, ids_of_calls = tuple(parsed.call for parsed in parts.calls), tuple(parsed.id for parsed in parts.calls)
+        return ParsedTurn(parts.text.strip(), calls, reasoning.strip(), ids_of_calls)
 
     def bridge(
         self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
@@ -138,16 +138,16 @@ class ChatRenderer(MarkedCodec):
             raise self._refusal("it has no place for a request after a turn")
         parsed = self.parse(sampled_ids, finish_reason)
         mark = mark_for(results, request, parsed.ids)
-        named = [(call.name or "unknown", given) for call, given in zip(parsed.calls, parsed.ids, strict=True)]
+        named = [(call.name or "unknown", call_id) for call, call_id in zip(parsed.calls, parsed.ids, strict=True)]
         named += [("unknown", "")] * (len(results) - len(named))
         calls = [
-            self._dummy(self.escape(name, mark), self.escape(given, mark), number)
-            for number, (name, given) in enumerate(named[: len(results)])
+            self._dummy(self.escape(name, mark), self.escape(call_id, mark), number)
+            for number, (name, call_id) in enumerate(named[: len(results)])
         ]
         messages = [result(call, self.escape(text, mark)) for call, text in zip(calls, results, strict=True)]
-        asked = [{"role": "user", "content": self.escape(request, mark)}] if request else []
+        requests = [{"role": "user", "content": self.escape(request, mark)}] if request else []
         try:
-            return self._after(sampled_ids, calls, [*messages, *asked], mark)
+            return self._after(sampled_ids, calls, [*messages, *requests], mark)
         except ValueError:
             if not request:
                 raise
@@ -163,8 +163,8 @@ class ChatRenderer(MarkedCodec):
         calls = []
         for number, message in enumerate(answered):
             known = parsed.calls[number].name if number < len(parsed.calls) else ""
-            name, given = str(message.get("name") or known or "unknown"), str(message.get("tool_call_id") or "")
-            calls.append(self._dummy(self.escape(name, mark), self.escape(given, mark), number))
+            name, call_id = str(message.get("name") or known or "unknown"), str(message.get("tool_call_id") or "")
+            calls.append(self._dummy(self.escape(name, mark), self.escape(call_id, mark), number))
         turn = [{"role": "assistant", "content": "", "tool_calls": calls}] if calls else []
         taken = self._as_template_takes([*turn, *messages], mark, one_call=False)[len(turn) :]
         return self._after(sampled_ids, calls, taken, mark)
@@ -173,20 +173,19 @@ class ChatRenderer(MarkedCodec):
         """See `Renderer.turn`."""
         mark = mark_for(message)
         (taken,) = self._as_template_takes([message], mark)
-        said = self._sampled(self._rendered([USER, taken], generate=False))
-        ids = self.encode_marked(said, mark)
+        ids = self.encode_marked(self._sampled(self._rendered([USER, taken], generate=False)), mark)
         ends = [self._ids[end] for end in self._form.ends]
         at = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in ends), None)
         return [*ids, self._ends_of_turns[bool(taken.get("tool_calls"))]] if at is None else ids[: at + 1]
 
     def _sampled(self, whole: str) -> str:
-        """The part of a conversation that a model sampled behind the generation prompt. Raises ValueError."""
+        """The part of a conversation that a model samples after the generation prompt. Raises ValueError."""
         opening, closing = self._tags
         opened = self._opening.whole
         if whole.startswith(opened):
             return whole[len(opened) :]
         before = opened.rstrip()
-        if before.endswith(closing):  # an empty thought, which the history leaves out or writes otherwise
+        if before.endswith(closing):  # an empty thought, which the history omits or writes differently
             before = before.removesuffix(closing).rstrip().removesuffix(opening)
             rest = whole.removeprefix(before).removeprefix(closing)
             if whole.startswith(before) and not rest.startswith(opening):
@@ -200,9 +199,9 @@ class ChatRenderer(MarkedCodec):
 
     # A conversation cut at the end of a turn
 
-    def _dummy(self, name: str, given: str, number: int) -> dict[str, Any]:
-        """A call by which the template writes what follows a sampled one."""
-        return self._form.call(name, {}, number, given)
+    def _dummy(self, name: str, call_id: str, number: int) -> dict[str, Any]:
+        """A call for the template, in place of a sampled one, before its results."""
+        return self._form.call(name, {}, number, call_id)
 
     def _after(
         self, sampled_ids: Sequence[int], calls: Sequence[dict[str, Any]], messages: Sequence[Message], mark: str
@@ -233,8 +232,8 @@ class ChatRenderer(MarkedCodec):
     def _as_template_takes(
         self, messages: Sequence[Message], mark: str, *, one_call: bool = True
     ) -> list[dict[str, Any]]:
-        """The messages with names of tokens marked, arguments and ids of calls as the template wants them."""
-        ids: dict[str, dict[str, Any]] = {}  # calls by the id that a client gave
+        """The messages in the template's form: names of tokens marked, arguments and ids of calls converted."""
+        ids: dict[str, dict[str, Any]] = {}  # calls by the client's id
         out = []
         for message in messages:
             role = message["role"]
@@ -270,23 +269,23 @@ class ChatRenderer(MarkedCodec):
             except ValueError as e:
                 raise ValueError(f"arguments of a tool call are not JSON: {e}") from None
         arguments = map_strings(arguments if arguments is not None else {}, lambda text: self.escape(text, mark))
-        name, given = (self.escape(str(text or ""), mark) for text in (function["name"], call.get("id")))
-        return self._form.call(name, arguments, number, given)
+        name, call_id = (self.escape(str(text or ""), mark) for text in (function["name"], call.get("id")))
+        return self._form.call(name, arguments, number, call_id)
 
     def _split_thought(self, text: str) -> tuple[str, str]:
-        """Reasoning and the rest: a thought begins a turn, or the generation prompt has begun it."""
+        """Reasoning and the rest. A thought begins with the turn, or with the generation prompt."""
         opening, closing = self._tags
-        said = text.lstrip()
-        if not self._opening.in_thought and not said.startswith((opening, closing)):
+        stripped = text.lstrip()
+        if not self._opening.in_thought and not stripped.startswith((opening, closing)):
             return "", text
-        head, closed, tail = said.removeprefix(opening).partition(closing)
+        head, closed, tail = stripped.removeprefix(opening).partition(closing)
         return (head, tail) if closed else (head, "")
 
     # Turns put together
 
     def _check_rounds(self) -> None:
-        """Finds the tokens that end a turn, and whether a user may speak after one. Raises TemplateRefused when a
-        conversation rendered at once differs from the same one put together by turns."""
+        """Finds the tokens that end a turn, and whether a user may speak after one. Raises TemplateRefused if a
+        conversation rendered at once differs from the same conversation rendered turn by turn."""
         rounds: list[tuple[Message, list[Message]]] = []
         for index, count in enumerate((1, 3, 2, 1) if self._form.dialect is not _NO_TOOLS else ()):
             calls = [
@@ -296,62 +295,62 @@ class ChatRenderer(MarkedCodec):
             rounds.append(
                 (self._form.turn(calls), [result(call, text) for call, text in zip(calls, RESULTS, strict=False)])
             )
-        asked: list[tuple[Message, list[Message]]] = [({"role": "assistant", "content": TURN}, [REQUEST])] * 2
+        with_requests: list[tuple[Message, list[Message]]] = [({"role": "assistant", "content": TURN}, [REQUEST])] * 2
         self._requests = True
         try:
-            self._check_conversations([*rounds, *asked])
+            self._check_conversations([*rounds, *with_requests])
         except (TemplateRefused, jinja2.TemplateError):
             if not rounds:
                 raise
-            self._requests = False  # some templates have no place for a user behind results of tools
-            spoken = [(dict(said) | {"content": "Dummy text."}, then) for said, then in rounds[2:]]
-            self._check_conversations([*rounds, *spoken])
+            self._requests = False  # some templates have no place for a user after results of tools
+            with_text = [(dict(turn) | {"content": "Dummy text."}, then) for turn, then in rounds[2:]]
+            self._check_conversations([*rounds, *with_text])
 
     def _check_conversations(self, rounds: Sequence[tuple[Message, list[Message]]]) -> None:
         dialect = self._form.dialect
         self._ends = trial.ends_pattern(self._form.ends)
-        found = {self._turn(*each)[1]: bool(each[0].get("tool_calls")) for each in rounds}
-        # Of tokens that end a turn alike in the history, only the dialect's stops end a sampled one.
-        stops = [end for end in found if not (dialect.stops and end in dialect.ends)] + list(dialect.stops)
+        ends = {self._turn(*each)[1]: bool(each[0].get("tool_calls")) for each in rounds}
+        # Of tokens that equally end a turn in the history, only the dialect's stops end a sampled one.
+        stops = [end for end in ends if not (dialect.stops and end in dialect.ends)] + list(dialect.stops)
         ids = [*(self._ids[name] for name in stops if name in self._ids), *self._eos_ids]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
-        # The token behind a turn without and with calls, where the template leaves it to what follows.
-        behind = {calls: self._ids[end] for end, calls in found.items()}
+        # The token after a turn without and with calls, for templates that write it with the next message.
+        behind = {calls: self._ids[end] for end, calls in ends.items()}
         self._ends_of_turns = tuple(behind.get(calls, self.stop_ids[0]) for calls in (False, True))
         for tools in ((), (trial.TOOL,)) if dialect is not _NO_TOOLS else ((),):
             self._check_conversation(rounds, tools)
 
-    def _turn(self, said: Message, then: Sequence[Message]) -> tuple[str, str]:
-        """A turn as the model is to say it, and the token that ends it."""
-        text = self._opening.after(self._template.render([USER, said, *then]))
-        said_text, end, _ = trial.cut(text, self._form.ends, then[0]["content"])
-        return trial.without_tags(said_text, self._tags), end
+    def _turn(self, turn: Message, then: Sequence[Message]) -> tuple[str, str]:
+        """The text of a turn as the model should sample it, and the token that ends it."""
+        text = self._opening.after(self._template.render([USER, turn, *then]))
+        sampled, end, _ = trial.cut(text, self._form.ends, then[0]["content"])
+        return trial.without_tags(sampled, self._tags), end
 
     def _check_conversation(self, rounds: Sequence[tuple[Message, list[Message]]], tools: Sequence[Tool]) -> None:
         messages: list[Message] = [{"role": "system", "content": "Dummy system."}, USER]
         try:
             ids = self.prompt(messages, tools)
-        except ValueError:  # some templates have no place for a system's message
+        except ValueError:  # some templates have no place for a system message
             del messages[0]
             ids = self.encode_marked(self._template.render(messages, tools), "\0")
         thought = f"Dummy thought.{self._tags[1]}" if self._opening.in_thought else ""
-        for said, then in rounds:
-            text, end = self._turn(said, then)
-            turn = [*self.encode_marked(thought + text, "\0"), self._ids[end]]
-            calls = [_said(call) for call in said.get("tool_calls", ())]
-            if [(c.name, c.arguments) for c in self.parse(turn, "stop", [trial.TOOL]).calls] != calls:
+        for turn, then in rounds:
+            text, end = self._turn(turn, then)
+            sampled = [*self.encode_marked(thought + text, "\0"), self._ids[end]]
+            calls = [_name_and_arguments(call) for call in turn.get("tool_calls", ())]
+            if [(c.name, c.arguments) for c in self.parse(sampled, "stop", [trial.TOOL]).calls] != calls:
                 raise TemplateRefused("a call behind a thought is not read again")
             try:
                 results = [m["content"] for m in then]
-                ids += turn + (self.bridge(turn, "stop", results) if calls else self.follow(turn, then))
+                ids += sampled + (self.bridge(sampled, "stop", results) if calls else self.follow(sampled, then))
             except ValueError as e:
                 raise TemplateRefused(str(e)) from None
-            messages += [said, *then]
+            messages += [turn, *then]
         whole = self._template.render(messages, tools)
         own = self._tokenizer.encode(whole, add_special_tokens=False).ids
         if self.encode_marked(whole, "\0") != own:
             raise TemplateRefused("its text is cut into tokens in a way that cannot be followed")
-        # Thoughts are part of what the model saw, so they stay where templates drop them.
+        # The model saw its thoughts, so they stay where templates drop them.
         if self._skeleton(self.text(ids), thought) != self._skeleton(self.text(own), thought):
             raise TemplateRefused("turns put together differ from the whole conversation")
 
@@ -368,11 +367,11 @@ class ChatRenderer(MarkedCodec):
         return f"the chat template of {self._template.name} cannot call tools: {self._no_tools}; {self._advice()}"
 
     def _advice(self) -> str:
-        """What to do about a template: a bundled one serves models that mark turns as ChatML does."""
+        """Advice on a refused template: a bundled one serves models that mark turns like ChatML."""
         name = CHAT_TEMPLATES[0] if self._ids.keys() >= set(_CHATML) else "FILE"
         return f"give another with --chat-template {name} (model.chat_template), or use another model"
 
 
-def _said(call: Mapping[str, Any]) -> tuple[str, Any]:
+def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
     arguments = call["function"]["arguments"]
     return call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments

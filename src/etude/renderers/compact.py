@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant", "tool")
 _CONTROL = tuple(f"<|{name}|>" for name in (*ROLES, "end", "call", "arg"))
-IDS = {token: i for i, token in enumerate(_CONTROL, 2)}  # where the bundled models have them; see corpus/dialect.py
+IDS = {token: i for i, token in enumerate(_CONTROL, 2)}  # the ids in the bundled models; see corpus/dialect.py
 
 
 def is_compact(tokenizer: Tokenizer) -> bool:
@@ -35,7 +35,7 @@ def is_compact(tokenizer: Tokenizer) -> bool:
 
 
 class CompactRenderer(TextCodec):
-    """See the module. `digest` covers the tokenizer; the dialect has no template of its own."""
+    """A renderer of the compact dialect; see the module. `digest` covers the tokenizer; the dialect has no template."""
 
     dialect = "compact"
 
@@ -55,7 +55,8 @@ class CompactRenderer(TextCodec):
         self.digest = blake3.blake3(b"compact\n" + tokenizer.to_str().encode()).hexdigest()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Ids of a conversation; consecutive tool messages are one. The tools are known by heart, so not rendered."""
+        """Ids of a conversation; consecutive tool messages are one. Tools are not rendered, because the models know
+        them."""
         ids: list[int] = []
         results: list[str] = []
         for message in messages:

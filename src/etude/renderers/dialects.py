@@ -1,4 +1,4 @@
-"""How the families of models write tool calls. Names are those of vLLM's `--tool-call-parser`.
+"""The dialects of tool calls of model families. Names are those of vLLM's `--tool-call-parser`.
 
     hermes         Qwen2.5, Qwen3, Granite 4     <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     qwen3_coder    Qwen3-Coder, Qwen3.5 and later, Nemotron 3, Step 3.5
@@ -20,7 +20,7 @@
     llama3_json    Llama 3.1 to 3.3              {"name": ..., "parameters": {...}} as the whole turn
     pythonic       Llama 3.2 and 4               [f(a=1)] as the whole turn
 
-A name that this table gives to a family is no claim about a model: `trial` decides by the model's own template.
+A model may differ from its family in this table: `trial` decides by the model's own template.
 """
 
 import re
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from etude.renderers.base import Tool, malformed
 from etude.renderers.calls import (
     Broken,
-    Found,
+    ParsedCall,
     Reader,
     call_of,
     headed_json,
@@ -46,22 +46,23 @@ from etude.renderers.calls import (
 
 
 @dataclass(frozen=True)
-class Spoken:
-    """A turn's text besides calls, its calls, and its reasoning where the dialect has a place of its own for it."""
+class TurnParts:
+    """A turn's text besides calls, its calls, and its reasoning in dialects with a place for it."""
 
     text: str
-    calls: Sequence[Found]
+    calls: Sequence[ParsedCall]
     reasoning: str = ""
 
 
-Parse = Callable[[str, Sequence[Tool]], Spoken]
+Parse = Callable[[str, Sequence[Tool]], TurnParts]
 
 
 @dataclass(frozen=True)
 class ToolDialect:
-    """A way to write tool calls. `stops` end a sampled turn, also if the model's configuration does not say so;
-    `ends` are tokens that close a turn alike. `call_id` is the id of a call by its name, its number in the turn and the
-    id that it came with, where the template demands a form. Without `thinks` the template's tags of thoughts count."""
+    """A syntax of tool calls. `stops` end a sampled turn even if the model's configuration lacks them; `ends` are
+    tokens that equally close a turn. `call_id` makes the id of a call from its name, its number in the turn and the
+    model's id, for templates that demand a form. `thinks`: the dialect marks reasoning itself; otherwise the template's
+    tags of thoughts do."""
 
     name: str
     parse: Parse
@@ -74,10 +75,10 @@ class ToolDialect:
 def _in_sections(*args: str | Reader, several: bool = False) -> Parse:
     *marks, read = args
 
-    def parse(text: str, tools: Sequence[Tool]) -> Spoken:
+    def parse(text: str, tools: Sequence[Tool]) -> TurnParts:
         opening, closing = map(str, marks)
         assert callable(read)
-        return Spoken(*sections(text, opening, closing, read, tools, several=several))
+        return TurnParts(*sections(text, opening, closing, read, tools, several=several))
 
     return parse
 
@@ -115,12 +116,12 @@ _DEEPSEEK_V31 = headed_json(r"<｜tool▁call▁begin｜>(?P<name>[^<]+)<｜tool
 _MISTRAL = headed_json(r"(?P<name>[^\[{<\s]+)\s*(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\]\s*", "")
 
 
-def _mistral(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[Found], int]:
+def _mistral(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
     return (json_list if text.startswith("[", at) else _MISTRAL)(text, at, tools)
 
 
 def _python_until(closing: str) -> Reader:
-    def read(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[Found], int]:
+    def read(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
         end = text.find(closing, at)
         if end < 0:
             raise Broken("not closed")
@@ -136,42 +137,42 @@ _BARE_BEGINNINGS = ('{"name":', '{"type":', '{"function":')
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def _llama(text: str, tools: Sequence[Tool]) -> Spoken:
-    """JSON objects, `;` between them, with or without the tag of code before them."""
+def _llama(text: str, tools: Sequence[Tool]) -> TurnParts:
+    """Reads JSON objects, separated by `;`, with or without the tag of code before them."""
     body = text.strip()
     tag = body.startswith(_PYTHON_TAG)
     body = body.removeprefix(_PYTHON_TAG).lstrip()
     begun = "".join(body.split())
     if not tag and not _BARE.match(body) and not (begun and any(b.startswith(begun) for b in _BARE_BEGINNINGS)):
-        return Spoken(text, ())
-    found: list[Found] = []
+        return TurnParts(text, ())
+    calls: list[ParsedCall] = []
     at = 0
     try:
         while True:
             value, at = json_at(body, at)
             if not tag and not (isinstance(value, dict) and {"parameters", "arguments"} & value.keys()):
-                return Spoken(text, ())  # an answer in JSON
-            found.append(json_call(value))
+                return TurnParts(text, ())  # an answer in JSON
+            calls.append(json_call(value))
             at = skip_space(body, at)
             if not body.startswith(";", at):
                 break
             at = skip_space(body, at + 1)
     except Broken as e:
-        return Spoken("", [*found, Found(malformed(e.name, e.why))])
-    return Spoken(body[at:], found)
+        return TurnParts("", [*calls, ParsedCall(malformed(e.name, e.why))])
+    return TurnParts(body[at:], calls)
 
 
 _CALL_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 
 
-def _pythonic(text: str, tools: Sequence[Tool]) -> Spoken:
+def _pythonic(text: str, tools: Sequence[Tool]) -> TurnParts:
     body = text.strip().removeprefix(_PYTHON_TAG).lstrip()
     if not _CALL_LIST.match(body):
-        return Spoken(text, ())
+        return TurnParts(text, ())
     try:
-        return Spoken("", python_calls(body))
+        return TurnParts("", python_calls(body))
     except Broken as e:
-        return Spoken("", [Found(malformed("", e.why))])
+        return TurnParts("", [ParsedCall(malformed("", e.why))])
 
 
 # Harmony, https://cookbook.openai.com/articles/openai-harmony
@@ -182,49 +183,49 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 
-def _harmony(text: str, tools: Sequence[Tool]) -> Spoken:
-    """Messages with a header each: to a function (a call), on the channel `analysis` (reasoning), or text."""
-    said: list[str] = []
-    thought: list[str] = []
-    found: list[Found] = []
+def _harmony(text: str, tools: Sequence[Tool]) -> TurnParts:
+    """Reads messages with a header each: a call (to a function), reasoning (on the channel `analysis`), or text."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ParsedCall] = []
     for message in text.split("<|start|>"):
         for end in _MESSAGE_ENDS:
             message = message.removesuffix(end)
         header, separator, body = message.partition("<|message|>")
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         if not separator and channel is None and not _CUT_HEADER.fullmatch(header):
-            said.append(header.removeprefix("assistant") if found or said or thought else header)
+            texts.append(header.removeprefix("assistant") if calls or texts or thoughts else header)
         elif recipient is not None:
-            found.append(_harmony_call(recipient[1], body if separator else ""))
+            calls.append(_harmony_call(recipient[1], body if separator else ""))
         elif channel is not None and channel[1] == "analysis":
-            thought.append(body)
+            thoughts.append(body)
         else:
-            said.append(body)
-    return Spoken("\n".join(filter(None, said)), found, "\n".join(filter(None, thought)))
+            texts.append(body)
+    return TurnParts("\n".join(filter(None, texts)), calls, "\n".join(filter(None, thoughts)))
 
 
-def _harmony_call(name: str, body: str) -> Found:
+def _harmony_call(name: str, body: str) -> ParsedCall:
     try:
         value, end = json_at(body, skip_space(body, 0), name)
         if body[end:].strip():
             raise Broken("text after the arguments", name)
     except Broken as e:
-        return Found(malformed(name, e.why))
+        return ParsedCall(malformed(name, e.why))
     return call_of(name, value)
 
 
 # The table
 
 
-def _kimi_id(name: str, number: int, given: str) -> str:
-    return given if given.startswith(f"functions.{name}:") else f"functions.{name}:{number}"
+def _kimi_id(name: str, number: int, call_id: str) -> str:
+    return call_id if call_id.startswith(f"functions.{name}:") else f"functions.{name}:{number}"
 
 
-def _mistral_id(name: str, number: int, given: str) -> str:
-    """Nine letters or digits, which Mistral's templates demand."""
-    if re.fullmatch(r"[A-Za-z0-9]{9}", given):
-        return given
-    return re.sub(r"[^A-Za-z0-9]", "", given)[-7:].rjust(7, "0") + f"{number % 100:02d}"
+def _mistral_id(name: str, number: int, call_id: str) -> str:
+    """An id of nine letters or digits, as Mistral's templates demand."""
+    if re.fullmatch(r"[A-Za-z0-9]{9}", call_id):
+        return call_id
+    return re.sub(r"[^A-Za-z0-9]", "", call_id)[-7:].rjust(7, "0") + f"{number % 100:02d}"
 
 
 _HARMONY_STOPS = ("<|call|>", "<|return|>")

@@ -1,8 +1,8 @@
-"""Text with special tokens to ids and back, so that text which merely spells a special token stays text.
+"""Text with special tokens to ids and back, so that text which only spells a special token stays text.
 
-Rendered text is cut at special tokens, and the runs between them are encoded as ordinary text. Content that spells a
-token gets a `mark` into it before it is rendered, a character of a private use area, which is removed afterwards.
-Sampled ids are read the same way: in `seen`, only a sampled token spells its name without the mark.
+Rendered text is cut at special tokens, and the runs between them are encoded as ordinary text. If content spells a
+token, it gets a `mark` before it is rendered, a character of a private use area, which is removed afterwards. Sampled
+ids are read the same way: in `seen`, only a sampled token spells its name without the mark.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MarkedCodec(TextCodec):
-    """See the module."""
+    """Encodes and decodes text with marks; see the module."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -35,7 +35,7 @@ class MarkedCodec(TextCodec):
         return self._ids.get(name)
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
-        """Ids of rendered text: added tokens where they stand whole, ordinary ids elsewhere."""
+        """Ids of rendered text: added tokens for complete names, ordinary ids for the rest."""
         ids: list[int] = []
         start = 0
         for match in self._tokens.finditer(text):
@@ -47,7 +47,7 @@ class MarkedCodec(TextCodec):
         return ids + self.plain(text[start:].replace(mark, ""))
 
     def escape(self, text: str, mark: str, *, special: bool = False) -> str:
-        """`text` with `mark` inside every name of an added token; with `special`, of a special one alone."""
+        """`text` with `mark` inside every name of an added token; with `special`, only of a special token."""
         names = self._special_names if special else self._names
         while names.search(text):
             text = names.sub(lambda m: m.group()[0] + mark + m.group()[1:], text)
@@ -74,13 +74,13 @@ class MarkedCodec(TextCodec):
 
 
 def mark_for(*values: Any) -> str:
-    """A character of a private use area that none of the texts holds."""
+    """A character of a private use area that none of the texts contains."""
     held = json.dumps(values, ensure_ascii=False, default=str)
     return next(c for c in map(chr, range(0xE000, 0xF900)) if c not in held)
 
 
 def map_strings(value: Any, function: Callable[[str], str]) -> Any:
-    """`value` with `function` done to all strings in it, keys too."""
+    """`value` with `function` applied to all its strings, including keys."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, dict):
@@ -91,7 +91,7 @@ def map_strings(value: Any, function: Callable[[str], str]) -> Any:
 
 
 def token_pattern(tokens: Iterable[AddedToken], swallow: bool) -> re.Pattern[str]:
-    """Matches added tokens in a text, longest first; with `swallow`, also the white space that they absorb."""
+    """A pattern of added tokens in a text, longest first; with `swallow`, also of the white space that they absorb."""
     parts = []
     for token in sorted(tokens, key=lambda token: -len(token.content)):
         before, after = (r"\s*" if swallow and side else "" for side in (token.lstrip, token.rstrip))

@@ -1,10 +1,10 @@
-"""A note in a prompt that is known as tokens only: what a user said later, for a teacher that is to know it.
+"""Places a note, given as tokens, in a prompt: a later message of the user that only a teacher may see.
 
-The note stands at the end of the last message, before what closes the message and opens the answer:
+The note stands at the end of the last message, before the tokens that close the message and open the answer:
 
     <|user|>Rename `f` to `g`{note}<|end|><|assistant|>
 
-A message of its own would break the alternation of roles that some chat templates keep, and need the messages again.
+A message of its own would break the alternation of roles that some chat templates demand, and require the messages.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from etude.renderers.base import Renderer
 
 
 def note_place(renderer: Renderer, prompt_ids: Sequence[int]) -> int:
-    """The offset in a prompt where a note belongs. Raises ValueError for a prompt that does not end as a user's
-    message does under this renderer: of another model, or with other variables of its template."""
+    """The offset of a note in a prompt. Raises ValueError for a prompt that does not end like a user's message under
+    this renderer: that of another model, or with other variables of its template."""
     one, other = (renderer.prompt([{"role": "user", "content": text}]) for text in ("x", "7"))
     length = 0
     while one[-1 - length] == other[-1 - length]:

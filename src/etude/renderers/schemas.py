@@ -16,7 +16,7 @@ _WORK = {
     "task": {"type": "string", "description": "What is to be done."},
     "status": {"type": "string", "enum": ["open", "doing", "done"]},
 }
-_ITEMS = {  # of arrays, by name
+_ITEMS = {  # element types of arrays, by name
     "items": {"type": "object", "properties": _WORK, "required": ["task", "status"]},
     "paths": {"type": "string"},
 }
@@ -30,8 +30,8 @@ def _schema(name: str, description: str, required: Sequence[str] = (), **propert
 
 
 def named(names: Sequence[str]) -> tuple[dict[str, Any], ...]:
-    """The schemas of the tools of these names, in the order of `SCHEMAS`; of all, if there is no name. Raises UserError
-    for a name that no tool has, and for tools without `finish`, by which an agent ends its work."""
+    """The schemas of the tools with these names, or of all without names, in the order of `SCHEMAS`. Raises UserError
+    for an unknown name, and for a set without `finish`, by which an agent ends its work."""
     known = [schema["function"]["name"] for schema in SCHEMAS]
     if unknown := sorted({*names} - {*known}):
         raise UserError(f"there is no tool {unknown[0]!r}; known: {', '.join(known)}")

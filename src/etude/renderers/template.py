@@ -37,8 +37,8 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled template with the tokens and the date that it may name. The date is that of loading: a prompt that
-    changes at midnight would differ between the members of a group. Raises UserError."""
+    """A compiled template with the tokens and the date for its variables. The date is that of loading: a prompt that
+    changed at midnight would differ between the members of a group. Raises UserError."""
 
     def __init__(self, source: str, variables: Mapping[str, Any], name: str) -> None:
         self.source = source
@@ -62,9 +62,9 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generate: bool = True) -> str:
         """The conversation as text; with `generate`, ending with the generation prompt. Raises jinja2.TemplateError."""
-        given: dict[str, Any] = {"messages": list(messages), "tools": list(tools) or None}
+        inputs: dict[str, Any] = {"messages": list(messages), "tools": list(tools) or None}
         try:
-            return self._template.render(**self._variables | self._kwargs, **given, add_generation_prompt=generate)
+            return self._template.render(**self._variables | self._kwargs, **inputs, add_generation_prompt=generate)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
             raise jinja2.TemplateRuntimeError(f"{type(e).__name__}: {e}") from None
 
@@ -80,12 +80,12 @@ class ChatTemplate:
 
     @property
     def eos_token(self) -> str:
-        """The token that ends a text, as the tokenizer's configuration names it; "" if it does not."""
+        """The token that ends a text by the tokenizer's configuration, or ""."""
         return str(self._variables.get("eos_token") or "")
 
     @property
     def digest(self) -> str:
-        """Of the source and the variables."""
+        """The source and the variables as one text, for a digest."""
         return f"{self.source}\n{json.dumps(self._kwargs, sort_keys=True)}"
 
 
@@ -108,9 +108,8 @@ def load_template(folder: Path) -> ChatTemplate:
 
 
 def with_chat_template(folder: Path, template: str) -> Path:
-    """A model folder in the user's cache that is `folder` with another chat template: a Jinja file, or the name of a
-    bundled one. Its other files are links. A folder that is not there stays what it is. Raises UserError for a template
-    that is not there."""
+    """A folder in the user's cache with the files of a model folder as links and another chat template: a Jinja file,
+    or the name of a bundled one. A missing `folder` is returned unchanged. Raises UserError for a missing template."""
     source, own = _source(template), "chat_template.jinja"
     if not folder.is_dir():
         return folder
@@ -139,7 +138,7 @@ def _source(template: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} if there is no such file. Raises UserError if it is something else."""
+    """The object in a JSON file; {} if there is no such file. Raises UserError for any other content."""
     try:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:

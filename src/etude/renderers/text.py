@@ -1,10 +1,10 @@
-"""Text that may come from anywhere, made fit for records, tokenizers and one line."""
+"""Helpers that make arbitrary text valid for records, tokenizers and single lines."""
 
-TITLE = 200  # characters of a title at most
+TITLE = 200  # largest number of characters of a title
 
 
 class ToolError(Exception):
-    """A call that cannot be done; the message is for the model."""
+    """A call that cannot be executed; the message is for the model."""
 
 
 def one_line(text: str, limit: int) -> str:
@@ -13,7 +13,7 @@ def one_line(text: str, limit: int) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with bytes that were not UTF-8 replaced, as tokenizers and records hold proper text only."""
+    """`text` with invalid UTF-8 bytes replaced, since tokenizers and records accept only valid text."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
@@ -26,5 +26,5 @@ def escaped(name: str) -> str:
 
 
 def document_text(title: str, text: str) -> str:
-    """A document as the model reads it. The header line is its own, so that attention has something to rest on."""
+    """The text of a document for the model. Its header line gives attention tokens to rest on."""
     return f"<document>{one_line(title, TITLE)}\n{text}\n</document>\n"

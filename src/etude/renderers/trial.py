@@ -1,8 +1,8 @@
-"""The dialect of a chat template, found by a round trip: the template writes calls, and a dialect must read the same.
+"""Detects the dialect of a chat template by a round trip: the template writes calls, and a dialect must read the same.
 
-`find_form` renders a conversation with structured `tool_calls`, cuts the turn out of it, and reads it as tokens with
-every dialect. Forms in which templates take messages are tried one after the other: calls with a content "" or None,
-arguments as an object or as its text, two calls a turn or one.
+`find_form` renders a conversation with structured `tool_calls`, cuts the turn out of it, and reads its tokens with
+every dialect. It tries the forms in which templates take messages: calls with a content "" or None, arguments as an
+object or as its text, two calls a turn or one.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from etude.renderers.base import Message
-from etude.renderers.dialects import Found, Spoken, ToolDialect
+from etude.renderers.dialects import ParsedCall, ToolDialect, TurnParts
 from etude.renderers.marked import MarkedCodec, map_strings, mark_for
 from etude.renderers.template import ChatTemplate
 
@@ -24,8 +24,8 @@ RESULTS = ("Dummy result zero.", "Dummy result one.", "Dummy result two.")
 USER: Message = {"role": "user", "content": "Dummy request."}
 REQUEST: Message = {"role": "user", "content": "Dummy second request."}
 
-# A line break at both ends, since dialects differ in how many belong to them; what JSON and Python quote differently;
-# a text that looks like a number, and values of every kind.
+# Arguments for the trial: a text with a line break at both ends, since dialects differ in how many they add, and with
+# characters that JSON and Python quote differently; a text that looks like a number; values of every kind.
 _ARGUMENTS: dict[str, Any] = {
     "text": "\n\"Dummy\" 'text' \\ é 漢字 🎉\n\n\tif x:\n",
     "digits": "5",
@@ -57,23 +57,29 @@ class TemplateRefused(Exception):
 
 @dataclass(frozen=True)
 class TemplateForm:
-    """How a template takes and writes turns. `ends` are the tokens at which a turn may end."""
+    """The form in which a template takes and writes turns. `ends` are the tokens at which a turn may end."""
 
     dialect: ToolDialect
     ends: frozenset[str]
-    several: bool = True  # calls in a turn
-    empty: str | None = ""  # content of a turn that only calls
+    several: bool = True  # whether a turn may have several calls
+    empty: str | None = ""  # content of a turn with calls only
     text_arguments: bool = False
 
-    def call(self, name: str, arguments: Any, number: int, given: str = "") -> dict[str, Any]:
-        """A call as the template takes it; `arguments` is an object."""
-        called = self.dialect.call_id(name, number, given) if self.dialect.call_id else given or f"call{number:05d}"
+    def call(self, name: str, arguments: Any, number: int, call_id: str = "") -> dict[str, Any]:
+        """A call in the template's form; `arguments` is an object, `call_id` its id from the model or a client."""
+        call_id = (
+            self.dialect.call_id(name, number, call_id) if self.dialect.call_id else call_id or f"call{number:05d}"
+        )
         if self.text_arguments:
             arguments = json.dumps(arguments, ensure_ascii=False)
-        return {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}}
+        return {
+            "id": call_id or f"call{number:05d}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
 
     def turn(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """An assistant message that only calls."""
+        """An assistant message with calls only."""
         return {"role": "assistant", "content": self.empty, "tool_calls": list(calls)}
 
 
@@ -89,12 +95,12 @@ def thought_tags(template: ChatTemplate) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Openings:
-    """What stands before a turn: the whole text, the same without tags of thoughts at its end, and whether one is open
-    there."""
+    """The text before a turn: as a whole, without tags of thoughts at its end, and whether a thought is open at its
+    end."""
 
     whole: str
     text: str
-    generation: str  # what the template adds when the model is to speak
+    generation: str  # the generation prompt
     in_thought: bool
 
     def after(self, text: str) -> str:
@@ -105,20 +111,20 @@ class Openings:
 
 
 def openings(template: ChatTemplate, tags: tuple[str, str]) -> Openings:
-    """See `Openings`. Raises TemplateRefused, jinja2.TemplateError."""
+    """The openings of a template. Raises TemplateRefused, jinja2.TemplateError."""
     closed, opened = (template.render([USER], generate=generate) for generate in (False, True))
     if not opened.startswith(closed):
         raise TemplateRefused("it has no generation prompt")
     text, in_thought = _tags(tags, r"\Z").sub("", opened), opened.rstrip().endswith(tags[0])
-    found = Openings(opened, text, opened[len(closed) :], in_thought)
-    said = found.after(template.render([USER, {"role": "assistant", "content": TURN}], generate=False))
-    if not found.generation and _tags(tags, "").sub("", said.partition(TURN)[0]):
+    opening = Openings(opened, text, opened[len(closed) :], in_thought)
+    turn = opening.after(template.render([USER, {"role": "assistant", "content": TURN}], generate=False))
+    if not opening.generation and _tags(tags, "").sub("", turn.partition(TURN)[0]):
         raise TemplateRefused("it has no generation prompt")
-    return found
+    return opening
 
 
 def without_tags(text: str, tags: tuple[str, str]) -> str:
-    """`text` without tags of thoughts, and white space around them, at its beginning."""
+    """`text` without the tags of thoughts and white space at its beginning."""
     match = _tags(tags, "").match(text)
     return text[match.end() :] if match else text
 
@@ -128,44 +134,44 @@ def _tags(tags: tuple[str, str], end: str) -> re.Pattern[str]:
 
 
 def ends_pattern(ends: frozenset[str]) -> re.Pattern[str]:
-    """Matches the tokens at which a turn may end."""
+    """A pattern of the tokens at which a turn may end."""
     return re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or r"(?!)")
 
 
 def cut(text: str, ends: frozenset[str], before: str) -> tuple[str, str, str]:
-    """`text` cut at the last token that ends a turn and stands before the text `before`: what is before it, the token,
-    what is behind it. Raises TemplateRefused."""
-    found = [*ends_pattern(ends).finditer(text, 0, max(text.find(before), 0))]
-    if not found:
+    """`text` cut at the last token that ends a turn before the text `before`: the text before the token, the token, and
+    the text after it. Raises TemplateRefused."""
+    matches = [*ends_pattern(ends).finditer(text, 0, max(text.find(before), 0))]
+    if not matches:
         raise TemplateRefused("a turn does not end with a special token of its own")
-    match = found[-1]
+    match = matches[-1]
     return text[: match.start()], match.group(), text[match.end() :]
 
 
-def read(codec: MarkedCodec, dialect: ToolDialect, ids: Sequence[int]) -> Spoken:
-    """A turn without thoughts as the dialect reads its tokens."""
+def read(codec: MarkedCodec, dialect: ToolDialect, ids: Sequence[int]) -> TurnParts:
+    """The parts of a turn without thoughts, read from its tokens by the dialect."""
     text, mark = codec.seen(ids)
     return unmarked(dialect.parse(text, [TOOL]), mark)
 
 
-def unmarked(spoken: Spoken, mark: str) -> Spoken:
-    """Without the mark."""
+def unmarked(parts: TurnParts, mark: str) -> TurnParts:
+    """The parts of a turn without the mark."""
     if not mark:
-        return spoken
+        return parts
 
     def clean(text: str) -> str:
         return text.replace(mark, "")
 
     calls = [
-        Found(
+        ParsedCall(
             type(c.call)(
                 name=clean(c.call.name), arguments=map_strings(c.call.arguments, clean), error=clean(c.call.error)
             ),
             clean(c.id),
         )
-        for c in spoken.calls
+        for c in parts.calls
     ]
-    return Spoken(clean(spoken.text), calls, clean(spoken.reasoning))
+    return TurnParts(clean(parts.text), calls, clean(parts.reasoning))
 
 
 def find_form(
@@ -176,10 +182,10 @@ def find_form(
     ends: frozenset[str],
     dialects: Sequence[ToolDialect],
 ) -> TemplateForm:
-    """The first form in which a dialect reads what the template writes. Raises TemplateRefused."""
-    why: dict[int, str] = {}  # of attempts that came as far; the farthest is told
+    """The first form in which a dialect reads the calls that the template writes. Raises TemplateRefused."""
+    why: dict[int, str] = {}  # reasons by the progress of attempts; the farthest is reported
     for several, empty, text_arguments in product((True, False), ("", None), (False, True)):
-        written: dict[Any, str] = {}  # by the form of ids, all that dialects change in it
+        written: dict[Any, str] = {}  # by the form of ids, which alone depends on the dialect
         for dialect in dialects:
             known = {end for end in (*ends, *dialect.stops, *dialect.ends) if codec.id_of(end) is not None}
             form = TemplateForm(dialect, frozenset(known), several, empty, text_arguments)
@@ -206,7 +212,7 @@ def _arguments(form: TemplateForm) -> list[dict[str, Any]]:
 
 
 def _write(template: ChatTemplate, codec: MarkedCodec, form: TemplateForm) -> str:
-    """A conversation with calls, the last of which holds `TURN`, and their results. Raises TemplateRefused."""
+    """A conversation with calls, the last of which contains `TURN`, and their results. Raises TemplateRefused."""
     marked = [map_strings(each, lambda text: codec.escape(text, _MARK)) for each in _arguments(form)]
     calls = [form.call("dummy", each, number) for number, each in enumerate(marked)]
     results = [result(call, text) for call, text in zip(calls, RESULTS, strict=False)]
@@ -225,7 +231,7 @@ def _read(codec: MarkedCodec, opening: Openings, tags: tuple[str, str], form: Te
     closing, end, _ = cut(behind, form.ends, RESULTS[0])
     if end in opening.generation:
         raise TemplateRefused("a turn does not end with a special token of its own")
-    said = before + TURN + closing
-    spoken = read(codec, form.dialect, codec.encode_marked(said, _MARK))
-    if [(c.call.name, c.call.arguments) for c in spoken.calls] != [("dummy", each) for each in _arguments(form)]:
-        raise _NotRead(f"its calls are in no dialect that is known here: {said.replace(_MARK, '')[:60]!r}")
+    sampled = before + TURN + closing
+    parts = read(codec, form.dialect, codec.encode_marked(sampled, _MARK))
+    if [(c.call.name, c.call.arguments) for c in parts.calls] != [("dummy", each) for each in _arguments(form)]:
+        raise _NotRead(f"its calls are in no dialect that is known here: {sampled.replace(_MARK, '')[:60]!r}")

@@ -1,8 +1,8 @@
-"""Versions of adapters (LoRA): what an engine that has the base makes of them.
+"""Versions of adapters (LoRA), and the weights that an engine computes from them and the base.
 
-The tensors of such a version are adapters; its manifest names the base and the sum by their digests. The sum is made on
-the device of the live tensors, tensor by tensor, with the bits of the trainer's own sum (`etude.models.lora.merged`).
-Host memory: the base, once, and the sums of the layers that have adapters.
+The tensors of such a version are adapters; its manifest has the digests of the base and of the sum. The sum is computed
+on the device of the live tensors, tensor by tensor, with the bits of the trainer's own sum
+(`etude.models.lora.merged`). Host memory: the base, once, and the sums of the layers that have adapters.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def base_schema(store: Store, manifest: PolicyVersion) -> Schema:
 
 
 class Base:
-    """The weights under the adapters, as `live` holds them now, rounded to the types they are published in. Raises
-    DamagedVersion if they are not those that `adapted` names."""
+    """The weights under the adapters, copied from `live` and rounded to their published types. Raises DamagedVersion if
+    they do not have the digest in `adapted`."""
 
     def __init__(self, live: Tensors, grid: Schema, version: int, adapted: AdaptedBase):
         self.digest = adapted.base
@@ -55,8 +55,8 @@ class Base:
             )
 
     def merge(self, manifest: PolicyVersion, adapters: Content, live: Tensors) -> Content:
-        """What an engine of the version computes with; `live` says on which device each sum is made. Raises
-        DamagedVersion if that is not what the trainer computed with."""
+        """The weights that an engine of the version computes with; each sum is computed on the device of `live`. Raises
+        DamagedVersion if they differ from the trainer's."""
         adapted, of, grid = manifest.adapted, adapters.tensors(), self._content.schema
         assert not isinstance(adapted, msgspec.UnsetType)
         arrays, digests = dict(self._content.bits), self._content.digests.copy()

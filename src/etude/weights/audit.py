@@ -1,4 +1,4 @@
-"""Every byte of a store's versions against what the manifests promise."""
+"""Checks every byte of a store's versions against the digests in the manifests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from etude.weights.ulpd.schema import decode
 
 @dataclass(frozen=True)
 class StoreAudit:
-    """`problems` are sentences; `pruned` counts objects that are gone and that nothing needs."""
+    """The result of an audit: `problems` are sentences; `pruned` counts missing objects that no version needs."""
 
     versions: int
     objects: int
@@ -36,9 +36,9 @@ def audit(
     only: int | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> StoreAudit:
-    """Reads every manifest and object, or those of version `only`; then rebuilds the newest version, or that one. An
-    object is compared with its BLAKE3 digest, so every flipped bit is found, and parsed. Raises UserError if there is
-    no such version."""
+    """Reads every manifest and object, or those of version `only`, and then rebuilds the newest version, or that one.
+    Each object is parsed and compared with its BLAKE3 digest, which reveals every flipped bit. Raises UserError if
+    there is no such version."""
     numbers = versions(store)
     if not numbers or (only is not None and only not in numbers):
         raise UserError(f"{store.url} has no version {'at all' if only is None else only}; publish one first")
@@ -101,7 +101,7 @@ def _chunks(store: Store, schema_id: str, problems: list[str]) -> int:
 
 
 def _fault(data: bytes, kind: str, version: int, part: PayloadPart, chunks: int) -> str:
-    """What is wrong with an object; empty if nothing is."""
+    """The fault of an object; empty if it has none."""
     if len(data) != part.bytes or not intact(data, part.digest):
         return "was altered"
     try:

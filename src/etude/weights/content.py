@@ -1,4 +1,4 @@
-"""The bits of a version on the host: read from payloads, proven by digests chunk by chunk."""
+"""The bits of a version on the host, read from payloads and verified by digests chunk by chunk."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
 @dataclass(frozen=True)
 class Content:
-    """The bits of a version on the host, with the digest of every chunk. Tensors that are the same in two versions
-    share their arrays, so arrays are never written to."""
+    """The bits of a version on the host, with the digest of every chunk. Two versions share the arrays of equal
+    tensors, so arrays are never written to."""
 
     schema: Schema
     bits: Mapping[str, Bits]
     digests: Digests
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The same memory as tensors."""
+        """Tensors on the same memory."""
         return {spec.name: as_tensor(self.bits[spec.name], spec).view(spec.shape) for spec in self.schema.tensors}
 
     def chunk(self, number: int) -> Bits:
@@ -54,7 +54,7 @@ VersionContent = tuple[PolicyVersion, Content]
 
 
 def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
-    """The manifest and the tensors of a published version, as published. Raises UserError."""
+    """The manifest and the tensors of a published version. Raises UserError."""
     manifest, content = load_content(store, version)
     return manifest, content.tensors()
 
@@ -65,7 +65,7 @@ def load_content(store: Store, version: int, trust: Trust | None = None) -> Vers
 
 
 def content_of(source: PayloadSource, version: int, held: int, content: Content | None) -> VersionContent:
-    """`read_content`. Raises UserError instead of DamagedVersion, also if the version was never published."""
+    """`read_content` that raises UserError instead of DamagedVersion, and for a version that was never published."""
     store = source.store
     if not store.exists(key(version)):
         raise UserError(f"{store.url} has no version {version}; the newest is {max(versions(store), default=None)}")
@@ -76,8 +76,8 @@ def content_of(source: PayloadSource, version: int, held: int, content: Content 
 
 
 def read_content(source: PayloadSource, target: int, held: int, content: Content | None) -> VersionContent:
-    """Version `target`, from version `held` with this content or from an anchor, by the fewest bytes. A payload that is
-    gone or altered is left out and the next best path is taken. Raises DamagedVersion if no path leads there."""
+    """Version `target`, from version `held` with this content or from an anchor, by the fewest bytes. If a payload is
+    missing or damaged, the next best path is taken. Raises DamagedVersion if no path is left."""
     broken: set[str] = set()
     damage: DamagedVersion | None = None
     while True:
@@ -113,7 +113,7 @@ def _follow(source: PayloadSource, target: int, path: list[Payload], content: Co
 
 
 def load_schema(store: Store, manifest: PolicyVersion, of: str | None = None) -> Schema:
-    """Names, types and shapes of a version's tensors, or those that have the id `of`. Raises DamagedVersion."""
+    """Names, types and shapes of a version's tensors, or of those with the id `of`. Raises DamagedVersion."""
     wanted = of or manifest.schema
     try:
         return schema.decode(store.get(schema_key(wanted)))
@@ -142,7 +142,7 @@ def _applied(content: Content, payload: Payload, objects: list[bytes]) -> Conten
 
 
 def replay_chunk(source: PayloadSource, version: int, held: Content, number: int) -> Bits:
-    """One chunk of a version from an anchor and what follows it. Raises DamagedVersion."""
+    """One chunk of a version from an anchor and the payloads after it. Raises DamagedVersion."""
     chunk = held.schema.chunks[number]
     spec = held.schema.tensors[chunk.tensor]
     arrays = {spec.name: np.zeros(spec.elements, spec.format.unsigned)}

@@ -1,7 +1,7 @@
 """Counts the votes by which the servers of one replica go from version to version together, or not at all.
 
-A round opens with its first vote and is decided when all members have voted or its time is over; a decision is never
-changed, and a member that comes late hears the decision that was made. The members' side is `replica.py`.
+A round opens with its first vote and is decided when all members have voted or its time is over. A decision is never
+changed, and a late member gets the earlier decision. The members' side is `replica.py`.
 
 python -m etude.weights.coordinator --members N [--port N] [--ready-file FILE]
 """
@@ -25,7 +25,7 @@ from etude.protocol.guard import HANDLERS, decoded
 from etude.weights.replica import APPLIED_SECONDS, READY_SECONDS, Decision, Vote
 from etude.weights.service import add_flags, serve
 
-_KEPT = 64  # decided rounds that a late member may still ask about
+_KEPT = 64  # decided rounds kept for late members
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Coordinator:
         self._members = members
         self._seconds = (ready_seconds, applied_seconds)
         self._tickets = itertools.count()
-        self._open: _Round | None = None  # of the question READY
+        self._open: _Round | None = None  # the open round of READY votes
         self._applied: OrderedDict[int, _Round] = OrderedDict()
         self.committed = -1
 
@@ -108,7 +108,7 @@ class Coordinator:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a coordinator until SIGINT or SIGTERM; the exit code."""
+    """Runs a coordinator until SIGINT or SIGTERM. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m etude.weights.coordinator", description="Count a replica's votes.")
     parser.add_argument("--members", type=int, required=True)
     add_flags(parser)

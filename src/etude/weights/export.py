@@ -1,4 +1,4 @@
-"""Published versions as plain Hugging Face folders, for any tool that loads one, and folders as versions."""
+"""Exports published versions as Hugging Face folders, which any tool can load, and publishes folders as versions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Progress = Callable[[str, int, int], None]
 
 
 def export(store: Store, version: int, base: Path, out: Path, trust: Trust | None = None) -> PolicyVersion:
-    """Writes `out`: the version's weights in safetensors, with the configuration and tokenizer of `base`. `base` is the
-    model folder that the run began with. `out` appears whole or not at all, with the bytes that the trainer's own model
+    """Writes `out`: the version's weights in safetensors, with the configuration and tokenizer of `base`, the model
+    folder that the run began with. `out` appears complete or not at all, with the bytes that the trainer's own model
     would write. Raises UserError if it exists, or if the version is missing, damaged, not trusted or of another
     model."""
     _refuse_existing(out)
@@ -82,7 +82,7 @@ def export_adapters(store: Store, version: int, base: Path, out: Path, trust: Tr
 
 
 def _targets(model: PreTrainedModel, layers: list[str]) -> list[str]:
-    """Short names of the layers where these mean no others, else the layers' own."""
+    """Short names of the layers if these select no others, else the layers' full names."""
     short = sorted({name.rpartition(".")[2] for name in layers})
     try:
         return short if adapted_layers(model, short) == layers else layers
@@ -98,9 +98,9 @@ def advance(
     trust: Trust | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> int:
-    """Writes `out`: the folder `base`, which holds some version, brought to `version`. Returns what `base` holds. Only
-    the payloads between the two are read, or an anchor if that is less. Raises UserError if `base` holds no published
-    version."""
+    """Writes `out`: the weights of the folder `base`, which holds some version, brought to `version`. Returns the
+    version in `base`. Reads only the payloads between the two, or an anchor if that is less. Raises UserError if `base`
+    holds no published version."""
     _refuse_existing(out)
     if (manifest := read(store, version)) is not None and not isinstance(manifest.adapted, msgspec.UnsetType):
         raise UserError(
@@ -116,7 +116,7 @@ def advance(
 
 
 def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = None) -> PolicyVersion:
-    """Publishes the weights of a Hugging Face folder as the next version, a delta where there is one before it. Raises
+    """Publishes the weights of a Hugging Face folder as the next version, as a delta if a version exists. Raises
     UserError if the newest version is damaged, AlreadyPublished if another writer is faster."""
     check_folder(folder)
     tensors = named_tensors(load_model(folder, dtype=main_dtype(folder)))
@@ -161,8 +161,8 @@ def _write(model: PreTrainedModel, base: Path, out: Path) -> None:
         model.save_pretrained(partial)  # pyright: ignore[reportUnknownMemberType]
         for file in base.iterdir():
             weights = file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")
-            told = file.name in ("README.md", "corpus.json") or file.suffix == ".jsonl"  # of how the base was made
-            if file.is_file() and not weights and not told and not (partial / file.name).exists():
+            history = file.name in ("README.md", "corpus.json") or file.suffix == ".jsonl"  # of the base
+            if file.is_file() and not weights and not history and not (partial / file.name).exists():
                 shutil.copyfile(file, partial / file.name)
         partial.rename(out)
     except (OSError, SafetensorError) as e:

@@ -1,4 +1,4 @@
-"""How many stored weights a step of the optimizer changes, before it is made.
+"""Estimates the number of stored weights that an optimizer step changes, before the step.
 
 A stored weight is a float32 master rounded to m mantissa bits. The master lies anywhere in its rounding cell, so a move
 of |dw| changes the stored bits with probability |dw| / ulp, at most 1, where ulp = 2^(e - m) for an exponent e.

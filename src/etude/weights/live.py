@@ -1,8 +1,8 @@
-"""The tensors that an engine computes with, read and written as the bits that are published.
+"""The tensors that an engine computes with, read and written as the published bits.
 
-The live ones may be wider (float32 for bfloat16) and on any device. A change names single elements, so writing it costs
-time per change and copies no tensor. On the host a compiled loop does it; another device gets positions and values when
-the change is staged, so that writing is one indexed operation per tensor.
+The live tensors may be wider (float32 for bfloat16) and on any device. A change names single elements, so writing it
+costs time per change and copies no tensor. On the host a compiled loop does it; another device gets positions and
+values when the change is staged, so that writing is one indexed operation per tensor.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ class ElementChange:
     spec: Spec
     positions: Positions
     values: Bits
-    staged: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)  # where no compiled loop reaches
+    staged: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)  # on devices but the host
 
 
 class LiveTensors:
-    """Reads and writes named contiguous tensors; what is written is visible to the engine at once."""
+    """Reads and writes named contiguous tensors; the engine sees the written values at once."""
 
     def __init__(self, tensors: Tensors):
         assert all(tensor.is_contiguous() for tensor in tensors.values())
         self.tensors = tensors
 
     def stage(self, spec: Spec, positions: Positions, values: Bits) -> ElementChange:
-        """A change that is ready to be written; a device has its lists already."""
+        """A change that is ready to be written; its lists are on the device already."""
         if (host := self._host(spec)) is not None:
             for kernel in (kernels.scatter, kernels.holds):
-                kernel(*host, positions[:0], values[:0])  # compiled here, not while the engine stands still
+                kernel(*host, positions[:0], values[:0])  # compiled here, not while the engine is paused
             return ElementChange(spec, positions, values)
         tensor = self.tensors[spec.name]
         there = torch.from_numpy(positions).to(tensor.device)  # pyright: ignore[reportUnknownMemberType]
         return ElementChange(spec, positions, values, (there, as_tensor(values, spec).to(tensor.device, tensor.dtype)))
 
     def write(self, change: ElementChange) -> None:
-        """Makes the change."""
+        """Writes the values of the change."""
         if change.staged is None:
             kernels.scatter(*self._on_host(change.spec), change.positions, change.values)
         else:
@@ -68,18 +68,19 @@ class LiveTensors:
         return torch.equal(actual.view(torch.uint8), values.view(torch.uint8))  # as bits: NaN equals itself
 
     def digest_run(self, spec: Spec, start: int, stop: int) -> int:
-        """The digest of neighbours. Raises ValueError if no published version can have given them their bits."""
+        """The digest of consecutive elements. Raises ValueError for bits that no published version can have."""
         return device.digest(spec, narrow(spec.name, self._flat(spec)[start:stop], getattr(torch, spec.dtype)), start)
 
     def write_run(self, spec: Spec, start: int, values: Bits) -> None:
-        """Writes neighbours."""
+        """Writes consecutive elements."""
         self._flat(spec)[start : start + values.size].copy_(as_tensor(values, spec))
 
     def _flat(self, spec: Spec) -> torch.Tensor:
         return self.tensors[spec.name].view(-1)
 
     def _host(self, spec: Spec) -> tuple[Bits, int] | None:
-        """The tensor as unsigned integers and how far up in them the published bits are, where a shift widens them."""
+        """The tensor as unsigned integers, and the shift of the published bits in them, for a type that a shift
+        widens."""
         tensor = self.tensors[spec.name]
         same = str(tensor.dtype) == f"torch.{spec.dtype}"
         if tensor.device.type != "cpu" or not (same or (spec.dtype == "bfloat16" and tensor.dtype == torch.float32)):
@@ -93,6 +94,6 @@ class LiveTensors:
 
 
 def as_tensor(array: Bits, spec: Spec) -> torch.Tensor:
-    """The same memory as a flat tensor of the published type."""
+    """A flat tensor of the published type on the same memory."""
     whole = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
     return whole.view(getattr(torch, spec.dtype))

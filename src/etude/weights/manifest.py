@@ -1,8 +1,8 @@
 """Version manifests: `versions/NNNNNNNN.json`, immutable, created if absent. A version exists once its manifest does.
 
-Manifests are small and never deleted, so there is no gap in the numbers. Payloads lie apart, under their own digests.
-A file holds the manifest and the BLAKE3 digest of its bytes, so that an altered manifest is seen without a signature,
-too.
+Manifests are small and never deleted, so there is no gap in the numbers. Payloads are stored apart, under their own
+digests. A file holds the manifest and the BLAKE3 digest of its bytes, so that an altered manifest is detected even
+without a signature.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ADVICE = "restore the file from a copy, or start a new run"
 
 
 class ManifestDamaged(UserError, ValueError):
-    """A manifest is not as it was written."""
+    """A manifest has changed since it was written."""
 
 
 class _ManifestFile(msgspec.Struct):
@@ -33,17 +33,17 @@ class _ManifestHead(msgspec.Struct):
 
 
 def key(version: int) -> str:
-    """Zero-padded, so that keys sort like numbers."""
+    """The key of a manifest, zero-padded so that keys sort like numbers."""
     return f"{FOLDER}/{version:08d}.json"
 
 
 def schema_key(schema_id: str) -> str:
-    """Names, types and shapes; immutable, shared by the versions of a chain."""
+    """The key of a schema (names, types and shapes); immutable, shared by the versions of a chain."""
     return f"schemas/{schema_id}.json"
 
 
 def create(store: Store, manifest: PolicyVersion) -> bool:
-    """The commit point of a version. False if another writer was first."""
+    """Creates the manifest, the commit point of a version. Returns False if another writer was first."""
     return store.create(key(manifest.version), encode(manifest))
 
 
@@ -54,7 +54,7 @@ def encode(manifest: PolicyVersion) -> bytes:
 
 
 def decode(data: bytes) -> PolicyVersion:
-    """The manifest in a file that `encode` made. Raises ValueError."""
+    """The manifest in a file from `encode`. Raises ValueError."""
     file = msgspec.json.decode(data, type=_ManifestFile)
     body = bytes(file.manifest) or data  # before format 3 the file was the manifest
     form = msgspec.json.decode(body, type=_ManifestHead).format
@@ -87,8 +87,8 @@ def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersio
 
 
 def versions(store: Store, after: int = -1) -> list[int]:
-    """Published version numbers greater than `after`, ascending. A listing may be stale where reading a key is not:
-    what follows the last listed number is asked for by name."""
+    """Published version numbers greater than `after`, ascending. A listing may be stale although reading a key is not,
+    so the numbers after the last listed one are looked up by key."""
     keys = store.list(FOLDER, after=key(after) if after >= 0 else None)
     numbers = [int(name.rsplit("/", 1)[1].removesuffix(".json")) for name in keys]
     following = (numbers[-1] if numbers else after) + 1

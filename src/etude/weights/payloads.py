@@ -1,7 +1,7 @@
-"""Payloads: which of them lead from one version to another, and where their bytes come from.
+"""Payloads: the choice of those that lead from one version to another, and the sources of their bytes.
 
-The path is that of the fewest bytes over deltas, skips and anchors. The bytes come from the cluster's relay if there is
-one, and from the store where the relay cannot help.
+The path has the fewest bytes over deltas, skips and anchors. The bytes come from the cluster's relay if there is one,
+and from the store if the relay fails.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from etude.weights.manifest import read
 from etude.weights.signature import Trust
 
 PIECE = 8 * 2**20
-"""Bytes of one request to a relay: a link that breaks costs one piece."""
+"""Bytes of one request to a relay: a broken connection costs one piece."""
 _CONNECT_SECONDS, _READ_SECONDS = 2.0, 30.0
 _log = logging.getLogger(__name__)
 
 
 class NoPath(ValueError):
-    """No whole chain of payloads leads to the version; why, in one clause."""
+    """No complete chain of payloads leads to the version; the message is the reason, in one clause."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """Objects that lead from the content of version `base` (None: any, or none) to that of `version`."""
+    """Objects that lead from the content of version `base` (None: no content needed) to that of `version`."""
 
     kind: str  # "delta" | "skip" | "anchor"
     base: int | None
@@ -50,11 +50,11 @@ def plan(
 ) -> list[Payload]:
     """The payloads to apply in this order, from the content of version `held` (None: nothing) to version `target`.
 
-    The sum of their bytes is the least there is, the number of payloads the least among equals; empty if `target` is
-    held. Of anchors, those that a manifest on the way names are looked at. `read` gives the manifest of a version, None
-    or a ValueError where there is none that can be used: no path goes through that version. Payloads with an object
-    whose key is in `broken` are not used. Never a partial chain: raises NoPath. Dijkstra's search from the target
-    backward, so manifests are read only as far as they can matter.
+    The sum of their bytes is the least, and among equal sums their number; empty if `target` is held. The search
+    considers the anchors that manifests on the way name. `read` returns the manifest of a version, or None, or raises
+    ValueError; no path goes through a version without a manifest. Payloads with an object whose key is in `broken` are
+    not used. Raises NoPath rather than returning a partial chain. The search is Dijkstra's from the target backward, so
+    only manifests that can matter are read.
     """
     best: dict[int, tuple[int, int, Payload | None]] = {target: (0, 0, None)}
     queue: list[tuple[int, int, int]] = [(0, 0, target)]
@@ -105,7 +105,7 @@ def plan(
 
 
 def _payloads(manifest: PolicyVersion) -> list[Payload]:
-    """What a manifest offers; its anchor may be that of an earlier version."""
+    """The payloads in a manifest; its anchor may be that of an earlier version."""
     payloads = [Payload("anchor", None, manifest.anchor.version, manifest.anchor.parts)]
     if manifest.parent is not None:
         payloads.append(Payload("delta", manifest.parent, manifest.version, manifest.delta))
@@ -123,7 +123,7 @@ def _path(best: dict[int, tuple[int, int, Payload | None]], start: int) -> list[
 
 
 class DamagedVersion(Exception):
-    """A version that cannot be had whole: a payload is missing, altered, or not as its manifest has it."""
+    """A version that cannot be read completely: a payload is missing, altered, or differs from its manifest."""
 
 
 class BrokenObject(DamagedVersion):
@@ -135,8 +135,8 @@ class BrokenObject(DamagedVersion):
 
 
 class PayloadSource:
-    """Objects of payloads, each checked against its BLAKE3 digest. Manifests are small and always the store's; `trust`
-    decides which of them are accepted."""
+    """Objects of payloads, each checked against its BLAKE3 digest. Manifests are small and always read from the store;
+    `trust` decides which of them are accepted."""
 
     def __init__(self, store: Store, relay: str | None = None, trust: Trust | None = None):
         self.store = store
@@ -144,7 +144,8 @@ class PayloadSource:
         self._relay = relay.rstrip("/") if relay else None
 
     def manifest(self, version: int) -> PolicyVersion | None:
-        """As `etude.weights.manifest.read`, of those that are trusted. Raises ValueError for any other."""
+        """The trusted manifest of a version, as `etude.weights.manifest.read` returns it. Raises ValueError for any
+        other."""
         return read(self.store, version, self.trust)
 
     def get(self, version: int, part: PayloadPart) -> bytes:
@@ -164,7 +165,7 @@ class PayloadSource:
         return data
 
     def _from_relay(self, part: PayloadPart) -> bytes:
-        """Raises httpx2.HTTPError, or ValueError for bytes that are not the payload's."""
+        """The object from the relay. Raises httpx2.HTTPError, or ValueError for bytes with another digest."""
         url, query = f"{self._relay}/{part.key}", {"blake3": part.digest}
         timeout = httpx2.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
         pieces: list[bytes] = []

@@ -1,8 +1,8 @@
-"""The trainer's side: publish version after version, on a thread of its own.
+"""The trainer's side: publishes version after version, on a thread of its own.
 
-`start` takes a copy of the tensors and returns; the thread writes the version's objects, then the manifest, and the
-version exists from then on, or not at all. One version at a time: the next `start` first waits for the one before it
-and raises its error. Anchors are written on another thread, from the copy that the deltas are made against anyway.
+`start` takes a copy of the tensors and returns; the thread writes the version's objects, then the manifest, at which
+the version begins to exist. One version at a time: the next `start` first waits for the previous one and raises its
+error. Anchors are written on another thread, from the copy that deltas are computed against.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from etude.weights.ulpd.digest import digest, written
 from etude.weights.ulpd.schema import Bits, Schema, schema_of
 
 SPANS = (8, 64)
-"""A version whose number one of these divides also has a folded delta from so many versions before. Ascending, each a
-multiple of the one before, so that the longer fold is made of the shorter ones."""
+"""A version whose number is divisible by a span also has a folded delta from so many versions before. Ascending, each a
+multiple of the previous one, so that a longer fold is made of shorter ones."""
 
 PUBLISH_SECONDS = 900.0
-_TRIES = 3  # to create a manifest whose acknowledgement is lost
+_TRIES = 3  # tries to create a manifest, if acknowledgements are lost
 
 
 class AlreadyPublished(RunFailed):
-    """Another writer has published this version; `manifest` is what it published."""
+    """Another writer has published this version; `manifest` is that writer's."""
 
     def __init__(self, store: Store, manifest: PolicyVersion):
         super().__init__(
@@ -71,7 +71,7 @@ class Published:
 
     manifest: PolicyVersion
     schema: Schema
-    bits: Mapping[str, Bits]  # never written to: an anchor may still be made of them
+    bits: Mapping[str, Bits]  # never written to: an anchor may still be made from them
     digests: Digests
 
 
@@ -82,10 +82,10 @@ class Publication:
         self.version = version
         self._began = time.monotonic()
         self._deadline = self._began + PUBLISH_SECONDS
-        self.seconds = 0.0  # it took, once it is done
+        self.seconds = 0.0  # duration, once it is done
         self._future: Future[PolicyVersion] = Future()
         self.raised = False
-        # Not waited for when the process ends: that is a crash like any other, and the store's order of writes holds.
+        # The end of the process does not wait for it: the order of writes makes this as safe as a crash.
         threading.Thread(target=self._run, args=(work,), name=f"publish-{version}", daemon=True).start()
 
     def _run(self, work: Callable[[float], PolicyVersion]) -> None:
@@ -98,11 +98,12 @@ class Publication:
         self._future.set_result(manifest)
 
     def done(self) -> bool:
-        """Whether `result` answers at once."""
+        """Whether `result` returns at once."""
         return self._future.done()
 
     def result(self) -> PolicyVersion:
-        """The manifest, once it is durable. Raises what went wrong, RunFailed after a deadline of 15 minutes."""
+        """The manifest, once it is durable. Raises the error of the thread, RunFailed after a deadline of 15
+        minutes."""
         try:
             return self._future.result(max(0.0, self._deadline - time.monotonic()))
         except FutureTimeout:
@@ -115,14 +116,14 @@ class Publication:
 
 
 class Publisher:
-    """Remembers the bits it published last, so that the next version is a delta against them.
+    """Publishes versions as deltas against the bits that it published last.
 
-    A chain begins with an anchor, all elements: at the first version, and where names, types or shapes change. Another
-    is written when the deltas since the last one exceed `anchor_share` of its size, or after `anchor_versions`.
-    With `key`, manifests are signed; `model` is its `etude.models.loading.model_id`. With `ranks`, this process writes
-    a part of each version. With `base`, the tensors are adapters of a base that looks so. Host memory: the weights as
-    published last, those on their way, and those of an anchor that is still being written. Device memory: tensors on a
-    GPU as they were taken last, so that only what changes comes to the host.
+    A chain begins with an anchor, which holds all elements: at the first version, and when names, types or shapes
+    change. Another is written when the deltas since the last one exceed `anchor_share` of its size, or after
+    `anchor_versions`. With `key`, manifests are signed; `model` is its `etude.models.loading.model_id`. With `ranks`,
+    this process writes a part of each version. With `base`, the schema of a base, the tensors are adapters. Host
+    memory: the weights as published last, those being written, and those of an anchor that is being written. Device
+    memory: the last copies of tensors on a GPU, so that only changes come to the host.
     """
 
     def __init__(
@@ -145,13 +146,13 @@ class Publisher:
         self._run = ""
         self._last: Published | None = None
         self._folds: dict[int, Fold] = {}
-        self._since = 0.0  # bytes of deltas since the last anchor was begun
+        self._since = 0.0  # bytes of deltas since the start of the last anchor
         self._flight: Publication | None = None
         self._anchor: tuple[int, Future[tuple[PayloadPart, ...]]] | None = None
 
     def resume(self, last: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continues after `last`, whose tensors these are. Raises ValueError if they are not. A rank among several is
-        proven right or wrong by the sum over all of them, at the next version."""
+        """Continues after `last`, whose tensors these are. Raises ValueError if their digest differs. A rank among
+        several is checked by the sum over all of them, at the next version."""
         if self._ranks.count == 1 and digest(tensors, schema_of(tensors).types) != last.digest:
             raise ValueError(f"the tensors do not have the digest of version {last.version}")
         schema = schema_of(tensors)
@@ -160,7 +161,7 @@ class Publisher:
         self._run = last.run
         try:
             self._since = sum(m.payload_bytes for m in manifests(self._store, after=last.anchor.version))
-        except ValueError:  # one is damaged: the next version gets an anchor
+        except ValueError:  # a damaged one: the next version gets an anchor
             self._since = math.inf
         self._folds = {span: Fold(last.version) for span in SPANS}
         self._begin_anchor_if_due(self._last)
@@ -177,7 +178,7 @@ class Publisher:
         last: bool = False,
         adapted: AdaptedBase | None = None,
     ) -> PolicyVersion:
-        """`start`, and waits for the manifest."""
+        """Calls `start` and waits for the manifest."""
         started = self.start(version, tensors, groups, metrics, lr=lr, step=step, last=last, adapted=adapted)
         return started.result()
 
@@ -195,12 +196,12 @@ class Publisher:
     ) -> Publication:
         """Begins to publish a copy of the tensors; those of chunks that other ranks own may be on the meta device.
 
-        `lr` is the learning rate that led here: the size of changes that the codec expects, no part of the weights.
-        `metrics`, `step` and `adapted` go into the manifest, metrics that are not finite left out. After the `last`
-        version no anchor is begun, since no later version would name it.
+        `lr` is the learning rate of the step before, which sets the size of changes that the codec expects; it does not
+        affect the weights. `metrics`, `step` and `adapted` go into the manifest, without metrics that are not finite.
+        At the `last` version no anchor is begun, since no later version would name it.
 
-        Waits for the publication before, and raises its error if no `result` has. The result raises
-        AlreadyPublished, or UserError if a weight is not finite or the store refuses; `start` may then be repeated.
+        Waits for the previous publication, and raises its error if no `result` has. The result raises AlreadyPublished,
+        or UserError if a weight is not finite or the store refuses; `start` may then be repeated.
         """
         self.close()
         schema = schema_of(tensors)
@@ -219,7 +220,7 @@ class Publisher:
 
     def finish_anchor(self) -> None:
         """Waits for an anchor that is being written, so that the next version names it; RunFailed after 15 minutes.
-        Nothing needs it but a process that ends soon and would take its thread with it."""
+        Only a process that ends soon needs this, because its thread would end with it."""
         if self._anchor is not None:
             try:
                 self._anchor[1].exception(PUBLISH_SECONDS)
@@ -241,7 +242,7 @@ class Publisher:
         if self._ranks.rank == 0:
             shares = peers.gather(self._store, self._ranks, about.version, own, deadline)
             manifest = self._commit(self._manifest(about, last, shares))
-            with suppress(UserError):  # the version is out; what stays behind is swept up later
+            with suppress(UserError):  # the version is published; leftovers are removed later
                 peers.clear(self._store, self._ranks, about.version)
         else:
             peers.announce(self._store, self._ranks, about.version, own)
@@ -281,7 +282,7 @@ class Publisher:
     def _write_skips(
         self, about: _About, new: Mapping[str, Bits], digests: Digests, changes: Changes, rules: Codec
     ) -> dict[int, tuple[PayloadPart, ...]]:
-        """The folded deltas that are due, from the changes before this version and those that led to it."""
+        """The folded deltas that are due, from the changes before this version and the latest ones."""
         skips: dict[int, tuple[PayloadPart, ...]] = {}
         pending = [changes]
         for span in SPANS:
@@ -327,8 +328,8 @@ class Publisher:
         return manifest if self._key is None else sign(manifest, self._key)
 
     def _commit(self, manifest: PolicyVersion) -> PolicyVersion:
-        """Creates the manifest. A lost answer is no failure: what lies there is read back, and if that is nothing the
-        manifest is created again, which can do no harm."""
+        """Creates the manifest. If the reply is lost, the manifest is read back, and created again if it is missing,
+        which is harmless."""
         lost: UserError | None = None
         for _ in range(_TRIES):
             try:
@@ -357,7 +358,7 @@ class Publisher:
         return manifest
 
     def _remember(self, published: Published, changes: Changes, last: bool) -> None:
-        """Moves on to a version that is durable, and begins an anchor of it if one is due."""
+        """Moves on to a durable version, and begins an anchor of it if one is due."""
         manifest, schema, before = published.manifest, published.schema, self._last
         self._last, self._run = published, manifest.run
         if manifest.parent is None:
@@ -368,7 +369,7 @@ class Publisher:
         if manifest.anchor != before.manifest.anchor:
             self._anchor = None
         pending = changes
-        for span in SPANS:  # a longer fold takes a shorter one in when that is complete
+        for span in SPANS:  # a complete shorter fold is added to the longer ones
             own = self._folds[span]
             own.changes = fold(schema, [own.changes, pending])
             if manifest.version % span:
@@ -386,7 +387,7 @@ class Publisher:
             self._begin_anchor(of)
 
     def _complete_anchor(self) -> tuple[PayloadPart, ...] | None:
-        """This rank's part of the anchor that was begun last, None if it is not there yet. Raises what went wrong."""
+        """This rank's part of the last anchor, None until it is complete. Raises the error of its thread."""
         if self._anchor is None or not self._anchor[1].done():
             return None
         future = self._anchor[1]
@@ -411,7 +412,7 @@ class Publisher:
         threading.Thread(target=work, name=f"anchor-{version}", daemon=True).start()
 
     def _put(self, kind: str, version: int, records: list[codec.ChunkRecord], chunks: range) -> tuple[PayloadPart, ...]:
-        """Writes an object under its digest and this writer, so that no other attempt ever uses the same name."""
+        """Writes an object under its digest and this writer's name, so that no other attempt uses the same key."""
         if not records:
             return ()
         payload = codec.pack(kind.split("-")[0], version, records)
@@ -427,14 +428,14 @@ class Publisher:
         return peers.owned(schema, self._ranks.rank, self._ranks.count)
 
     def _take(self, schema: Schema, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Bits]]:
-        """A copy of the tensors that this rank has chunks of; the result gives their bits."""
+        """A copy of the tensors that this rank has chunks of; the result returns their bits."""
         numbers = sorted({schema.chunks[i].tensor for i in self._owned(schema)})
         return self._snapshots.take([schema.tensors[number] for number in numbers], tensors)
 
 
 @dataclass(frozen=True)
 class _About:
-    """What `start` was given of a version besides its tensors."""
+    """The arguments of `start` besides the tensors."""
 
     version: int
     schema: Schema
@@ -451,7 +452,7 @@ def _joined(parts: Any) -> tuple[PayloadPart, ...]:
 
 
 def _refuse_non_finite(version: int, schema: Schema, taken: Mapping[str, Bits]) -> None:
-    """NaN and infinities survive the codec, but a policy that holds them must not be served."""
+    """Raises UserError for NaN and infinities. The codec keeps them, but such a policy must not be served."""
     bad = [spec.name for spec in schema.tensors if spec.name in taken and not _finite(spec.dtype, taken[spec.name])]
     if bad:
         others = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""

@@ -1,8 +1,8 @@
 """Several ranks of one trainer publish one chain: each writes its own chunks, rank 0 the manifest.
 
-They meet in the store alone. A rank announces what it wrote in `shares/VERSION/SESSION-RANK.json`; rank 0 waits for all
-announcements, writes the manifest and takes them away. The session, drawn anew at every start of the trainer and the
-same on all its ranks, keeps what a killed attempt left behind apart from this one's.
+The ranks communicate through the store alone. A rank announces its objects in `shares/VERSION/SESSION-RANK.json`; rank
+0 waits for all announcements, writes the manifest and deletes them. The session, a new random name at every start of
+the trainer, the same on all its ranks, separates announcements from those of a killed attempt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that publish together."""
+    """This process among the ranks that publish together."""
 
     rank: int
     count: int
@@ -30,12 +30,12 @@ class Ranks:
 
 
 class Share(Record, frozen=True, kw_only=True):
-    """What one rank wrote of a version."""
+    """The objects that one rank wrote for a version."""
 
     delta: tuple[PayloadPart, ...]
-    skips: dict[int, tuple[PayloadPart, ...]]  # by the version that they build on
-    own_anchor: tuple[PayloadPart, ...]  # of this version, where a chain begins
-    anchor: tuple[PayloadPart, ...] | None  # of the earlier version whose anchor was begun last; None: not complete yet
+    skips: dict[int, tuple[PayloadPart, ...]]  # by base version
+    own_anchor: tuple[PayloadPart, ...]  # of this version, at the beginning of a chain
+    anchor: tuple[PayloadPart, ...] | None  # of the last anchor, an earlier version; None: not yet complete
     base: int  # sums of the digests of this rank's chunks, modulo 2^64
     target: int
     changed: int
@@ -56,12 +56,13 @@ def owned(schema: Schema, rank: int, count: int) -> range:
 
 
 def announce(store: Store, ranks: Ranks, version: int, share: Share) -> None:
-    """Tells rank 0 what this rank has written."""
+    """Announces this rank's objects to rank 0."""
     store.put(_key(ranks.session, ranks.rank, version), msgspec.json.encode(share))
 
 
 def gather(store: Store, ranks: Ranks, version: int, own: Share, deadline: float) -> list[Share]:
-    """The shares of all ranks in order; on rank 0. `deadline` is a time of `time.monotonic`. Raises RunFailed."""
+    """The shares of all ranks in order; called on rank 0. `deadline` is a time of `time.monotonic`. Raises
+    RunFailed."""
     of_ranks: list[Share] = [own]
     while len(of_ranks) < ranks.count:
         try:
@@ -78,7 +79,7 @@ def gather(store: Store, ranks: Ranks, version: int, own: Share, deadline: float
 
 
 def clear(store: Store, ranks: Ranks, version: int) -> None:
-    """Takes the announcements of a version away."""
+    """Deletes the announcements of a version."""
     for rank in range(1, ranks.count):
         store.delete(_key(ranks.session, rank, version))
 

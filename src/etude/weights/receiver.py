@@ -1,9 +1,9 @@
-"""The engine's side: find the newest version, fetch and verify it while serving, then swap the weights.
+"""The engine's side: finds the newest version, fetches and verifies it while serving, then swaps the weights.
 
-A host image holds the bits of the version that is live, proven chunk by chunk. The next version is made beside it, so
-that nothing unproven comes near the live tensors; what differs is staged as lists of single elements. A swap writes
-those between two steps and reads them back; if they do not hold, the image's bits go back in their place. Live tensors
-are digested whole when they are first written, damaged chunks when they were repaired, and a scrubber walks over all.
+A host image holds the bits of the live version, verified chunk by chunk. The next version is made beside it, so that
+unverified bits never reach the live tensors; the differences are staged as lists of single elements. A swap writes
+these between two steps and reads them back; if they do not hold, the image's bits are restored. Live tensors are
+digested as a whole when they are first written, damaged chunks after their repair, and a scrubber walks over all.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from etude.weights.ulpd.digest import digest
 from etude.weights.ulpd.schema import Bits, Chunk, Schema
 
 SCRUBBED = 0.01
-"""Share of the chunks that are digested again per version: bit rot is found within a hundred versions."""
+"""Share of the chunks that are digested again per version: bit rot is detected within a hundred versions."""
 _PEER_SECONDS = 10.0
 
 
 class WeightsMismatch(SwapUndone):
-    """The live tensors did not take a version's values; they were put back and the old version goes on."""
+    """The live tensors did not take a version's values; they were restored and the old version goes on."""
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,26 @@ class WeightUpdate:
     """A verified version in host memory, not yet live: `Receiver.swap`, then `commit` or `undo`."""
 
     manifest: PolicyVersion
-    staged: Content  # of the live tensors
-    base: Content | None  # what was live then; the changes are right on nothing else
-    changes: tuple[ElementChange, ...] | None  # None: the tensors of `before` are written whole
-    before: Mapping[str, torch.Tensor]  # copies on the host of tensors that are written whole
-    published: Content | None = None  # what was published of it; None where nothing follows this update
+    staged: Content  # for the live tensors
+    base: Content | None  # live content that the changes apply to
+    changes: tuple[ElementChange, ...] | None  # None: the tensors of `before` are written as a whole
+    before: Mapping[str, torch.Tensor]  # host copies of tensors that are written as a whole
+    published: Content | None = None  # its published tensors; None if no update follows this one
 
 
 class Receiver:
-    """Brings the live tensors of an engine from version to version. Not for several threads at a time. The live tensors
-    may be wider than the published ones (float32 for bfloat16) and on any device. `peers` are the URLs of servers that
-    may hold the same version. To versions of adapters the live tensors are the base until the first is live, and hold
-    the sum from then on."""
+    """Brings the live tensors of an engine from version to version. Not thread-safe. The live tensors may be wider than
+    the published ones (float32 for bfloat16) and on any device. `peers` are the URLs of servers that may hold the same
+    version. For versions of adapters, the live tensors are the base until the first version is live, and hold the sum
+    from then on."""
 
     def __init__(self, store: Store, live: Tensors, source: PayloadSource | None = None, peers: Sequence[str] = ()):
         self._store = store
         self._source = source or PayloadSource(store)
         self._live = LiveTensors(live)
-        self._held: Content | None = None  # what the live tensors hold
-        self._published: Content | None = None  # what was published of it: the same, or adapters
-        self._base: Base | None = None  # under adapters
+        self._held: Content | None = None  # the content of the live tensors
+        self._published: Content | None = None  # its published tensors: the same, or adapters
+        self._base: Base | None = None  # the base of adapters
         self._peers = tuple(peers)
         self._scrubbed = 0
         self.version = -1
@@ -73,18 +73,18 @@ class Receiver:
 
     @property
     def types(self) -> dict[str, torch.dtype]:
-        """The types in which the version that is held was published. Raises AssertionError if there is none."""
+        """The types in which the held version was published. Raises AssertionError without a version."""
         assert self._held is not None
         return self._held.schema.types
 
     def behind(self) -> bool:
-        """Whether there may be a newer version; one look-up."""
+        """Whether there may be a newer version, by one look-up."""
         return self.version < 0 or self._store.exists(key(self.version + 1))
 
     def poll(self, limit: int | None = None) -> WeightUpdate | None:
-        """The newest version (up to `limit`), downloaded and verified; None if it is live already. One look-up when
-        there is nothing new. Raises DamagedVersion if the version cannot be had whole: the engine goes on serving what
-        it has and may ask again; the next anchor bridges a hole in the chain."""
+        """The newest version (up to `limit`), downloaded and verified; None if it is live already. Takes one look-up if
+        nothing is new. Raises DamagedVersion if the version cannot be read completely: the engine goes on serving the
+        old one and may call again; the next anchor ends a gap in the chain."""
         if not self.behind():
             return None
         numbers = [n for n in versions(self._store, after=self.version) if limit is None or n <= limit]
@@ -98,14 +98,14 @@ class Receiver:
         staged = self._staged(manifest, published)
         held = self._held
         if held is None or held.schema != staged.schema:
-            # An engine that has loaded the folder of the run holds version 0 already, and needs no copies to undo it.
+            # An engine that has loaded the folder of the run holds version 0 already, and needs no copies for an undo.
             others = {staged.schema.tensors[chunk.tensor].name: None for chunk in self._others(staged)}
             before = {name: self._live.tensors[name].to("cpu", copy=True) for name in others}
             return WeightUpdate(manifest, staged, held, None, before, published)
         return WeightUpdate(manifest, staged, held, tuple(_differences(self._live, held, staged)), {}, published)
 
     def _staged(self, manifest: PolicyVersion, published: Content) -> Content:
-        """What the live tensors shall hold: what was published, or the base with it. Raises DamagedVersion."""
+        """The content for the live tensors: the published one, or the base with the adapters. Raises DamagedVersion."""
         if isinstance(manifest.adapted, msgspec.UnsetType):
             _check_fit(manifest.version, published.schema, self._live.tensors)
             if self._base is not None:
@@ -123,10 +123,10 @@ class Receiver:
 
     @torch.no_grad()
     def swap(self, update: WeightUpdate, whole: bool = False) -> None:
-        """Writes a version into the live tensors and proves that they hold it; call it between two steps of the engine.
-        With `whole`, the digest of all live tensors is taken also where only single elements are written. Raises
-        WeightsMismatch if the tensors do not hold it; the old values are back then. Raises ValueError, and writes
-        nothing, if another version went live since the update was staged. After this either `commit` or `undo`."""
+        """Writes a version into the live tensors and verifies it; call it between two steps of the engine. With
+        `whole`, all live tensors are digested even if only single elements are written. Raises WeightsMismatch, with
+        the old values restored, if the tensors do not hold the version. Raises ValueError, and writes nothing, if
+        another version went live since the update was staged. Afterwards call either `commit` or `undo`."""
         if self._held is not update.base:
             raise ValueError(f"version {update.manifest.version} was staged for another version than is live now")
         for change in update.changes or ():
@@ -144,14 +144,14 @@ class Receiver:
             raise WeightsMismatch(f"version {update.manifest.version} did not arrive in the live tensors: {why}")
 
     def commit(self, update: WeightUpdate) -> None:
-        """From here on the receiver holds the version that was swapped in."""
+        """Makes the swapped version the held one."""
         self._held, self.version, self.manifest = update.staged, update.manifest.version, update.manifest
         self._published = update.published
 
     @torch.no_grad()
     def undo(self, update: WeightUpdate) -> None:
-        """Takes a swap back: the image's bits in place of the update's, whatever the live tensors hold there now.
-        Raises RuntimeError if the live tensors do not take them."""
+        """Takes a swap back: the image's bits replace the update's, whatever the live tensors hold there now. Raises
+        RuntimeError if the live tensors do not take them."""
         for name, tensor in update.before.items():
             self._live.tensors[name].copy_(tensor)
         for change in update.changes or ():
@@ -169,7 +169,8 @@ class Receiver:
     # --- scrubbing and repair ---------------------------------------------------------------------------------------
 
     def scrub(self, share: float = SCRUBBED) -> list[int]:
-        """Digests the next chunks, live and in the host image; the numbers of those that are damaged in either."""
+        """Digests the next chunks, live and in the host image. Returns the numbers of those that are damaged in
+        either."""
         if self._held is None:
             return []
         total = len(self._held.schema.chunks)
@@ -186,8 +187,8 @@ class Receiver:
 
     @torch.no_grad()
     def write_repair(self, repaired: Sequence[Repaired]) -> None:
-        """Writes the right bits of chunks, live and into the image; call it between two steps of the engine. Raises
-        RuntimeError if the live tensors do not take them."""
+        """Writes the right bits of chunks to the live tensors and the image; call it between two steps of the engine.
+        Raises RuntimeError if the live tensors do not take them."""
         held = self._held
         assert held is not None
         arrays = dict(held.bits)
@@ -204,7 +205,7 @@ class Receiver:
             raise RuntimeError(f"chunk {wrong[0]} does not take its values back; its device is broken")
 
     def chunk(self, number: int, version: int) -> bytes | None:
-        """The bytes of a chunk for a peer that repairs itself; None if another version is held or the chunk is bad."""
+        """The bytes of a chunk for a peer's repair; None if another version is held or the chunk is damaged."""
         held = self._held
         if held is None or version != self.version or not 0 <= number < len(held.schema.chunks):
             return None
@@ -212,7 +213,7 @@ class Receiver:
         return part.tobytes() if held.is_right(number, part) else None
 
     def _others(self, staged: Content) -> Iterator[Chunk]:
-        """The chunks of which the live tensors hold something else."""
+        """The chunks that differ between the live tensors and `staged`."""
         return (chunk for number, chunk in enumerate(staged.schema.chunks) if not self._holds(staged, number))
 
     def _holds(self, content: Content, number: int) -> bool:
@@ -270,15 +271,15 @@ class Receiver:
 
 
 def materialise(store: Store, version: int, tensors: Tensors, trust: Trust | None = None) -> PolicyVersion:
-    """Writes a published version into `tensors`, e.g. a model's own, which may be wider; adapters are added to what
-    they hold. Raises UserError if the version is not there, is damaged, not trusted or does not fit."""
+    """Writes a published version into `tensors`, e.g. a model's own, which may be wider; adapters are added to their
+    values. Raises UserError if the version is missing, damaged, not trusted or does not fit."""
     manifest, staged = load_live(store, version, tensors, trust)
     _put(store, manifest, staged, tensors)
     return manifest
 
 
 def update_to(store: Store, held: int, version: int, tensors: Tensors, trust: Trust | None = None) -> PolicyVersion:
-    """Brings `tensors`, which are those of version `held`, to another by the cheapest path. Raises UserError."""
+    """Brings `tensors`, which hold version `held`, to another version by the cheapest path. Raises UserError."""
     grid = schema.schema_of(tensors)
     taken = {name: schema.bits(tensor).copy() for name, tensor in tensors.items()}
     content = Content(grid, taken, codec.digests(grid, taken))
@@ -297,7 +298,7 @@ def _put(store: Store, manifest: PolicyVersion, staged: Content, tensors: Tensor
 
 
 def _differences(live: LiveTensors, old: Content, new: Content) -> Iterator[ElementChange]:
-    """What to write for `new` where `old` is live, tensor by tensor. Reads only chunks whose digests differ."""
+    """The changes from live `old` to `new`, tensor by tensor. Reads only chunks whose digests differ."""
     places: dict[int, list[Positions]] = {}
     for number in np.flatnonzero(old.digests != new.digests).tolist():
         chunk = new.schema.chunks[number]
@@ -326,7 +327,7 @@ def _check_fit(version: int, published: Schema, live: Tensors) -> None:
 
 
 def _difference(live: Tensors, update: WeightUpdate) -> str | None:
-    """Why the live tensors are not the update's; None if they are."""
+    """The first difference between the live tensors and the update; None without one."""
     manifest = update.manifest
     try:
         actual = digest(live, update.staged.schema.types)

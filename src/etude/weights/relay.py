@@ -1,10 +1,10 @@
-"""The relay of a cluster: fetches each payload once from the store, however many servers ask, and serves it in ranges.
+"""The relay of a cluster: fetches each payload once from the store for all servers, and serves it in ranges.
 
     GET /payloads/KEY?blake3=HEX   bytes, 206 for a Range; 404 if the store has none with this digest
-    GET /health                    what it holds and what it has fetched
+    GET /health                    counts of the payloads in memory and of fetches
 
 The last used payloads stay in memory, up to a budget and at least one. A payload is checked against the digest that the
-server took from the manifest, so a relay needs no manifests and serves nothing that is damaged.
+server took from the manifest, so a relay needs no manifests and serves no damaged payload.
 
 python -m etude.weights.relay --store URL [--port N] [--budget-mb N] [--ready-file FILE]
 """
@@ -35,12 +35,12 @@ _log = logging.getLogger(__name__)
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 _KEY = re.compile(r"payloads/[0-9A-Za-z._/-]{1,500}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_TOLD = 1000
-_AT_ONCE = 8  # payloads on their way from the store
+_MAX_LOGGED = 1000
+_AT_ONCE = 8  # concurrent fetches from the store
 
 
 class DigestMismatch(Exception):
-    """The store's bytes do not have the digest that was asked for."""
+    """The store's bytes do not have the requested digest."""
 
 
 class Relay:
@@ -51,7 +51,7 @@ class Relay:
         self._budget = budget
         self._held: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._coming: dict[tuple[str, str], asyncio.Task[bytes]] = {}
-        self._told: set[str] = set()  # payloads whose failure is in the log
+        self._logged: set[str] = set()  # payloads whose failure is in the log
         self.fetched = 0
         self.served_bytes = 0
 
@@ -90,7 +90,7 @@ class Relay:
         return Response(data[start:stop], 206, headers, "application/octet-stream")
 
     async def _get(self, key: str, digest: str) -> bytes:
-        """From memory, else from the store; requests for the same payload wait for one answer."""
+        """The payload from memory, else from the store; concurrent requests for a payload share one fetch."""
         name = (key, digest)
         if name in self._held:
             self._held.move_to_end(name)
@@ -112,9 +112,9 @@ class Relay:
         del self._coming[name]
         error = task.exception()
         if error is not None:
-            # Once per payload: whoever asks decides how often.
-            if not isinstance(error, KeyError) and name[0] not in self._told and len(self._told) < _TOLD:
-                self._told.add(name[0])
+            # Once per payload: clients decide how often they repeat a request.
+            if not isinstance(error, KeyError) and name[0] not in self._logged and len(self._logged) < _MAX_LOGGED:
+                self._logged.add(name[0])
                 _log.warning("%s was not fetched: %s %s", name[0], type(error).__name__, error)
             return
         self.fetched += 1
@@ -124,7 +124,7 @@ class Relay:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a relay until SIGINT or SIGTERM; the exit code."""
+    """Runs a relay until SIGINT or SIGTERM. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m etude.weights.relay", description="Relay payloads to a cluster.")
     parser.add_argument("--store", required=True, help="URL of the store with the versions")
     parser.add_argument("--budget-mb", type=int, default=4096, help="memory for payloads")

@@ -1,6 +1,6 @@
 """Repair of a damaged chunk: the sources that may still have the right bits, nearest first.
 
-A source gives absolute bits, so it does not matter what the damaged chunk holds, and its bits are digested in full
+A source gives absolute bits, so the content of the damaged chunk does not matter, and its bits are digested in full
 before they are used. A source is tried three times, then the next.
 """
 
@@ -15,7 +15,7 @@ TRIES = 3
 
 
 class RepairUnavailable(Exception):
-    """A repair source cannot help; why, in a few words."""
+    """A repair source cannot help; the message is the reason, in a few words."""
 
 
 class Unrepairable(Exception):
@@ -40,7 +40,7 @@ class Repaired:
 
 
 def repair_chunk(chunk: int, right: Callable[[Bits], bool], sources: Sequence[RepairSource]) -> Repaired:
-    """The bits of a chunk from the first source that has them; `right` digests them. Raises Unrepairable."""
+    """The bits of a chunk from the first source that has them; `right` checks their digest. Raises Unrepairable."""
     reasons: list[str] = []
     for source in sources:
         reason = ""

@@ -3,8 +3,8 @@
     every member: fetch, stage -> READY(v)? -> all are ready in time -> swap between two steps -> APPLIED? -> all have
     applied in time -> commit; else undo
 
-A member that hears nothing (the coordinator is gone) undoes its swap. The coordinator's side is `coordinator.py`; a
-replica of one server has none.
+A member that gets no reply (the coordinator has failed) undoes its swap. The coordinator's side is `coordinator.py`; a
+replica of one server has no coordinator.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from etude.weights.payloads import DamagedVersion
 from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
 
 READY_SECONDS, APPLIED_SECONDS = 10.0, 2.0
-"""How long a round waits for its last vote. Engines stand still during the second round."""
+"""Time that a round waits for its last vote. Engines are paused during the second round."""
 GRACE_SECONDS = 2.0
-"""A member waits this much longer than the coordinator."""
-_MAX_CHARACTERS = 10_000  # of a member's name, and of its reasons
+"""Time that a member waits longer than the coordinator."""
+_MAX_CHARACTERS = 10_000  # limit for a member's name, and for its reasons
 
 BetweenSteps = Callable[[int, Callable[[], None]], object]
-"""Calls a function between two steps of the engine, which goes on as the given version; returns when that is done."""
+"""Calls a function between two steps of the engine, which goes on as the given version; returns afterwards."""
 
 
 class NotTogether(SwapUndone):
@@ -37,7 +37,7 @@ class NotTogether(SwapUndone):
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """One member's vote on a version that it could go to. `ticket` names the round, None before there is one."""
+    """One member's vote on a version that it could go to. `ticket` names the round, None before the first."""
 
     member: Annotated[str, msgspec.Meta(max_length=_MAX_CHARACTERS)]
     ok: bool
@@ -47,7 +47,7 @@ class Vote(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What a round decided. If the members' versions differ, `target` is the lowest: all can go there."""
+    """The decision of a round. If the members' versions differ, `target` is the lowest: all can go there."""
 
     go: bool
     ticket: int
@@ -56,7 +56,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class ReplicaVote(Protocol):
-    """How a member votes with the others of its replica."""
+    """The interface for votes with the other members of a replica."""
 
     def committed(self) -> int:
         """The version that the replica serves, -1 if none or unknown."""
@@ -67,7 +67,7 @@ class ReplicaVote(Protocol):
         ...
 
     def applied(self, decision: Decision, ok: bool) -> bool:
-        """Whether all members have swapped; if not, undo."""
+        """Whether all members have swapped; if not, the caller must undo its swap."""
         ...
 
 
@@ -79,11 +79,11 @@ class SingleMember:
         return -1
 
     def ready(self, version: int, ok: bool, why: str = "") -> Decision:
-        """The member's own answer."""
+        """The member's own vote."""
         return Decision(ok, 0, version, why)
 
     def applied(self, decision: Decision, ok: bool) -> bool:
-        """The member's own answer."""
+        """The member's own vote."""
         return ok
 
 
@@ -95,19 +95,19 @@ class CoordinatorVote:
         self._http = httpx2.Client(base_url=url, trust_env=False, headers={"content-type": JSON, **bearer(own_token())})
 
     def committed(self) -> int:
-        """The version that the replica serves, -1 if none or if the coordinator is silent."""
+        """The version that the replica serves, -1 if none or if the coordinator does not answer."""
         try:
             return int(self._http.get("/health", timeout=GRACE_SECONDS).json()["committed"])
         except (httpx2.HTTPError, ValueError, KeyError, TypeError):
             return -1
 
     def ready(self, version: int, ok: bool, why: str = "") -> Decision:
-        """The round's decision; no if the coordinator is silent."""
+        """The round's decision; no if the coordinator does not answer."""
         vote = Vote(self._member, ok, version, why=why[:_MAX_CHARACTERS])
         return self._cast("/ready", vote, READY_SECONDS) or Decision(False, -1, version, "the coordinator is silent")
 
     def applied(self, decision: Decision, ok: bool) -> bool:
-        """Whether all members have swapped; false if the coordinator is silent."""
+        """Whether all members have swapped; false if the coordinator does not answer."""
         vote = Vote(self._member, ok, decision.target, decision.ticket)
         decided = self._cast("/applied", vote, APPLIED_SECONDS)
         return decided is not None and decided.go
@@ -126,16 +126,16 @@ class ReplicaMember:
     def __init__(self, receiver: Receiver, votes: ReplicaVote):
         self.receiver = receiver
         self._votes = votes
-        self._limit: int | None = None  # the version that all members can reach, after a round that found them apart
+        self._limit: int | None = None  # the version that all members can reach, after a round of different versions
 
     def advance(self, between_steps: BetweenSteps) -> bool:
         """Looks for a new version once; true if one is live now. Raises DamagedVersion, UserError, NotTogether or
-        WeightsMismatch; the old version is live then, whole."""
+        WeightsMismatch; then the old version is live and complete."""
         receiver = self.receiver
         if not receiver.behind():
             return False
         committed = self._votes.committed()
-        if receiver.version < committed:  # the others serve it: nothing is left to vote on
+        if receiver.version < committed:  # the others serve it already, so no vote is needed
             update = receiver.poll(committed)
             if update is not None:
                 between_steps(update.manifest.version, lambda: receiver.apply(update))

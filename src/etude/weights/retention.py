@@ -1,7 +1,7 @@
-"""Which objects the versions of a store need, and taking the rest away.
+"""The objects that the versions of a store need, and the removal of all others.
 
-Manifests and schemas stay for ever; objects of payloads go when no reader can need them. Pruning keeps the two newest
-anchors with everything since the older one, and the payloads that lead to and on from every version in use.
+Manifests and schemas stay for ever; objects of payloads are removed when no reader can need them. Pruning keeps the two
+newest anchors with everything since the older one, and the payloads that connect every version in use.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from etude.weights.manifest import manifests
 from etude.weights.payloads import NoPath, plan
 
 GRACE_SECONDS = 3600.0
-"""Younger objects are never taken: a version that is being published has objects before it has a manifest."""
+"""Younger objects are never removed: a version that is being published has objects before it has a manifest."""
 ANCHORS = 2
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What `collect` took, or would take."""
+    """The objects that `collect` removed, or would remove."""
 
     keys: tuple[str, ...]
     bytes: int
@@ -32,8 +32,8 @@ class Collected:
 
 
 def floor(published: Sequence[PolicyVersion]) -> int:
-    """The oldest version that stays reachable, -1 without versions: the first that names the oldest anchor that stays.
-    An anchor is written in the background, so the version that it is of was published before it."""
+    """The oldest version that stays reachable, -1 without versions: the first that names the older anchor that stays.
+    An anchor is written in the background, so its own version was published before that."""
     anchor = _oldest_anchor(published)
     return min((manifest.version for manifest in published if manifest.anchor.version == anchor), default=-1)
 
@@ -45,8 +45,8 @@ def _oldest_anchor(published: Sequence[PolicyVersion]) -> int:
 
 
 def needed(published: Sequence[PolicyVersion], in_use: Collection[int] = (), gone: Collection[str] = ()) -> set[str]:
-    """Keys of the objects that must stay. `gone` are keys that an earlier pruning took. Raises UserError if a version
-    in use cannot be reached even with all that is there."""
+    """Keys of the objects that must stay. `gone` are keys that an earlier pruning removed. Raises UserError if a
+    version in use cannot be reached even with all present objects."""
     oldest = _oldest_anchor(published)
     kept: set[str] = set()
     for manifest in published:
@@ -75,10 +75,10 @@ def collect(
     dry_run: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Collected:
-    """Takes away objects older than `grace` seconds that no manifest names; with `prune` also those not `needed`.
-    Raises UserError, and takes nothing, if a manifest is damaged: what it names is not known."""
-    # Objects first, manifests second: what is published meanwhile is not on the list. Every writer names its objects
-    # anew, so none that nobody names can come to be named later than its grace.
+    """Removes objects older than `grace` seconds that no manifest names; with `prune` also those not `needed`. Raises
+    UserError, and removes nothing, if a manifest is damaged, since the objects that it names are unknown."""
+    # Objects first, manifests second, so that a version published meanwhile has no objects on the list. Every writer
+    # gives its objects new names, so an unnamed object older than the grace will never be named.
     entries = [entry for folder in ("payloads", "shares") for entry in store.entries(folder)]
     try:
         published = manifests(store)

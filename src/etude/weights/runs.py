@@ -1,7 +1,7 @@
-"""A model by any of its names: a Hugging Face folder, a GGUF file, a bundled or a pretrained model, or the run that
-trained it.
+"""Finds a model by any of its names: a Hugging Face folder, a GGUF file, a bundled or a pretrained model, or the run
+that trained it.
 
-Of a run in stage rl a version is written as a model folder, once, to RUN/models/VERSION; the other stages have written
+A version of a run in stage rl is written as a model folder, once, to RUN/models/VERSION; the other stages have written
 theirs. `RUN@12` names version 12.
 """
 
@@ -26,54 +26,54 @@ _VERSION = re.compile(r"(.+)@(\d+)")
 
 
 class _RunHead(msgspec.Struct):
-    """Of config.json, what a run's has and a model's has not."""
+    """The fields of config.json that identify a run; a model's config.json lacks them."""
 
     stage: str | None = None
 
 
 class _ReportHead(msgspec.Struct):
-    """Of report.json, the version that the run measured as its best, and the newest one there was."""
+    """The fields of report.json with the best measured version and the newest version."""
 
     best: int | None = None
     steps: int | None = None
 
 
 def model_folder(name: str | Path, chat_template: str | None = None) -> Path:
-    """The Hugging Face folder that `name` stands for, with another chat template if one is given; what is not there yet
-    is fetched or converted. Raises UserError."""
+    """The Hugging Face folder that `name` stands for, with another chat template if requested; missing models are
+    fetched or converted. Raises UserError."""
     folder = bundled_model(name) or _of_run(name) or _whole(find_model(name))
     return folder if chat_template is None else with_chat_template(folder, chat_template)
 
 
 def with_models(config: Any) -> Any:
-    """The configuration of a stage, with model folders where it names runs, models to be fetched or converted, or a
-    chat template. One that a run has stored keeps its folder, which is made again if the cache has lost it. Raises
-    UserError."""
+    """The configuration of a stage, with model folders in place of names of runs, of models to fetch or convert, and
+    with chat templates applied. The configuration stored in a run keeps its folder, which is made again if the cache
+    has lost it. Raises UserError."""
     changed: dict[str, Any] = {}
     for table, key in (("model", "path"), ("distill", "teacher")):
         part: Section | None = getattr(config, table, None)
-        given: str | Path | None = getattr(part, key, None)
-        if part is None or given is None:
+        value: str | Path | None = getattr(part, key, None)
+        if part is None or value is None:
             continue
         origin: str | Path | None = getattr(part, "origin", None)
-        if origin is not None and Path(given).is_dir():
+        if origin is not None and Path(value).is_dir():
             continue
-        first = _of_run(origin or given) or Path(origin or given)
+        first = _of_run(origin or value) or Path(origin or value)
         folder = _whole(first)
         if (template := getattr(part, "chat_template", None)) is not None:
             folder = with_chat_template(folder, template)
-        if origin is not None and folder != Path(given):
+        if origin is not None and folder != Path(value):
             raise UserError(
-                f"{given} is gone from the cache, and {origin} with {template} makes another folder now: put back the "
+                f"{value} is gone from the cache, and {origin} with {template} makes another folder now: put back the "
                 "model and the chat template that the run began with"
             )
-        made = {"origin": type(given)(first)} if folder != first and "origin" in type(part).model_fields else {}
-        changed[table] = part.model_copy(update={key: type(given)(folder)} | made)
+        made = {"origin": type(value)(first)} if folder != first and "origin" in type(part).model_fields else {}
+        changed[table] = part.model_copy(update={key: type(value)(folder)} | made)
     return config.model_copy(update=changed)
 
 
 def _whole(folder: Path) -> Path:
-    """`folder`, or what is made of it first: a pretrained model that was not fetched yet, a GGUF file."""
+    """`folder`, or the folder made from it: of a pretrained model that was not fetched yet, or of a GGUF file."""
     if (folder / "config.json").is_file() or not (pretrained(folder) or is_gguf(folder)):
         return folder
     from etude.models.gguf import folder_of
@@ -82,7 +82,7 @@ def _whole(folder: Path) -> Path:
 
 
 def stage_of(folder: Path) -> str | None:
-    """The stage of the run whose folder this is, None if it is no run's."""
+    """The stage of the run in this folder; None for a folder that is not a run's."""
     try:
         return msgspec.json.decode((folder / "config.json").read_bytes(), type=_RunHead).stage
     except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
@@ -90,7 +90,7 @@ def stage_of(folder: Path) -> str | None:
 
 
 def rl_config(name: str | Path) -> RLConfig | None:
-    """The configuration of a run of stage rl, named as a model is; None for all others."""
+    """The configuration of a run of stage rl by the name of its model; None for all others."""
     run, _ = named(name)
     return runfolder.load_config(run) if stage_of(run) == "rl" else None
 
@@ -102,7 +102,7 @@ def named(name: str | Path) -> tuple[Path, int | None]:
 
 
 def _of_run(name: str | Path) -> Path | None:
-    """The model of a run; None if `name` is no run. Raises UserError if the run has none, or not yet."""
+    """The model of a run; None if `name` is not a run. Raises UserError if the run has no model yet."""
     run, version = named(name)
     stage = stage_of(run)
     if stage is None:
@@ -124,7 +124,7 @@ def _exported(run: Path, config: RLConfig, version: int | None) -> Path:
     from etude.weights.export import export
     from etude.weights.signature import Trust, public_key
 
-    if config.store is None and not (run / "weights").is_dir():  # looking at a store does not make one
+    if config.store is None and not (run / "weights").is_dir():  # a look-up must not create a store
         raise _nothing_yet(run)
     store = open_store(f"{config.store or run}/weights")
     version = _newest_or_best(run, store) if version is None else version
@@ -149,8 +149,8 @@ def _nothing_yet(run: Path) -> UserError:
 
 
 def _newest_or_best(run: Path, store: Store) -> int:
-    """The version that the run's report names as its best; the newest if there is no report, or if the run went on
-    after it. Raises UserError if there is none."""
+    """The version that the run's report names as its best; the newest without a report, or if the run went on after it.
+    Raises UserError without a version."""
     from etude.weights.manifest import versions
 
     numbers = versions(store)

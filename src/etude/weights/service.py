@@ -1,4 +1,4 @@
-"""How the small HTTP processes beside the engines, the relay and the coordinator, start, tell their URL, and end."""
+"""The common start, output of the URL, and end of the small HTTP processes, the relay and the coordinator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(name: str, build: Callable[[], Starlette], options: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM, on options.host and options.port; the exit code. Writes options.ready_file."""
+    """Serves on options.host and options.port until SIGINT or SIGTERM. Writes options.ready_file. Returns the exit
+    code."""
     raise_file_limit()
     try:
         access = access_of(options)

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of manifests (RFC 8032), and which manifests a reader refuses.
+"""Ed25519 signatures of manifests (RFC 8032), and the rules by which a reader refuses manifests.
 
 A manifest names the digests of its objects, so a signature over it covers the weights. Keys are PEM files.
 """
@@ -16,19 +16,19 @@ from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import write_durably
 
-if TYPE_CHECKING:  # manifests are read without it, too: the core has no cryptography
+if TYPE_CHECKING:  # the core is installed without cryptography, and reads unsigned manifests
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 _DOMAIN = b"etude weights manifest\0"
 
 
 class ManifestRefused(ValueError):
-    """A manifest of another model or run, unsigned, forged, or older than one that was accepted before."""
+    """A manifest of another model or run, unsigned, forged, or older than an accepted one."""
 
 
 def keygen(path: Path) -> Path:
-    """Writes a private key to `path`, readable by its owner alone, and the public one beside it; returns that path.
-    Raises UserError if either exists or cannot be written."""
+    """Writes a private key to `path`, readable by its owner alone, and the public key beside it. Returns the path of
+    the public key. Raises UserError if either exists or cannot be written."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
@@ -51,7 +51,7 @@ def keygen(path: Path) -> Path:
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:
-    """The key to sign with. Raises UserError."""
+    """The key for signatures. Raises UserError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -66,7 +66,7 @@ def private_key(path: Path) -> Ed25519PrivateKey:
 
 
 def public_key(path: Path) -> Ed25519PublicKey:
-    """The key to check with. Raises UserError."""
+    """The key for checks. Raises UserError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -81,7 +81,7 @@ def public_key(path: Path) -> Ed25519PublicKey:
 
 
 def sign(manifest: PolicyVersion, key: Ed25519PrivateKey) -> PolicyVersion:
-    """The manifest with a signature over everything else in it."""
+    """The manifest with a signature over all its other fields."""
     return msgspec.structs.replace(manifest, signature=key.sign(_signed(manifest)).hex())
 
 
@@ -92,9 +92,9 @@ def _signed(manifest: PolicyVersion) -> bytes:
 
 @dataclass
 class Trust:
-    """Which manifests a reader of one store accepts: all without `key`; else the signed ones of one run, in order. With
-    `model` (`etude.models.loading.model_id`) only versions of that model, or of one that is not named. `run` and
-    `version` are those of the newest manifest it accepted; with `memory` they outlive the process."""
+    """The rules of one reader: without `key` all manifests are accepted, else only the signed ones of one run, in
+    order. With `model` (`etude.models.loading.model_id`) only versions of that model, or of an unnamed one. `run` and
+    `version` are those of the newest accepted manifest; with `memory` they outlive the process."""
 
     key: Ed25519PublicKey | None = None
     run: str = ""
@@ -133,7 +133,8 @@ class Trust:
             )
 
     def accept(self, manifest: PolicyVersion) -> None:
-        """`check`, and remembers the manifest. Raises ManifestRefused also if it is older than one before."""
+        """Calls `check`, and remembers the manifest. Raises ManifestRefused also for a manifest older than an accepted
+        one."""
         self.check(manifest)
         if self.key is None:
             return

@@ -1,7 +1,7 @@
 """Host copies of tensors, taken again and again.
 
-Of a tensor on a GPU a copy stays there too. What differs from it next time is found there, and only those changes, six
-bytes each for two-byte elements, come to the host, where they are made in the copy of the time before.
+For a tensor on a GPU a copy stays there, too. The next call compares on the GPU, and only the changes, six bytes each
+for two-byte elements, come to the host, where they are applied to the previous copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
 @dataclass(frozen=True)
 class _TensorMirror:
-    """A tensor's bits as they were taken last, on its device and here; `here` is never written to."""
+    """The last copy of a tensor's bits, on its device and on the host; `here` is never written to."""
 
     spec: Spec
     there: torch.Tensor
@@ -33,7 +33,7 @@ class _TensorMirror:
 
 @dataclass(frozen=True)
 class _PartMoves:
-    """What changed in a part of a tensor: positions from its element number `first` on."""
+    """The changes in a part of a tensor: positions from its element number `first` on."""
 
     first: int
     positions: npt.NDArray[np.int32]
@@ -42,17 +42,16 @@ class _PartMoves:
 
 
 class Snapshots:
-    """Takes copies of the same tensors time after time. Not for several threads at a time. Device memory: the tensors
-    on it as they were taken last. A copy that shares nothing with the one before it is made only where something
-    changed; arrays that were given out are never written to."""
+    """Takes copies of the same tensors again and again. Not thread-safe. Device memory: the last copies of the tensors
+    on it. Unchanged tensors share the array of their last copy; returned arrays are never written to."""
 
     def __init__(self):
         self._mirrors: dict[str, _TensorMirror] = {}
 
     def take(self, specs: Sequence[Spec], tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Bits]]:
-        """Takes the tensors as they are now; the caller may write to them as soon as this returns. The result, called
-        once and on any thread, gives their bits. Tensors that are taken and not asked for are copied whole the next
-        time. Raises UserError for tensors on a GPU where Triton is missing."""
+        """Takes the present values of the tensors; the caller may write to them as soon as this returns. The result,
+        called once and on any thread, returns their bits. If it is never called, the tensors are copied as a whole the
+        next time. Raises UserError for tensors on a GPU without Triton."""
         known, self._mirrors = self._mirrors, {}
         whole: dict[str, Bits] = {}
         moved: list[tuple[_TensorMirror, list[_PartMoves]]] = []
@@ -95,7 +94,8 @@ def _follow(mirror: _TensorMirror, flat: torch.Tensor) -> list[_PartMoves]:
 
 
 def _followed(mirror: _TensorMirror, parts: Sequence[_PartMoves]) -> _TensorMirror:
-    """Brings the host's copy to the device's. Raises RuntimeError if its digest does not grow as it did there."""
+    """Brings the host's copy to the device's. Raises RuntimeError if its digest changes otherwise than on the
+    device."""
     spec = mirror.spec
     if not any(part.positions.size for part in parts):
         return mirror

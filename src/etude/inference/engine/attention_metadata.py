@@ -1,4 +1,5 @@
-"""A flat batch of tokens from several sequences, each attending to its sequence's pages in the KV cache."""
+"""Attention for a flat batch of tokens from several sequences; each token attends to its sequence's pages in the KV
+cache."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from etude.models.attention_kernel import causal
 from etude.models.block_attention import PLAIN, AttentionVariant
 from etude.models.kernels import BLOCK, collect, paged_attention, store
 
-_LONG = 16  # tokens of a sequence in a pass from which attention over a copy of its pages is faster than our kernel
+_LONG = 16  # from so many tokens of a sequence in a pass, attention over a copy of its pages is faster than our kernel
 
 
 class PagedBatch:
-    """N tokens fed in one forward pass [1, N]: token n stands at `position_N[n]` of the sequence in row `row_N[n]` of
-    `table`, int32 [rows, pages of a sequence]. On the CPU the pass may hold more tokens than that; those see nothing,
-    and nothing is kept of them. Tokens of a sequence are neighbours, one position after the other. Sequences that share
-    pages should be neighbours: the kernel then reads those pages once."""
+    """The N tokens of one forward pass [1, N]. Token n stands at `position_N[n]` of the sequence in row `row_N[n]` of
+    `table`, int32 [rows, pages of a sequence]. On the CPU a pass may be padded with further tokens; they see nothing,
+    and their keys and values are not stored. Tokens of a sequence are neighbours, in order of position. Sequences that
+    share pages should be neighbours: the kernel then reads those pages once."""
 
     takes_variants = True
 
@@ -42,8 +43,8 @@ class PagedBatch:
         scale: float,
         variant: AttentionVariant = PLAIN,
     ) -> Tensor:
-        """Attention output, [1, H, T, D]; the keys and values go to the cache. On the CPU in float32 whatever the
-        weights' type; our kernel there knows no windows and no sinks."""
+        """Attention output, [1, H, T, D]; writes the keys and values to the cache. On the CPU it computes in float32,
+        whatever the weights' type; our kernel there supports neither windows nor sinks."""
         dtype = query_BHTD.dtype
         if query_BHTD.device.type == "cpu":
             query_BHTD, key_BKTD, value_BKTD = (x.float() for x in (query_BHTD, key_BKTD, value_BKTD))
@@ -56,7 +57,7 @@ class PagedBatch:
     def attend_by_token(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float
     ) -> Tensor:
-        """`attend` for a pass on the CPU in float32, contiguous, without transpositions: [T, H, D]."""
+        """`attend` for a pass on the CPU without transpositions: [T, H, D], float32 and contiguous."""
         return self._paged.attend(layer, query_THD, key_TKD, value_TKD, scale)
 
     @cached_property
@@ -73,7 +74,7 @@ class PagedBatch:
 
 
 class _Paged:
-    """The attention on the CPU: our kernel, and for many tokens of one sequence `causal` unless batch-invariant."""
+    """Attention on the CPU: our kernel, or `causal` for many tokens of one sequence unless batch-invariant."""
 
     def __init__(self, batch: PagedBatch) -> None:
         self.table, self.row_N, self.position_N = batch.table, batch.row_N, batch.position_N
@@ -86,11 +87,11 @@ class _Paged:
             self.short = np.flatnonzero(short_N)
             longest = max(int(self.position_N[b - 1]) // BLOCK + 1 for _, b in self.long)
             kept = batch.cache.kept
-            # One for all layers.
+            # One buffer for all layers.
             self.copied = [torch.empty((kept.heads, longest * BLOCK, size)) for size in (kept.key, kept.value)]
 
     def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float) -> Tensor:
-        """[T, H, D], D that of values; all float32 and contiguous."""
+        """Attention output [T, H, D], with D of the values; all tensors float32 and contiguous."""
         T, H, key_size = query_THD.shape
         D = value_TKD.shape[2]
         count = len(self.row_N)
@@ -118,7 +119,7 @@ class _Paged:
 
 
 def _long_runs(row_N: np.ndarray) -> list[tuple[int, int]]:
-    """Where tokens of one sequence begin and end, if there are many of them."""
+    """Begin and end of each run of at least `_LONG` tokens of one sequence."""
     if len(row_N) < _LONG:
         return []
     cuts = np.flatnonzero(np.diff(row_N)) + 1
@@ -126,8 +127,8 @@ def _long_runs(row_N: np.ndarray) -> list[tuple[int, int]]:
 
 
 class _Gather:
-    """The attention in torch operations, for accelerators, windows and sinks: sequences padded to the longest, pages
-    gathered, of a window those that it reaches into."""
+    """Attention in torch operations, for accelerators, windows and sinks: sequences are padded to the longest, and
+    their pages gathered, for a window only the pages within its reach."""
 
     def __init__(self, batch: PagedBatch, device: torch.device) -> None:
         self.cache, self.device = batch.cache, device
@@ -149,7 +150,7 @@ class _Gather:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.device, torch.int64)
 
     def _pages(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """Pages [R, P] of every row, and which of their tokens a query sees, [R, 1, T, P * BLOCK]."""
+        """Pages [R, P] of every row, and a mask of the tokens in them that a query sees, [R, 1, T, P * BLOCK]."""
         if window not in self._seen:
             begin_R, count = np.zeros(len(self.rows), np.int64), self.num_pages
             if window is not None:
@@ -162,7 +163,7 @@ class _Gather:
             visible = self._tensor(key_RL)[:, None] <= self._tensor(query_RT)[..., None]
             if window is not None:
                 visible &= self._tensor(key_RL)[:, None] > self._tensor(query_RT)[..., None] - window
-            held_RP = np.minimum(number_RP, self.num_pages - 1)  # those beyond are not visible
+            held_RP = np.minimum(number_RP, self.num_pages - 1)  # later pages are not visible
             self._seen[window] = self._tensor(self.table[self.rows[:, None], held_RP]), visible.unsqueeze(1)
         return self._seen[window]
 

@@ -1,12 +1,12 @@
-"""The KV cache: blocks of `BLOCK` tokens, shared between sequences that start alike, kept after a sequence ends.
+"""The KV cache: blocks of `BLOCK` tokens, shared between sequences with a common prefix, kept after a sequence ends.
 
 Finished and prefilled sequences leave their blocks in a trie keyed by tokens, so the next turn of an episode and the
-members of a group find their common prefix computed. A prefix that ends inside a block is copied up to where it ends.
-Blocks that no sequence holds are evicted, least recently used first.
+members of a group find the keys and values of their common prefix. A prefix that ends inside a block is copied up to
+its end. Blocks that no sequence holds are evicted, least recently used first.
 
-Weights change while the cache lives. A node remembers the oldest version that computed any of its prefix, and the
-sessions that ran on it: a request may use a node if it was computed by the current weights, or if its own session ran
-on it before (an episode keeps its old keys and values over a swap).
+Weights change while the cache lives. A node records the oldest version that computed any of its prefix, and the
+sessions that used it. A request may use a node if the current weights computed it, or if its own session used it before
+(an episode keeps its old keys and values over a swap).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _SCANNED_SIBLINGS = 64  # how many children of a node are compared token by toke
 
 
 class CacheTooSmall(ValueError):
-    """The memory of a cache does not hold what it must."""
+    """The memory of a cache is too small for what it must hold."""
 
 
 @dataclass(eq=False)
 class CacheNode:
-    """One cached block: `tokens` (at most BLOCK of them) that follow those of the parent."""
+    """A cached block: `tokens` (at most BLOCK of them) that follow those of the parent."""
 
     page: int
     tokens: tuple[int, ...]
@@ -46,13 +46,13 @@ class CacheNode:
     used: int = 0  # logical time of the last use
 
     def usable(self, version: int, session: str | None) -> bool:
-        """Whether a request of this session may use the node's keys under this version."""
+        """Whether a request of this session may use the node's keys and values under this version."""
         return self.version == version or (session is not None and session in self.sessions)
 
 
 @dataclass(frozen=True)
 class Match:
-    """The longest usable prefix: whole nodes, then `partial_tokens` of one more."""
+    """The longest usable prefix: whole nodes, then the first `partial_tokens` of another node."""
 
     nodes: tuple[CacheNode, ...]
     partial: CacheNode | None
@@ -74,8 +74,8 @@ NO_MATCH = Match((), None, 0)
 
 
 def cache_bytes(config: EngineConfig, device: torch.device, kept: KeyValueShape, max_length: int) -> int:
-    """Memory of the cache: as configured; else `FREE_SHARE` of what is free on a CUDA device that holds the weights,
-    and anywhere else what `cpu_cache_mb` says."""
+    """Memory of the cache in bytes: as configured; else `FREE_SHARE` of the free memory of a CUDA device with the
+    weights, or `cpu_cache_mb` on any other device."""
     if config.cache_mb is not None:
         return int(config.cache_mb * 2**20)
     if device.type != "cuda":
@@ -84,8 +84,8 @@ def cache_bytes(config: EngineConfig, device: torch.device, kept: KeyValueShape,
 
 
 class PagedCache:
-    """Keys, values and expert ids of all sequences, and the trie that finds them again. A sequence holds `max_length`
-    tokens, or fewer if `num_bytes` do not hold as many. Raises CacheTooSmall if they hold less than two pages."""
+    """Keys, values and expert ids of all sequences, and the trie for their reuse. A sequence holds `max_length` tokens,
+    or fewer if `num_bytes` do not suffice. Raises CacheTooSmall if they hold less than two pages."""
 
     def __init__(
         self, kept: KeyValueShape, *, num_bytes: int, max_length: int, dtype: torch.dtype, device: torch.device
@@ -107,7 +107,7 @@ class PagedCache:
         self._clock = 0
 
     def check_holds(self, tokens: int) -> None:
-        """Raise CacheTooSmall unless one sequence may have so many tokens."""
+        """Raise CacheTooSmall if a sequence of so many tokens does not fit."""
         if self.max_length < tokens:
             held, needed = (pages * self.page_bytes / 2**20 for pages in (self.num_pages, -(-tokens // BLOCK)))
             raise CacheTooSmall(
@@ -117,7 +117,7 @@ class PagedCache:
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can hand out, evicting if it must."""
+        """Number of pages that `allocate` can provide, evictions included."""
         return len(self.free) + self.idle
 
     def match(self, tokens: Sequence[int], version: int, session: str | None) -> Match:
@@ -165,9 +165,9 @@ class PagedCache:
     def insert(
         self, held: list[CacheNode], pages: list[int], tokens: Sequence[int], version: int, session: str | None
     ) -> list[CacheNode]:
-        """Offer a sequence's computed tokens to others; returns the nodes that the sequence holds now. `held` are the
-        nodes the sequence holds, the first of its pages. A page that becomes a node belongs to the trie from here on.
-        Where an equal node exists, the sequence goes on with that node's page, and its own is freed."""
+        """Share a sequence's computed tokens with others; returns the nodes that the sequence holds now. `held` are the
+        nodes it held before, for its first pages. A page that becomes a node belongs to the trie from here on. Where an
+        equal node exists, the sequence uses that node's page, and its own is freed."""
         self._clock += 1
         held = list(held)
         node = held[-1] if held else self.root
@@ -187,7 +187,7 @@ class PagedCache:
     def offer_tail(
         self, held: list[CacheNode], page: int, tokens: Sequence[int], version: int, session: str | None
     ) -> None:
-        """Let others start from the last, partly filled page of a running sequence: a copy of it becomes a node."""
+        """Share the last, partly filled page of a running sequence: a copy of it becomes a node."""
         piece = tuple(tokens[len(held) * BLOCK :])
         if piece and self.available:
             copy = self._new_page()
@@ -197,7 +197,7 @@ class PagedCache:
     def release(
         self, held: list[CacheNode], pages: list[int], tokens: Sequence[int], version: int, session: str | None
     ) -> None:
-        """End a sequence: its last, partly filled page stays findable, unused pages are free again."""
+        """End a sequence: its last, partly filled page stays in the trie, and its unused pages become free."""
         index = len(held)
         piece = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
         parent = held[-1] if held else self.root
@@ -209,8 +209,8 @@ class PagedCache:
             self._release(node)
 
     def discard(self, held: list[CacheNode], pages: list[int], *, wipe: bool = False) -> None:
-        """End a sequence and keep nothing of it but what others share. `wipe`: its numbers may not be finite, and must
-        not be there for the next owner of its pages, where a masked product would still spread them."""
+        """End a sequence and keep nothing of it but the pages that others share. `wipe` zeroes its pages: its numbers
+        may not be finite, and a masked product of the pages' next owner would still spread them."""
         own = pages[len(held) :]
         if wipe and own:
             self.keys[:, own] = 0
@@ -220,19 +220,19 @@ class PagedCache:
             self._release(node)
 
     def places(self, pages: Sequence[int], position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Page and offset, [count] each, of the tokens of a sequence that begin at `position`."""
+        """Page and offset, [count] each, of `count` tokens of a sequence from `position` on."""
         position_T = torch.arange(position, position + count, device=self.keys.device)
         return torch.tensor(pages, device=self.keys.device)[position_T // BLOCK], position_T % BLOCK
 
     def hold_experts(self, like_TEK: Tensor) -> Tensor:
-        """The expert ids of all pages; room for those of tokens like these is made if there is none yet."""
+        """The expert ids of all pages; allocated at the first call, for tokens like these."""
         if self.experts is None:
             shape = (self.num_pages, BLOCK, *like_TEK.shape[1:])
             self.experts = torch.zeros(shape, dtype=like_TEK.dtype, device=self.keys.device)
         return self.experts
 
     def routes(self, pages: list[int], first: int, end: int) -> Routes:
-        """The experts of a sequence's positions [first, end): those stored beside the keys that it uses."""
+        """Expert ids of a sequence's positions [first, end), as stored beside its keys."""
         assert self.experts is not None, "no pass has recorded any"
         begin = first // BLOCK
         blocks = self.experts[torch.tensor(pages[begin : -(-end // BLOCK)], device=self.experts.device)]
@@ -242,7 +242,7 @@ class PagedCache:
         return Routes(first=first, ids=data, layers=fed.shape[1], slots=fed.shape[2], wide=wide)
 
     def clear(self) -> None:
-        """Forget every prefix that no running sequence holds."""
+        """Drop every prefix that no running sequence holds."""
         while self.idle:
             self._evict(self.idle)
 
@@ -295,7 +295,7 @@ class PagedCache:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, because the end of a sequence's last page is read with weight 0, where garbage could be a NaN. On the CPU
-    from numpy, whose zeros take memory only once they are written to."""
+    they come from numpy, whose zeros take memory only when they are written."""
     if device.type == "cpu" and dtype == torch.float32:
         return torch.from_numpy(np.zeros(shape, dtype=np.float32))
     return torch.zeros(shape, dtype=dtype, device=device)

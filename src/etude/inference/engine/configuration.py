@@ -1,4 +1,4 @@
-"""The settings that decide an engine's numbers, for `/health`: the controller names engines of a run that differ."""
+"""The settings that affect an engine's numbers, for `/health`: the controller uses them to find engines that differ."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _processor(device: torch.device) -> str:
-    """The name of what computes; of a CPU on Linux as the kernel knows it."""
+    """The name of the processor or GPU; of a CPU on Linux, the kernel's name for it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""The cost of a pass over n tokens, measured or learned; and how many drafted tokens are worth feeding.
+"""The cost of a pass over n tokens, measured or learned, and the number of drafted tokens that are worth feeding.
 
 A pass costs T(n). With R sequences that emit e_r tokens each, drafts are chosen to maximise sum log e_r - R log T(n).
 For one sequence that is tokens per second; among several, a sequence's gain must outweigh the delay of all others
@@ -17,7 +17,7 @@ LARGEST = 512  # tokens of the largest pass that is measured, and drafted tokens
 _REPEATS = 3
 _DOUBLES = 64
 _FORGOTTEN = 400  # passes
-_SECONDS = 1.5  # a curve may take this long, and one pass more
+_SECONDS = 1.5  # measuring a curve takes at most this long, plus one pass
 
 
 class CostCurve:
@@ -42,11 +42,11 @@ class CostCurve:
         return np.interp(tokens_N, self._tokens, self._seconds) + beyond
 
     def worth_drafting(self, sequences: int, tokens: int) -> bool:
-        """Whether drafts that are always right would pay, in a pass with so many sequences and other tokens."""
+        """Whether drafts that are always right would pay, in a pass with so many sequences and further tokens."""
         if (sequences, tokens) not in self._worth:
             if len(self._worth) > 4096:
                 self._worth.clear()
-            # All sequences draft alike, K each.
+            # Every sequence drafts K tokens.
             lengths_K = np.arange(1, max(2, LARGEST // sequences + 1))
             ratio_K = self.seconds(tokens + sequences * lengths_K) / self.seconds(tokens)
             alone = np.log1p(np.arange(1, LARGEST + 1))
@@ -56,9 +56,9 @@ class CostCurve:
         return self._worth[sequences, tokens]
 
     def choose(self, sequences: int, tokens: int, limits: Sequence[int], rates: Sequence[float]) -> list[int]:
-        """How many drafted tokens to feed for each of the sequences that have a draft. `sequences` and `tokens` are
-        numbers of the pass without drafts; `limits` and `rates` the length of each draft and the chance of its tokens.
-        Tokens are ordered by falling gain, so the best set of n tokens is the first n."""
+        """The number of drafted tokens to feed for each of the sequences that have a draft. `sequences` and `tokens`
+        count the pass without drafts; `limits` and `rates` are the length of each draft and the chance that one of its
+        tokens is right. Tokens are ordered by falling gain, so the best set of n tokens is the first n."""
         if not limits or max(limits) == 0:
             return [0] * len(limits)
         gains: list[np.ndarray] = []
@@ -79,9 +79,9 @@ class CostCurve:
 
 
 def measure(run: Callable[[int], None], largest: int) -> CostCurve:
-    """The curve of `run(n)`, a pass over n tokens, for n = 1, the largest power of two up to `largest`, and as many of
-    those between them as time allows. The least of three: what a pass costs when nothing else disturbs it. The ends
-    come first: beyond the largest size that was measured a curve would be guessed from its noise."""
+    """The measured curve of `run(n)`, a pass over n tokens, for n = 1, the largest power of two up to `largest`, and as
+    many of those between them as time allows. Each cost is the least of three, to leave out disturbances. The ends are
+    measured first: beyond the largest measured size a curve would be extrapolated from noise."""
     sizes = [1 << bit for bit in range(largest.bit_length())]
     begin, least = time.perf_counter(), dict[int, float]()
     for size in _ends_first(sizes):
@@ -98,7 +98,7 @@ def measure(run: Callable[[int], None], largest: int) -> CostCurve:
 
 
 def _ends_first(sizes: Sequence[int]) -> list[int]:
-    """The first, the last, the middle, the middles of both halves, and so on."""
+    """The sizes in the order first, last, middle, the middles of both halves, and so on."""
     order, gaps = [sizes[0], sizes[-1]], [(0, len(sizes) - 1)]
     while gaps:
         first, last = gaps.pop(0)
@@ -110,20 +110,20 @@ def _ends_first(sizes: Sequence[int]) -> list[int]:
 
 
 class LearnedCosts:
-    """The curve of an engine that cannot be measured before it serves: from passes as they come. Sizes are kept by
-    powers of two. One that has not been seen for long is forgotten, so that a wrong impression is not kept for ever;
-    where there is only one left, a pass is taken to cost twice as much with `_DOUBLES` tokens more."""
+    """The cost curve of an engine that cannot be measured before it serves, learned from its passes. Sizes are grouped
+    by powers of two. A size that has not occurred for long is forgotten, so that a wrong estimate does not last. With
+    only one size, a pass is assumed to cost twice as much with `_DOUBLES` tokens more."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[float, float, int]] = {}  # mean tokens, mean seconds, when
         self._passes = 0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """A pass over `tokens` tokens took so many seconds."""
+        """Record that a pass over `tokens` tokens took so many seconds."""
         self._passes += 1
         size = tokens.bit_length()
         n, t, _ = self._kept.get(size, (tokens, seconds, 0))
-        # A pass that something else held up counts as one three times as long at most.
+        # An outlier, which something else delayed, counts as at most three times the mean.
         share = 0.2
         mean = t + share * (min(seconds, 3.0 * t) - t)
         self._kept[size] = (n + share * (tokens - n), mean, self._passes)

@@ -10,7 +10,7 @@ class Counters:
     """Sums since the start or the last `reset`; seconds of wall clock."""
 
     busy_seconds: float = 0.0  # inside forward passes and sampling
-    pause_seconds: float = 0.0  # sequences stood still for a weight swap
+    pause_seconds: float = 0.0  # pauses of sequences at weight swaps
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
@@ -22,9 +22,9 @@ class Counters:
     steps: int = 0
     draft_passes: int = 0  # passes in which some sequence fed drafted tokens
     drafted_tokens: int = 0
-    accepted_tokens: int = 0  # drafted ones that were emitted
+    accepted_tokens: int = 0  # drafted tokens that were emitted
 
     def reset(self) -> None:
-        """All sums back to zero."""
+        """Set all sums to zero."""
         for field in fields(self):
             setattr(self, field.name, field.default)

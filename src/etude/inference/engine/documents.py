@@ -1,10 +1,10 @@
-"""The document cache: keys and values of documents by (hash of token ids, weight version, recipe), for any place.
+"""The document cache: keys and values of documents by (hash of token ids, weight version, recipe), for any position.
 
-    gather (hold what is cached, make room for the rest) -> compute, beside decoding -> assemble into a sequence's pages
+    gather (hold cached entries, make room for the rest) -> compute, beside decoding -> assemble into a sequence's pages
 
-A request takes all the memory its documents need at once or waits without any, so requests never wait for each other in
-a circle. Entries that no request holds are evicted, least recently used first. Only `check` and `stats` are called from
-other threads than the engine's.
+A request takes the memory for all its documents at once or waits without any, so requests never wait for each other in
+a circle. Entries that no request holds are evicted, least recently used first. Only `check` and `stats` may be called
+from other threads than the engine's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.records import token_digest
 
 
 class DocumentKey(NamedTuple):
-    """Everything that the content of an entry depends on."""
+    """The key of an entry: everything that its content depends on."""
 
     ids: str  # digest of the token ids
     version: int  # of the weights
@@ -35,7 +35,7 @@ class DocumentKey(NamedTuple):
 
 @dataclass(eq=False)
 class DocumentEntry:
-    """A document in the cache, computed or on its way."""
+    """A document in the cache, computed or being computed."""
 
     key: DocumentKey
     document: CachedDocument
@@ -54,16 +54,16 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The entries that a waiting request holds: of its documents that reach beyond its first `begin` tokens."""
+    """The entries that a waiting request holds: its documents that reach beyond its first `begin` tokens."""
 
     version: int
     begin: int
-    places: tuple[tuple[int, DocumentEntry], ...]  # where in the prompt each begins
+    places: tuple[tuple[int, DocumentEntry], ...]  # offset in the prompt, entry
     missed_tokens: int  # of documents that were not in the cache
 
     @property
     def entries(self) -> set[DocumentEntry]:
-        """Each entry once, wherever it stands."""
+        """Each entry once, even if the prompt repeats it."""
         return {entry for _, entry in self.places}
 
 
@@ -80,7 +80,7 @@ class DocumentCounters:
 
 
 class Documents:
-    """The cache of one engine. `num_bytes` holds keys and values, those of documents being computed included."""
+    """The document cache of one engine. `num_bytes` bounds its keys and values, those being computed included."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, num_bytes: int, routes: bool) -> None:
         self.budget = num_bytes
@@ -96,15 +96,15 @@ class Documents:
         self._todo: deque[DocumentEntry] = deque()
         self.used = 0  # bytes
         self._gathered: dict[RunningSequence, Gathered] = {}
-        self._first: RunningSequence | None = None  # waits for room, which later ones must not take
+        self._first: RunningSequence | None = None  # waits for room; later sequences must not take it
 
     def stats(self) -> dict[str, int | float | str]:
-        """Counters, and how much the cache holds, for `/health`."""
+        """Counters, and the size of the cache, for `/health`."""
         state = {"entries": len(self._entries), "bytes": self.used, "budget_bytes": self.budget}
         return {**vars(self.counters), **state, "refusal": self.refusal}
 
     def check(self, request: Request) -> None:
-        """Raise ValueError if documents of this request cannot be served at all. From any thread."""
+        """Raise ValueError if the documents of this request can never be served. From any thread."""
         if request.documents and self.refusal:
             raise ValueError(f"{self.refusal}: send the documents as plain text of the prompt")
         needed = sum(map(len, {tuple(document) for document in request.documents}))
@@ -117,7 +117,7 @@ class Documents:
 
     def gather(self, sequence: RunningSequence, begin: int, version: int) -> bool:
         """Whether all documents that reach beyond the sequence's first `begin` tokens are computed and held for it. If
-        not, they will be, as soon as there is room: ask again after the next `compute`."""
+        not, they are queued until there is room: call again after the next `compute`."""
         if not sequence.request.documents:
             return True
         gathered = self._gathered.get(sequence)
@@ -132,7 +132,7 @@ class Documents:
         return gathered is not None and all(entry.ready for entry in gathered.entries)
 
     def _hold(self, request: Request, begin: int, version: int) -> Gathered | None:
-        """The entries of a request; None if there is no room as long as others hold theirs."""
+        """The entries of a request; None if there is no room beside the entries that others hold."""
         starts = accumulate(map(len, request.documents), initial=0)
         keys = {
             start: (DocumentKey(token_digest(ids), version, self.recipe), ids)
@@ -160,7 +160,7 @@ class Documents:
         return gathered
 
     def _make_room(self, num_bytes: int, kept: set[DocumentKey]) -> bool:
-        """Evict idle entries, but those of `kept`, until `num_bytes` more fit; nothing if that is not enough."""
+        """Evict idle entries, except `kept`, until `num_bytes` more fit; evict nothing if that is not enough."""
         excess = self.used + num_bytes - self.budget
         leaving: list[DocumentEntry] = []
         for entry in self._entries.values():
@@ -177,9 +177,9 @@ class Documents:
         return True
 
     def compute(self, tokens: int, version: int, *, serial: bool) -> bool:
-        """One pass over up to `tokens` tokens of documents that requests wait for; whether there were any. `serial`: of
-        one document only, so that its bits depend on nothing else."""
-        # After a swap, those of the old version are not computed further: `gather` releases them.
+        """Run one pass over up to `tokens` tokens of queued documents. Returns whether there were any. `serial` limits
+        the pass to one document, so that its bits depend on nothing else."""
+        # After a swap, documents of the old version are not computed further: `gather` releases them.
         self._todo = deque(entry for entry in self._todo if entry.key.version == version)
         parts: list[tuple[CachedDocument, int]] = []
         for entry in self._todo:
@@ -201,7 +201,7 @@ class Documents:
         compute(self._model, self._rotation, parts, self._routes)
 
     def _compute_alone(self, parts: list[tuple[CachedDocument, int]]) -> None:
-        """Each part in a pass of its own; the requests of those that cannot be computed fail."""
+        """Compute each part in a pass of its own. Where a pass fails, the requests for its document fail."""
         for part in parts:
             try:
                 self._compute([part])
@@ -218,14 +218,15 @@ class Documents:
             return 0
         start_time = time.perf_counter()
         for start, entry in gathered.places:
-            if begin < start + len(entry.document):  # the prefix cache may have got others since they were gathered
+            if begin < start + len(entry.document):  # the prefix cache may have gained others since
                 self._place(sequence.pages, start, entry.document, max(begin - start, 0))
         self.release(sequence)
         self.counters.assembly_seconds += time.perf_counter() - start_time
         return sequence.request.document_tokens - gathered.missed_tokens
 
     def _place(self, pages: list[int], start: int, document: CachedDocument, first: int) -> None:
-        """The document's tokens from `first` on; its first one stands at position `start` of the pages' sequence."""
+        """Write the document's tokens from `first` on; its first token stands at position `start` of the pages'
+        sequence."""
         cache, rotation, length = self._cache, self._rotation, len(document)
         assert rotation is not None
         if self._placeable:
@@ -244,8 +245,8 @@ class Documents:
             experts[cache.places(pages, start + first, length - first)] = document.experts_nEK[first:]
 
     def release(self, sequence: RunningSequence, *, stale: bool = False) -> None:
-        """Release what the sequence holds, if anything. Documents that no other waits for are not computed further,
-        and `stale` ones are not kept."""
+        """Release the entries that the sequence holds. Documents that no other request waits for are not computed
+        further, and `stale` ones are dropped."""
         if self._first is sequence:
             self._first = None
         gathered = self._gathered.pop(sequence, None)

@@ -1,9 +1,9 @@
-"""Where drafts come from: the sources of a request (the merged file, the original, the sketch) and a sequence's own
-text.
+"""Drafts: tokens that may come next, copied from the sources of a request (the merged file, the original, the sketch)
+or from a sequence's own text.
 
 A `Drafter` follows one sequence. It holds a pointer into one source and moves it along with the emitted tokens. After a
 divergence it looks for the longest run of recent tokens in every source. It learns how often a source is right after a
-match of which length, also from drafts that were proposed and not fed. Nothing here can change what is sampled.
+match of each length, also from drafts that were proposed and not fed. Nothing here can change the sampled tokens.
 
 The sequence's own text is scanned, not indexed by a suffix automaton: docs/decisions/0007-speculative-edits.md.
 """
@@ -17,29 +17,29 @@ import numba
 import numpy as np
 
 MATCHES = (2, 3, 6, 12, 24, 96)  # match lengths that are distinguished
-START, GUESS = len(MATCHES), len(MATCHES) + 1  # a source's first token; one token was replaced by another
+START, GUESS = len(MATCHES), len(MATCHES) + 1  # at a source's first token; after one replaced token
 _TAIL = MATCHES[-1]
-_NEAR = 64  # two equal tokens count as a match only this far ahead of where the sequence was
+_NEAR = 64  # two equal tokens count as a match only up to this distance ahead of the sequence's last place
 _GUESSED = 4  # tokens drafted on a guess
-OWN = "own"  # the source that is the sequence's own text
+OWN = "own"  # the name of the sequence's own text as a source
 
-# Before anything is seen: hits per token, by match length. Worth `_PRIOR` tokens.
+# Initial hit rates by match length, with the weight of `_PRIOR` tokens.
 _FIRST = np.array([0.6, 0.75, 0.88, 0.94, 0.97, 0.99, 0.95, 0.5])
 _PRIOR = 4.0
-_REMEMBERED = 2000.0  # tokens that the engine's rates look back over
+_REMEMBERED = 2000.0  # the engine's rates fade over this many tokens
 _SEQUENCE_REMEMBERED = 400.0
 
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Tokens the answer may repeat. `name` is for figures: "merge", "prediction", "sketch"."""
+    """Tokens that the answer may repeat. `name` labels figures: "merge", "prediction", "sketch"."""
 
     name: str
     ids: np.ndarray  # int32 [tokens]
 
 
 def encode_after(encode: Callable[[str], list[int]], left: str, text: str) -> np.ndarray:
-    """Ids of `text`, int32 [tokens], as they are after `left`: its first token may depend on that."""
+    """Ids of `text`, int32 [tokens], as encoded behind `left`: the first token may depend on it."""
     head, whole = encode(left), encode(left + text)
     ids = whole[len(head) :] if whole[: len(head)] == head else encode(text)
     return np.array(ids, dtype=np.int32)
@@ -54,7 +54,7 @@ class Rates:
         self.tries = np.zeros(len(_FIRST))
 
     def note(self, kind: int, hits: int, missed: bool) -> None:
-        """A draft of this kind was right for `hits` tokens; `missed` if it then was wrong."""
+        """Record that a draft of this kind was right for `hits` tokens, and wrong after them if `missed`."""
         self.hits[kind] += hits
         self.tries[kind] += hits + missed
         if self.tries[kind] > self._remembered:
@@ -63,24 +63,24 @@ class Rates:
             self.tries[kind] *= fade
 
     def rate(self, kind: int, prior: float) -> float:
-        """Share of right tokens, beginning at `prior`."""
+        """Share of right tokens, with `prior` as the initial value."""
         return float((self.hits[kind] + _PRIOR * prior) / (self.tries[kind] + _PRIOR))
 
 
 class SharedRates:
-    """Rates over all sequences of an engine, by the name of a source: where a new sequence starts from."""
+    """Rates over all sequences of an engine, by the name of a source: the priors of a new sequence."""
 
     def __init__(self) -> None:
         self._rates: dict[str, Rates] = {}
 
     def rates(self, name: str) -> Rates:
-        """The rates of all sources of this name."""
+        """The rates of all sources with this name."""
         return self._rates.setdefault(name, Rates(_REMEMBERED))
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens that may come next, and the chance of each, given that those before it were right."""
+    """Tokens that may come next, and the chance of each, provided that those before it are right."""
 
     ids: np.ndarray  # int32, possibly empty
     rate: float
@@ -90,18 +90,18 @@ _NOTHING = Proposal(np.empty(0, np.int32), 0.0)
 
 
 class Drafter:
-    """The drafts of one sequence. `history_T` in the calls is the sequence's tokens so far, prompt and output."""
+    """The drafts of one sequence. `history_T` in the calls are the sequence's tokens so far, prompt and output."""
 
     def __init__(self, sources: Sequence[DraftSource], prompt_length: int, shared: SharedRates) -> None:
         self._sources = [source for source in sources if len(source.ids)]
         self._names = [*(source.name for source in self._sources), OWN]
         self._shared = [shared.rates(name) for name in self._names]
         self._rates = [Rates(_SEQUENCE_REMEMBERED) for _ in self._names]
-        self._homes = [0] * len(self._sources)  # where the sequence is in each source, or was when it left it
+        self._homes = [0] * len(self._sources)  # the sequence's present or last place in each source
         self._seen = prompt_length
         self._fed = 0  # tokens of the last proposal that were fed
         self._source, self._at, self._kind, self._length = 0, 0, START, 0
-        self._lost = not self._sources  # there is nothing to follow
+        self._lost = not self._sources  # no source is followed
         self._drafted = [np.zeros(len(source.ids), bool) for source in self._sources]
         self._accepted = [np.zeros(len(source.ids), bool) for source in self._sources]
 
@@ -120,13 +120,13 @@ class Drafter:
         return Proposal(ids, self._rates[self._source].rate(self._kind, shared))
 
     def fed(self, count: int) -> None:
-        """The first `count` tokens of the last proposal are in the pass that comes now."""
+        """Record that the first `count` tokens of the last proposal are in the coming pass."""
         self._fed = count
         if self._source < len(self._sources):
             self._drafted[self._source][self._at : self._at + count] = True
 
     def follow(self, history_T: np.ndarray) -> None:
-        """Take note of the tokens emitted since the last call."""
+        """Record the tokens emitted since the last call."""
         new = history_T[self._seen :]
         if not len(new):
             return
@@ -157,7 +157,7 @@ class Drafter:
             self._lost, self._source, self._at, self._kind, self._length = False, was, at, GUESS, 0
 
     def counts(self) -> tuple[int, int]:
-        """Tokens of the given sources that were drafted and emitted, and that were drafted and never emitted."""
+        """Numbers of drafted tokens from the request's sources that were emitted, and that were never emitted."""
         accepted = sum(int(a.sum()) for a in self._accepted)
         rejected = sum(int((d & ~a).sum()) for d, a in zip(self._drafted, self._accepted, strict=True))
         return accepted, rejected
@@ -166,7 +166,8 @@ class Drafter:
         return self._sources[self._source].ids if self._source < len(self._sources) else history_T
 
     def _find(self, history_T: np.ndarray) -> None:
-        """The longest run of recent tokens in any source; of equal ones the first source's, nearest to its home."""
+        """The longest run of recent tokens in any source; ties go to the first source, then to the place nearest its
+        home."""
         tail = history_T[-_TAIL:]
         best = 0
         for index, source in enumerate(self._sources):
@@ -184,7 +185,7 @@ class Drafter:
 
 
 def _kind(length: int) -> int:
-    """Index of the greatest match length that `length` reaches."""
+    """Index of the largest length in `MATCHES` that `length` reaches."""
     return max(sum(length >= step for step in MATCHES) - 1, 0)
 
 
@@ -199,9 +200,9 @@ def _common(a, b):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def longest_match(text, tail, home, near):  # type: ignore[no-untyped-def]
-    """The longest end of `tail` that `text` holds with something after it: a length of `MATCHES`, or 0, and where
-    the text goes on. Of equal ones the nearest at or after `home`, else the last before it; two tokens count only if
-    they end within `near` tokens after `home`."""
+    """The longest suffix of `tail` that `text` contains with a token after it: its length in `MATCHES`, or 0, and the
+    place of the token after it. Ties go to the nearest place at or after `home`, else to the last before it. Two tokens
+    count only if they end within `near` tokens after `home`."""
     best, where = 0, -1
     last = tail[len(tail) - 1]
     for end in range(1, len(text)):

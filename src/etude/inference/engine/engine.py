@@ -33,14 +33,15 @@ from etude.inference.engine.scheduler import Scheduler
 from etude.models import batch_invariant, fused
 from etude.records import Generation
 
-Scored = tuple[int, list[float]]  # the version, and log-probabilities
-DECODED = 32  # last tokens of a scored sequence that are decoded: a version must live as long as so many passes
+VERSION_CHANGED = -1  # in place of a version: the weights changed while the sequence was scored
+Scored = tuple[int, list[float]]  # the version or VERSION_CHANGED, and log-probabilities
+DECODED = 32  # the last tokens of a scored sequence, which are decoded; a version must last for as many passes
 _IDLE_SECONDS = 0.5  # how long the thread sleeps at most before it checks its queues
 
 
-def _joined(asked: int, parts: list[Future[Any]]) -> Future[Scored]:
-    """The version and the log-probabilities of a prompt's scores, of forced tokens, or of both, in that order. `asked`
-    is the version when they were asked for, which alone counts for forced tokens."""
+def _joined(first_version: int, parts: list[Future[Any]]) -> Future[Scored]:
+    """Gathers the scores of a prompt, of forced tokens, or of both into one future, in that order. `first_version` was
+    served at the request; only forced tokens are compared with it. VERSION_CHANGED replaces several versions."""
     future: Future[Scored] = Future()
     future.set_running_or_notify_cancel()
     left, lock = len(parts), threading.Lock()
@@ -55,16 +56,18 @@ def _joined(asked: int, parts: list[Future[Any]]) -> Future[Scored]:
             if (error := part.exception()) is not None:
                 future.set_exception(error)
                 return
-        seen: set[int] = set()
+        versions: set[int] = set()
         log_probs: list[float] = []
         for part in parts:
             if isinstance(result := part.result(), Generation):
-                seen |= {asked, *result.versions, *([] if result.finish_reason == "length" else [-1])}
+                versions |= {first_version, *result.versions}
+                if result.finish_reason != "length":
+                    versions.add(VERSION_CHANGED)
                 log_probs += result.logprobs
             else:
-                seen.add(result[0])
+                versions.add(result[0])
                 log_probs += result[1].log_probs.tolist()
-        future.set_result((seen.pop() if len(seen) == 1 else -1, log_probs))
+        future.set_result((versions.pop() if len(versions) == 1 else VERSION_CHANGED, log_probs))
 
     for part in parts:
         part.add_done_callback(ended)
@@ -73,9 +76,9 @@ def _joined(asked: int, parts: list[Future[Any]]) -> Future[Scored]:
 
 class Engine:
     """Runs requests on one model. Start it with `start` (a thread) or call `step` yourself. `max_length` bounds prompt
-    and answer below the model's context. `routes` keeps the experts of every token for requests that ask for them.
-    Raises CacheTooSmall if the cache of `config` is,
-    ValueError for a model whose layers keep no keys and values that it could hold."""
+    and answer below the model's context. With `routes`, the experts of every token are kept for requests that ask for
+    them. Raises CacheTooSmall if the cache of `config` is too small, and ValueError for a model whose layers keep state
+    that this engine cannot hold."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class Engine:
         )
         self.cache, self.documents = self.scheduler.cache, self.scheduler.documents
         self.max_length = self.cache.max_length
-        # Deterministic mode is about bits, and those depend on the size of a pass.
+        # Deterministic mode promises equal bits, which depend on the size of a pass.
         self.speculate = self.config.speculate and not deterministic
         self.runner = Runner(
             model,
@@ -132,9 +135,9 @@ class Engine:
     # --- called from any thread -----------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_token: Callable[[int, float], None] | None = None) -> RunningSequence:
-        """Queue a request; `RunningSequence.future` gives its Generation. `on_token(id, logprob)` is called on the
-        engine's thread for every sampled token. Raises ValueError for a request that cannot run, RuntimeError if the
-        engine is closed."""
+        """Queue a request; `RunningSequence.future` resolves to its Generation. `on_token(id, logprob)` is called on
+        the engine's thread for every sampled token. Raises ValueError for a request that cannot run, RuntimeError if
+        the engine is closed."""
         request.check(self.max_length, self.vocab_size)
         self.documents.check(request)
         if request.routes_from is not None and not self.routes:
@@ -148,13 +151,14 @@ class Engine:
         return sequence
 
     def generate(self, request: Request, timeout: float = 600.0) -> Generation:
-        """Submit and wait. Needs the thread. Raises TimeoutError after `timeout` seconds."""
+        """Submit a request and wait for its generation. Needs the thread. Raises TimeoutError after `timeout`
+        seconds."""
         return self.submit(request).future.result(timeout)
 
     def swap(self, version: int, apply: Callable[[], None]) -> Future[float]:
-        """Between two steps call `apply`, which writes new weights into the live tensors, and go on as `version`. The
-        future gives the seconds that sequences stood still. If `apply` raises SwapUndone, so does the future and the
-        engine goes on with the old version; any other error ends the engine."""
+        """Call `apply`, which writes new weights into the live tensors, between two steps, and go on as `version`. The
+        future resolves to the seconds that sequences were paused. If `apply` raises SwapUndone, so does the future and
+        the engine goes on with the old version; any other error ends the engine."""
         future: Future[float] = Future()
         with self._wake:
             self._check_open()
@@ -163,20 +167,20 @@ class Engine:
         return future
 
     def score(self, ids: list[int], *, decoded: bool = False) -> Future[Scored]:
-        """The version, and log-probabilities as `forward.score` gives them. With `decoded`, those of the last DECODED
-        tokens, or of the second half of a short sequence, come from decoding: the tokens are fed one at a time through
-        the cache, beside other requests, as the tokens of episodes are. The version is -1 if another came meanwhile.
-        Raises ValueError for ids without any."""
+        """The version, and the log-probabilities as `forward.score` computes them. With `decoded`, those of the last
+        DECODED tokens, or of the second half of a short sequence, come from decoding: the tokens are fed one at a time
+        through the cache, beside other requests, like the tokens of episodes. The version is VERSION_CHANGED if the
+        weights changed meanwhile. Raises ValueError for an empty sequence."""
         check_sequence(ids, self.max_length, self.vocab_size)
-        asked, first = self.version, len(ids) - (min(DECODED, len(ids) // 2) if decoded else 0)
+        first_version, first = self.version, len(ids) - (min(DECODED, len(ids) // 2) if decoded else 0)
         parts: list[Future[Any]] = [self.score_prompt(ids[:first])] if first > 1 else []
         if decoded:
             rest = Request(ids=ids[:first], forced=tuple(ids[first:]), max_tokens=len(ids) - first)
             parts.append(self.submit(rest).future)
-        return _joined(asked, parts)
+        return _joined(first_version, parts)
 
     def score_prompt(self, ids: list[int], top: int = 0) -> Future[tuple[int, PromptScores]]:
-        """As `score`, with ranks, and with the `top` most probable tokens at each place."""
+        """The version, and the scores of a prompt with ranks and the `top` most probable tokens at each position."""
         check_sequence(ids, self.max_length, self.vocab_size)
         future: Future[tuple[int, PromptScores]] = Future()
         future.set_running_or_notify_cancel()
@@ -187,7 +191,7 @@ class Engine:
         return future
 
     def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Stop sampling. `abort` ends running requests, `wait` lets them end, `keep` freezes them where they are."""
+        """Stop sampling. `abort` ends running requests, `wait` lets them end, `keep` freezes them in place."""
         if mode not in ("abort", "wait", "keep"):
             raise ValueError(f"pause mode {mode!r} is not one of abort, wait, keep")
         with self._wake:
@@ -206,17 +210,17 @@ class Engine:
 
     @property
     def is_paused(self) -> bool:
-        """Whether `pause` was called, and not `resume` since."""
+        """Whether `pause` was called without a later `resume`."""
         return self._paused is not None
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests running and waiting."""
+        """Number of running and of waiting requests."""
         return self.scheduler.running, len(self._arrived) + len(self.scheduler.waiting)
 
     @property
     def scoring(self) -> int:
-        """Sequences that wait to be scored."""
+        """Number of sequences that wait to be scored."""
         return len(self._scores)
 
     def start(self) -> None:
@@ -225,7 +229,7 @@ class Engine:
         self._thread.start()
 
     def close(self, timeout: float = 30.0) -> None:
-        """Abort what runs and end the thread."""
+        """Abort running requests and end the thread."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -278,7 +282,7 @@ class Engine:
         return bool(self.scheduler.running or self._scores or (waiting and not self._paused))
 
     def step(self) -> None:
-        """Apply swaps and aborts, admit, run one forward pass, answer what has ended. A request that cannot be computed
+        """Apply swaps and aborts, admit, run one forward pass, answer ended requests. A request that cannot be computed
         fails alone; an error that any request would meet is raised, and ends the engine (`_check_itself`)."""
         self._take_arrivals()
         self._apply_swaps()
@@ -323,8 +327,8 @@ class Engine:
         future.set_result((self.version, scores))
 
     def _check_itself(self, error: BaseException) -> None:
-        """After a request has failed with `error`: raises it if a pass over two tokens that nobody sent fails, too, or
-        is not finite. Then the weights or the machine are at fault, and every request would fail."""
+        """Raises `error`, with which a request failed, if a pass over two test tokens fails, too, or is not finite.
+        Then the weights or the machine are at fault, and every request would fail."""
         try:
             if np.isfinite(self.runner.score([0, 1]).log_probs).all():
                 return

@@ -1,4 +1,4 @@
-"""One pass of the model over a flat batch of tokens, and what such passes cost."""
+"""One pass of the model over a flat batch of tokens, and the cost of such passes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def logits_of(
     alone: bool = False,
     routes: bool = False,
 ) -> Tensor:
-    """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys and values go to the cache. `routes`: its
-    expert ids, too. `alone`: no padding, so that the bits are those of a plain pass over these tokens. In
-    batch-invariant mode (`etude.models.batch_invariant`) those of a token are the same in any pass."""
+    """Float32 logits [S, V] at the tokens `sampled_S` of the batch. The cache gets its keys and values, and with
+    `routes` its expert ids. `alone` leaves padding out, so that the bits are those of a plain pass over these tokens.
+    In batch-invariant mode (`etude.models.batch_invariant`) a token's bits are the same in every pass."""
     device = cache.keys.device
     batch = PagedBatch(cache, table, slot_N.astype(np.int32), position_N.astype(np.int32))
     padding, more = (
@@ -71,7 +71,7 @@ def _padded(x_N: np.ndarray, padding: int) -> np.ndarray:
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities [T - 1] of tokens, their ranks from 1 on, and the most probable tokens at each place."""
+    """Log-probabilities [T - 1] of tokens, their ranks from 1 on, and the most probable tokens at each position."""
 
     log_probs: np.ndarray
     ranks: np.ndarray
@@ -81,9 +81,9 @@ class PromptScores(NamedTuple):
 def score(
     model: PreTrainedModel, like: PagedCache, ids: Sequence[int], top: int = 0, *, alone: bool = False
 ) -> PromptScores:
-    """Log-probabilities, float32 [T - 1], of `ids` [T] but the first, each given those before it, at temperature 1;
-    with `top`, the most probable tokens beside each. One pass as `logits_of` makes them, over keys and values of its
-    own: nothing is read from the cache `like`, nor left there. May be called between two passes of an engine."""
+    """Log-probabilities, float32 [T - 1], of the tokens `ids` [T] after the first, each given those before it, at
+    temperature 1; with `top`, also the most probable tokens at each position. It is one pass of `logits_of` with a
+    cache of its own: the cache `like` is neither read nor written. May be called between two passes of an engine."""
     scratch = _scratch(like, len(ids))
     ids_T, position_T = np.array(ids, dtype=np.int64), np.arange(len(ids))
     table, slot_T = np.arange(scratch.num_pages, dtype=np.int32)[None], np.zeros(len(ids), np.int64)
@@ -112,8 +112,8 @@ def _scratch(like: PagedCache, tokens: int) -> PagedCache:
 
 
 def cost_curve(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
-    """Seconds of verifying n tokens after a context of some hundred, sampling included; measured once per model. Runs
-    on keys and values of its own, so it may be called between two passes of an engine."""
+    """Seconds of verifying n tokens after a context of some hundred, sampling included; measured once per model. The
+    measurement has a cache of its own, so it may run between two passes of an engine."""
     kept = _curves.setdefault(model, {})
     largest = max(2, min(LARGEST, cache.max_length // 2))
     key = (model.dtype, str(cache.keys.device), torch.get_num_threads(), largest)

@@ -1,4 +1,4 @@
-"""From a model folder to an engine that has shown to compute what transformers computes."""
+"""Loads a model folder into an engine, and checks it against the forward pass of transformers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def load_engine(
     deterministic: bool = False,
     routes: bool = False,
 ) -> Engine:
-    """An engine on the model of a Hugging Face folder, not started. Raises UserError: for a folder that cannot be
-    loaded, a cache that does not hold `max_length` tokens, and an architecture that the engine does not compute."""
+    """An engine on the model of a Hugging Face folder, not started. Raises UserError for a folder that cannot be
+    loaded, a cache too small for `max_length` tokens, and an architecture that the engine computes differently."""
     root = Path(folder)
     check_device(config.device, "device")
     if why := support.refusal(load_config(root), "engine"):
@@ -54,7 +54,7 @@ def load_engine(
 
 
 def described(engine: Engine) -> str:
-    """The weights that were loaded: how many, in which type, in how much memory. A line for people."""
+    """A line for people about the loaded weights: their number, type and memory."""
     weights = list({t.data_ptr(): t for t in (*engine.model.parameters(), *engine.model.buffers())}.values())
     count, size = sum(t.numel() for t in weights), sum(t.nbytes for t in weights)
     dtype, device = str(engine.model.dtype).removeprefix("torch."), engine.cache.keys.device.type
@@ -64,13 +64,13 @@ def described(engine: Engine) -> str:
 
 
 def trial(engine: Engine) -> str:
-    """Why the engine does not compute what transformers' own forward pass computes, "" if it does: three rows of
+    """The first difference between the engine and transformers' own forward pass, or "". The trial runs three rows of
     different lengths, their prompts cut into chunks, their other tokens decoded beside each other. The engine must not
     run yet, and is as new afterwards."""
 
     def ours(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         if engine.runner.speculation is not None:
-            _ = engine.runner.speculation.curve  # is measured now, by passes that may fail
+            _ = engine.runner.speculation.curve  # measured now: its passes may fail
         scored = [engine.score(row.tolist(), decoded=True) for row in rows]
         for _ in range(_STEPS):
             if all(future.done() for future in scored):

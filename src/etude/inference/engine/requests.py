@@ -1,4 +1,4 @@
-"""Requests, the sequences that they become, and the states of the sequences that run."""
+"""Requests, the sequences that run them, and the arrays with the states of running sequences."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from etude.records import Generation
 MAX_STOP_IDS = 16
 MAX_TEMPERATURE = 1e6
 LEAST_TEMPERATURE = 1e-4
-"""Below it the most probable token is taken, as at temperature 0: logits divided by less leave float32's range."""
-_AFTER_DOCUMENTS = 2**32  # more than there are tokens
+"""Below it the most probable token is taken, as at temperature 0: smaller divisors overflow float32 logits."""
+_AFTER_DOCUMENTS = 2**32  # above every token id
 
 
 class PromptTooLong(ValueError):
@@ -31,11 +31,11 @@ class RequestFailed(Exception):
 
 
 class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
-    """One generation as the engine runs it: the fields of the wire, the `sources` of its drafts, and the sampling
-    parameters of clients. `sources` hold text that the answer may repeat, the most trusted first: they change how fast
-    it comes, and nothing else. Each document is cached by its own tokens, so it should begin with tokens that attention
-    can rest on (a header line). `forced` tokens are decoded like any others, but given instead of drawn; their
-    log-probabilities are those at temperature 1."""
+    """One generation as the engine runs it: the fields of the wire, the `sources` of its drafts, and sampling
+    parameters. `sources` are texts that the answer may repeat, the most trusted first; they change only the speed. Each
+    document is cached by its own tokens, so it should begin with tokens that attention can rest on (a header line).
+    `forced` tokens are decoded like sampled ones, but are given by the request; their log-probabilities are those at
+    temperature 1."""
 
     sources: tuple[DraftSource, ...] = ()
     params: SamplingParams = SamplingParams()
@@ -43,27 +43,27 @@ class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def document_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return sum(map(len, self.documents))
 
     @cached_property
     def prompt(self) -> list[int]:
-        """The ids of the documents and of what follows them."""
+        """The ids of the documents and of the text after them."""
         return [token for part in (*self.documents, self.ids) for token in part] if self.documents else self.ids
 
     @cached_property
     def path(self) -> list[int]:
-        """The prompt as the prefix cache keys it. A token's keys depend on the tokens that it sees, and documents do
-        not see what stands before them. So a prompt with documents must not share a prefix with a plain prompt of the
-        same ids: the first token of each document, and the first one after the documents, is replaced by a negative
-        number that stands for it."""
+        """The key of the prompt in the prefix cache. A token's keys depend on the tokens that it sees, and documents do
+        not see the text before them. So a prompt with documents must not share a prefix with a plain prompt of the same
+        ids: the first token of each document, and the first token after the documents, is replaced by a negative
+        number."""
         if not self.documents:
             return self.ids
         marked = [token for document in self.documents for token in (~document[0], *document[1:])]
         return [*marked, ~self.ids[0] - _AFTER_DOCUMENTS, *self.ids[1:]]
 
     def check(self, max_length: int, vocab_size: int) -> None:
-        """Raise ValueError unless an engine with this context and vocabulary can run the request."""
+        """Raise ValueError if an engine with this context and vocabulary cannot run the request."""
         for i, document in enumerate(self.documents):
             if not document:
                 raise ValueError(f"document {i} is empty: leave it out")
@@ -103,7 +103,7 @@ class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
 
 
 def check_sequence(ids: list[int], max_length: int, vocab_size: int) -> None:
-    """Raise ValueError unless an engine with this context and vocabulary can score `ids`."""
+    """Raise ValueError if an engine with this context and vocabulary cannot score `ids`."""
     if not 2 <= len(ids) <= max_length:
         raise ValueError(f"a sequence to score has 2 to {max_length} tokens, got {len(ids)}")
     if not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -112,7 +112,7 @@ def check_sequence(ids: list[int], max_length: int, vocab_size: int) -> None:
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A request on its way through the engine, from its submission to its generation."""
+    """A request in the engine, from its submission to its generation."""
 
     request: Request
     future: Future[Generation]
@@ -122,13 +122,13 @@ class RunningSequence:
     slot: int = -1  # in the `SequenceStates`; -1 while it waits and after its end
     fed: int = 0  # prompt tokens whose keys and values are computed
     cached: int = 0  # prompt tokens that were not computed for this request
-    cached_documents: int = 0  # those of them that belong to documents
+    cached_documents: int = 0  # the part of them that belongs to documents
     pages: list[int] = field(default_factory=list)
     held: list[CacheNode] = field(default_factory=list)  # of the first pages, which others may share
     kv_version: int = 0  # oldest version that computed a key or value it sees
     drafter: Drafter | None = None
-    undrafted: bool = False  # the next token is decided without drafts beside it
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)  # beside each sampled token, if they are asked for
+    undrafted: bool = False  # the next token is drawn in a pass without drafts
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)  # at each sampled token, if requested
 
     def abort(self) -> None:
         """Finish at the next step with the tokens sampled so far and reason "abort"."""
@@ -141,7 +141,7 @@ class RunningSequence:
 
 
 def failed(cause: Exception) -> RequestFailed:
-    """The error of a request that `cause` kept from being computed."""
+    """The error of a request that could not be computed because of `cause`."""
     error = RequestFailed(f"the engine could not compute this request: {type(cause).__name__} {cause}".rstrip())
     error.__cause__ = cause
     return error
@@ -157,7 +157,7 @@ class SequenceStates:
         self.table = np.zeros((count, pages), dtype=np.int32)
         self.length = np.zeros(count, dtype=np.int64)  # tokens of the sequence, the sampled ones included
         self.limit = np.zeros(count, dtype=np.int64)  # length at which the sequence ends
-        self.forced = np.zeros(count, dtype=bool)  # whether `ids` holds the tokens to come
+        self.forced = np.zeros(count, dtype=bool)  # whether `ids` holds the coming tokens
         self.last = np.zeros(count, dtype=np.int64)
         self.temperature = np.zeros(count, dtype=np.float64)
         self.top_p = np.zeros(count, dtype=np.float64)
@@ -185,11 +185,11 @@ class SequenceStates:
         self.stop[slot, : len(request.stop)] = request.stop
 
     def write_pages(self, sequence: RunningSequence) -> None:
-        """The page table after the sequence's pages have changed."""
+        """Update the page table after the sequence's pages have changed."""
         self.table[sequence.slot, : len(sequence.pages)] = sequence.pages
 
     def append(self, slot_N: np.ndarray, ids_N: np.ndarray, log_probs_N: np.ndarray, version: int) -> np.ndarray:
-        """Note one sampled token per slot; bool [N], true where the sequence ends with it."""
+        """Record one sampled token per slot. Returns bool [N], true where the sequence ends with it."""
         position_N = self.length[slot_N]
         self.ids[slot_N, position_N] = ids_N
         self.log_probs[slot_N, position_N] = log_probs_N
@@ -207,8 +207,8 @@ class SequenceStates:
         log_probs_S: np.ndarray,
         version: int,
     ) -> np.ndarray:
-        """Note `counts[n]` sampled tokens, from `starts[n]` on, per slot; bool [N], true where the sequence ends with
-        the last of them."""
+        """Record `counts[n]` sampled tokens, from `starts[n]` on, per slot. Returns bool [N], true where a sequence
+        ends."""
         for slot, start, count in zip(slot_N.tolist(), starts.tolist(), counts.tolist(), strict=True):
             if count:
                 where = slice(self.length[slot], self.length[slot] + count)
@@ -224,7 +224,7 @@ class SequenceStates:
         return stopped_N | (self.length[slot_N] >= self.limit[slot_N])
 
     def reasons(self, slot_N: np.ndarray, done_N: np.ndarray) -> list[str]:
-        """Why each sequence ends, "stop" or "length"; "" where it goes on."""
+        """The reason why each sequence ends, "stop" or "length", or "" where it goes on."""
         stopped_N = (self.stop[slot_N] == self.last[slot_N][:, None]).any(axis=1)
         return ["" if not done else "stop" if stop else "length" for done, stop in zip(done_N, stopped_N, strict=True)]
 
@@ -236,6 +236,6 @@ class SequenceStates:
         return ids, log_probs, versions
 
     def close(self, sequence: RunningSequence) -> None:
-        """Take the sequence's slot back."""
+        """Free the sequence's slot."""
         self.free.append(sequence.slot)
         sequence.slot = -1

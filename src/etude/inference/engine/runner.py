@@ -1,4 +1,4 @@
-"""One pass after the other: feed a batch to the model, draw tokens, and verify drafts."""
+"""Runs passes: feeds a batch to the model, draws tokens, and verifies drafts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Drafts = list[np.ndarray] | None
 
 @dataclass(frozen=True)
 class Drawn:
-    """The draws of one pass: `count_R` of each sequence, one after the other. The drafts are those of the first."""
+    """The draws of one pass: `count_R` of each sequence, in order. `drafts`, if any, belong to the first sequences."""
 
     sequences: list[RunningSequence]
     drafts: Drafts
@@ -55,12 +55,12 @@ class Runner:
         self._model, self._cache, self._states, self._counters = model, cache, states, counters
         self._serial, self._routes = serial, routes
         self.speculation = Speculation(lambda: cost_curve(model, cache)) if speculate else None
-        # In narrower types every draw would be in doubt: there the pass with drafts decides.
+        # In narrower types every draw would be doubtful, so there the pass with drafts decides.
         self._margin = MARGIN if model.dtype == torch.float32 else -1.0
 
     def run(self, batch: ScheduledBatch, version: int) -> list[str]:
-        """Computes the batch and emits tokens; returns why its sequences end, as `Scheduler.update` takes it. A
-        sequence that cannot be computed fails, and the others go on."""
+        """Computes the batch and emits tokens. Returns the reasons why its sequences end, as `Scheduler.update` takes
+        them. A sequence that cannot be computed fails, and the others go on."""
         try:
             drawn = [self._draw(batch, drafting=True)]
         except Exception:
@@ -73,8 +73,8 @@ class Runner:
         return [reasons.get(s, "") for s in (*batch.decoding, *batch.prompts)] if any(reasons.values()) else []
 
     def _draw_alone(self, batch: ScheduledBatch) -> list[Drawn | None]:
-        """Every sequence in a pass of its own, without drafts, after a pass of all has failed: keys and values that it
-        left are written again, and no token was emitted. Those that fail alone, too, are at fault."""
+        """Runs every sequence in a pass of its own, without drafts, after a pass of all has failed. Keys and values
+        that it left are overwritten, and no token was emitted. Sequences that fail alone, too, are at fault."""
         alone = [ScheduledBatch([sequence], []) for sequence in batch.decoding]
         alone += [ScheduledBatch([], [chunk]) for chunk in batch.chunks]
         drawn: list[Drawn | None] = []
@@ -89,7 +89,7 @@ class Runner:
         return drawn
 
     def _draw(self, batch: ScheduledBatch, *, drafting: bool) -> Drawn | None:
-        """One pass, and a draw at every sampled position; None if it has none. Nothing is emitted yet."""
+        """Runs one pass, and draws at every sampled position; None if it has no such position. Emits nothing yet."""
         decoding, chunks, prompts = batch.decoding, batch.chunks, batch.prompts
         fed = len(decoding) + sum(n for _, n in chunks)
         drafts = self.speculation.drafts(decoding, self._states, fed) if self.speculation and drafting else None
@@ -133,8 +133,8 @@ class Runner:
         return Drawn(sequences, drafts, count_R, *draws)
 
     def _process(self, logits_SV: Tensor, sequences: list[RunningSequence], count_R: np.ndarray) -> dict[int, int]:
-        """Applies the sampling parameters of sequences to their logits; returns how many of the most probable tokens
-        are asked for, by row. A sequence whose parameters cannot be applied fails."""
+        """Applies the sampling parameters of sequences to their logits. Returns the requested number of most probable
+        tokens, by row. A sequence whose parameters cannot be applied fails."""
         states, start_R, top_S = self._states, np.cumsum(count_R) - count_R, {}
         for sequence, start, count in zip(sequences, start_R.tolist(), count_R.tolist(), strict=True):
             request, params, slot = sequence.request, sequence.request.params, sequence.slot
@@ -153,7 +153,7 @@ class Runner:
     def _force(
         self, slot_S: np.ndarray, position_S: np.ndarray, logits_SV: Tensor, ids_S: np.ndarray, log_probs_S: np.ndarray
     ) -> None:
-        """Puts given tokens, with their log-probabilities as `forward.score` computes them, in place of drawn ones."""
+        """Replaces draws by forced tokens, with their log-probabilities as `forward.score` computes them."""
         forced_N = np.flatnonzero(self._states.forced[slot_S])
         if len(forced_N):
             ids_N = self._states.ids[slot_S[forced_N], position_S[forced_N]].astype(np.int64)
@@ -163,7 +163,7 @@ class Runner:
             self._counters.scored_tokens += len(ids_N)
 
     def score(self, ids: list[int], top: int = 0) -> PromptScores:
-        """Log-probabilities as `forward.score` gives them, beside the running sequences."""
+        """Log-probabilities as `forward.score` computes them, beside the running sequences."""
         scores = score(self._model, self._cache, ids, top, alone=self._serial)
         self._counters.scored_tokens += len(ids)
         return scores
@@ -171,7 +171,7 @@ class Runner:
     def _decoding_tokens(
         self, sequences: list[RunningSequence], drafts: Drafts
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, slots and positions of every sequence's last token and its draft, and how many tokens each has here."""
+        """Ids, slots and positions of every sequence's last token and its draft, and their number per sequence."""
         states = self._states
         slot_R = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
         if drafts is None:
@@ -186,8 +186,8 @@ class Runner:
         return ids_N, slot_N, states.length[slot_N] - 1 + offset_N, count_R
 
     def _emit(self, drawn: Drawn, version: int) -> dict[RunningSequence, str]:
-        """Each sequence emits the token that was drawn for it, or as many as its draft was right; why each ends. One
-        whose draws are not finite numbers fails."""
+        """Emits for each sequence its drawn token, or as many as its draft was right. Returns the reasons why sequences
+        end. A sequence whose draws are not finite fails."""
         states, count_R = self._states, drawn.count_R
         start_R = np.cumsum(count_R) - count_R
         emitted_R = self._verify(drawn, start_R)
@@ -237,7 +237,7 @@ class Runner:
             sequence.fail(e)
 
     def _verify(self, drawn: Drawn, start_R: np.ndarray) -> np.ndarray:
-        """How many of its drawn tokens each sequence emits, int64 [R]."""
+        """The number of drawn tokens that each sequence emits, int64 [R]."""
         emitted_R = np.ones(len(drawn.sequences), np.int64)
         if drawn.drafts is None:
             return emitted_R

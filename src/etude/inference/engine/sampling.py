@@ -1,10 +1,10 @@
-"""Drawing tokens. Randomness is counter-based: the draw depends on (seed, position in the sequence) and the logits
-alone, never on which sequences share a batch.
+"""Draws tokens. Randomness is counter-based: a draw depends on (seed, position in the sequence) and the logits alone,
+never on the other sequences of a batch.
 
-The log-probability of a token is that under the distribution it was drawn from: logits divided by the temperature,
-fp32 log-softmax, then, with top-p below 1, renormalised over the kept tokens. The kept set is the smallest set of most
+The log-probability of a token is that under the distribution it was drawn from: logits divided by the temperature, fp32
+log-softmax, then, with top-p below 1, renormalised over the kept tokens. The kept set is the smallest set of most
 probable tokens whose mass reaches top-p, ties included. At temperature 0 the most probable token is taken and its
-log-probability at temperature 1 is reported. `SequenceStates.open` makes 0 of a temperature below 1e-4.
+log-probability at temperature 1 is reported. `SequenceStates.open` turns a temperature below 1e-4 into 0.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from etude.inference.engine.sampling_params import TopLogprobs, top_logprobs
 from etude.models import batch_invariant
 
-# How close a draw may come to another token's before rounding could turn it: a few times what passes of other sizes
-# were seen to move float32 log-probabilities (1e-5 to 5e-5 in models with wide weights).
+# Below this margin, rounding could change a draw: a few times the measured differences between float32
+# log-probabilities of passes of different sizes (1e-5 to 5e-5 in models with wide weights).
 MARGIN = 2e-4
 _ULP = 1e-6  # relative: exp and log of a float32 do not give the same number back
 
@@ -44,10 +44,9 @@ def sample(
     position_N: np.ndarray,
     top_N: Mapping[int, int] | None = None,
 ) -> Draws:
-    """N draws. A margin says how far a draw was
-    from another token: at temperature 0 the log-probability above the second best, else the distance of the random
-    number from the ends of the token's interval, in probability. `top_N` asks for the most probable tokens of some
-    draws, by their number; they come from the same distribution."""
+    """N draws, each with its margin, the distance to another token: at temperature 0 that of the log-probability to the
+    second best, else that of the random number to the ends of the token's interval, in probability. `top_N` is the
+    number of most probable tokens to return with each draw; they come from the same distribution."""
     greedy_N = temperature_N == 0.0
     if not (greedy_N | (temperature_N == 1.0)).all():
         divisor = np.where(greedy_N, 1.0, temperature_N).astype(np.float32)
@@ -56,7 +55,7 @@ def sample(
     ids_N = np.empty(len(log_probs), np.int64)
     log_probs_N, margin_N, floor_N = np.empty((3, len(log_probs)), np.float32)
     uniform_N = uniform(seed_N, position_N)
-    # Where nothing is drawn nobody looks at probabilities: to verify hundreds of tokens is to look at millions.
+    # Greedy draws need no probabilities, and verifying hundreds of tokens would compute millions of them.
     probs = log_probs if greedy_N.all() else log_probs.exp()
     all_NV = log_probs.numpy()
     _draw(all_NV, probs.numpy(), temperature_N, top_p_N, uniform_N, ids_N, log_probs_N, margin_N, floor_N)
@@ -110,7 +109,7 @@ def _mass(probs, floor):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _nucleus(probs, top_p):  # type: ignore[no-untyped-def]
-    """The least probability that is kept, and the mass of what is kept: bisection on the threshold."""
+    """The least probability that is kept, and the mass of the kept tokens: bisection on the threshold."""
     target = top_p * _mass(probs, 0.0)
     low, high = np.float32(0.0), np.max(probs)
     if _mass(probs, high) >= target:
@@ -128,7 +127,8 @@ def _nucleus(probs, top_p):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _inverse(probs, floor, target):  # type: ignore[no-untyped-def]
-    """The first kept token at which the cumulated mass exceeds `target`, and how near another one was."""
+    """The first kept token at which the cumulated mass exceeds `target`, and the distance to the nearest other
+    token."""
     cumulated, before, last = 0.0, 0.0, 0
     for i in range(len(probs)):
         if probs[i] >= floor and probs[i] > 0.0:
@@ -142,7 +142,7 @@ def _inverse(probs, floor, target):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _best(values):  # type: ignore[no-untyped-def]
-    """Where the greatest value stands, the first of equal ones, and by how much it exceeds every other."""
+    """The index of the greatest value, the first of equal ones, and its distance to the second greatest."""
     best, highest, second = 0, values[0], np.float32(-np.inf)
     for i in range(1, len(values)):
         if values[i] > highest:

@@ -1,10 +1,10 @@
-"""Sampling parameters of a request beyond temperature and top-p, and what they do to the logits of a draw.
+"""Sampling parameters of a request beyond temperature and top-p, and their effect on the logits of a draw.
 
 In vLLM's order: allowed and bad words, the ids that must not end the answer yet, `logit_bias`, penalties, the grammar;
-then, in units of the temperature, min-p and top-k. What is excluded has the logit -inf, so the draw and its
-log-probability are those of what is left, renormalised. At temperature 0 min-p and top-k change nothing.
-A request with any of these is not drafted for: a penalty or a grammar depends on the tokens before, and rounding could
-turn a threshold.
+then, in units of the temperature, min-p and top-k. Excluded tokens have the logit -inf, so the draw and its
+log-probability are those of the remaining tokens, renormalised. At temperature 0 min-p and top-k change nothing. A
+request with any of these gets no drafts: a penalty or a grammar depends on the tokens before, and rounding could move a
+token over a threshold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 MAX_LOGPROBS = 20
-"""Most probable tokens that may be asked for beside each sampled one."""
+"""The largest number of most probable tokens that a request may get with each sampled token."""
 
 
 class NothingAllowed(Exception):
@@ -27,29 +27,30 @@ class NothingAllowed(Exception):
 
 
 class GrammarMatcher(Protocol):
-    """Where one answer stands in its grammar; `llguidance.LLMatcher` is one."""
+    """The state of one answer in its grammar; `llguidance.LLMatcher` is an implementation."""
 
     def compute_bitmask(self) -> bytes:
-        """One bit for every token, the least significant bit of a byte first: whether it may come next."""
+        """One bit per token, the least significant bit of a byte first: whether the token may come next."""
         ...
 
     def consume_token(self, sampled_token: int, /) -> bool:
-        """Go on by a token; false if the grammar has no place for it."""
+        """Advance by a token; false if the grammar does not allow it."""
         ...
 
     def is_stopped(self) -> bool:
-        """Whether nothing but an end token may follow."""
+        """Whether only an end token may follow."""
         ...
 
     def get_error(self) -> str:
-        """Why the matcher cannot go on; empty if it can."""
+        """The error that stopped the matcher, or an empty text."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingParams:
-    """Names and meanings are vLLM's. `top_k` 0 and `allowed` None mean all tokens. `grammar` belongs to one request: it
-    is consumed. `top_logprobs`: how many of the most probable tokens are told beside each sampled one."""
+    """Sampling parameters with vLLM's names and meanings. `top_k` 0 and `allowed` None mean all tokens. `grammar` is
+    advanced with the answer, so it belongs to one request. `top_logprobs` is the number of most probable tokens to
+    return with each sampled token."""
 
     top_k: int = 0
     min_p: float = 0.0
@@ -65,12 +66,12 @@ class SamplingParams:
 
     @property
     def changes_draws(self) -> bool:
-        """Whether tokens are drawn from another distribution than without."""
+        """Whether any parameter changes the distribution of the draws."""
         plain = SamplingParams(top_logprobs=self.top_logprobs)
         return any(getattr(self, name) != getattr(plain, name) for name in self.__dataclass_fields__)
 
     def check(self, vocab_size: int) -> None:
-        """Raise ValueError unless an engine with this vocabulary can run the request."""
+        """Raise ValueError if an engine with this vocabulary cannot run the request."""
         for name, value, low, high in (
             ("presence_penalty", self.presence_penalty, -2.0, 2.0),
             ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
@@ -96,8 +97,8 @@ class SamplingParams:
     def process(
         self, logits_V: Tensor, ids: np.ndarray, prompt: int, temperature: float, stop: tuple[int, ...]
     ) -> None:
-        """Change the float32 logits [V] of the token that follows `ids`, of which the first `prompt` were not sampled.
-        `stop` ends the answer. Raises NothingAllowed."""
+        """Change the float32 logits [V] of the token that follows `ids`, whose first `prompt` tokens were not sampled.
+        `stop` are the ids that end the answer. Raises NothingAllowed."""
         sampled = ids[prompt:]
         if self.allowed is not None:
             kept = torch.full_like(logits_V, -math.inf)
@@ -142,8 +143,8 @@ class SamplingParams:
         logits_V[torch.from_numpy(~allowed).to(logits_V.device)] = -math.inf
 
     def consume(self, ids: list[int], stop: tuple[int, ...]) -> bool:
-        """Go on in the grammar by sampled tokens; whether it ends with them. Raises ValueError if it has no place for
-        one, which the mask should have excluded."""
+        """Advance in the grammar by sampled tokens. Returns whether it ends with them. Raises ValueError for a token
+        that the grammar does not allow, which the mask should have excluded."""
         if self.grammar is None:
             return False
         for token in ids:
@@ -159,7 +160,7 @@ def _ends_with(ids: np.ndarray, end: tuple[int, ...]) -> bool:
 
 
 TopLogprobs = list[tuple[int, float]]
-"""Tokens with their log-probabilities, the most probable first; without those that could not have been drawn."""
+"""Tokens with their log-probabilities, the most probable first; without tokens that could not have been drawn."""
 
 
 def top_logprobs(log_probs_V: np.ndarray, count: int, floor: float, shift: float) -> TopLogprobs:

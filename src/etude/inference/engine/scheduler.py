@@ -1,4 +1,4 @@
-"""Which sequences wait, which are being fed and which decode; and the slots, pages and documents that they hold.
+"""The scheduler: the queues of waiting, prefilling and decoding sequences, and their slots, pages and documents.
 
 waiting -> admit (prefix cache, pages, documents) -> prefilling, in chunks -> decoding -> finish
 """
@@ -27,7 +27,7 @@ from etude.models.key_values import measured
 from etude.records import Generation
 
 _log = logging.getLogger(__name__)
-_WORTH_WAITING = 16  # prompt tokens saved by waiting for another prompt
+_WORTH_WAITING = 16  # waiting for another prompt must save at least this many prompt tokens
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class ScheduledBatch:
 
     @cached_property
     def prompts(self) -> list[RunningSequence]:
-        """The sequences whose prompts end in this pass: their first tokens are sampled."""
+        """The sequences whose prompts end in this pass, which get their first sampled tokens."""
         return [sequence for (sequence, _), done in zip(self.chunks, self.complete, strict=True) if done]
 
 
 class Scheduler:
-    """The queues of an engine. Everything here runs on the engine's thread, but for `documents.check`. `serial`: one
+    """The queues of an engine. Everything here runs on the engine's thread, except `documents.check`. `serial`: one
     sequence at a time, and nothing is shared between sequences."""
 
     def __init__(
@@ -89,15 +89,15 @@ class Scheduler:
         return len(self.prefilling) + len(self.decoding)
 
     def add(self, sequences: Iterable[RunningSequence]) -> None:
-        """Queue new sequences behind those that wait."""
+        """Queue new sequences behind the waiting ones."""
         self.waiting.extend(sequences)
 
     def sequences(self) -> list[RunningSequence]:
-        """All that wait or run."""
+        """All waiting and running sequences."""
         return [*self.waiting, *self.prefilling, *self.decoding]
 
     def drop_aborted(self) -> None:
-        """Finish every sequence that was aborted or that has failed."""
+        """Finish every aborted or failed sequence."""
         for queue in (self.waiting, self.prefilling, self.decoding):
             for sequence in [sequence for sequence in queue if sequence.aborted or sequence.error]:
                 queue.remove(sequence)
@@ -105,7 +105,7 @@ class Scheduler:
 
     @contextmanager
     def chunks_of(self, tokens: int) -> Iterator[None]:
-        """Inside, a pass takes so many prompt tokens at most."""
+        """A context in which a pass takes at most so many prompt tokens."""
         usual, self._prefill_tokens = self._prefill_tokens, tokens
         try:
             yield
@@ -113,12 +113,12 @@ class Scheduler:
             self._prefill_tokens = usual
 
     def forget(self) -> None:
-        """Empty the prefix cache and the documents of everything that no sequence holds."""
+        """Drop all prefixes and documents that no sequence holds."""
         self.cache.clear()
         self.documents.clear()
 
     def admit(self, version: int) -> None:
-        """Give slots and pages to waiting sequences, in order, as far as they go and as their documents are there."""
+        """Give slots and pages to waiting sequences, in order, while there is room and their documents are computed."""
         deferred: list[RunningSequence] = []
         while self.waiting and self.states.free:
             sequence = self.waiting.popleft()
@@ -136,7 +136,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(deferred))
 
     def _admit_one(self, sequence: RunningSequence, version: int) -> bool | None:
-        """Whether the sequence got its place; None if others may go before it."""
+        """Whether the sequence was admitted; None if it waits but later ones may be admitted."""
         request, match = sequence.request, NO_MATCH
         if not self._serial:
             match = self.cache.match(request.path[:-1], version, request.session)
@@ -152,7 +152,8 @@ class Scheduler:
         return True
 
     def _shares_unfinished_prompt(self, sequence: RunningSequence, cached: int) -> bool:
-        """Whether a prompt being computed now will serve this one: a group's first member goes ahead of the others."""
+        """Whether a prompt that is being computed will serve this one, too: the first member of a group goes ahead of
+        the others."""
         path = sequence.request.path
         end = max(cached, sequence.request.document_tokens) + _WORTH_WAITING
         return len(path) > end and any(other.request.path[:end] == path[:end] for other in self.prefilling)
@@ -173,9 +174,9 @@ class Scheduler:
         return True
 
     def schedule(self) -> ScheduledBatch:
-        """The next pass: every decoding sequence, and prompts as far as `prefill_tokens` go."""
+        """The next pass: every decoding sequence, and prompts up to `prefill_tokens`."""
         if self._unsorted:
-            # Those with a common prompt next to each other, so that attention reads its pages once.
+            # Sequences with a common prompt are neighbours, so that attention reads its pages once.
             self.decoding.sort(key=lambda sequence: sequence.pages[: len(sequence.request.prompt) // BLOCK])
             self._unsorted = False
         budget, chunks = self._prefill_tokens, []
@@ -188,7 +189,7 @@ class Scheduler:
         return ScheduledBatch(self.decoding, chunks)
 
     def update(self, batch: ScheduledBatch, reasons: list[str]) -> None:
-        """Take a computed pass into account. `reasons` say why each of the decoding sequences and then of the prompts'
+        """Update the queues after a computed pass. `reasons` say why each decoding sequence, and then each prompt's,
         ends, "" where it goes on; empty if none ends."""
         prompts, complete = batch.prompts, batch.complete
         for sequence, n in batch.chunks:
@@ -207,7 +208,7 @@ class Scheduler:
         self.decoding = [sequence for sequence in decoding if sequence.slot >= 0]
 
     def _share_prompt(self, sequence: RunningSequence) -> None:
-        """Offer a computed prompt's pages, at once, to the group's other members."""
+        """Share a computed prompt's pages with the other members of its group."""
         if self._serial:
             return
         path, session = sequence.request.path, sequence.request.session
@@ -219,7 +220,7 @@ class Scheduler:
             self.cache.offer_tail(sequence.held, page, path, sequence.kv_version, session)
 
     def _finish(self, sequence: RunningSequence, reason: str) -> None:
-        """Give back slot and pages, keep what others can reuse, and answer."""
+        """Free slot and pages, keep the reusable ones in the cache, and answer."""
         self.documents.release(sequence)
         generation = Generation(ids=[], logprobs=[], versions=[], finish_reason=reason)
         if sequence.slot >= 0 and sequence.error is None:
@@ -232,7 +233,7 @@ class Scheduler:
             return
         if sequence.slot >= 0:
             held, pages, session = sequence.held, sequence.pages, sequence.request.session
-            # The keys and values of all tokens but the last sampled one, which was never fed.
+            # The cache has keys and values of all tokens but the last sampled one, which was never fed.
             computed = (sequence.request.path + generation.ids)[: sequence.fed + max(len(generation.ids) - 1, 0)]
             if self._serial:
                 self.cache.discard(held, pages)
@@ -245,7 +246,7 @@ class Scheduler:
         sequence.future.set_result(generation)
 
     def _finish_failed(self, sequence: RunningSequence, error: RequestFailed) -> None:
-        """Give back slot and pages, keep nothing, and answer with the error."""
+        """Free slot and pages, keep nothing, and answer with the error."""
         if sequence.pages:
             self.cache.discard(sequence.held, sequence.pages, wipe=True)
         if sequence.slot >= 0:

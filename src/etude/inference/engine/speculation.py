@@ -1,13 +1,13 @@
-"""Speculative edits: which drafted tokens are fed, and which of them are kept.
+"""Speculative edits: the choice of the drafted tokens to feed, and of those to keep.
 
-Verification is sample and match: at every fed position the token is drawn as in plain decoding, from (seed,
-position) and the logits alone, and drafted tokens are kept as long as they are the ones that were drawn. What is
-emitted is therefore what plain decoding emits with that seed, at any temperature; greedy is the case of temperature 0.
-A draft decides nothing but how many tokens one pass yields.
+Verification is sample and match: at every fed position the token is drawn as in plain decoding, from (seed, position)
+and the logits alone, and drafted tokens are kept while they equal the drawn ones. So the emitted tokens are those of
+plain decoding with that seed, at any temperature; greedy decoding is the case of temperature 0. A draft decides only
+how many tokens one pass yields.
 
-Passes of different sizes sum in different orders, so logits differ in their last bits. In float32 a draw that such a
-difference could turn (`sampling.MARGIN`) is not taken from a pass with drafts: the sequence decides it alone, one token
-fed, as plain decoding does.
+Passes of different sizes sum in different orders, so logits differ in their last bits. In float32, a draw that such a
+difference could change (`sampling.MARGIN`) is not taken from a pass with drafts: the sequence draws it in a pass with
+one token fed, like plain decoding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etude.inference.engine.requests import RunningSequence, SequenceStates
 
 
 class Speculation:
-    """The drafts of an engine's sequences. `curve` is called once, when it is first needed."""
+    """The drafts of an engine's sequences. `curve` is called once, at the first use."""
 
     def __init__(self, curve: Callable[[], CostCurve]) -> None:
         self._measure = curve
@@ -37,8 +37,8 @@ class Speculation:
     def drafts(
         self, sequences: Sequence[RunningSequence], states: SequenceStates, tokens: int
     ) -> list[np.ndarray] | None:
-        """The drafted tokens to feed after each sequence's last one, or None if no draft pays. `tokens` is the size of
-        the pass without drafts."""
+        """The drafted tokens to feed after each sequence's last token, or None if no draft pays. `tokens` is the size
+        of the pass without drafts."""
         if not sequences or not self.curve.worth_drafting(len(sequences), tokens):
             return None
         proposals = []
@@ -65,7 +65,7 @@ class Speculation:
 
 
 def draft_counts(sequence: RunningSequence, states: SequenceStates) -> tuple[int, int]:
-    """Tokens of the sequence's sources drafted and emitted, and drafted and never emitted."""
+    """Numbers of drafted tokens from the sequence's sources that were emitted, and that were never emitted."""
     if sequence.drafter is None:
         return 0, 0
     sequence.drafter.follow(states.ids[sequence.slot, : int(states.length[sequence.slot])])
@@ -73,7 +73,7 @@ def draft_counts(sequence: RunningSequence, states: SequenceStates) -> tuple[int
 
 
 def _until_stop(ids: np.ndarray, stop: tuple[int, ...]) -> int:
-    """How many of `ids` to feed: nothing comes after a token that ends the sequence."""
+    """The number of `ids` to feed: none after a token that ends the sequence."""
     for i, token in enumerate(ids.tolist() if stop else ()):
         if token in stop:
             return i + 1
@@ -81,8 +81,8 @@ def _until_stop(ids: np.ndarray, stop: tuple[int, ...]) -> int:
 
 
 def accepted_length(draft: np.ndarray, ids: np.ndarray, safe: np.ndarray, stop: tuple[int, ...]) -> int:
-    """How many of the drawn `ids` [K + 1] are emitted: the draft's [K] as far as it was right, and one more. Ends
-    before the first draw that is not `safe` and with the first stop token."""
+    """The number of drawn `ids` [K + 1] to emit: the tokens of the draft [K] that are right, and one more. Ends before
+    the first draw that is not `safe` and with the first stop token."""
     wrong = np.flatnonzero(draft != ids[:-1])
     count = int(wrong[0]) + 1 if len(wrong) else len(ids)
     if len(unsafe := np.flatnonzero(~safe[:count])):

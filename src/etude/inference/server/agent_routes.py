@@ -1,7 +1,7 @@
 """The routes of OpenAI's responses and of Anthropic's messages: each request becomes a chat of `chats.py`.
 
-The formats are those of the endpoint for outside agents (`etude.protocol.apis`). What `previous_response_id` names is
-kept in memory, as far as its room goes.
+The formats are those of the endpoint for outside agents (`etude.protocol.apis`). Conversations that
+`previous_response_id` may name are kept in memory, up to a limit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _MESSAGES_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Conversations(dict[str, list[Message]]):
-    """Conversations by the id of their last response; the oldest make room for new ones, `room` characters in all."""
+    """Conversations by the id of their last response. All together hold at most `room` characters; the oldest are
+    dropped."""
 
     def __init__(self, room: int = _KEPT_CHARACTERS) -> None:
         super().__init__()
@@ -103,7 +104,8 @@ class AgentRoutes:
         return JSONResponse({"input_tokens": len(prompt)})
 
     def _with_thoughts(self, fields: Mapping[str, Any], body: ChatBody) -> ChatBody:
-        """With thoughts as `thinking` asks for, where the template has a switch; without one, they are only shown."""
+        """The body with the template's switch for thoughts set by `thinking`. Without a switch, `thinking` has no
+        effect on the prompt."""
         with as_refusal():
             kind = (fields.get("thinking") or {}).get("type")
         if kind is None:
@@ -114,7 +116,7 @@ class AgentRoutes:
 
 
 async def _ended(http: HTTPRequest, sampling: OpenTurns, answer: Any, stream: bool) -> Response:
-    """The answer; the sampling ends with it, or if the client goes away."""
+    """The response; the sampling ends with it, or when the client disconnects."""
     if not stream:
         return await whole(http, answer, sampling)
     response = await answer

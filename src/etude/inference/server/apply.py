@@ -1,7 +1,7 @@
 """Fast apply: the request for a whole file with a sketched edit applied, and the collector of its answer.
 
-The prompt is that of `etude.edits.formats`. The answer is mostly the file, so the request brings its drafts: the
-deterministic merge, the file, the sketch.
+The prompt is that of `etude.edits.formats`. Most of the answer repeats the file, so the request has drafts: the
+deterministic merge, the file and the sketch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SLACK = 256  # tokens that an answer may have beyond file and sketch
 
 
 class Applier:
-    """Requests and answers in the language of one model."""
+    """Requests and answers with the tokenizer of one model."""
 
     def __init__(self, tokenizer: Tokenizer, renderer: Renderer | None) -> None:
         self._tokenizer = tokenizer
@@ -63,7 +63,7 @@ class Applier:
         return encode_after(self.encoder.encode, "<updated-code>\n", text).tolist()
 
     def collector(self, close: str) -> AnswerCollector:
-        """Collects an answer that the tag `close` ends."""
+        """A collector of the answer that the tag `close` ends."""
         return AnswerCollector(self._tokenizer, close)
 
 
@@ -88,13 +88,13 @@ class AnswerCollector:
             self._sequence.abort()
 
     def watch(self, sequence: RunningSequence) -> None:
-        """The sequence to end."""
+        """Set the sequence that the closing tag ends."""
         self._sequence = sequence
         if self.closed:
             sequence.abort()
 
     def text(self) -> str:
-        """The new file. Raises NotClosed if the model never closed its answer."""
+        """The new file. Raises NotClosed if the model did not close its answer."""
         if not self.closed:
             raise NotClosed(
                 f"the model wrote {len(self.ids)} tokens without ending the file: it is no apply model; give one with "

@@ -1,7 +1,8 @@
-"""Bodies of OpenAI's completions and chat completions, with vLLM's fields, and the refusal of what is not done.
+"""Bodies of OpenAI's completions and chat completions, with vLLM's fields, and the refusal of unsupported fields.
 
-Every field is in one of three places: in a body below, and done; in `NEUTRAL`, and refused unless its value changes
-nothing; in `HARMLESS`, because no value changes the answer. All others are refused by name, as OpenAI does.
+Every known field is in one of three places: in a body class below, which implements it; in `NEUTRAL`, whose fields are
+refused unless their value changes nothing; or in `HARMLESS`, whose fields never change the answer. All others are
+refused by name, as OpenAI does.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from etude.protocol.guard import decoded
 from etude.protocol.wire import MAX_NAME
 
 MAX_CHOICES = 128
-_MAX_STOPS, _MAX_STOP = 16, 1024  # strings, and characters of each
+_MAX_STOPS, _MAX_STOP = 16, 1024  # number of strings, characters of each
 _MAX_BAD_WORDS = 64
 _ALL_MASS = 1e-9  # top_p 0: the most probable token alone
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # other answers than are sampled here
+    # other ways to sample
     "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
     "modalities": (["text"],), "audio": (), "web_search_options": (), "verbosity": ("medium",), "moderation": (),
     # the prompt
@@ -39,7 +40,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True, False), "bad_words_ids": ([],),
     "repetition_detection": (), "logprob_token_ids": ([],),
 }  # fmt: skip
-"""Fields that other servers understand and this one does not, with the values (besides null) that change nothing."""
+"""Fields that other servers support and this one does not, with the values (besides null) that change nothing."""
 
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
@@ -58,10 +59,10 @@ HARMLESS = frozenset({
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What streams show besides the answer."""
+    """Options for the content of a stream besides the answer."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # padding against observers of an encrypted stream: there is none
+    include_obfuscation: bool = False  # padding against observers of an encrypted stream; not sent
     continuous_usage_stats: bool = False
 
 
@@ -100,7 +101,7 @@ class Body(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
-        """The body that fields make. Raises Refusal."""
+        """The body with these fields. Raises Refusal."""
         try:
             return msgspec.convert(fields, cls)
         except ValueError as e:
@@ -109,22 +110,22 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def count(self) -> int:
-        """Answers to every prompt."""
+        """Number of answers to every prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Texts that end the answer."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(filter(None, given))
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(filter(None, texts))
 
     @property
     def first_seed(self) -> int:
-        """That of the first answer; the others follow."""
+        """The seed of the first answer; the other answers take the following numbers."""
         return int.from_bytes(os.urandom(7)) if self.seed is None else self.seed & (2**62 - 1)
 
     def check(self) -> None:
-        """Raises Refusal for what can be told before anything is encoded."""
+        """Raises Refusal for errors that show before anything is encoded."""
         if not 1 <= self.count <= MAX_CHOICES:
             raise invalid(f"n must lie between 1 and {MAX_CHOICES}", "n")
         if len(self.stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in self.stops):
@@ -141,7 +142,7 @@ class Body(msgspec.Struct, kw_only=True):
             raise invalid("continuous_usage_stats is not supported: leave it out", "stream_options")
 
     def stop_ids(self, own: tuple[int, ...]) -> tuple[int, ...]:
-        """Ids that end an answer: those of the model, `own`, and those given. Raises Refusal."""
+        """Ids that end an answer: the model's (`own`), and those of the body. Raises Refusal."""
         ids = tuple(dict.fromkeys([*(() if self.ignore_eos else own), *(self.stop_token_ids or ())]))
         if len(ids) > MAX_STOP_IDS:
             raise invalid(f"at most {MAX_STOP_IDS} ids end an answer", "stop_token_ids")
@@ -150,7 +151,7 @@ class Body(msgspec.Struct, kw_only=True):
     def params(
         self, grammar: GrammarMatcher | None, bad_words: tuple[tuple[int, ...], ...], top_logprobs: int
     ) -> SamplingParams:
-        """The engine's parameters. Raises Refusal."""
+        """The engine's sampling parameters. Raises Refusal."""
         if grammar is not None:
             for name in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
                 if getattr(self, name):
@@ -175,12 +176,12 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def mass(self) -> float:
-        """top-p as the engine takes it, which knows no 0."""
+        """top-p for the engine, which does not accept 0."""
         return 1.0 if self.top_p is None else self.top_p or _ALL_MASS
 
 
 class CompletionBody(Body, kw_only=True):
-    """/v1/completions. `prompt` is a text, ids, or a list of either."""
+    """The body of /v1/completions. `prompt` is a text, ids, or a list of either."""
 
     prompt: str | list[Any]
     echo: bool | None = False
@@ -209,22 +210,22 @@ class CompletionBody(Body, kw_only=True):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, all texts or all lists of ids. Raises Refusal."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if not given:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
             raise invalid("the prompt is empty", "prompt")
-        if all(type(item) is int for item in given):
-            return [given]
-        if all(isinstance(item, str) for item in given):
-            return given
-        if all(isinstance(item, list) and all(type(token) is int for token in item) for item in given):
-            return given
+        if all(type(item) is int for item in prompt):
+            return [prompt]
+        if all(isinstance(item, str) for item in prompt):
+            return prompt
+        if all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompt):
+            return prompt
         raise invalid("the prompt is a text, a list of token ids, or a list of either", "prompt")
 
 
 class ChatBody(Body, kw_only=True):
-    """/v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -265,7 +266,7 @@ B = TypeVar("B", bound=Body)
 
 
 async def body_of(http: HTTPRequest, kind: type[B]) -> B:
-    """The body, checked. Raises Refusal."""
+    """The body of the request, checked. Raises Refusal."""
     fields: dict[str, Any] = await decoded(http, dict[str, Any])
     own = _CHAT_NEUTRAL if kind is ChatBody else _COMPLETION_NEUTRAL
     refuse_others(fields, frozenset(kind.__struct_fields__), NEUTRAL | own)
@@ -275,7 +276,7 @@ async def body_of(http: HTTPRequest, kind: type[B]) -> B:
 
 
 def refuse_others(fields: Mapping[str, Any], done: frozenset[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises Refusal for a field that is not done and could change the answer."""
+    """Raises Refusal for a field that is not in `done` and could change the answer."""
     for name in sorted(fields.keys() - done - HARMLESS):
         if name not in neutral:
             raise invalid(f"{name[:100]} is no field of this route", name[:100])
@@ -289,5 +290,5 @@ def invalid(message: str, param: str | None = None) -> Refusal:
 
 
 def first(*limits: int | None) -> int:
-    """The first limit that is given; 0 counts, and is refused by the engine."""
+    """The first limit that is not None; the engine refuses 0."""
     return next(limit for limit in limits if limit is not None)

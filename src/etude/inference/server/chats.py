@@ -1,6 +1,6 @@
 """The chat routes: OpenAI's chat completions and responses, Anthropic's messages and count_tokens.
 
-Messages become ids, and ids tool calls, through the model's renderer; text never decides what is a special token.
+The model's renderer turns messages into ids, and ids into tool calls, so text can never become a special token.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from etude.protocol.guard import characters
 from etude.renderers import Message, Renderer, Tool
 
 T = TypeVar("T")
-_VARIANTS = 16  # of the template's variables, whose renderers are kept
+_VARIANTS = 16  # renderers kept, one per setting of the template's variables
 
 
 @dataclass(frozen=True)
 class OpenTurns:
-    """Turns that are being sampled, with the tasks that do so."""
+    """Turns that are being sampled, and the tasks that sample them."""
 
     turns: list[SampledTurn]
     choices: list[Choice]
     tasks: list[asyncio.Task[None]]
 
     def end(self) -> None:
-        """Nothing more is sampled."""
+        """Stop the sampling."""
         for task in self.tasks:
             task.cancel()
-        for choice in self.choices:  # of tasks that have not begun, too
+        for choice in self.choices:  # also of tasks that have not begun
             choice.sequence.abort()
 
     async def ending(self, lines: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """A stream, with whose end the sampling ends."""
+        """The stream; when it ends, so does the sampling."""
         try:
             async for line in lines:
                 yield line
@@ -87,8 +87,8 @@ class Chats:
         return JSONResponse(shown)
 
     async def sample(self, body: ChatBody, http: HTTPRequest) -> OpenTurns:
-        """Begins the answers to a chat, which are kept if `http` asks for it. Raises Refusal, ValueError or
-        RuntimeError."""
+        """Begins the answers to a chat, and keeps the first for the gateway if `http` has the header for it. Raises
+        Refusal, ValueError or RuntimeError."""
         model = self._model
         model.must_be_served(body.model)
         renderer, tools = self.with_variables(model.chat_renderer, body), shown_tools(body)
@@ -121,7 +121,7 @@ class Chats:
         self._model.check_characters(characters((body.messages, tools)))
         try:
             messages, documents = take_documents(body.messages)
-            # Most templates know no developer; for those that do, it is the same as the system.
+            # Most templates have no developer role; in the others it equals the system role.
             messages = [dict(m) | {"role": "system"} if m["role"] == "developer" else m for m in messages]
             begun: list[int] = []
             if body.continue_final_message:
@@ -132,7 +132,7 @@ class Chats:
         return prompt, tuple(map(self._model.applier.encoder.encode, documents))
 
     def _continued(self, messages: list[Message], renderer: Renderer) -> tuple[list[Message], list[int]]:
-        """The messages before the last, and the ids with which that begins the answer. Raises Refusal."""
+        """The messages before the last, and the ids of the last, with which the answer begins. Raises Refusal."""
         *before, last = messages
         if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last.get("content"), str):
             raise invalid("continue_final_message needs a text of the assistant as the last message", "messages")
@@ -142,7 +142,7 @@ class Chats:
         return before, ids
 
     def _grammar(self, body: ChatBody, renderer: Renderer, tools: Sequence[Tool]) -> tuple[str, str | None] | None:
-        """The grammar of the answer, and the field that asks for it. Raises Refusal."""
+        """The grammar of the answer, and the name of the field that requires it. Raises Refusal."""
         rule, grammars = answer_rule(body), self._model.grammars
         if forced := forced_tools(body):
             return grammars.of_call(renderer, forced), "tool_choice"
@@ -153,27 +153,27 @@ class Chats:
         return grammars.of_text(renderer, rule[0]), rule[1]
 
     def with_variables(self, renderer: Renderer, body: ChatBody) -> Renderer:
-        """The renderer with the variables of the template that a body sets. Raises Refusal."""
-        given = dict(body.chat_template_kwargs or {})
+        """The renderer with the template variables of the body. Raises Refusal."""
+        variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
-            given.setdefault("reasoning_effort", body.reasoning_effort)
-        if not given:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        if not variables:
             return renderer
         param = "chat_template_kwargs" if body.chat_template_kwargs else "reasoning_effort"
         if (change := getattr(renderer, "with_template_kwargs", None)) is None:
             raise invalid(f"the dialect {renderer.dialect} has no template, so no variables: leave {param} out", param)
-        key = json.dumps(given, sort_keys=True)
+        key = json.dumps(variables, sort_keys=True)
         if key not in self._variants:
             if len(self._variants) >= _VARIANTS:
                 del self._variants[next(iter(self._variants))]
             try:
-                self._variants[key] = change(given)
+                self._variants[key] = change(variables)
             except UserError as e:
                 raise invalid(str(e), param) from None
         return self._variants[key]
 
     def switched(self, body: ChatBody, variable: str, value: bool) -> ChatBody:
-        """The body with a variable of the template set, if the template knows it."""
+        """The body with a variable of the template set, if the template has it."""
         kwargs = (body.chat_template_kwargs or {}) | {variable: value}
         other = msgspec.structs.replace(body, chat_template_kwargs=kwargs)
         try:
@@ -201,12 +201,12 @@ class Chats:
 
 
 def shown_tools(body: ChatBody) -> list[Tool]:
-    """The tools that the model is told of."""
+    """The tools in the prompt."""
     return [] if body.tool_choice == "none" else list(body.tools or ())
 
 
 def forced_tools(body: ChatBody) -> Sequence[Tool]:
-    """The tools one of which the model must call; none if it may answer as it likes. Raises Refusal."""
+    """The tools of which the model must call one; empty if it may answer freely. Raises Refusal."""
     tools, choice = body.tools or [], body.tool_choice
     if choice in (None, "auto", "none"):
         return []
@@ -224,7 +224,7 @@ def forced_tools(body: ChatBody) -> Sequence[Tool]:
 
 
 async def whole(http: HTTPRequest, answer: Awaitable[T], sampling: OpenTurns) -> T:
-    """An answer once it is whole; its sampling ends if the client goes away. Raises RequestRefused."""
+    """The complete answer; its sampling ends if the client disconnects. Raises RequestRefused."""
     work = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(http.receive())
     try:

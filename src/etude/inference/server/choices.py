@@ -1,4 +1,4 @@
-"""Answers while they are sampled: tokens become text, and stop strings end them."""
+"""Answers while they are sampled: tokens become text, and stop strings end the answer."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from etude.protocol.apis.conversation import RequestRefused
 from etude.protocol.apis.turn import SampledTurn, overlap
 from etude.records import Generation
 
-_SETTLE_SECONDS = 1.0  # how long a choice cut by a stop string may take to end, for its usage figures
+_SETTLE_SECONDS = 1.0  # wait for the end of a choice cut by a stop string, for its usage figures
 
 
 class Detokenizer:
-    """Text of a growing sequence of ids, in linear time: new ids are decoded behind those that came before, because
-    some tokenizers write a token otherwise at the start of a text. `text` holds no half of a character."""
+    """Text of a growing sequence of ids, in linear time. New ids are decoded behind earlier ones, because some
+    tokenizers decode a token differently at the start of a text. `text` ends with a complete character."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._ids: list[int] = []  # new ones, behind those that last became text, which begin with a character
-        self._told = 0  # how many of them are in the text
+        self._ids: list[int] = []  # the last decoded ids, which begin with a character, and new ones
+        self._in_text = 0  # the number of `_ids` that are in the text
         self.text = ""
 
     def add(self, ids: Iterable[int], final: bool = False) -> str:
-        """The text that comes with further ids; with `final`, also of bytes that are no character."""
+        """The text of further ids, "" within a character; `final` also returns the text of incomplete characters."""
         self._ids += ids
-        before, whole = self._decode(self._ids[: self._told]), self._decode(self._ids)
+        before, whole = self._decode(self._ids[: self._in_text]), self._decode(self._ids)
         added = whole[len(before) :]
         if added.endswith("\ufffd") and not final:
-            return ""  # half of a character until its other bytes come
-        self._ids = self._ids[self._told :] or self._ids
-        self._told = len(self._ids)
+            return ""  # an incomplete character
+        self._ids = self._ids[self._in_text :] or self._ids
+        self._in_text = len(self._ids)
         self.text += added
         return added
 
@@ -47,8 +47,8 @@ class Detokenizer:
 
 
 class Choice:
-    """One answer while it grows. `text` may be shown: it holds no stop string and no half of a character; without a
-    detokenizer it stays empty, unless there are stop strings. Submits `request`. Raises ValueError or RuntimeError."""
+    """One growing answer; the constructor submits `request`. `text` may be shown: it has no stop string and no
+    incomplete character. Without a detokenizer it is empty. Raises ValueError or RuntimeError."""
 
     def __init__(
         self,
@@ -65,17 +65,17 @@ class Choice:
         self._detokenizer, self._stops, self._keep_stop = detokenizer, stops, keep_stop
         self._events: asyncio.Queue[tuple[int, float] | None] = asyncio.Queue()
         loop, put = asyncio.get_running_loop(), self._events.put_nowait
-        self.sequence = engine.submit(request, lambda *sampled: tell(loop, put, sampled))
-        self.sequence.future.add_done_callback(lambda _: tell(loop, put, None))
+        self.sequence = engine.submit(request, lambda *sampled: call_on(loop, put, sampled))
+        self.sequence.future.add_done_callback(lambda _: call_on(loop, put, None))
 
     @property
     def tops(self) -> list[TopLogprobs]:
-        """The most probable tokens beside each of `ids`; empty if they were not asked for."""
+        """The most probable tokens at each of `ids`; empty unless requested."""
         return self.sequence.top_logprobs[: len(self.ids)]
 
     async def grow(self) -> AsyncIterator[str]:
-        """Yields the text that comes with further ids, maybe none. Ends with `reason` set; a stop string ends the
-        sequence early. Raises RequestFailed or RuntimeError."""
+        """Yields the text of further ids, which may be empty. Sets `reason` at the end; a stop string ends the sequence
+        early. Raises RequestFailed or RuntimeError."""
         while True:
             event = await self._events.get()
             while event is not None:
@@ -103,28 +103,27 @@ class Choice:
         return self._detokenizer.text if self._detokenizer is not None else ""
 
     def _read(self, ids: list[int], final: bool = False) -> int | None:
-        """Decodes a further token; where the text is cut by a stop string, if it is."""
+        """Decodes further tokens. Returns the place where a stop string cuts the text, or None."""
         if self._detokenizer is None or (ids and ids[-1] in self.sequence.request.stop):
             return None
         before = len(self._whole)
         if not self._detokenizer.add(ids, final):
             return None
-        text, found = self._whole, []
+        text, cuts = self._whole, []
         for stop in self._stops:
             at = text.find(stop, max(0, before - len(stop) + 1))
             if at >= 0:
-                found.append((at, at + len(stop) if self._keep_stop else at))
-        return min(found)[1] if found else None
+                cuts.append((at, at + len(stop) if self._keep_stop else at))
+        return min(cuts)[1] if cuts else None
 
     def _show(self, end: int) -> str:
-        """The text up to `end` beyond what was shown. The end of a text may be the start of a stop string, which must
-        never be shown."""
+        """The new text up to `end`. The end of the text may be the start of a stop string, which must not be shown."""
         added = self._whole[len(self.text) : end]
         self.text += added
         return added
 
     async def settled(self) -> Generation:
-        """The answer as a generation, once it has ended: what was cut off is not in it."""
+        """The ended answer as a generation, without the tokens after a cut."""
         await asyncio.wait([asyncio.wrap_future(self.sequence.future)], timeout=_SETTLE_SECONDS)
         count, future = len(self.ids), self.sequence.future
         whole = future.result() if future.done() else None
@@ -154,14 +153,14 @@ class Choice:
             self.sequence.abort()
 
 
-def tell(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *words: object) -> None:
-    """Calls from the engine's thread what lives on an event loop; a loop that was closed since has no one to tell."""
+def call_on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:
+    """Runs `call` on an event loop, from the engine's thread; does nothing if the loop is closed."""
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(call, *words)
+        loop.call_soon_threadsafe(call, *arguments)
 
 
 async def drained(http: HTTPRequest, choices: Sequence[Choice]) -> list[Generation]:
-    """Runs all choices to their end; aborts them if the client goes away. Raises RequestFailed or RuntimeError."""
+    """The generations of all choices; aborts them if the client disconnects. Raises RequestFailed or RuntimeError."""
 
     async def drain(choice: Choice) -> Generation:
         async for _ in choice.grow():
@@ -178,6 +177,6 @@ async def drained(http: HTTPRequest, choices: Sequence[Choice]) -> list[Generati
         return await work
     finally:
         gone.cancel()
-        work.cancel()  # where this request was cancelled itself
-        for choice in choices:  # those beside one that failed
+        work.cancel()  # if this request itself was cancelled
+        for choice in choices:  # the others, if one failed
             choice.sequence.abort()

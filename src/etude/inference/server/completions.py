@@ -1,4 +1,4 @@
-"""OpenAI's /v1/completions: text after text, with echo, log-probabilities, suffixes, many prompts and many answers."""
+"""OpenAI's /v1/completions: plain text, with echo, log-probabilities, suffixes, many prompts and many answers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _COMPLETION_TOKENS = 16  # OpenAI's default; chats go on to the end of the conte
 
 @dataclass
 class _Prompt:
-    """A prompt, its scores if they are wanted, and its answers."""
+    """A prompt, its scores if requested, and its answers."""
 
     ids: list[int]
-    text: str = ""  # as it is echoed
+    text: str = ""  # for the echo
     scores: PromptScores | None = None
     choices: list[Choice] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class Completions:
         body = await body_of(http, CompletionBody)
         self._model.must_be_served(body.model)
         check_room(self._model.engine, body.count * len(body.prompts))
-        prompts = [await self._prompt(body, given) for given in body.prompts]
+        prompts = [await self._prompt(body, prompt) for prompt in body.prompts]
         if body.prompt_logprobs is not None or (body.echo and body.logprobs is not None):
             await self._score(body, prompts)
         max_tokens = first(body.max_tokens, _COMPLETION_TOKENS)
@@ -69,20 +69,20 @@ class Completions:
         choices = [each.whole() for each in shown]
         return JSONResponse(head | {"choices": choices, "usage": _usage(prompts, generations)})
 
-    async def _prompt(self, body: CompletionBody, given: str | list[int]) -> _Prompt:
+    async def _prompt(self, body: CompletionBody, prompt: str | list[int]) -> _Prompt:
         whole = body.add_special_tokens is not False and not body.suffix
-        ids = await self._model.encode(given, whole) if isinstance(given, str) else given
+        ids = await self._model.encode(prompt, whole) if isinstance(prompt, str) else prompt
         if body.suffix:
             self._model.check_characters(len(body.suffix))
             ids = self._model.fill_in(ids, body.suffix)
         text = ""
         if body.echo:
             _check_ids(ids, self._model.engine.vocab_size)
-            text = given if isinstance(given, str) else self._model.tokenizer.decode(ids, skip_special_tokens=False)
+            text = prompt if isinstance(prompt, str) else self._model.tokenizer.decode(ids, skip_special_tokens=False)
         return _Prompt(ids, text)
 
     async def _score(self, body: CompletionBody, prompts: list[_Prompt]) -> None:
-        """The log-probabilities of prompts, where they are shown."""
+        """Computes the log-probabilities of prompts, if they are shown."""
         engine, top = self._model.engine, max(body.logprobs or 0, body.prompt_logprobs or 0)
         check_score_room(engine, len(prompts))
         scored = [prompt for prompt in prompts if len(prompt.ids) > 1]
@@ -139,18 +139,18 @@ class Completions:
 
 
 class _Shown:
-    """How one answer looks; `told` of its tokens have been shown already, which end at character `offset`."""
+    """The form of one answer. `_shown` tokens of it are in the stream already, which end at character `_offset`."""
 
     def __init__(self, model: ServedModel, body: CompletionBody, index: int, prompt: _Prompt) -> None:
         self._model, self._body, self._index, self._prompt = model, body, index, prompt
-        self._told = self._offset = 0
+        self._shown = self._offset = 0
 
     @property
     def _choice(self) -> Choice | None:
         return self._prompt.choices[self._index % self._body.count] if self._prompt.choices else None
 
     def whole(self) -> dict[str, Any]:
-        """The answer, once it has ended."""
+        """The complete answer."""
         choice = self._choice
         logprobs = self._logprobs(self._body.echo or False, choice)
         text = self._prompt.text + (choice.text if choice is not None else "")
@@ -167,21 +167,21 @@ class _Shown:
         return self._shape(self._prompt.text, self._logprobs(True, None), done)
 
     def part(self, text: str) -> dict[str, Any] | None:
-        """A further part of a stream; None if there is nothing to show yet."""
+        """A further part of a stream; None if there is nothing new to show."""
         choice = self._choice
         assert choice is not None
         if not text and not choice.reason:
             return None
-        ids = choice.ids[self._told :]
+        ids = choice.ids[self._shown :]
         shown = self._shape(text, self._logprobs(False, choice), choice.reason or None)
-        self._told = len(choice.ids)
+        self._shown = len(choice.ids)
         return shown | ({"token_ids": ids} if self._body.return_token_ids else {})
 
     def _shape(self, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, with_prompt: bool, choice: Choice | None) -> dict[str, Any] | None:
-        """Tokens from the first one on that was not told, in OpenAI's old shape."""
+        """The tokens that are not yet in the stream, in OpenAI's old format of log-probabilities."""
         if self._body.logprobs is None:
             return None
         ids: list[int] = []
@@ -193,9 +193,9 @@ class _Shown:
             logprobs += [None, *(scores.log_probs.tolist() if scores is not None else ())]
             tops += [[], *(scores.tops if scores is not None and scores.tops else [[]] * (len(ids) - 1))]
         if choice is not None:
-            ids += choice.ids[self._told :]
-            logprobs += choice.logprobs[self._told :]
-            tops += choice.tops[self._told :] or [[]] * (len(choice.ids) - self._told)
+            ids += choice.ids[self._shown :]
+            logprobs += choice.logprobs[self._shown :]
+            tops += choice.tops[self._shown :] or [[]] * (len(choice.ids) - self._shown)
         texts = [self._model.token(token) for token in ids]
         offsets = []
         for text in texts:
@@ -213,7 +213,7 @@ class _Shown:
         return {self._model.token(i): p for i, p in reversed([*best, (token, logprob)])}
 
     def _ranked(self, count: int) -> list[dict[str, Any] | None]:
-        """The prompt's log-probabilities in vLLM's shape."""
+        """The prompt's log-probabilities in vLLM's format."""
         shown: list[dict[str, Any] | None] = [None]
         if (scores := self._prompt.scores) is None:
             return shown

@@ -1,9 +1,9 @@
-"""Content parts of chat messages that are no plain text: predictions, and documents.
+"""Content parts of chat messages other than plain text: predictions, and documents.
 
     {"type": "document", "title": "src/m.py", "text": "def f(): ..."}
     {"type": "document", "title": "src/m.py", "source": {"type": "text", "media_type": "text/plain", "data": "..."}}
 
-The second is Anthropic's shape. Other keys of such a part (`citations`, `cache_control`, `context`) are ignored.
+The second is Anthropic's format. Other keys of such a part (`citations`, `cache_control`, `context`) are ignored.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Prediction(msgspec.Struct, tag_field="type", tag="content"):
 
 
 def take_documents(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The messages without their document parts, and the documents as the model reads them, in order. Raises ValueError
-    for a part of type "document" that holds no text, and for a part that the model cannot read, such as an image."""
+    """The messages without their document parts, and the documents as text for the model, in order. Raises ValueError
+    for a document part without text, and for a part that the model cannot read, such as an image."""
     rest: list[Mapping[str, Any]] = []
     documents: list[str] = []
     for message in messages:

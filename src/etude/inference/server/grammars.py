@@ -1,8 +1,8 @@
-"""What an answer must look like, as a grammar of llguidance: JSON, a schema, a pattern, a choice, a forced call.
+"""Constraints on an answer as grammars of llguidance: JSON, a schema, a pattern, a choice, a forced call.
 
-In a chat the grammar has around it what the dialect writes around a text or a call (harmony's channels, the end of a
-thought that the generation prompt began): the renderer is asked for a turn with a placeholder. So a constrained answer
-has no thoughts.
+In a chat the grammar includes the tokens that the dialect puts around a text or a call (harmony's channels, the end of
+a thought that the generation prompt began). To get them, the renderer renders a turn with a placeholder. So a
+constrained answer has no thoughts.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from etude.renderers.schemas import COMPACT_PARAMETERS
 _MAX_CHARACTERS = 256 << 10
 _WORD, _KEY, _VALUE = "zq0zq", "zq1zq", "zq2zq"  # placeholders
 _ANY_TEXT = r"/(?s:.)*/"
-_SLASH = re.compile(r"\\.|/", re.DOTALL)  # with what is escaped
-_START = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|\bstart\b')  # with what may hold the word and is no name
+_SLASH = re.compile(r"\\.|/", re.DOTALL)  # with an escaped character
+_START = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|\bstart\b')  # strings may contain the word
 
 
 class _PlainTokens:
-    """A tokenizer that never writes text by a special token: the library's own would, and then refuse that token."""
+    """A tokenizer that never encodes text as a special token: the library's own does, and then refuses that token."""
 
     def __init__(self, tokens: llguidance.LLTokenizer, encoder: PlainEncoder) -> None:
         ids = range(tokens.vocab_size)
         self.eos_token_id, self.bos_token_id = tokens.eos_token, None
         self.tokens = [tokens.decode_bytes([i]) for i in ids]
-        # All added tokens: a renderer tells them from text that spells their names.
+        # All added tokens count: a renderer distinguishes them from text that spells their names.
         self.special_token_ids = [i for i in ids if i in encoder.forbidden or tokens.is_special_token(i)]
         self._encoder = encoder
 
@@ -47,7 +47,7 @@ class _PlainTokens:
 
 
 class Grammars:
-    """The grammars of one model. `eos` are ids of which one may end an answer."""
+    """The grammars of one model. `eos` are the ids that may end an answer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -57,7 +57,7 @@ class Grammars:
         self._tags: dict[str, Tags | None] = {}  # by the renderer's digest
 
     def matcher(self, lark: str, param: str | None) -> llguidance.LLMatcher:
-        """Follows one answer through a grammar, for which `param` asked. Raises Refusal."""
+        """A matcher of one answer to a grammar, which the field `param` requires. Raises Refusal."""
         if len(lark) > _MAX_CHARACTERS:
             raise invalid(f"a grammar has at most {_MAX_CHARACTERS} characters", param)
         matcher = llguidance.LLMatcher(self._vocabulary(), lark, log_level=0)
@@ -66,7 +66,7 @@ class Grammars:
         return matcher
 
     def _vocabulary(self) -> llguidance.LLTokenizer:
-        """The tokens as the library wants them; made once."""
+        """The tokens in the library's format; made once."""
         with self._lock:
             if self._ids is None:
                 plain = llguidance.LLTokenizer(
@@ -85,8 +85,8 @@ class Grammars:
         return f"start: {before} answer\n{rule}"
 
     def of_call(self, renderer: Renderer, tools: Sequence[Tool], rule: str = "") -> str:
-        """The grammar of a chat turn that calls one of these tools; with `rule`, one whose text is `rule` instead.
-        Raises Refusal for a dialect that writes arguments neither as JSON nor between tags."""
+        """The grammar of a chat turn that calls one of these tools. With `rule`, the turn may also be a text of this
+        rule. Raises Refusal for a dialect that writes arguments neither as JSON nor between tags."""
         calls, rules = list[str](), list[str]()
         for number, tool in enumerate(tools):
             call, more = self._call(renderer, number, tool)
@@ -99,7 +99,7 @@ class Grammars:
         return "\n".join([f"start: {' | '.join(calls)}", *rules])
 
     def _call(self, renderer: Renderer, number: int, tool: Tool) -> tuple[str, list[str]]:
-        """An alternative that calls this tool, and the rules that it needs. Raises Refusal."""
+        """An alternative that calls this tool, and its further rules. Raises Refusal."""
         function = tool["function"]
         if renderer.dialect == "compact":
             return self._compact_call(function["name"]), []
@@ -121,7 +121,8 @@ class Grammars:
         return " ".join([call, json.dumps(name), *(f"{arg} {_ANY_TEXT}" for _ in COMPACT_PARAMETERS[name])])
 
     def _around(self, renderer: Renderer, message: Mapping[str, Any], *placeholders: str) -> tuple[str, str]:
-        """What the dialect writes before and after a placeholder in a turn, as parts of a rule. Raises Refusal."""
+        """The tokens that the dialect puts before and after a placeholder in a turn, as parts of a rule. Raises
+        Refusal."""
         text = self._written(renderer, message)
         for placeholder in placeholders:
             if text.count(placeholder) == 1:
@@ -130,7 +131,7 @@ class Grammars:
         raise _not_written(renderer, "it does not write arguments as JSON or between tags")
 
     def _written(self, renderer: Renderer, message: Mapping[str, Any]) -> str:
-        """The text of a turn without its end, in which special tokens are marked ids. Raises Refusal."""
+        """The text of a turn without its end, with special tokens as marked ids. Raises Refusal."""
         is_special = self._vocabulary().is_special_token
         runs = groupby(_turn(renderer, message), key=is_special)
         return "".join(
@@ -142,8 +143,8 @@ class Grammars:
 
 
 def _turn(renderer: Renderer, message: Mapping[str, Any]) -> list[int]:
-    """Ids of a turn without its end, which the renderer reads as this message. Raises Refusal."""
-    # Where the generation prompt begins a thought, the turn must end it.
+    """Ids of a turn without its end, from which the renderer reads this message. Raises Refusal."""
+    # If the generation prompt begins a thought, the turn must end it.
     thoughtless = dict(message) | {"content": f"<think>\n\n</think>\n\n{message['content']}"}
     why = "a text comes back as a thought"
     for way in (message, thoughtless):
@@ -174,26 +175,27 @@ _ARGUMENTS = (json.dumps({_KEY: _VALUE}), json.dumps({_KEY: _VALUE}, separators=
 
 
 def answer_rule(body: Body) -> tuple[str, str] | None:
-    """The rule named `answer` that a body asks for, and the field that asks; None for any text. Raises Refusal."""
-    found = [*_formats(body), *_structured(body.structured_outputs or {}, "structured_outputs")]
+    """The rule named `answer` for the constraint in a body, and the name of its field; None without one. Raises
+    Refusal."""
+    rules = [*_formats(body), *_structured(body.structured_outputs or {}, "structured_outputs")]
     for name in ("json", "regex", "choice", "grammar"):
         if (value := getattr(body, f"guided_{name}")) is not None:
-            found += _structured({name: value}, f"guided_{name}")
-    if len(found) > 1:
-        raise invalid("several fields say what the answer must look like: leave all but one out", found[1][1])
-    return found[0] if found else None
+            rules += _structured({name: value}, f"guided_{name}")
+    if len(rules) > 1:
+        raise invalid("several fields say what the answer must look like: leave all but one out", rules[1][1])
+    return rules[0] if rules else None
 
 
 def _formats(body: Body) -> list[tuple[str, str]]:
-    """The rule of `response_format`."""
-    given, param = body.response_format or {"type": "text"}, "response_format"
-    match given.get("type"):
+    """The rule of `response_format`, and its field, in a list; empty for plain text. Raises Refusal."""
+    form, param = body.response_format or {"type": "text"}, "response_format"
+    match form.get("type"):
         case "text":
             return []
         case "json_object":
             return [(f"answer: {json_rule({'type': 'object'})}", param)]
         case "json_schema":
-            named = given.get("json_schema")
+            named = form.get("json_schema")
             schema = named.get("schema") if isinstance(named, Mapping) else None
             if not isinstance(schema, Mapping):
                 raise invalid("response_format.json_schema.schema must be a JSON schema", param)
@@ -202,10 +204,10 @@ def _formats(body: Body) -> list[tuple[str, str]]:
             raise invalid(f"response_format of type {kind!r} is not supported", param)
 
 
-def _structured(given: Mapping[str, Any], param: str) -> list[tuple[str, str]]:
-    """The rules of vLLM's structured outputs."""
+def _structured(outputs: Mapping[str, Any], param: str) -> list[tuple[str, str]]:
+    """The rules of vLLM's structured outputs, each with its field. Raises Refusal."""
     rules = []
-    for kind, value in given.items():
+    for kind, value in outputs.items():
         if value is None or (kind == "json_object" and value is False):
             continue
         match kind, value:
@@ -214,7 +216,7 @@ def _structured(given: Mapping[str, Any], param: str) -> list[tuple[str, str]]:
             case ("json_object", True):
                 rules.append(f"answer: {json_rule({'type': 'object'})}")
             case ("regex", str()):
-                escaped = _SLASH.sub(lambda found: r"\/" if found.group() == "/" else found.group(), value)
+                escaped = _SLASH.sub(lambda match: r"\/" if match.group() == "/" else match.group(), value)
                 rules.append(f"answer: PATTERN\nPATTERN: /{escaped}/")
             case ("choice", list()) if value and all(isinstance(item, str) for item in value):
                 rules.append(f"answer: {' | '.join(map(json.dumps, value))}")
@@ -236,12 +238,12 @@ def _schema(value: str | Mapping[str, Any], param: str) -> Mapping[str, Any]:
 
 
 def _renamed(grammar: str, param: str) -> str:
-    """A grammar of Lark, or of GBNF, with the name `answer` for its rule `start`."""
+    """A grammar of Lark or GBNF with its rule `start` renamed to `answer`. Raises Refusal."""
     try:
         lark = llguidance.grammar_from("grammar", grammar).replace("%llguidance {}\n", "")
     except ValueError as e:
         raise invalid(f"{param}: the grammar cannot be read: {_first_line(str(e))}", param) from None
-    renamed = _START.sub(lambda found: "answer" if found.group() == "start" else found.group(), lark)
+    renamed = _START.sub(lambda match: "answer" if match.group() == "start" else match.group(), lark)
     if renamed == lark:
         raise invalid(f"{param}: the grammar has no rule named start", param)
     return renamed

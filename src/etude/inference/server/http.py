@@ -1,4 +1,4 @@
-"""Helpers of all routes: bodies, answers, room for further requests, and clients that go away."""
+"""Helpers of all routes: bodies, answers, limits on waiting requests, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from etude.records import Generation, Record
 
 T = TypeVar("T", bound=Record)
 
-_WAITING = 1024  # sequences that may wait for a place in the engine, at least; and sequences to score
+_WAITING = 1024  # limit on sequences that wait for a slot (at least), and on sequences to score
 
 
 async def read_body(http: HTTPRequest, kind: type[T]) -> T:
@@ -35,8 +35,8 @@ def answer(http: HTTPRequest, record: Record) -> Response:
 
 
 def error_of(e: ValueError | RuntimeError | RequestFailed) -> JSONResponse:
-    """The answer to a request that the engine refused (ValueError), could not compute, or takes no more (RuntimeError:
-    it is closed)."""
+    """The answer to a request that the engine refused (ValueError), could not compute (RequestFailed), or does not
+    accept because it is closed (RuntimeError)."""
     if isinstance(e, RecursionError):
         return error(400, "the request is nested too deeply")
     if isinstance(e, RequestFailed):
@@ -59,9 +59,9 @@ def check_score_room(engine: Engine, sequences: int) -> None:
 
 
 async def generation_of(http: HTTPRequest, sequence: RunningSequence) -> Generation:
-    """The sequence's generation; the sequence is aborted if the client goes away first. Raises RequestFailed."""
+    """The sequence's generation; aborts the sequence if the client disconnects first. Raises RequestFailed."""
     generation = asyncio.wrap_future(sequence.future)
-    gone = asyncio.ensure_future(http.receive())  # after the body, the next message is the disconnection
+    gone = asyncio.ensure_future(http.receive())  # the message after the body is the disconnection
     try:
         await asyncio.wait((generation, gone), return_when=asyncio.FIRST_COMPLETED)
         if not generation.done():

@@ -1,8 +1,8 @@
-"""Turns whose exact tokens a gateway asks for once their answer has gone out. The answer's `id` ends in their name, by
-which a client that reads no headers tells the gateway of them.
+"""Keeps the exact tokens of turns for a gateway, which fetches them after their answer was sent. The answer's `id` ends
+in the name of the turn, so that a client that reads no headers can pass it to the gateway.
 
-POST /v1/chat/completions, /v1/responses, /v1/messages      with `X-Etude-Turn: ULID`
-GET  /v1/turns/ULID                                          a `ServedTokens` as MessagePack, once
+POST /v1/chat/completions, /v1/responses, /v1/messages with `X-Etude-Turn: ULID` GET /v1/turns/ULID a `ServedTokens` as
+MessagePack, once
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from etude.protocol.guard import error
 from etude.protocol.wire import MSGPACK, TURN_HEADER, ServedTokens
 
 _NAME = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
-_SECONDS = 60.0  # that a turn is kept after its beginning if it has ended
+_SECONDS = 60.0  # from its beginning, an ended turn is kept this long
 _MOST = 4096  # turns
-_MAX_TOKENS = 4 << 20  # of the prompts of all of them
-_WAIT_SECONDS = 10.0  # for the end of a turn whose client has gone
+_MAX_TOKENS = 4 << 20  # of all prompts together
+_WAIT_SECONDS = 10.0  # wait for the end of a turn whose client has disconnected
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Kept:
 
 
 class KeptTurns:
-    """The turns of one model that are kept; the oldest make room."""
+    """The kept turns of one model; above a limit the oldest are dropped."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -53,7 +53,7 @@ class KeptTurns:
         return [Route("/v1/turns/{name}", self._take)]
 
     def keep(self, http: HTTPRequest, choices: list[Choice], turns: list[SampledTurn]) -> None:
-        """Keeps the first choice of a request, if the request asks for it."""
+        """Keeps the first choice of a request that has the header `X-Etude-Turn`."""
         name = next(headers(http.scope, TURN_HEADER.encode()), "")
         if not _NAME.fullmatch(name) or name in self._kept:
             return
@@ -84,10 +84,10 @@ class KeptTurns:
             return error(409, "the turn has not ended", code="not_ended")
         except Exception as e:
             return error(410, f"the turn failed: {type(e).__name__}", code="failed")
-        answer = await asyncio.to_thread(self._told, kept, kept.turn.generation or whole)
+        answer = await asyncio.to_thread(self._served_tokens, kept, kept.turn.generation or whole)
         return Response(msgspec.msgpack.encode(answer), media_type=MSGPACK)
 
-    def _told(self, kept: _Kept, generation) -> ServedTokens:
+    def _served_tokens(self, kept: _Kept, generation) -> ServedTokens:
         request = kept.choice.sequence.request
         ids, versions = generation.ids, generation.versions
         starts = [n for n, version in enumerate(versions) if n == 0 or version != versions[n - 1]]

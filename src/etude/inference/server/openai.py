@@ -1,4 +1,4 @@
-"""The /v1 routes, and how their mistakes are answered.
+"""The /v1 routes, and the answers to wrong requests.
 
 POST /v1/completions                          `completions.py`
 POST /v1/chat/completions                     `chats.py`
@@ -7,7 +7,7 @@ POST /v1/apply                                here
 GET  /v1/turns/ULID                            `kept_turns.py`
 POST /tokenize, /detokenize; GET /v1/models, /v1/models/NAME, /version, /ping   `text_routes.py`
 
-What a body asks for is read in `bodies.py` and `grammars.py`; `choices.py` follows the engine's answers.
+`bodies.py` and `grammars.py` read the fields of a body; `choices.py` follows the engine's answers.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ class OpenAI:
         ]
 
     async def _named(self, handler: Handler, http: HTTPRequest) -> Response:
-        """The answer with the version that it began with."""
+        """The route's answer, with a header that names the version at its beginning."""
         version = self._model.engine.version
         response = await handler(http)
         response.headers[WEIGHTS_HEADER] = str(version)
         return response
 
     async def _apply(self, http: HTTPRequest) -> Response:
-        """The whole new file, closed by the model's own tag; 422 if the model did not close it."""
+        """The whole new file; 422 if the model did not end it with its closing tag."""
         body = await decoded(http, _ApplyBody)
         model = self._model
         assert model.tokenizer is not None
@@ -123,7 +123,7 @@ class OpenAI:
 
 
 async def _answer(route: Handler, http: HTTPRequest) -> Response:
-    """The route's answer, or a refusal in OpenAI's shape."""
+    """The route's answer, or a refusal in OpenAI's format."""
     try:
         return await route(http)
     except RequestRefused as e:
@@ -136,7 +136,7 @@ async def _answer(route: Handler, http: HTTPRequest) -> Response:
 
 
 async def _answer_anthropic(route: Handler, http: HTTPRequest) -> Response:
-    """The route's answer, or a refusal in Anthropic's shape. Its clients know a full context by the text."""
+    """The route's answer, or a refusal in Anthropic's format. Its clients recognise a full context by the text."""
     try:
         return await route(http)
     except RequestRefused as e:

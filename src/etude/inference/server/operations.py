@@ -1,4 +1,4 @@
-"""The routes of those who run the server: its health, its metrics, its pauses, and its weights for other servers.
+"""The operator's routes: health, metrics, pauses, and the weights for other servers.
 
 GET  /health [?verify=1]            version and digest of the live tensors, load, utilisation, configuration
 GET  /metrics                       Prometheus
@@ -79,7 +79,8 @@ class OperationRoutes:
         return JSONResponse(body)
 
     def _status(self) -> str:
-        """ok; repairing: the old version goes on while the newest is fetched again, or waits; failed: tries ran out."""
+        """ "ok"; "repairing": the old version is served until the newest has been fetched again; "failed": no tries are
+        left."""
         if self._engine.failure is not None or self._watcher.error:
             return "failed"
         return "repairing" if self._watcher.trouble else "ok"
@@ -112,7 +113,7 @@ class OperationRoutes:
         return JSONResponse({"is_paused": self._engine.is_paused})
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics at the moment of a scrape; called by the Prometheus client."""
+        """The metrics at a scrape; called by the Prometheus client."""
         engine = self._engine
         for name, value in vars(engine.counters).items():
             yield CounterMetricFamily(f"etude_engine_{name}", name.replace("_", " "), value=value)

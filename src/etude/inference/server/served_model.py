@@ -1,4 +1,4 @@
-"""What all routes of one model share: its engine, its names, its tokenizer, its dialect, and requests to the engine."""
+"""One model for all routes: its engine, names, tokenizer and dialect, and requests to the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from etude.renderers import Renderer, renderer_for, say_dropped
 from etude.renderers.base import LONGEST_TOKEN
 from etude.renderers.template import read_json
 
-# The tokens before prefix, suffix and middle, in this order.
+# The tokens that introduce prefix, suffix and middle.
 _FIM = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -35,7 +35,7 @@ _FIM = (
 
 
 class ServedModel:
-    """An engine and its model folder. The first of `names` stands in answers."""
+    """An engine and its model folder. Answers name the first of `names`."""
 
     def __init__(self, engine: Engine, folder: Path, names: Sequence[str] = ()) -> None:
         self.engine = engine
@@ -58,26 +58,26 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises Refusal for a model without one."""
+        """The tokenizer. Raises Refusal for a model without one."""
         if self._tokenizer is None:
             raise invalid("the model folder has no tokenizer.json: send the prompt to /generate as token ids")
         return self._tokenizer
 
     @property
     def chat_renderer(self) -> Renderer:
-        """Raises Refusal for a model that cannot chat."""
+        """The renderer of chats. Raises Refusal for a model that cannot chat."""
         if self.renderer is None:
             raise invalid(f"this model cannot chat: {self.no_chat}")
         return self.renderer
 
     def must_be_served(self, model: str) -> None:
-        """Raises Refusal for another model's name; "" stands for any."""
+        """Raises Refusal for another model's name; "" means any."""
         if model and model not in self.names:
             message = f"the model {model[:200]!r} is not served here; {self.names[0]!r} is"
             raise Refusal(404, message, "model_not_found", param="model")
 
     def check_characters(self, count: int) -> None:
-        """Raises PromptTooLong for a text that is too long whatever its tokens are."""
+        """Raises PromptTooLong for a text that is too long with any tokens."""
         if count > LONGEST_TOKEN * self.engine.max_length:
             raise PromptTooLong(
                 f"this model's maximum context length is {self.engine.max_length} tokens, with the answer; "
@@ -85,14 +85,14 @@ class ServedModel:
             )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; names of special tokens become special tokens, and the tokenizer may add some of its own.
-        Raises Refusal or PromptTooLong."""
+        """Ids of a text; names of special tokens become special tokens, and the tokenizer may add some. Raises Refusal
+        or PromptTooLong."""
         self.check_characters(len(text))
         tokenizer = self.tokenizer
         return await asyncio.to_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def fill_in(self, prefix: Sequence[int], suffix: str) -> list[int]:
-        """The prompt for what stands between two texts. Raises Refusal for a model without the tokens for it."""
+        """The prompt for the text between a prefix and a suffix. Raises Refusal for a model without tokens for this."""
         for names in _FIM:
             ids = [i for i in map(self.tokenizer.token_to_id, names) if i is not None]
             if len(ids) == len(names):
@@ -100,12 +100,12 @@ class ServedModel:
         raise invalid("the model has no tokens to fill in the middle with: leave suffix out", "suffix")
 
     def bad_words(self, body: Body) -> tuple[tuple[int, ...], ...]:
-        """The words that must not be said as ids, at the start of a text and within one."""
+        """The ids of the excluded words, both at the start of a text and within it."""
         encode = self.applier.encoder.encode
         return tuple(dict.fromkeys(tuple(encode(way)) for word in body.bad_words or () for way in (word, f" {word}")))
 
     async def sources(self, body: Body) -> tuple[DraftSource, ...]:
-        """Drafts from the text that the client predicts."""
+        """Drafts from the client's predicted text."""
         if body.prediction is None:
             return ()
         expected = body.prediction.plain()
@@ -134,13 +134,13 @@ class ServedModel:
             matchers = [first, *(first.deep_copy() for _ in range(body.count - 1))]
         sources, stop, words = await self.sources(body), body.stop_ids(self.stop_ids), self.bad_words(body)
         check_room(self.engine, body.count)
-        found: list[Choice] = []
+        choices: list[Choice] = []
         try:
             for number, matcher in enumerate(matchers):
                 request = Request(
                     ids=prompt,
                     max_tokens=max_tokens,
-                    temperature=first_given(body.temperature, 1.0),
+                    temperature=1.0 if body.temperature is None else body.temperature,
                     top_p=body.mass,
                     stop=stop,
                     seed=seed + number,
@@ -150,25 +150,20 @@ class ServedModel:
                     params=body.params(matcher, words, top_logprobs),
                 )
                 text = detokenizer() if detokenizer is not None else None
-                found.append(Choice(self.engine, request, text, stops, keep_stop))
+                choices.append(Choice(self.engine, request, text, stops, keep_stop))
         except BaseException:
-            for choice in found:
+            for choice in choices:
                 choice.sequence.abort()
             raise
-        return found
+        return choices
 
     def token(self, token: int) -> str:
         """The text of one token."""
         return self.tokenizer.decode([token], skip_special_tokens=False)
 
 
-def first_given(value: float | None, default: float) -> float:
-    """The value, or a default for null."""
-    return default if value is None else value
-
-
 def _end_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text, as the generation configuration of a model without a dialect names them."""
+    """The ids that end a text by the generation configuration, for a model without a dialect."""
     for name in ("generation_config.json", "config.json"):
         ids = read_json(folder / name).get("eos_token_id")
         if ids is not None:

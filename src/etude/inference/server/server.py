@@ -1,4 +1,4 @@
-"""The inference server: token routes for training, OpenAI's routes for everyone else, weights followed from a store.
+"""The inference server: token routes for training, OpenAI's routes for all other clients, weights from a store.
 
 `token_routes.py`   /generate, /score
 `openai.py`         the /v1 routes of OpenAI and Anthropic, /v1/apply, vLLM's /tokenize, /detokenize, /version, /ping
@@ -47,11 +47,12 @@ _WARM_UP_SECONDS = 300.0
 
 
 def run(config: ServerConfig, access: Access = LOOPBACK) -> None:
-    """Load, warm up, answer until SIGINT or SIGTERM. Raises UserError; RuntimeError if the engine died."""
+    """Load the model, warm up, and answer until SIGINT or SIGTERM. Raises UserError; RuntimeError if the engine
+    failed."""
     raise_file_limit()
     with open_listener(config.host, config.port, access) as listener:
         torch.set_num_threads(config.threads)
-        # The engine's thread takes the GIL back from the event loop after this long: 5 ms would be a whole step.
+        # After this time the engine's thread takes the GIL from the event loop; the default, 5 ms, is a whole step.
         sys.setswitchinterval(0.0005)
         name = (*config.served_model_name, Path(config.model).resolve().name)[0]
         with _stage(f"loading {name} on {config.device}, and trying it"):
@@ -82,7 +83,7 @@ def run(config: ServerConfig, access: Access = LOOPBACK) -> None:
 
 @contextmanager
 def _stage(what: str) -> Iterator[None]:
-    """Says what the server does before it answers, and how long that took."""
+    """Prints what the server is doing before it answers, and the seconds it took."""
     print(f"{what} ...", flush=True)
     start = time.monotonic()
     yield
@@ -90,16 +91,16 @@ def _stage(what: str) -> Iterator[None]:
 
 
 def _watcher(engine: Engine, config: ServerConfig) -> WeightWatcher:
-    """What keeps the engine on the newest version of its source, if it has one."""
+    """The thread that keeps the engine on the newest version of its source, if it has one."""
     source, folder = config.source, Path(config.model)
     types = published_dtypes(folder, engine.model, getattr(torch, source.trainer_dtype if source else "float32"))
     if source is not None:
-        round_to(engine.model, types)  # as the trainer does, whose version 0 these weights are
+        round_to(engine.model, types)  # as the trainer does: these weights are its version 0
     return WeightWatcher(engine, source, model_id(folder) if source else "", types)
 
 
 def _warm_up(engine: Engine) -> None:
-    """The kernels compile here, before the first request waits for them. Raises UserError."""
+    """Compiles the kernels before the first request. Raises UserError."""
     try:
         engine.generate(Request(ids=[0, 1], max_tokens=3), timeout=_WARM_UP_SECONDS)
     except Exception as e:
@@ -109,7 +110,7 @@ def _warm_up(engine: Engine) -> None:
 
 
 def context_line(engine: Engine) -> str:
-    """The longest context, and what bounds it."""
+    """A line with the longest context, and its bound."""
     whole, cache = engine.model.config.max_position_embeddings, engine.cache
     line = f"context: {engine.max_length} tokens of prompt and answer"
     if engine.max_length < whole:
@@ -120,24 +121,25 @@ def context_line(engine: Engine) -> str:
 
 
 def build_app(engine: Engine, watcher: WeightWatcher, folder: Path, names: Sequence[str] = ()) -> Starlette:
-    """The ASGI application on a running engine. `names` are those of the model; without any, its folder's."""
+    """The ASGI application on a running engine. `names` are the model's names; by default its folder's name."""
     parts = TokenRoutes(engine, watcher), OperationRoutes(engine, watcher), OpenAI(engine, folder, names)
     routes = [route for part in parts for route in part.routes()]
     return Starlette(routes=routes, exception_handlers=SHAPED_HANDLERS)
 
 
 def _answer(app: Guarded, engine: Engine, listener: socket.socket, ready_file: Path | None) -> None:
-    """Answer on `listener` until a signal comes or the engine dies."""
+    """Answer on `listener` until a signal comes or the engine fails."""
     server = uvicorn.Server(server_config(app))
     engine.on_failure = lambda: setattr(server, "should_exit", True)
-    # uvicorn raises the signal again once it has drained: the wish to end is not a failure.
+    # uvicorn raises the signal again after the last answer; a requested end is not a failure.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     run_server(server, listener, "serving", ready_file)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves with the configuration of a file, as a child process; the exit code, 2 for a UserError."""
+    """Runs the server with the configuration file in `argv`, as a child process. Returns the exit code, 2 for a
+    UserError."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
     try:

@@ -1,7 +1,7 @@
-"""Forced calls in dialects that write values between tags, as rules of Lark.
+"""Grammars of forced calls in dialects that write argument values between tags, as rules of Lark.
 
-How a dialect writes a call is measured: the renderer writes calls without, with one and with two arguments, and what
-stands around names and values is the grammar. Readers of these dialects take a text as it stands and other values as
+The form of a call is measured: the renderer renders calls without, with one and with two arguments, and the grammar
+takes the text around names and values from them. Readers of these dialects take a text as it stands and other values as
 JSON (`renderers.calls.typed`), so a value is free text up to its closing tag, one of an `enum`, or JSON of its schema.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -18,8 +18,8 @@ from etude.inference.server.bodies import invalid
 from etude.renderers import Tool
 from etude.renderers.calls import branches_of, kinds_of, typed
 
-MARK = "\0"  # around the id of a token in a written turn
-_SPACE = r"( |\n[ \t]{0,40})"  # between the parts of JSON: a weak model would go on with spaces for ever
+MARK = "\0"  # encloses the id of a special token in a rendered turn
+_SPACE = r"( |\n[ \t]{0,40})"  # between the parts of JSON; bounded, since a weak model might add spaces without end
 _TOKEN = re.compile(r"\0(\d+)\0")
 NAME, _KEY, _OTHER, _TEXT, _NUMBER = "zq0zq", "zq1zq", "zq2zq", "zq3zq\"'\\", "70737"  # placeholders
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "$comment", "deprecated"}
@@ -28,48 +28,48 @@ _OF_OBJECTS = {*_ANNOTATIONS, "properties", "required", "additionalProperties", 
 
 @dataclass(frozen=True)
 class _ValueOpening:
-    """What stands before a value: of the first argument up to its name, of a later one, and behind the name."""
+    """The text before a value: up to the name of a first argument, up to that of a later one, and from the name to the
+    value."""
 
     first: str
     later: str
-    named: str
+    after_name: str
 
 
 @dataclass(frozen=True)
 class Tags:
-    """How a dialect writes calls, as texts with marked tokens: one without arguments, what stands before a text and
-    before another value, what ends a value, and what follows a value's end: another argument, or nothing."""
+    """The form of calls in a dialect, as texts with marked tokens: a call without arguments, the openings of texts and
+    of other values, the end of every value, and the end of a call after its last value."""
 
-    none: str
-    text: _ValueOpening
-    other: _ValueOpening
-    close: str
-    tail: str
+    empty_call: str
+    text_opening: _ValueOpening
+    json_opening: _ValueOpening
+    value_end: str
+    call_end: str
 
     @classmethod
-    def measured(cls, written: Callable[[dict[str, Any]], str]) -> Tags | None:
-        """`written` gives a turn that calls the function `NAME` with these arguments. None where values are not
-        written as they stand, or names more than once."""
-        found = [_opening(written, value) for value in (_TEXT, int(_NUMBER))]
-        none = written({})
-        if None in found or none.count(NAME) != 1:
+    def measured(cls, render: Callable[[dict[str, Any]], str]) -> Tags | None:
+        """The form of a dialect whose `render` returns a turn that calls the function `NAME` with these arguments. None
+        for a dialect that does not write values as they stand, or repeats names."""
+        text_value, json_value = _opening(render, _TEXT), _opening(render, int(_NUMBER))
+        empty_call = render({})
+        if text_value is None or json_value is None or empty_call.count(NAME) != 1:
             return None
-        (text, tail), (other, same) = [each for each in found if each is not None]
-        # Free text ends at ordinary characters that stand at every end, or at a token.
-        close = "".join(
-            a for a, _ in takewhile(lambda pair: pair[0] == pair[1] != MARK, zip(text.later, tail, strict=False))
+        (text_opening, after_text), (json_opening, after_json) = text_value, json_value
+        # Free text ends at ordinary characters that follow every value, or at a token.
+        ends = takewhile(lambda pair: pair[0] == pair[1] != MARK, zip(text_opening.later, after_text, strict=False))
+        value_end = "".join(character for character, _ in ends)
+        if after_text != after_json or not (value_end or after_text.startswith(MARK)):
+            return None
+        if not json_opening.later.startswith(value_end):
+            return None
+        text_opening, json_opening = (
+            replace(opening, later=opening.later.removeprefix(value_end)) for opening in (text_opening, json_opening)
         )
-        if tail != same or not (close or tail.startswith(MARK)):
-            return None
-        if any(not opening.later.startswith(close) for opening in (text, other)):
-            return None
-        cut = len(close)
-        text, other = (_ValueOpening(each.first, each.later[cut:], each.named) for each in (text, other))
-        return cls(none, text, other, close, tail[cut:])
+        return cls(empty_call, text_opening, json_opening, value_end, after_text.removeprefix(value_end))
 
     def rules(self, number: int, tool: Tool) -> tuple[str, list[str]]:
-        """An alternative that calls this tool, and the rules that it needs. Raises Refusal for a schema that is not
-        followed here."""
+        """An alternative that calls this tool, and its further rules. Raises Refusal for an unsupported schema."""
         function = tool["function"]
         name, schema = function["name"], function.get("parameters") or {}
         properties, required = _parameters(name, schema)
@@ -77,19 +77,20 @@ class Tags:
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
         def following(start: int, first: bool) -> list[str]:
-            """What may follow `start` arguments, some of them left out."""
-            ways = []
+            """The alternatives from argument `start` on: an argument up to the next required one, or the end of the
+            call."""
+            alternatives = []
             for index in range(start, len(keys)):
-                ways.append(argument(index, first))
+                alternatives.append(argument(index, first))
                 if keys[index] in required:
-                    return ways
-            return [*ways, rule_of(self.none.replace(NAME, name) if first else self.tail)]
+                    return alternatives
+            return [*alternatives, rule_of(self.empty_call.replace(NAME, name) if first else self.call_end)]
 
         def argument(index: int, first: bool) -> str:
             key = keys[index]
-            opening = self.text if _is_text(properties[key]) else self.other
+            opening = self.text_opening if _is_text(properties[key]) else self.json_opening
             before = opening.first.replace(NAME, name) if first else opening.later
-            return f"{rule_of(before + key + opening.named)} value{number}_{index} after{number}_{index + 1}"
+            return f"{rule_of(before + key + opening.after_name)} value{number}_{index} after{number}_{index + 1}"
 
         for index, key in enumerate(keys):
             rules += [f"value{number}_{index}{rule}" for rule in self._value(name, key, properties[key], shared)]
@@ -97,8 +98,8 @@ class Tags:
         return f"call{number}", [f"call{number}: {' | '.join(following(0, True))}", *rules]
 
     def _value(self, name: str, key: str, schema: Any, shared: Mapping[str, Any]) -> list[str]:
-        """The rule of a value with its end, without the rule's name."""
-        close = json.dumps(self.close) if self.close else ""
+        """The rule of a value and its end, without the rule's name. Raises Refusal."""
+        close = json.dumps(self.value_end) if self.value_end else ""
         if not _is_text(schema):
             return [f": {json_rule({**shared, **schema})} {close}"]
         if values := _texts(schema):
@@ -109,24 +110,25 @@ class Tags:
                 f"the parameter {key!r} of {name} has {unknown!r}, which a forced call does not follow in this dialect",
                 "tools",
             )
-        end = re.escape(self.close).replace("\\\n", r"\n").replace("/", r"\/")
-        return [f": /(?s:.*){end}/"] if self.tail.startswith(MARK) else [f"[lazy]: /(?s:.*){end}/"]
+        end = re.escape(self.value_end).replace("\\\n", r"\n").replace("/", r"\/")
+        return [f": /(?s:.*){end}/"] if self.call_end.startswith(MARK) else [f"[lazy]: /(?s:.*){end}/"]
 
 
-def _opening(written: Callable[[dict[str, Any]], str], value: str | int) -> tuple[_ValueOpening, str] | None:
-    """What stands before such a value, and what stands behind the last one."""
-    one, two = written({_KEY: value}), written({_OTHER: _TEXT, _KEY: value})
-    other = _NUMBER if isinstance(value, int) else _TEXT
-    if one.count(NAME) != 1 or one.count(_KEY) != 1 or one.count(other) != 1 or two.count(_KEY) != 1:
+def _opening(render: Callable[[dict[str, Any]], str], value: str | int) -> tuple[_ValueOpening, str] | None:
+    """The opening of such a value, and the text after the last value of a call. None if a part is missing or
+    repeated."""
+    one, two = render({_KEY: value}), render({_OTHER: _TEXT, _KEY: value})
+    shown = _NUMBER if isinstance(value, int) else _TEXT
+    if one.count(NAME) != 1 or one.count(_KEY) != 1 or one.count(shown) != 1 or two.count(_KEY) != 1:
         return None
     first, _, rest = one.partition(_KEY)
-    named, _, tail = rest.partition(other)
+    after_name, _, after_value = rest.partition(shown)
     later = two.partition(_TEXT)[2].partition(_KEY)[0]
-    return _ValueOpening(first, later, named), tail
+    return _ValueOpening(first, later, after_name), after_value
 
 
 def _parameters(name: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], set[str]]:
-    """The schemas of the parameters, in order, and which of them are required. Raises Refusal."""
+    """The schemas of the parameters, in order, and the names of the required ones. Raises Refusal."""
     if unknown := sorted(schema.keys() - _OF_OBJECTS):
         raise invalid(f"the parameters of {name} have {unknown[0]!r}, which a forced call does not follow", "tools")
     properties, required = schema.get("properties") or {}, schema.get("required") or []
@@ -142,30 +144,30 @@ def _parameters(name: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[st
 
 
 def _is_text(schema: Any) -> bool:
-    """Whether the readers take a value as text."""
+    """Whether the readers take a value of this schema as text."""
     kinds = kinds_of(schema)
     return "string" in kinds or not kinds
 
 
 def _is_plain(schema: Any) -> bool:
-    """Whether any text is a value of the schema."""
+    """Whether the schema allows every text."""
     return _is_text(schema) and isinstance(schema, Mapping) and not schema.keys() - _ANNOTATIONS
 
 
 def _texts(schema: Mapping[str, Any]) -> list[str]:
-    """The texts that a schema lists as values; none if it lists none."""
-    given: Any = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if not isinstance(given, Sequence) or schema.keys() - _ANNOTATIONS - {"enum", "const"}:
+    """The texts that a schema lists as its values; empty without such a list."""
+    listed: Any = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(listed, Sequence) or schema.keys() - _ANNOTATIONS - {"enum", "const"}:
         return []
-    return [value for value in given if isinstance(value, str) and typed(value, schema) == value]
+    return [value for value in listed if isinstance(value, str) and typed(value, schema) == value]
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """A value with this schema, as a rule of Lark."""
+    """A rule of Lark for a value of this schema in JSON."""
     return f"%json {json.dumps(dict(schema) | {'x-guidance': {'whitespace_pattern': _SPACE}})}"
 
 
 def rule_of(text: str) -> str:
-    """A text with marked tokens as a rule of Lark."""
+    """A rule of Lark for a text with marked tokens."""
     parts = _TOKEN.split(text)
     return " ".join(f"<[{part}]>" if i % 2 else json.dumps(part) for i, part in enumerate(parts) if part) or '""'

@@ -71,8 +71,8 @@ class TextRoutes:
             strings = text.return_token_strs
             ids = await model.encode(text.prompt, text.add_special_tokens)
         shown = [model.tokenizer.id_to_token(token) for token in ids] if strings else None
-        found = {"count": len(ids), "max_model_len": model.engine.max_length, "tokens": ids, "token_strs": shown}
-        return JSONResponse(found)
+        answer = {"count": len(ids), "max_model_len": model.engine.max_length, "tokens": ids, "token_strs": shown}
+        return JSONResponse(answer)
 
     async def detokenize(self, http: HTTPRequest) -> Response:
         """The text of ids. Raises Refusal."""
@@ -90,7 +90,7 @@ class TextRoutes:
         return JSONResponse({"object": "list", "data": [self._card(name) for name in self._model.names]})
 
     async def model(self, http: HTTPRequest) -> Response:
-        """One of them. Raises Refusal for another name."""
+        """One served model. Raises Refusal for another name."""
         name = http.path_params["name"]
         if name not in self._model.names:
             message = f"the model {name[:200]!r} is not served here; {self._model.names[0]!r} is"
@@ -99,7 +99,7 @@ class TextRoutes:
 
     def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self._model.created, "owned_by": "etude"}
-        # What clients of Anthropic read.
+        # Fields for clients of Anthropic.
         card |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         return card | {"root": self._model.names[0], "parent": None, "max_model_len": self._model.engine.max_length}
 

@@ -1,7 +1,7 @@
-"""The routes of training, ids in and ids out (`etude.protocol.wire`).
+"""The routes of training, with ids as input and output (`etude.protocol.wire`).
 
-POST /generate   ids in, a Generation out
-POST /score      sequences in, log-probabilities of their tokens out; 409 if the version changes meanwhile
+POST /generate ids in, a Generation out POST /score sequences in, log-probabilities of their tokens out; 409 if the
+version changes meanwhile
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request, RequestFailed, check_sequence
-from etude.inference.server.choices import tell
+from etude.inference.server.choices import call_on
 from etude.inference.server.http import answer, check_room, check_score_room, error_of, generation_of, read_body
 from etude.inference.server.weights import WeightWatcher
 from etude.protocol.guard import error
@@ -44,12 +44,12 @@ class TokenRoutes:
             return error_of(e)
 
     def _streamed(self, request: Request) -> Response:
-        """The ids as they are sampled, those of a moment in one frame, and then the generation."""
+        """The sampled ids as they come, all that are ready in one frame, and then the generation."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[int | None] = asyncio.Queue()
 
         def put(token: int | None) -> None:
-            tell(loop, events.put_nowait, token)
+            call_on(loop, events.put_nowait, token)
 
         sequence = self._engine.submit(request, lambda token, _: put(token))
         sequence.future.add_done_callback(lambda _: put(None))
@@ -71,13 +71,13 @@ class TokenRoutes:
         return StreamingResponse(frames(), media_type="application/octet-stream")
 
     async def _score(self, http: HTTPRequest) -> Response:
-        """Log-probabilities under one version, which is named with its digest."""
+        """Log-probabilities under one version, with its number and digest."""
         served, engine = self._watcher.served, self._engine
         request = await read_body(http, ScoreRequest)
         check_score_room(engine, len(request.sequences))
         check_room(engine, len(request.sequences) * request.decoded)
         try:
-            for ids in request.sequences:  # all before the first is queued
+            for ids in request.sequences:  # check all before the first is queued
                 check_sequence(ids, engine.max_length, engine.vocab_size)
             futures = [engine.score(ids, decoded=request.decoded) for ids in request.sequences]
             scores = await asyncio.gather(*map(asyncio.wrap_future, futures))

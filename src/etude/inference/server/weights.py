@@ -1,7 +1,7 @@
-"""Follows the weight store on a thread of its own: fetches and verifies while the engine serves, swaps between steps.
+"""Follows the weight store in a thread: fetches and verifies while the engine serves, and swaps between steps.
 
 A version that cannot be verified is reported and never served; the old version goes on. After every swap a part of the
-live weights is digested again, and damaged chunks are repaired while the engine stands still.
+live weights is digested again, and damaged chunks are repaired while the engine is paused.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from etude.weights.signature import Trust, public_key
 from etude.weights.ulpd.digest import digest
 
 _POLL_SECONDS = 0.1
-_LONGEST_SECONDS = 5.0  # between two tries of something that fails
+_LONGEST_SECONDS = 5.0  # between two tries of a failing operation
 _SWAP_SECONDS = 120.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """A version and its digest, proven for the live tensors."""
+    """A version and its digest, verified on the live tensors."""
 
     version: int
     digest: str
 
 
 class WeightWatcher:
-    """Keeps an engine on the newest version of a store; without a source it only tells the digest of its weights.
+    """Keeps an engine on the newest version of a store; without a source it only computes the digest of its weights.
     `model` is the id of the model whose versions are expected (`models.loading.model_id`), or empty for any. `types`
-    are those of the store's versions, or of the folder (`models.dtypes`); bfloat16 where that holds the weights."""
+    are the tensor types of the store's versions, or of the folder (`models.dtypes`); by default bfloat16 if it can
+    represent the weights exactly."""
 
     def __init__(
         self, engine: Engine, source: WeightSource | None, model: str = "", types: Types | None = None
@@ -66,20 +67,21 @@ class WeightWatcher:
             self._member = ReplicaMember(receiver, votes)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etude-weights", daemon=True)
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive failures
         self._damaged: list[int] = []  # chunks that wait for a repair
-        self._froze = False  # whether it was a repair that paused the engine
+        self._froze = False  # whether a repair paused the engine
         self.repairs = 0  # chunks repaired
         self.served = ServedVersion(engine.version, self.live_digest())
         self.trouble = ""
 
     @property
     def error(self) -> str:
-        """Why the newest version is not served, once tries have failed; empty if all is well or being repaired."""
+        """The reason why the newest version is not served, after failed tries; empty while all is well or being
+        repaired."""
         return self.trouble if self._failures >= TRIES else ""
 
     def live_digest(self) -> str:
-        """The digest of the live tensors; it starts with "altered" if no published version can have it."""
+        """The digest of the live tensors; it starts with "altered" if no published version can have this digest."""
         try:
             held = self._member is not None and self._member.receiver.manifest is not None
             return digest(self._tensors, self._member.receiver.types if self._member and held else self._types)
@@ -91,13 +93,14 @@ class WeightWatcher:
         return self._member.receiver.chunk(number, version) if self._member else None
 
     def start(self) -> None:
-        """Swap in what the store holds already, then keep following it on a thread. The engine must be running."""
+        """Swap in the newest version in the store, then follow it on a thread. The engine must be running."""
         if self._member is not None:
             self.poll()
             self._thread.start()
 
     def poll(self) -> bool:
-        """Look for a version once; true if a new one is live now. Failures are named in `trouble` and tried again."""
+        """Look for a version once; true if a new one is live now. A failure is described in `trouble` and tried
+        again."""
         assert self._member is not None
         receiver = self._member.receiver
         try:
@@ -109,7 +112,7 @@ class WeightWatcher:
             self._failures, self.trouble = 0, ""
             return moved
         except (DamagedVersion, UserError, Unrepairable, SwapUndone) as e:
-            self._failures += not isinstance(e, NotTogether)  # waiting for the others is no failure of this server
+            self._failures += not isinstance(e, NotTogether)  # waiting for other servers is not a failure of this one
             if str(e) != self.trouble:
                 _log.warning("%s", e)
             self.trouble = str(e)
@@ -127,7 +130,7 @@ class WeightWatcher:
         self._engine.swap(version, apply).result(_SWAP_SECONDS)
 
     def _note(self, receiver: Receiver) -> None:
-        """A version went live."""
+        """Record a version that has become live."""
         assert receiver.manifest is not None
         self.served = ServedVersion(receiver.version, receiver.manifest.live)
         _log.info("serving version %d after a pause of %.1f ms", receiver.version, self._engine.last_pause * 1e3)
@@ -137,7 +140,7 @@ class WeightWatcher:
             self._repair(receiver)
 
     def _repair(self, receiver: Receiver) -> None:
-        """Repairs damaged chunks. The engine stands still meanwhile: with them it would compute wrong tokens."""
+        """Repairs damaged chunks. The engine is paused meanwhile: with them it would compute wrong tokens."""
         self.trouble = f"{len(self._damaged)} chunks of version {receiver.version} are damaged; they are being repaired"
         _log.warning("%s", self.trouble)
         if not self._engine.is_paused:
@@ -163,7 +166,7 @@ class WeightWatcher:
                 return
 
     def _delay(self) -> float:
-        """Seconds to the next poll: longer and longer while polls fail, and never in step with other servers."""
+        """Seconds to the next poll: longer after each failure, and random so that servers do not poll in step."""
         if not self._failures:
             return _POLL_SECONDS
         longest = min(_POLL_SECONDS * 2 ** min(self._failures, 10), _LONGEST_SECONDS)
@@ -171,10 +174,10 @@ class WeightWatcher:
 
 
 def _return_memory() -> None:
-    """Gives freed memory back to the system. Decoding a version allocates and frees as much as the weights take in many
-    small pieces, which glibc keeps: an engine stood at nearly twice its size for ever."""
+    """Returns freed memory to the system. Decoding a version allocates and frees as much as the weights take in many
+    small pieces, which glibc keeps: without this an engine kept nearly twice its size."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # glibc has it
+    if trim is not None:  # a function of glibc
         trim(0)
 
 

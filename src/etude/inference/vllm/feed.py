@@ -23,7 +23,7 @@ from etude.store import Store
 from etude.weights.manifest import versions
 
 EVERY = 1.0  # seconds between two polls of the store
-DEADLINE = 600.0  # seconds that a version may take from its first sight to being live
+DEADLINE = 600.0  # limit on the seconds from a version's first sight to its use
 
 
 def feed(
@@ -37,7 +37,7 @@ def feed(
     deadline: float = DEADLINE,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Updates the server to every newest version, for ever; with `once` until it serves the newest, which it returns.
+    """Updates the server to every newest version, for ever; with `once` until it serves the newest, which is returned.
     Raises UserError if the server does not answer, or if a version is not live `deadline` seconds after it was seen."""
 
     async def following() -> int:
@@ -56,7 +56,7 @@ def feed(
 async def _feed(
     server: VllmServer, store: Store, live: int, once: bool, every: float, deadline: float, say: Callable[[str], None]
 ) -> int:
-    seen: float | None = None  # when the version that is missing was seen first
+    seen: float | None = None  # when the missing version was first seen
     while True:
         newest = max(versions(store, after=live), default=live)
         if newest > live:

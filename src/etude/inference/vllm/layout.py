@@ -1,10 +1,10 @@
-"""Finds where a vLLM model keeps the tensors of a checkpoint, by watching its own loader.
+"""Finds the memory of a checkpoint's tensors in a vLLM model, by watching vLLM's own loader.
 
-vLLM stacks queries, keys and values, gates and ups, and experts; which tensor goes where is written in each model's
-`load_weights`. So that loader is given placeholder tensors, and every copy that it would make into the model's memory
-is noted instead of made: its source tells which published elements, its destination where they lie. No table of names
-per architecture is needed. The loader cannot tell whether a kernel rearranged the memory after it had been loaded; so
-the same loader is given the checkpoint that the server was started with, and every copy must find its values there.
+vLLM stacks queries, keys and values, gates and ups, and experts; each model's `load_weights` decides the place of each
+tensor. So that loader gets placeholder tensors, and every copy into the model's memory is recorded instead of made: its
+source identifies the published elements, its destination their place. No table of names per architecture is needed. The
+loader cannot know whether a kernel rearranged the memory after loading. So the same loader then gets the checkpoint
+that the server was started with, and every copy must find its values there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etude.errors import UserError
 from etude.weights.ulpd.schema import Schema
 
 Run = tuple[int, int, int]
-"""Elements that are neighbours in the source and in the destination: where they start in each, and how many."""
+"""A run of elements that are contiguous in source and destination: start in each, and number."""
 
 
 class LoadableModel(Protocol):
@@ -36,7 +36,7 @@ class LoadableModel(Protocol):
 
 
 class _Copies(TorchDispatchMode):
-    """Hands each copy into `memory` to `seen`, destination first, in place of making it."""
+    """Passes each copy into `memory` to `seen`, destination first, instead of making it."""
 
     def __init__(self, memory: frozenset[int], seen: Callable[[torch.Tensor, torch.Tensor], None]):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -53,8 +53,8 @@ class _Copies(TorchDispatchMode):
 
 
 def live_tensors(model: LoadableModel, published: Schema) -> dict[str, torch.Tensor]:
-    """The model's own memory under the names and in the shapes that are published. Raises UserError if a tensor is not
-    there whole and in order (several GPUs share it, it was transposed), or if the model has a parameter that no
+    """The model's own memory under the names and in the shapes of the published tensors. Raises UserError if a tensor
+    is incomplete or out of order (several GPUs share it, it was transposed), or if the model has a parameter that no
     published tensor fills."""
     sources = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in published.tensors}
     names = {_storage(tensor): name for name, tensor in sources.items()}
@@ -86,7 +86,7 @@ def check_plain(model: LoadableModel, checkpoint: Iterable[tuple[str, torch.Tens
 
 
 def memory(model: LoadableModel) -> frozenset[int]:
-    """Addresses of the model's parameters; other ones after they were loaded anew."""
+    """Addresses of the model's parameters; loading the model anew changes them."""
     return frozenset(_storage(parameter) for _, parameter in model.named_parameters() if parameter.numel())
 
 
@@ -103,7 +103,7 @@ def _load(
             model.load_weights(weights)
     except UserError:
         raise
-    except Exception as e:  # whatever a model's loader raises for names and shapes that it does not know
+    except Exception as e:  # loaders raise various errors for unknown names and shapes
         raise UserError(f"the model that is served does not load these weights ({type(e).__name__}: {e})") from e
 
 
@@ -121,12 +121,12 @@ def _runs(name: str, source: torch.Tensor, there: torch.Tensor) -> Iterator[Run]
 
 
 def _offset(tensor: torch.Tensor, index: tuple[int, ...]) -> int:
-    """Where in its storage the first element lies that has these leading indices."""
+    """Offset in its storage of the first element with these leading indices."""
     return int(tensor.storage_offset()) + sum(i * step for i, step in zip(index, tensor.stride(), strict=False))
 
 
 def _joined(name: str, source: torch.Tensor, pieces: list[tuple[Run, torch.Tensor]]) -> torch.Tensor:
-    """One tensor over all pieces, which follow each other without a gap at both ends."""
+    """One tensor over all pieces, which are contiguous in both source and destination."""
     pieces = sorted(pieces, key=lambda piece: piece[0])
     reached = 0
     for (first, second, length), there in pieces:

@@ -1,7 +1,7 @@
-"""Finds the file and the sketch of an edit in the text of a prompt, for engines that tell a drafter nothing else.
+"""Finds the file and the sketch of an edit in the text of a prompt, for engines that pass only the prompt to a drafter.
 
-Known are the tags of `etude.edits.formats` (also without an instruction, as others use them) and fenced code blocks:
-the longest is the file, the last other one that holds a marker for left-out code is the sketch. No torch.
+It recognises the tags of `etude.edits.formats` (also without an instruction, as others use them) and fenced code
+blocks: the longest is the file, the last other block with a marker for omitted code is the sketch. No torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from etude.edits.merge import is_marker
 
 _UPDATE = re.compile(r"<update((?:-[0-9a-f]{6})?)>")
-_TAGS = 8  # last tags that are tried, each at the price of a scan
+_TAGS = 8  # number of last tags that are tried; each takes a scan
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})([^`]*)")
 
 
 @dataclass(frozen=True)
 class ApplyPrompt:
-    """`code` is to be written anew with `update` in it (may be empty), between `opening` and `close`."""
+    """`code` is to be rewritten with `update` (may be empty) applied, between `opening` and `close`."""
 
     code: str
     update: str
@@ -27,7 +27,7 @@ class ApplyPrompt:
 
 
 def parse_prompt(prompt: str) -> ApplyPrompt | None:
-    """The last edit in the prompt; None if there is none, or one of another form."""
+    """The last edit in the prompt, or None without an edit of a known form."""
     return _tagged(prompt) or _fenced(prompt)
 
 
@@ -39,7 +39,7 @@ def _tagged(prompt: str) -> ApplyPrompt | None:
         if not before.rstrip().endswith(code_close):
             continue
         code_end = tag.start() - len(before) + len(before.rstrip()) - len(code_close)
-        # The file itself holds no such tag, or `formats` would have given all tags a suffix.
+        # The file itself has no such tag; otherwise `formats` would have added a suffix to all tags.
         start, update_end = prompt.rfind(opening, 0, code_end), prompt.find(close, tag.end())
         if start >= 0 and update_end >= 0:
             code = prompt[start + len(opening) : code_end].removeprefix("\n")

@@ -4,9 +4,9 @@
 
 vLLM makes one `Proposer` per worker and calls it after every pass. It does not name the requests: rows of token ids
 change places from pass to pass. So file and sketch are parsed from the prompt (`prompt_parsing.py`), and a sequence is
-recognised by its tokens; sequences with equal tokens want equal drafts. vLLM verifies: drafts decide no token.
+recognised by its tokens; sequences with equal tokens get equal drafts. vLLM verifies: drafts change no token.
 
-Nothing is imported that vLLM's environment lacks (it has numpy, numba, tokenizers).
+The module imports only packages of vLLM's environment (it has numpy, numba, tokenizers).
 """
 
 # pyright: basic, reportMissingImports=false
@@ -29,11 +29,11 @@ from etude.inference.engine.drafts import Drafter, DraftSource, SharedRates, enc
 from etude.inference.vllm.prompt_parsing import parse_prompt
 
 LONGEST = 128  # vLLM 0.32's rejection sampler asserts that no sequence has more drafted tokens
-_PROMPTS = 64  # prompts whose sources are kept, for requests with n > 1 and groups
+_PROMPTS = 64  # number of prompts whose sources are kept, for requests with n > 1 and groups
 
 
 class Proposer:
-    """The class that vLLM constructs and calls. Raises UserError for a configuration under which it could not work."""
+    """The class that vLLM constructs and calls. Raises UserError for a configuration that it does not support."""
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -46,7 +46,7 @@ class Proposer:
         self._drafts = SequenceDrafts(tokenizer, longest, model.max_model_len, sequences)
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Nothing to load; vLLM calls this of every proposer."""
+        """Does nothing: there is no model to load. vLLM calls this on every proposer."""
 
     def propose(
         self,
@@ -55,7 +55,7 @@ class Proposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafted tokens per row of `token_ids_cpu`, of any number up to the configured one."""
+        """Drafted tokens per row of `token_ids_cpu`, at most the configured number."""
         return self._drafts.after_pass(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
 
 
@@ -65,12 +65,12 @@ class _DraftedSequence:
 
     drafter: Drafter
     drafted: int = 0  # tokens of the last proposal
-    proposed: int = 0  # the pass after which it was made
+    proposed: int = 0  # the pass after which the proposal was made
 
 
 class SequenceDrafts:
-    """Drafts for sequences that are known by their tokens only. `longest` is the greatest number of drafted tokens per
-    sequence, `max_length` the model's context, `sequences` the greatest number of sequences. `clock` gives seconds.
+    """Drafts for sequences that only their tokens identify. `longest` is the greatest number of drafted tokens per
+    sequence, `max_length` the model's context, `sequences` the greatest number of sequences. `clock` returns seconds.
     Raises UserError for a `longest` that vLLM cannot verify."""
 
     def __init__(
@@ -84,13 +84,13 @@ class SequenceDrafts:
         if not 1 <= longest <= LONGEST:
             raise UserError(f"num_speculative_tokens is {longest}; vLLM verifies 1 to {LONGEST} tokens per request")
         self._tokenizer, self._longest, self._max_length, self._clock = tokenizer, longest, max_length, clock
-        self._known = _SequenceHistories(4 * sequences)  # a request that waits for memory is in no pass for a while
+        self._known = _SequenceHistories(4 * sequences)  # includes requests that wait for memory
         self._sources: OrderedDict[bytes, tuple[DraftSource, ...]] = OrderedDict()
         self._shared = SharedRates()
         self._costs = LearnedCosts()
         self._passes = 0
         self._returned = 0.0
-        # The kernels are compiled now, not in a user's first pass.
+        # Compile the kernels now, not in a user's first pass.
         warm = Drafter((DraftSource("file", np.zeros(4, np.int32)),), 1, SharedRates())
         for length in (2, 3):
             warm.propose(np.arange(1, length + 1, dtype=np.int32), 1)
@@ -98,14 +98,14 @@ class SequenceDrafts:
     def after_pass(
         self, sampled: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray, ids_RT: np.ndarray
     ) -> list[list[int]]:
-        """Drafts for each row. `sampled` are the tokens that the pass emitted (none within a prompt); row r has
-        ids_RT[r, : lengths[r]] with them."""
+        """Drafts for each row. `sampled` are the tokens that the pass emitted (none within a prompt); row r includes
+        them in ids_RT[r, : lengths[r]]."""
         begin = self._clock()
         histories = {r: ids_RT[r, : int(lengths[r])] for r, new in enumerate(sampled) if len(new)}
         sequences = {r: self._sequence(history, len(sampled[r])) for r, history in histories.items()}
         complete = len(sequences) == len(sampled) and all(s.proposed == self._passes for s in sequences.values())
         if sequences and complete:
-            # Without a prompt in it, the pass had one token per sequence and the drafted ones. It began when its drafts
+            # Without a prompt, the pass had one token per sequence and the drafted tokens. It began when its drafts
             # were returned: between two passes of the same sequences there is no waiting.
             self._costs.note(sum(1 + s.drafted for s in sequences.values()), begin - self._returned)
         self._passes += 1
@@ -130,7 +130,7 @@ class SequenceDrafts:
         return drafts
 
     def _sequence(self, history_T: np.ndarray, new: int) -> _DraftedSequence:
-        """The sequence that had this history before its `new` last tokens, or a new one with that prompt."""
+        """The sequence whose history ended before the `new` last tokens, or a new sequence with that prompt."""
         before_T = history_T[: len(history_T) - new]
         known = self._known.take(before_T)
         return known or _DraftedSequence(Drafter(self._of_prompt(before_T), len(before_T), self._shared), proposed=-1)
@@ -145,14 +145,14 @@ class SequenceDrafts:
 
 
 class _SequenceHistories:
-    """Sequences by the tokens they had, the latest `kept` of them. Two with equal tokens are interchangeable."""
+    """The latest `kept` sequences, by their tokens. Two sequences with equal tokens are interchangeable."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
         self._sequences: OrderedDict[tuple[int, int], list[_DraftedSequence]] = OrderedDict()
 
     def take(self, ids_T: np.ndarray) -> _DraftedSequence | None:
-        """A sequence with these tokens, which is kept no longer; None if there is none."""
+        """Remove and return a sequence with these tokens; None if there is none."""
         key = self._key(ids_T)
         equal = self._sequences.get(key)
         if equal is None:
@@ -172,22 +172,22 @@ class _SequenceHistories:
 
     @staticmethod
     def _key(ids_T: np.ndarray) -> tuple[int, int]:
-        # Tokens that share a hash would share drafts, which costs time and changes nothing else.
+        # Sequences with equal hashes share drafts, which costs time and changes nothing else.
         return len(ids_T), hash(ids_T.tobytes())
 
 
 def sources(tokenizer: Tokenizer, prompt: list[int]) -> tuple[DraftSource, ...]:
-    """Text that the answer to a prompt may repeat, the most trusted first: merge, file and sketch of an edit. Empty for
-    another prompt: a drafter then has the sequence's own tokens, prompt included."""
+    """Texts that the answer to a prompt may repeat, the most trusted first: merge, file and sketch of an edit. Empty
+    for another prompt; a drafter then has only the sequence's own tokens, prompt included."""
     text = tokenizer.decode(prompt, skip_special_tokens=False)
     edit = parse_prompt(text)
     if edit is None:
         return ()
     try:
         merged = [Edit(edit.code, edit.update).merged()] if edit.update.strip() else []
-    except UserError:  # too large, or a sketch that fits no place: the model may know better
+    except UserError:  # too large, or a sketch that fits no place: go on without the merge
         merged = []
-    # The answer begins with the opening, unless the prompt ends with it.
+    # The answer begins with the opening tag, unless the prompt ends with it.
     begun = text.endswith(edit.opening)
     left, head = (edit.opening, "") if begun else ("\n", edit.opening)
 

@@ -1,8 +1,8 @@
 """etude inside a vLLM worker: `vllm serve MODEL --worker-extension-cls CLASS`, where CLASS is
 `etude.inference.vllm.worker.WorkerExtension`.
 
-vLLM makes that class a base of its worker, and `POST /collective_rpc` (a development route) calls its methods by
-name: strings go in, a dict comes out, with `error` where something was refused. The engine makes no step meanwhile.
+vLLM makes that class a base of its worker, and `POST /collective_rpc` (a development route) calls its methods by name.
+The arguments are strings; the result is a dict, with `error` after a refusal. The engine makes no step meanwhile.
 `etude weights feed` is the caller. A receiver like that of etude's own engine fetches, verifies and stages a version in
 a thread while vLLM serves; its live tensors are the model's own memory (`etude.inference.vllm.layout`).
 """
@@ -37,7 +37,7 @@ MOVED = "this server loaded its weights anew behind etude's back; start it again
 
 @dataclass
 class Following:
-    """The store that a worker follows, and how far it is."""
+    """The store that a worker follows, and its progress."""
 
     source: tuple[str, str, str]  # URLs of store and relay, file of the public key
     model: LoadableModel
@@ -51,7 +51,7 @@ class Following:
         self._memory = memory(self.model)
 
     def moved(self) -> bool:
-        """Whether the model computes with other memory by now than that which is written and digested here."""
+        """Whether the model has moved to other memory than the memory that is written and digested here."""
         return memory(self.model) != self._memory
 
     def stage(self, version: int) -> None:
@@ -65,7 +65,7 @@ class Following:
             raise
 
     def answer(self) -> Answer:
-        """The live version, whether one is being staged, the staged one or -1, and the last error."""
+        """The live version, whether staging runs, the staged version or -1, and the last error."""
         staging = self.thread is not None and self.thread.is_alive()
         staged = self.staged.manifest.version if self.staged is not None and not staging else -1
         return {"version": self.receiver.version, "staging": staging, "staged": staged, "error": self.error}
@@ -77,7 +77,7 @@ class WorkerExtension:
     _etude: Following
 
     def etude_open(self, store: str, relay: str, public_key: str) -> Answer:
-        """Follow a store: its URL, a relay's or "", and the file of a public key or "". Twice is as good as once."""
+        """Follow a store: its URL, a relay's or "", and the file of a public key or "". May be repeated."""
         source = (store, relay, public_key)
         known: Following | None = getattr(self, "_etude", None)
         if known is not None:
@@ -91,7 +91,7 @@ class WorkerExtension:
         return {"version": -1}
 
     def etude_stage(self, version: str) -> Answer:
-        """Begin to fetch and verify a version, beside the one that is served."""
+        """Begin to fetch and verify a version while another is served."""
         following = self._etude
         if not following.answer()["staging"]:
             following.staged, following.error = None, ""
@@ -100,12 +100,12 @@ class WorkerExtension:
         return following.answer()
 
     def etude_status(self) -> Answer:
-        """How far staging is, see `Following.answer`."""
+        """The progress of staging, see `Following.answer`."""
         return self._etude.answer()
 
     def etude_swap(self, version: str) -> Answer:
         """Makes the staged version live, and compares the digest of all live tensors with its manifest's. If they
-        differ, the old version is back and `error` says so."""
+        differ, the old version is restored and `error` names the difference."""
         following, update = self._etude, self._etude.staged
         if update is None or update.manifest.version != int(version):
             return {"error": f"version {version} is not staged"}
@@ -120,7 +120,7 @@ class WorkerExtension:
         return {"version": update.manifest.version, "digest": update.manifest.live}
 
     def etude_digest(self) -> Answer:
-        """The digest of the model's live memory; `error` if it is not that of the version it should hold."""
+        """The digest of the model's live memory; `error` if it differs from that of the live version."""
         following, manifest = self._etude, self._etude.receiver.manifest
         if manifest is None:
             return {"error": "this server holds no version yet"}
@@ -159,8 +159,8 @@ def _follow(worker: Any, source: tuple[str, str, str]) -> Following:
 
 
 def _keep_plain_on_cpu() -> None:
-    """On a CPU, vLLM packs weights for its kernels and drops the originals; nothing could be written or digested then.
-    vLLM imports this module before it loads a model, so the packing is replaced by plain products here."""
+    """Replaces vLLM's packing of weights on a CPU by plain products. The packing drops the originals, which must be
+    written and digested here. vLLM imports this module before it loads a model."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.platforms import current_platform
@@ -189,7 +189,7 @@ def _experts(
     apply_router_weight_on_input: bool,
     **_: Any,
 ) -> None:
-    """Mixed experts by their definition, from weights as they are published. Shapes: output and hidden_states [T, D],
+    """Mixed experts by their definition, with weights in the published layout. Shapes: output and hidden_states [T, D],
     w1 [E, 2I, D] (gates before ups), w2 [E, D, I], topk_weights and topk_ids [T, K]."""
     if activation.value != "silu" or self.w1_bias is not None or apply_router_weight_on_input:
         raise UserError("on a CPU, only SiLU experts without biases can follow a store; serve this model on a GPU")

@@ -2,9 +2,9 @@
 
     schema           names, types, shapes, and the grid of chunks
     codec            records of changed chunks, objects of records: encode, apply, pack, unpack
-    profiles         how the changes of a chunk are written; streams: the code of numbers
-    changes          changes apart from how they are written, for folds over versions
-    digest, device   digests of tensors where they are; kernels and triton_kernels compute them
+    profiles         encodings of the changes of a chunk; streams: the code of numbers
+    changes          changes independent of their encoding, for folds over versions
+    digest, device   digests of tensors on their device; kernels and triton_kernels compute them
 
 Stands alone: numpy, numba, torch, blake3, xxhash and zstandard, nothing else of etude.
 """

@@ -1,4 +1,4 @@
-"""What a version changed, element by element, apart from how it is written down.
+"""The changes of a version, element by element, independent of their encoding.
 
 Steps of successive versions add up, so a fold over many versions is a sum, and the inverse of a delta is its negative.
 """
@@ -31,7 +31,7 @@ Changes = Mapping[int, Moves]  # by chunk; a chunk without changes is absent
 
 
 def fold(schema: Schema, steps: Sequence[Changes]) -> Changes:
-    """One set of changes that does what all of them do in this order. Steps that add up to nothing are left out."""
+    """A single set of changes with the effect of all `steps` in this order. Steps that add up to zero are left out."""
     touched = sorted({chunk for step in steps for chunk in step})
     folded = {chunk: _fold_chunk(schema, chunk, [step[chunk] for step in steps if chunk in step]) for chunk in touched}
     return {chunk: moves for chunk, moves in folded.items() if moves.positions.size}
@@ -47,12 +47,13 @@ def _fold_chunk(schema: Schema, index: int, moves: Sequence[Moves]) -> Moves:
 
 
 def inverse(changes: Changes) -> Changes:
-    """The changes that take these back."""
+    """The changes that undo these."""
     return {index: Moves(moves.positions, -moves.values) for index, moves in changes.items()}
 
 
 def move_bits(spec: Spec, part: Bits, first: int, moves: Moves) -> int:
-    """Makes the changes of one chunk, whose first element is number `first` of its tensor; what its digest grows by."""
+    """Applies the changes of one chunk, whose first element is number `first` of its tensor. Returns the growth of its
+    digest."""
     form = spec.format
     place = (part, moves.positions, moves.values.view(form.integer), np.uint64(spec.seed), first)
     return int(kernels.add(*place, form.width, form.signed))

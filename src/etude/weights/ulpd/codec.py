@@ -1,7 +1,7 @@
 """ULPD/1: lossless deltas of weights, chunk by chunk (docs/weights.md).
 
-An object is a head, records and an index. A record leads one chunk from the content with the base digest to the
-content with the target digest; a chunk without changes has none. Digests are sums over elements, so a chunk's follows
+An object is a head, records and an index. A record leads one chunk from the content with the base digest to the content
+with the target digest; a chunk without changes has none. Digests are sums over elements, so a chunk's digest follows
 from its changes, and a model's is the sum of its chunks'.
 """
 
@@ -36,7 +36,7 @@ _TAIL = struct.Struct("<QI4s")
 _MAGIC, _END, _VERSION = b"ULPD", b"DPLU", 1
 _PLANE_LEVEL = 3
 CLASSES = 16
-_SPAN = 16  # chunks: a call from Python costs as much as a few thousand elements
+_SPAN = 16  # chunks per call: a call from Python costs as much as a few thousand elements
 
 KINDS = {"delta": 0, "anchor": 1, "skip": 2}
 Digests = npt.NDArray[np.uint64]
@@ -44,12 +44,12 @@ Contents = Mapping[str, Bits]
 
 
 class Damaged(ValueError):
-    """Bytes that are not what their producer wrote."""
+    """Bytes that were altered after their producer wrote them."""
 
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """How one chunk changes. `target` is 2^64-modular like all digests."""
+    """The changes of one chunk. `target`, like all digests, is modulo 2^64."""
 
     chunk: int
     code: int
@@ -61,13 +61,13 @@ class ChunkRecord:
 
 @dataclass(frozen=True)
 class Codec:
-    """What a producer may choose from. `lowest` is the least exponent class of profile B, per element format."""
+    """The options of a producer. `lowest` is the least exponent class of profile B, per element format."""
 
     allowed: tuple[int, ...] = (A, B, ABS)
     learning_rate: float = 1e-6
 
     def form(self, form: Format) -> Form:
-        """What compiled functions need to know to encode elements of a format."""
+        """The parameters of compiled functions for elements of a format."""
         classes = CLASSES if form.exponent_mask else 1
         allowed = sum(1 << code for code in self.allowed)
         return Form(form.width, form.signed, form.mantissa, form.exponent_mask, self.lowest(form), classes, allowed)
@@ -88,7 +88,7 @@ def chunk_bits(schema: Schema, tensors: Mapping[str, Bits], chunk: Chunk) -> Bit
 def digests(
     schema: Schema, tensors: Contents, threads: int | None = None, chunks: Collection[int] | None = None
 ) -> Digests:
-    """The digest of every chunk, from the bytes; with `chunks` of those alone, and 0 for the others."""
+    """The digest of every chunk; with `chunks` only of those, and 0 for the others."""
 
     def one(index: int) -> int:
         if chunks is not None and index not in chunks:
@@ -102,7 +102,7 @@ def digests(
 
 
 def model_digest(chunk_digests: Digests) -> int:
-    """The digest of a model from those of its chunks."""
+    """The digest of a model from the digests of its chunks."""
     return int(chunk_digests.sum(dtype=np.uint64))
 
 
@@ -115,8 +115,8 @@ def encode_changes(
     threads: int | None = None,
     chunks: range | None = None,
 ) -> tuple[list[ChunkRecord], Changes]:
-    """Records for the chunks that differ, of `chunks` or of all, in order, and the changes that they hold, for folds
-    and for taking them back. `base` holds the digests of `old`."""
+    """Records for the chunks that differ, of `chunks` or of all, in order, and their changes, for folds and undo.
+    `base` holds the digests of `old`."""
 
     def one(span: range) -> list[tuple[ChunkRecord, Moves]]:
         name, part = _extent(schema, span)
@@ -129,7 +129,7 @@ def encode_changes(
 def encode_fold(
     schema: Schema, now: Contents, target: Digests, steps: Sequence[Changes], codec: Codec, threads: int | None = None
 ) -> list[ChunkRecord]:
-    """Records of one delta over several versions: from what `now` was before `steps`, the last of which led to `now`.
+    """Records of one delta over several versions: from the content before `steps`, the last of which led to `now`.
     `target` holds the digests of `now`. The bytes are those of `encode_changes` between the two contents."""
     back = inverse(fold(schema, steps))
 
@@ -200,9 +200,9 @@ def encode_anchor(
 def apply(
     schema: Schema, tensors: Contents, held: Digests, records: Sequence[ChunkRecord], threads: int | None = None
 ) -> Digests:
-    """Bring `tensors` forward in place; the digests they have then. Raises Damaged if a record does not fit. `held` are
-    the digests of `tensors`. A record whose target is held already is skipped, so a replay is harmless; one that builds
-    on another content is refused. Every record is read before the first element is written."""
+    """Applies records to `tensors` in place. Returns the new digests. `held` are the digests of `tensors`. A record
+    whose target is held already is skipped, so a replay is harmless; a record with another base is refused. Every
+    record is read before the first element is written. Raises Damaged if a record does not fit."""
     after = held.copy()
     fresh = [record for record in records if int(held[record.chunk]) != record.target]
     for record in fresh:
@@ -238,7 +238,8 @@ def apply(
 
 @dataclass(frozen=True)
 class _TensorRecords:
-    """Records of one tensor, read: record r moves elements of its chunk, which begins at starts[r], by these steps."""
+    """Decoded records of one tensor: record r moves elements of its chunk, which begins at starts[r], by these
+    steps."""
 
     spec: Spec
     records: Sequence[ChunkRecord]
@@ -249,7 +250,7 @@ class _TensorRecords:
 
 
 def _read_records(schema: Schema, tensors: Mapping[str, Bits], records: Sequence[ChunkRecord]) -> _TensorRecords:
-    """Records in A, B or ABS of one tensor. Raises Damaged."""
+    """The decoded records in A, B or ABS of one tensor. Raises Damaged."""
     chunks = [schema.chunks[record.chunk] for record in records]
     spec = schema.tensors[chunks[0].tensor]
     form, content = spec.format, tensors[spec.name]
@@ -291,7 +292,7 @@ def _content(schema: Schema, record: ChunkRecord) -> Bits:
 
 
 def _planes(part: Bits, form: Format) -> bytes:
-    """The exponents, compressed, then sign and mantissa of every element: exponents alone are far from random."""
+    """The compressed exponents, then sign and mantissa of every element; only exponents are far from random."""
     fields = np.empty(part.size, np.uint8)
     rest = np.empty((part.size * (form.mantissa + 1) + 31) // 32, np.uint32)
     profiles.split_planes(part, form.width, form.mantissa, form.exponent_mask, fields, rest)
@@ -368,7 +369,7 @@ def _record(data: bytes, chunk: int) -> ChunkRecord:
 
 
 def _spans(schema: Schema, chunks: range | None = None) -> list[range]:
-    """Chunks, or all, in runs of one tensor: what a core does at a time."""
+    """Chunks, or all, in runs of one tensor: the units of work for a thread."""
     spans: list[range] = []
     for index in range(len(schema.chunks)) if chunks is None else chunks:
         last = spans[-1] if spans else range(0)
@@ -392,13 +393,13 @@ def _by_tensor(schema: Schema, records: Sequence[ChunkRecord]) -> list[list[Chun
 
 
 def _extent(schema: Schema, span: range) -> tuple[str, slice]:
-    """The tensor of a span, and its elements in it."""
+    """The tensor of a span, and the span's elements in it."""
     first, last = schema.chunks[span[0]], schema.chunks[span[-1]]
     return schema.tensors[first.tensor].name, slice(first.start, last.stop)
 
 
 def _map(work: Callable[[Any], Any], items: Sequence[Any], threads: int | None) -> list[Any]:
-    """`work` on every item, in order, on so many threads, or one per core: kernels and compressors leave the lock."""
+    """`work` on every item, in order, on so many threads, or one per core: kernels and compressors release the lock."""
     workers = min(threads or len(os.sched_getaffinity(0)), len(items))
     if workers < 2:
         return [work(item) for item in items]

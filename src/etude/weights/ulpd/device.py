@@ -1,7 +1,7 @@
-"""Where the codec's passes over whole tensors run: compiled loops on the host, Triton kernels on a CUDA device.
+"""Chooses the implementation of passes over whole tensors: compiled loops on the host, Triton kernels on a CUDA device.
 
-The tensor's device decides, and both give the same bits. Triton is imported here only, and not before the first tensor
-on a GPU arrives: a machine without a GPU needs none.
+The tensor's device decides, and both give the same bits. Triton is imported only here, at the first tensor on a GPU, so
+a machine without a GPU does not need it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
 
 class TritonMissing(RuntimeError):
-    """Tensors lie on a GPU, and Triton, which works on them there, is not installed."""
+    """Tensors are on a GPU, and Triton, which processes them there, is not installed."""
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether Triton's kernels reach the tensor."""
+    """Whether Triton's kernels can process the tensor."""
     return tensor.device.type == "cuda"
 
 
@@ -40,7 +40,8 @@ def gpu_kernels() -> Any:
 
 
 def digest(spec: Spec, part: torch.Tensor, first: int = 0) -> int:
-    """The digest of a tensor, or of a run of its elements from number `first` on, modulo 2^64, computed where it is."""
+    """The digest of a tensor, or of a run of its elements from number `first` on, modulo 2^64, computed on its
+    device."""
     if on_gpu(part):
         return int(gpu_kernels().digest(unsigned(part), spec.seed, first, spec.format.width))
     return int(kernels.digest(bits(part), np.uint64(spec.seed), first, spec.format.width))

@@ -16,16 +16,16 @@ from etude.weights.ulpd.schema import schema_of
 
 
 def digest(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | Mapping[str, torch.dtype] = torch.bfloat16) -> str:
-    """16 hexadecimal digits. Each tensor is digested where it is. Tensors of a wider type are digested as `dtype`, one
-    for all or one for each name, after proving that they hold exactly such values: an engine that computes in float32
-    has the digest of the bfloat16 weights it was given. Raises ValueError, naming the tensor, if one does not."""
+    """16 hexadecimal digits. Each tensor is digested on its device. Tensors of a wider type are digested as `dtype`,
+    one for all or one for each name, after a check that this loses no bit: an engine that computes in float32 has the
+    digest of its bfloat16 weights. Raises ValueError, naming the tensor, for other values."""
     types = dict.fromkeys(tensors, dtype) if isinstance(dtype, torch.dtype) else dtype
     narrowed = {name: narrow(name, tensor, types[name]) for name, tensor in tensors.items()}
     return written(sum(device.digest(spec, narrowed[spec.name]) for spec in schema_of(narrowed).tensors))
 
 
 def written(total: int) -> str:
-    """A digest as manifests hold it."""
+    """A digest in the format of manifests."""
     return f"{total % (1 << 64):016x}"
 
 
@@ -41,8 +41,8 @@ def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             raise _altered(name, dtype)
         return halves_N2[:, 1].contiguous().view(dtype).view(tensor.shape)
     narrowed = tensor.to(dtype)
-    back, given = (t.reshape(-1).view(torch.uint8) for t in (narrowed.to(tensor.dtype), tensor))
-    if not torch.equal(back, given):
+    back, original = (t.reshape(-1).view(torch.uint8) for t in (narrowed.to(tensor.dtype), tensor))
+    if not torch.equal(back, original):
         raise _altered(name, dtype)
     return narrowed
 

@@ -16,8 +16,8 @@ from numba.extending import intrinsic
 
 LANES = 64
 MAX_CLASSES = 16
-AHEAD = 64  # changes whose cache lines are on their way while one is made
-BLOCK = 1 << 14  # elements of a scan whose changes are looked at while they are in the first cache
+AHEAD = 64  # number of changes by which prefetching runs ahead
+BLOCK = 1 << 14  # elements per block of a scan, which fit into the first-level cache
 
 _u64 = np.uint64
 _K, _M1, _M2 = _u64(0x9E3779B97F4A7C15), _u64(0xBF58476D1CE4E5B9), _u64(0x94D049BB133111EB)
@@ -38,7 +38,7 @@ def _load64(context, builder, array_type, array, index):  # type: ignore[no-unty
 
 
 def _splat(builder, vector, value):  # type: ignore[no-untyped-def]
-    """An integer in every lane."""
+    """A vector with the integer in every lane."""
     one = builder.trunc(value, vector.element)
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, one, ir.Constant(ir.IntType(32), 0))
@@ -71,7 +71,7 @@ def _equals(typingctx, a, index, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def trailing_zeros(typingctx, x):  # type: ignore[no-untyped-def]
-    """Zero bits below the lowest one; 64 for 0."""
+    """Number of zero bits below the lowest one bit; 64 for 0."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -81,7 +81,7 @@ def trailing_zeros(typingctx, x):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _population(typingctx, x):  # type: ignore[no-untyped-def]
-    """How many bits are one."""
+    """Number of one bits."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.ctpop(arguments[0])
@@ -91,7 +91,7 @@ def _population(typingctx, x):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _prefetch(typingctx, array, index):  # type: ignore[no-untyped-def]
-    """Ask for the cache line of array[index], to be written soon."""
+    """Prefetches the cache line of array[index] for writing."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         data = cgutils.create_struct_proxy(signature.args[0])(context, builder, arguments[0]).data
@@ -161,7 +161,8 @@ def digest(bits, seed, first, w):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def ordered(u, w, signed):  # type: ignore[no-untyped-def]
-    """The code of a bit pattern that grows with its value, int64 in [-2^(w-1), 2^(w-1)); unsigned ones stay."""
+    """The code of a bit pattern that grows with its value, int64 in [-2^(w-1), 2^(w-1)); unsigned patterns are
+    unchanged."""
     u = np.int64(u)
     if signed and (u >> (w - 1)) & 1:
         return (u ^ ((np.int64(1) << (w - 1)) - 1)) - (np.int64(1) << w)
@@ -179,15 +180,15 @@ def unordered(c, w, signed):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def _difference(old, new, w, signed):  # type: ignore[no-untyped-def]
-    """ordered(new) - ordered(old) modulo 2^w, read as signed."""
+    """ordered(new) - ordered(old) modulo 2^w, as a signed integer."""
     d = (ordered(new, w, signed) - ordered(old, w, signed)) & ((np.int64(1) << w) - 1)
     return d - (np.int64(1) << w) if (d >> (w - 1)) & 1 else d
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def scan(old, new, seed, first, w, signed, positions, differences):  # type: ignore[no-untyped-def]
-    """Where the bits differ and by how many steps; (changes, what the digest grows by). `positions` has room for two
-    more than there are elements."""
+    """Finds the positions of changed elements and their steps. Returns (number of changes, growth of the digest).
+    `positions` has room for two more than there are elements."""
     n = old.size
     count, done, grown = 0, 0, _ZERO
     for block in range(0, n, BLOCK):
@@ -196,7 +197,7 @@ def scan(old, new, seed, first, w, signed, positions, differences):  # type: ign
         for base in range(block, whole, LANES):
             mask = _differ(old, new, base)
             after = count + np.int64(_population(mask))
-            positions[count] = base + np.int64(trailing_zeros(mask))  # whether there is one or not: a branch costs more
+            positions[count] = base + np.int64(trailing_zeros(mask))  # also without a change: a branch costs more
             mask &= mask - _ONE
             positions[count + 1] = base + np.int64(trailing_zeros(mask))
             mask &= mask - _ONE
@@ -237,7 +238,7 @@ def classes_of(old, shift, field, lowest, classes):  # type: ignore[no-untyped-d
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def population(class_N, c):  # type: ignore[no-untyped-def]
-    """How many elements are of class c."""
+    """Number of elements of class c."""
     total = 0
     for base in range(0, class_N.size, LANES):
         total += np.int64(_population(_equals(class_N, base, c)))
@@ -246,7 +247,7 @@ def population(class_N, c):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def ranks(class_N, positions, count, classes, out, populations):  # type: ignore[no-untyped-def]
-    """Per change the number of earlier elements of its class; `class_N` is padded to whole vectors with 255."""
+    """For each change, the number of earlier elements of its class; `class_N` is padded to whole vectors with 255."""
     for c in range(classes):
         populations[c] = 0
     done = 0
@@ -262,8 +263,8 @@ def ranks(class_N, positions, count, classes, out, populations):  # type: ignore
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def places(class_N, classes, starts, ends, rank_R, out):  # type: ignore[no-untyped-def]
-    """Positions of elements given by rank: those of class c are rank_R[starts[c]:ends[c]], ascending. False if a class
-    does not have as many elements."""
+    """Positions of elements by rank: class c has the ranks rank_R[starts[c]:ends[c]], ascending. False if a class has
+    too few elements."""
     seen = np.zeros(MAX_CLASSES, np.int64)
     following = starts.copy()
     wanted = np.empty(MAX_CLASSES, np.int64)  # the next rank of each class
@@ -292,7 +293,7 @@ def places(class_N, classes, starts, ends, rank_R, out):  # type: ignore[no-unty
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def add(bits, positions, steps, seed, first, w, signed):  # type: ignore[no-untyped-def]
-    """Move elements by so many steps, in place; what the digest grows by. Adding -d takes it back. `first` is the
+    """Moves elements by so many steps, in place. Returns the growth of the digest. Adding -d undoes it. `first` is the
     tensor's index of bits[0]."""
     count = positions.size
     for j in range(min(count, AHEAD)):
@@ -311,7 +312,7 @@ def add(bits, positions, steps, seed, first, w, signed):  # type: ignore[no-unty
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def add_chunks(bits, starts_R, bounds, positions, steps, seed, first, w, signed, grown_R):  # type: ignore[no-untyped-def]
-    """`add` for chunks that begin at starts_R in `bits`, each with its share positions[bounds[r]:bounds[r + 1]]."""
+    """`add` for chunks that begin at starts_R in `bits`; chunk r has the changes positions[bounds[r]:bounds[r + 1]]."""
     for r in range(starts_R.size):
         own = slice(bounds[r], bounds[r + 1])
         start = starts_R[r]
@@ -320,14 +321,14 @@ def add_chunks(bits, starts_R, bounds, positions, steps, seed, first, w, signed,
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def scatter(live, shift, positions, values):  # type: ignore[no-untyped-def]
-    """Set elements; the values go into the upper bits of wider elements, zeros below them."""
+    """Sets elements; the values go into the upper bits of wider elements, with zeros below."""
     for j in range(positions.size):
         live[positions[j]] = np.int64(values[j]) << shift
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def holds(live, shift, positions, values):  # type: ignore[no-untyped-def]
-    """Whether the elements have, in all their bits, what `scatter` gives them."""
+    """Whether the elements have exactly the bits that `scatter` would write."""
     same = True
     for j in range(positions.size):
         same = same and np.int64(live[positions[j]]) == np.int64(values[j]) << shift

@@ -1,4 +1,4 @@
-"""The payloads of a chunk: how the changes of up to 2^18 elements are written, and how they are read back.
+"""The payloads of a chunk: writes and reads the changes of up to 2^18 elements.
 
 | code | name | payload after the record header |
 |---|---|---|
@@ -7,8 +7,8 @@
 | 3 | ABS | kg; gaps between changed positions, the new bits |
 | 4 | RAW | every element |
 
-B counts positions among the elements of the same exponent, because how likely an element changes depends on little
-else: a change needs a step of about its unit in the last place. Numbers are in the code L(k, R) of `streams`; the
+B counts positions among the elements of the same exponent, because the probability of a change depends mainly on the
+exponent: a change needs a step of about its unit in the last place. Numbers are in the code L(k, R) of `streams`; the
 format is ULPD/1, docs/weights.md.
 """
 
@@ -43,7 +43,7 @@ _u32, _u64 = np.uint32, np.uint64
 
 
 class Form(NamedTuple):
-    """How elements are stored (see `schema.Format`), and what an encoder may choose from, for compiled functions."""
+    """The format of elements (see `schema.Format`), and the options of an encoder, for compiled functions."""
 
     width: int  # bits of an element
     signed: bool
@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 @numba.njit(inline="always")
 def _size_codes(w):  # type: ignore[no-untyped-def]
-    """How many k there are for sizes of changes: 0..w-2, at most 30."""
+    """Number of k for sizes of changes: 0..w-2, at most 30."""
     return min(w - 1, 31)
 
 
@@ -81,7 +81,7 @@ def _all_one(differences):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _sizes(differences):  # type: ignore[no-untyped-def]
-    """|d| - 1 of each."""
+    """|d| - 1 of each difference."""
     out = np.empty(differences.size, np.int32)
     for j in range(differences.size):
         out[j] = abs(np.int64(differences[j])) - 1
@@ -90,8 +90,8 @@ def _sizes(differences):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def encode(old, new, seed, first, form, positions, differences, out):  # type: ignore[no-untyped-def]
-    """Write the smallest payload into `out` (uint32); (code, words, changes, what the digest grows by). The changes
-    themselves are left in `positions` and `differences`. Code 0: nothing changed. RAW is chosen but not written. Among
+    """Writes the smallest payload into `out` (uint32). Returns (code, words, changes, growth of the digest). The
+    changes are left in `positions` and `differences`. Code 0: nothing changed. RAW is chosen but not written. Among
     equal sizes the lower code wins, so equal input gives equal bytes everywhere."""
     n, w, classes = old.size, form.width, form.classes
     count, grown = scan(old, new, seed, first, w, form.signed, positions, differences)
@@ -146,7 +146,8 @@ def encode(old, new, seed, first, form, positions, differences, out):  # type: i
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _plan_classes(old, positions, differences, count, form, rank_N, order_N, plan):  # type: ignore[no-untyped-def]
-    """Ranks of the changes (in `rank_N`, by class), which change they are (`order_N`), the plan; bits of the stream."""
+    """Ranks of the changes (`rank_N`, by class), their indices (`order_N`), and the plan. Returns the bits of the
+    stream."""
     w, classes = form.width, form.classes
     class_N = classes_of(old, form.mantissa, form.exponent_mask, form.lowest, classes)
     unsorted_N, populations = np.empty(count, np.int32), np.empty(MAX_CLASSES, np.int64)
@@ -239,7 +240,7 @@ def _write_classes(differences, rank_N, order_N, plan, form, out):  # type: igno
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _read_signed(words, count, km, w, at, held, filled, out):  # type: ignore[no-untyped-def]
-    """Signs and sizes into differences; the new state."""
+    """Reads signs and sizes into differences. Returns the new state."""
     if km == ALL_ONE:
         out[:count] = 1
         return read_signs(words, count, at, held, filled, out)
@@ -253,7 +254,7 @@ def _read_signed(words, count, km, w, at, held, filled, out):  # type: ignore[no
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _to_positions(gaps, count, limit):  # type: ignore[no-untyped-def]
-    """Gaps into positions, in place; false if one reaches `limit`."""
+    """Turns gaps into positions, in place; false if one reaches `limit`."""
     position = np.int64(-1)
     for j in range(count):
         position += gaps[j] + 1
@@ -265,8 +266,8 @@ def _to_positions(gaps, count, limit):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def decode(code, words, count, old, form, positions, steps):  # type: ignore[no-untyped-def]
-    """Positions and steps of a payload; false if it is not one. Writes nothing else. `old` is what the payload builds
-    on; A does not look at it. Positions of B are not ascending."""
+    """Reads positions and steps of a payload; false for an invalid payload. Writes nothing else. `old` is the base of
+    the payload; A does not use it. Positions of B are not ascending."""
     if count < 1 or count > old.size or words.size < 1:
         return False
     w = form.width
@@ -350,8 +351,8 @@ def _decode_classes(words, head, count, old, form, positions, steps):  # type: i
 def encode_chunks(  # type: ignore[no-untyped-def]
     old, new, seed, first, starts, form, positions, differences, out, result_C4
 ):
-    """`encode` for the chunks old[starts[c]:starts[c + 1]], one behind the other in the outputs. `result_C4` (uint64):
-    code, words, changes, what the digest grows by."""
+    """`encode` for the chunks old[starts[c]:starts[c + 1]], with consecutive outputs. `result_C4` (uint64): code,
+    words, changes, growth of the digest."""
     at, done = 0, 0
     for c in range(starts.size - 1):
         start, end = starts[c], starts[c + 1]
@@ -367,9 +368,9 @@ def encode_chunks(  # type: ignore[no-untyped-def]
 def decode_chunks(  # type: ignore[no-untyped-def]
     codes_R, words, ends_R, old, starts_R, stops_R, form, bounds, positions, steps
 ):
-    """`decode` for records of one tensor; the number of the first that is not a payload, or -1. Record r has
-    words[ends_R[r - 1]:ends_R[r]], builds on old[starts_R[r]:stops_R[r]], and its changes go to bounds[r]:bounds[r +
-    1]."""
+    """`decode` for records of one tensor. Returns the number of the first invalid payload, or -1. Record r has the
+    words words[ends_R[r - 1]:ends_R[r]] and the base old[starts_R[r]:stops_R[r]]; its changes go to bounds[r]:bounds[r
+    + 1]."""
     begin = np.int64(0)
     for r in range(codes_R.size):
         own = slice(bounds[r], bounds[r + 1])

@@ -1,4 +1,4 @@
-"""What a set of tensors looks like: names, types, shapes, and the grid of chunks that deltas are cut along.
+"""The schema of a set of tensors: names, types, shapes, and the grid of chunks for deltas.
 
 A chunk is a run of whole rows of one tensor (or a piece of one long row) of at most 2^18 elements, so it is contiguous.
 Chunks are counted over all tensors in name order. The grid follows from names, types and shapes alone and is the same
@@ -24,7 +24,7 @@ MAX_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True)
 class Format:
-    """How an element is stored: its bits, whether the highest is a sign, and where its exponent stands."""
+    """The format of an element: its bits, whether the highest is a sign, and the place of its exponent."""
 
     name: str
     width: int
@@ -40,7 +40,7 @@ class Format:
 
     @property
     def integer(self) -> type[np.signedinteger]:
-        """What a step between two ordered codes fits in, modulo 2^w."""
+        """The integer type for a step between two ordered codes, modulo 2^w."""
         return {8: np.int8, 16: np.int16, 32: np.int32}[self.width]
 
 
@@ -59,7 +59,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor."""
+    """Name, type and shape of one tensor."""
 
     name: str
     dtype: str
@@ -67,17 +67,17 @@ class Spec:
 
     @property
     def elements(self) -> int:
-        """How many elements the tensor has."""
+        """Number of elements of the tensor."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def format(self) -> Format:
-        """How its elements are stored."""
+        """The format of its elements."""
         return FORMATS[self.dtype]
 
     @cached_property
     def seed(self) -> int:
-        """What the hashes of this tensor's elements start from, so that equal values elsewhere hash differently."""
+        """The seed for the hashes of this tensor's elements, so that equal values in other tensors hash differently."""
         shape = ",".join(map(str, self.shape))
         return int.from_bytes(blake3.blake3(f"ulpd1\0{self.name}\0{self.dtype}\0{shape}".encode()).digest(8), "little")
 
@@ -93,7 +93,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors of a model in name order. Raises ValueError for a type that no format stands for."""
+    """The tensors of a model in name order. Raises ValueError for an unsupported type."""
 
     tensors: tuple[Spec, ...]
 
@@ -109,7 +109,7 @@ class Schema:
 
     @cached_property
     def id(self) -> str:
-        """Equal for equal names, types and shapes."""
+        """An id that is equal for equal names, types and shapes."""
         return blake3.blake3(self.encode()).hexdigest()[:32]
 
     @cached_property
@@ -119,7 +119,7 @@ class Schema:
 
     @cached_property
     def nbytes(self) -> int:
-        """Size of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(spec.elements * spec.format.width // 8 for spec in self.tensors)
 
     def encode(self) -> bytes:
@@ -137,20 +137,20 @@ def decode(data: bytes) -> Schema:
 
 
 def schema_of(tensors: Mapping[str, torch.Tensor]) -> Schema:
-    """The schema of named tensors. Raises ValueError for a type that no format stands for."""
+    """The schema of named tensors. Raises ValueError for an unsupported type."""
     types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     specs = tuple(Spec(name, types[name], tuple(tensors[name].shape)) for name in sorted(tensors))
     return Schema(specs)
 
 
 def unsigned(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of each element as an unsigned integer, flat, where the tensor is; shares a contiguous one's memory."""
+    """The bits of each element as an unsigned integer, flat, on its device; shares a contiguous tensor's memory."""
     flat = tensor.detach().contiguous().view(-1)
     return flat.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.element_size()])
 
 
 def bits(tensor: torch.Tensor) -> Bits:
-    """The same on the host."""
+    """The bits of each element as an unsigned integer, flat, on the host."""
     return unsigned(tensor).cpu().numpy()
 
 

@@ -1,7 +1,7 @@
 """Streams of bits: runs of values in the code L(k, R), signs, and plain numbers. Compiled by numba at first use.
 
-A stream is 32-bit words filled from bit 0 upward. A writer or reader is (next word, held bits, how many are held).
-Words are taken and given without a branch: whether one is full is a coin toss that no processor can predict.
+A stream is 32-bit words filled from bit 0 upward. A writer or reader is (next word, held bits, number of held bits).
+Words are written and read without a branch: a processor cannot predict whether one is full.
 """
 
 # pyright: basic, reportCallIssue=false
@@ -13,8 +13,8 @@ import numpy as np
 
 from etude.weights.ulpd.kernels import trailing_zeros
 
-ESCAPE = 24  # zero bits that announce a value written in full
-GAP_BITS = 18  # a position inside a chunk
+ESCAPE = 24  # number of zero bits before a value written in full
+GAP_BITS = 18  # bits of a position inside a chunk
 GAP_CODES = 19  # k = 0..18
 _u32, _u64 = np.uint32, np.uint64
 _LOW32 = _u64(0xFFFFFFFF)
@@ -26,7 +26,7 @@ def run_bits(values, count, codes, full):  # type: ignore[no-untyped-def]
     """(k, bits) of the shortest run, the lowest k among equals; k < codes; a value in full takes `full` bits."""
     best_k, best = 0, np.int64(1) << 60
     for k in range(codes):
-        if count * (1 + k) >= best:  # no value takes less
+        if count * (1 + k) >= best:  # every value takes at least so many bits
             break
         bits = np.int64(0)
         for i in range(count):
@@ -39,7 +39,7 @@ def run_bits(values, count, codes, full):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def _flush(words, at, held, filled):  # type: ignore[no-untyped-def]
-    """At most 31 bits held afterwards, if there were at most 63."""
+    """Writes a full word: of at most 63 held bits, at most 31 remain."""
     words[at] = _u32(held & _LOW32)
     full = filled >> _5
     return at + np.int64(full), held >> (full << _5), filled & _31
@@ -91,7 +91,7 @@ def write_signs(steps, count, words, at, held, filled):  # type: ignore[no-untyp
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def end_stream(words, at, held, filled):  # type: ignore[no-untyped-def]
-    """Pad to a whole word; the number of words."""
+    """Pads to a whole word. Returns the number of words."""
     if filled:
         words[at] = _u32(held & _LOW32)
         at += 1
@@ -100,7 +100,8 @@ def end_stream(words, at, held, filled):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def _refill(words, at, held, filled):  # type: ignore[no-untyped-def]
-    """At least 32 bits held, at most 63. Beyond the end they repeat the last word; `whole_stream` tells."""
+    """Reads up to at least 32 held bits, at most 63. Beyond the end the last word is repeated; `whole_stream` detects
+    it."""
     lacking = (filled >> _5) ^ _ONE
     held |= (_u64(words[min(at, words.size - 1)]) * lacking) << filled
     return at + np.int64(lacking), held, filled + (lacking << _5)
@@ -108,7 +109,7 @@ def _refill(words, at, held, filled):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def read_run(words, count, k, full, at, held, filled, values):  # type: ignore[no-untyped-def]
-    """The inverse of `write_run`, into `values`; the new state."""
+    """The inverse of `write_run`: reads into `values`. Returns the new state."""
     low = (_ONE << _u64(k)) - _ONE
     for i in range(count):
         at, held, filled = _refill(words, at, held, filled)
@@ -146,7 +147,7 @@ def read_plain(words, count, width, at, held, filled, values):  # type: ignore[n
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def read_signs(words, count, at, held, filled, steps):  # type: ignore[no-untyped-def]
-    """Give each step, which is positive, the sign in the stream."""
+    """Gives each step, which is positive, the sign in the stream."""
     for base in range(0, count, 32):
         size = min(32, count - base)
         at, held, filled = _refill(words, at, held, filled)

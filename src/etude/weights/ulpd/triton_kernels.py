@@ -1,8 +1,8 @@
-"""GPU kernels of the delta codec, with the arithmetic of `kernels`: scan, digest, and steps into weights. In Triton.
+"""GPU kernels of the delta codec in Triton, with the arithmetic of `kernels`: scan, digest, and steps into weights.
 
 Elements are flat tensors of unsigned integers of w bits (`schema.unsigned`), positions int32, steps signed integers of
-w bits, all on one device. Arithmetic is in 64 bits, where it may wrap. With TRITON_INTERPRET=1 in the environment
-before Triton is imported the same kernels run on host tensors. Import this module through `device` only.
+w bits, all on one device. Arithmetic is in 64 bits, modulo 2^64. With TRITON_INTERPRET=1 in the environment before
+Triton is imported the same kernels run on host tensors. Import this module through `device` only.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -16,18 +16,19 @@ import triton
 import triton.language as tl
 
 LARGEST = 1 << 30
-"""Elements of one scan or change list: positions inside a launch are int32."""
+"""Largest number of elements of a scan or change list: positions inside a launch are int32."""
 BLOCK = 2048
 
 _MODULUS = 1 << 64
 _K = tl.constexpr(0x9E3779B97F4A7C15)
 _M1, _M2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
-_UNSPECIALIZED = ["start", "n"]  # any value runs the same machine code
+_UNSPECIALIZED = ["start", "n"]  # one compilation serves all values
 
 
 @triton.jit
 def _hash(start, index, value, W: tl.constexpr):
-    """SplitMix64's finaliser (Steele et al., OOPSLA 2014) of an element; `start` is where its tensor's hashes begin."""
+    """SplitMix64's finaliser (Steele et al., OOPSLA 2014) of an element; `start` is the first value of its tensor's
+    hashes."""
     z = start.to(tl.uint64) + _K * ((index.to(tl.uint64) << W) + value)
     z = (z ^ (z >> 30)) * _M1
     z = (z ^ (z >> 27)) * _M2
@@ -54,7 +55,7 @@ def digest_kernel(bits, start: tl.int64, n: tl.int32, sums, W: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def count_kernel(old, new, n: tl.int32, counts, BLOCK: tl.constexpr):
-    """counts[block]: how many of the block's elements differ."""
+    """counts[block]: number of the block's elements that differ."""
     block = tl.program_id(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
     before, after = tl.load(old + i, mask=i < n, other=0), tl.load(new + i, mask=i < n, other=0)
@@ -65,7 +66,7 @@ def count_kernel(old, new, n: tl.int32, counts, BLOCK: tl.constexpr):
 def compact_kernel(
     old, new, n: tl.int32, places, positions, steps, W: tl.constexpr, SIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The block's changes, in order, from place places[block] of the lists on."""
+    """Writes the block's changes, in order, to the lists from index places[block] on."""
     block = tl.program_id(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
     before, after = tl.load(old + i, mask=i < n, other=0), tl.load(new + i, mask=i < n, other=0)
@@ -88,7 +89,7 @@ def add_kernel(
     SIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Moves n elements; sums[block]: what the digest grows by."""
+    """Moves n elements; sums[block]: growth of the digest."""
     block = tl.program_id(0)
     j = block * BLOCK + tl.arange(0, BLOCK)
     i = tl.load(positions + j, mask=j < n, other=0)
@@ -114,8 +115,8 @@ def digest(bits: torch.Tensor, seed: int, first: int, w: int) -> int:
 def scan(
     old: torch.Tensor, new: torch.Tensor, seed: int, first: int, w: int, signed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(positions, ascending; steps; what the digest grows by) of the changes, and `old` becomes `new`. At most LARGEST
-    elements. `new` is read at two moments: nothing may write to it in between on another stream."""
+    """(positions, ascending; steps; growth of the digest) of the changes; `old` becomes `new`. At most LARGEST
+    elements. `new` is read twice: no other stream may write to it in between."""
     n = new.numel()
     assert old.numel() == n <= LARGEST
     integer = {8: torch.int8, 16: torch.int16, 32: torch.int32}[w]
@@ -128,15 +129,15 @@ def scan(
     steps = torch.empty(total, dtype=integer, device=new.device)
     if total:
         _launch(compact_kernel, counts, old, new, n, ends - counts, positions, steps, W=w, SIGNED=signed)
-    # Taking `old` along by its changes writes nothing else, and hashes nothing else for the digest.
+    # Applying the changes to `old` writes and hashes nothing but changed elements.
     return positions, steps, add(old, positions, steps, seed, first, w, signed)
 
 
 def add(
     bits: torch.Tensor, positions: torch.Tensor, steps: torch.Tensor, seed: int, first: int, w: int, signed: bool
 ) -> int:
-    """Moves elements by so many steps, in place; what the digest grows by, modulo 2^64. Adding -steps takes it back.
-    Positions are distinct and below LARGEST, `first` is the tensor's index of bits[0]."""
+    """Moves elements by so many steps, in place. Returns the growth of the digest, modulo 2^64. Adding -steps undoes
+    it. Positions are distinct and below LARGEST, `first` is the tensor's index of bits[0]."""
     n = positions.numel()
     assert steps.numel() == n <= LARGEST
     if not n:
@@ -147,12 +148,12 @@ def add(
 
 
 def _per_block(elements: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Room for one number per block of the elements."""
+    """Memory for one number per block of the elements."""
     return torch.empty(triton.cdiv(elements.numel(), BLOCK), dtype=dtype, device=elements.device)
 
 
 def _start(seed: int, first: int, w: int) -> int:
-    """What the hash of element 0 of a part starts from, as a signed integer."""
+    """The first value of the hashes of a part, at its element 0, as a signed integer."""
     start = (seed + _K.value * (first << w)) % _MODULUS
     return start - _MODULUS if start >> 63 else start
 
