@@ -25,7 +25,7 @@ _MESSAGE_KINDS = (SignalKind.FOLLOWUP, SignalKind.RETRY, SignalKind.STOPPED, Sig
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Observations:
     """The observations of one turn, and the state of its outcome."""
 
     turn: ServedTurn
@@ -37,7 +37,9 @@ class _Judged:
     correction: str | None
 
 
-def _judge(log: TurnLog, turn: ServedTurn, fates: Mapping[str, EditFate], config: LabelsConfig, rated: bool) -> _Judged:
+def _observe(
+    log: TurnLog, turn: ServedTurn, fates: Mapping[str, EditFate], config: LabelsConfig, rated: bool
+) -> _Observations:
     """The observations of a turn. An invalid call and an edit that did not come are observed at once and never
     censored; so is a question, but for the edit that may follow it."""
     last_signals = log.last(turn.id)
@@ -77,7 +79,7 @@ def _judge(log: TurnLog, turn: ServedTurn, fates: Mapping[str, EditFate], config
     texts = [s for x in subjects for s in log.of(x, SignalKind.CORRECTION, SignalKind.FOLLOWUP) if s.signal.text]
     texts.sort(key=lambda s: (s.signal.kind == SignalKind.CORRECTION, s.order))  # what was wanted says most
     text = texts[-1].signal.text if texts else None
-    return _Judged(turn, fate.state, reason, fate.seconds, edits is not None, observed, text)
+    return _Observations(turn, fate.state, reason, fate.seconds, edits is not None, observed, text)
 
 
 def _edit_free_fate(log: TurnLog, turn: ServedTurn, rated: bool, config: LabelsConfig) -> EditFate:
@@ -125,32 +127,35 @@ def labels(
     log = arrange(sessions, turns, suggestions, signals, cut)
     wanted = None if of is None else set(of)
     counted = set(rated)
-    judged: list[_Judged] = []
+    observations: list[_Observations] = []
     for session, row in log.main.items():
         if any(wanted is None or turn.id in wanted for turn in row):
             fates = session_fates(log, session, config)
-            judged += [_judge(log, t, fates, config, t.id in counted) for t in row if wanted is None or t.id in wanted]
-    judged.sort(key=lambda j: j.turn.id)
-    return _labelled(log, judged, config)
+            observations += [
+                _observe(log, t, fates, config, t.id in counted) for t in row if wanted is None or t.id in wanted
+            ]
+    observations.sort(key=lambda j: j.turn.id)
+    return _labelled(log, observations, config)
 
 
-def _labelled(log: TurnLog, judged: Sequence[_Judged], config: LabelsConfig) -> list[Label]:
-    names = sorted({name for j in judged for name in j.observed})
-    columns = {name: np.array([j.observed.get(name, np.nan) for j in judged]) for name in names}
+def _labelled(log: TurnLog, observations: Sequence[_Observations], config: LabelsConfig) -> list[Label]:
+    names = sorted({name for j in observations for name in j.observed})
+    columns = {name: np.array([j.observed.get(name, np.nan) for j in observations]) for name in names}
     parts = components(columns, config)
-    reward_N = rewards(parts) if judged else np.zeros(0)
-    closed = [i for i, j in enumerate(judged) if j.state in _CLOSED]
+    reward_N = rewards(parts) if observations else np.zeros(0)
+    closed = [i for i, j in enumerate(observations) if j.state in _CLOSED]
     cells: dict[tuple[str, bool], int] = {}
     cell = [
-        cells.setdefault((log.sessions[judged[i].turn.session].tenant, judged[i].edited), len(cells)) for i in closed
+        cells.setdefault((log.sessions[observations[i].turn.session].tenant, observations[i].edited), len(cells))
+        for i in closed
     ]
-    seconds = np.array([judged[i].seconds for i in closed], float)
-    known = np.array([judged[i].state == LabelState.MATURED for i in closed], bool)
-    weight_N = np.ones(len(judged))
+    seconds = np.array([observations[i].seconds for i in closed], float)
+    known = np.array([observations[i].state == LabelState.MATURED for i in closed], bool)
+    weight_N = np.ones(len(observations))
     weight_N[closed] = censoring_weights(seconds, known, np.array(cell, int), config.most_weight)
     rules = rules_version(config)
     out: list[Label] = []
-    for i, j in enumerate(judged):
+    for i, j in enumerate(observations):
         matured = j.state == LabelState.MATURED
         kept = {n: float(parts[n][i]) for n in sorted(parts) if not np.isnan(parts[n][i])} if matured else {}
         label = Label(

@@ -56,7 +56,7 @@ PERSONAL = ("home", "email", "telephone", "ip")
 """Rules whose findings a tenant may keep in the encrypted content, if the request names them."""
 
 Check = Callable[[str], bool]
-Found = frozenset[tuple[str, str]]
+Findings = frozenset[tuple[str, str]]
 """Findings: rule and text."""
 
 
@@ -146,12 +146,12 @@ def rules_version() -> str:
     return f"2 detect-secrets {version('detect-secrets')}"
 
 
-_clean: dict[bytes, Found] = {}
+_clean: dict[bytes, Findings] = {}
 """Digests of texts without findings but these personal ones: a conversation comes again with every turn."""
 _MAX_CLEAN = 200_000
 
 
-def scrubbed(text: str, stay: Found = frozenset()) -> tuple[str, dict[str, int]]:
+def scrubbed(text: str, stay: Findings = frozenset()) -> tuple[str, dict[str, int]]:
     """The text without its findings but those that `stay`, and their number by rule. Raises UserError without
     detect-secrets."""
     digest = _digest(text)
@@ -234,7 +234,7 @@ def scrub_documents(documents: Sequence[bytes], keep: Sequence[str]) -> tuple[li
     return cleaned, dict(counts)
 
 
-def scrub_json(data: bytes, stay: Found = frozenset()) -> tuple[bytes, dict[str, int]]:
+def scrub_json(data: bytes, stay: Findings = frozenset()) -> tuple[bytes, dict[str, int]]:
     """JSON, or any text, with every string in it scrubbed, keys included, but for what may `stay`."""
     counts: Counter[str] = Counter()
 
