@@ -1,4 +1,4 @@
-"""What is written, once, and what never is."""
+"""Queue and writer of the log: what is written, once, and what never is."""
 
 from __future__ import annotations
 
