@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.table import row
 from etude.live.simulate.judge import simulate
-from etude.live.simulate.loop import LIVE, NULL
+from etude.live.simulate.windows import LIVE, NULL
 
 
 def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, bool]]:

@@ -60,9 +60,13 @@ class Outcome:
 
 
 def release(
-    rng: np.random.Generator, options: CanaryConfig, population: Population, worse: dict[str, float] | None = None,
-    from_stage: int = 0, splitter: float = 1.0,
-) -> Outcome:  # fmt: skip
+    rng: np.random.Generator,
+    options: CanaryConfig,
+    population: Population,
+    worse: dict[str, float] | None = None,
+    from_stage: int = 0,
+    splitter: float = 1.0,
+) -> Outcome:
     """One release, looked at after every slot. `worse` are rates of the canary instead of the population's, from a
     stage on; a broken `splitter` gives the canary so many times its share."""
     slot = round(options.slot_minutes * 60e9)
@@ -136,9 +140,14 @@ def pairs_to_stop(rng: np.random.Generator, runs: int, old: float = 0.1, new: fl
 
 
 def false_promotions(
-    rng: np.random.Generator, runs: int, samples: int, margin: float = 0.05, worse: float | None = None,
-    tasks: int = 250, discordant: float = 0.1,
-) -> float:  # fmt: skip
+    rng: np.random.Generator,
+    runs: int,
+    samples: int,
+    margin: float = 0.05,
+    worse: float | None = None,
+    tasks: int = 250,
+    discordant: float = 0.1,
+) -> float:
     """Share of versions worse by `worse` (by default the margin) that the gate's paired suite passes. A task has a
     probability of a pass near 0 or near 1, so that one alone of two equal versions passes the share `discordant`; two
     tasks of one function have the same."""

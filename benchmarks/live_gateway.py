@@ -32,8 +32,10 @@ import sqlalchemy as sa
 
 from benchmarks.table import row
 from etude.errors import UserError
-from etude.live.gateway.intake import Intake, Key, ServedEntry
+from etude.live.gateway.entries import Key, ServedEntry
+from etude.live.gateway.queue import RecordQueue
 from etude.live.gateway.upstream import AWAY, Server
+from etude.live.gateway.writer import LogWriter
 from etude.live.log import schema
 from etude.live.log.accounts import Accounts, open_blobs, open_log
 from etude.live.log.records import Arm, LivePolicy, ulid
@@ -73,7 +75,7 @@ def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, bool]]:
 @contextmanager
 def process(
     folder: Path, name: str, module: str, *argv: str, after: tuple[str, ...] = (), env: dict[str, str] | None = None
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """The URL of `python -m MODULE ARGV READY_FILE AFTER`. It is killed in the end."""
     child, ready = start(folder, name, [sys.executable, "-m", module, *argv], after, env)
     try:
@@ -233,10 +235,11 @@ def kill_rounds(
 def _served_turns(root: Path, database: str | None) -> list[str]:
     """Turns that may be signalled on."""
     engine, accounts = open_log(root / "live", database), Accounts(root / "live")
-    intake, turns = Intake(engine, open_blobs(root / "live"), accounts), [ulid() for _ in range(64)]
+    queue, turns = RecordQueue(), [ulid() for _ in range(64)]
+    writer = LogWriter(queue, engine, open_blobs(root / "live"), accounts)
     for turn in turns:
-        intake.append(ServedEntry(turn, Key(0, Arm.CONTROL, accounts.name(TENANT, "user"), TENANT)))
-    intake.close()
+        queue.append(ServedEntry(turn, Key(0, Arm.CONTROL, accounts.name(TENANT, "user"), TENANT)))
+    writer.close()
     engine.dispose()
     return turns
 

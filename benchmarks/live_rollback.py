@@ -87,28 +87,28 @@ def drive(folder: Path, stopped_seconds: float) -> Rollback:
     base, worse = _versions(folder / "trained")
     with _servers(folder, stores) as (children, urls):
         clusters = [{"name": name, "urls": [urls[name]], "store": str(stores[name])} for name in stores]
-        loop = operations.open_loop(
+        site = operations.open_site(
             validate(LiveConfig, {"folder": str(folder / "live"), "clusters": clusters}, "bench")
         )
         for manifest in (base, worse):
-            _release(loop, folder / "trained", manifest)
-            late = [state for state in operations.wait(loop, 120.0) if state.lagging]
+            _release(site, folder / "trained", manifest)
+            late = [state for state in operations.wait(site, 120.0) if state.lagging]
             assert not late, f"the servers do not follow: {late}"
         load = _Load(urls)
         time.sleep(WARM_SECONDS)
         os.kill(children["west"].popen.pid, signal.SIGSTOP)
         stopped = time.time()
         bad = _version(stores["east"])
-        operations.rollback(loop, "a benchmark", "bench")
-        decided = loop.read().standings[-1].events[0].at / 1e9
+        operations.rollback(site, "a benchmark", "bench")
+        decided = site.read().states[-1].events[0].at / 1e9
         time.sleep(max(0.0, stopped + stopped_seconds - time.time()))
         os.kill(children["west"].popen.pid, signal.SIGCONT)
         returned = time.time()
-        late = [state for state in operations.wait(loop, 60.0) if state.lagging]
+        late = [state for state in operations.wait(site, 60.0) if state.lagging]
         assert not late, f"the servers do not follow: {late}"
         time.sleep(WARM_SECONDS)
         done = Rollback(decided, returned, bad, _version(stores["east"]), load.stop())
-        loop.engine.dispose()
+        site.engine.dispose()
     return done
 
 
@@ -126,15 +126,22 @@ def _versions(store: Path) -> tuple[PolicyVersion, PolicyVersion]:
     return base, publisher.publish(1, {name: tensor * 1.01 for name, tensor in tensors.items()}, (), {})
 
 
-def _release(loop: operations.Loop, store: Path, manifest: PolicyVersion) -> None:
+def _release(site: operations.ReleaseSite, store: Path, manifest: PolicyVersion) -> None:
     """As if it had passed the gate; to every server at once."""
-    found = loop.read()
+    found = site.read()
     made = Release(
-        number=found.next_number, store=str(store), version=manifest.version, manifest=manifest.digest,
-        parent=found.current.release.number if found.current else None, anchor=None, report=None, window=None, at=0,
-    )  # fmt: skip
-    releases.begin(loop.engine, made, ReleaseStage.GATE, "a benchmark", "bench")
-    operations.start(loop, manifest.digest, manifest.version)
+        number=found.next_number,
+        store=str(store),
+        version=manifest.version,
+        manifest=manifest.digest,
+        parent=found.current.release.number if found.current else None,
+        anchor=None,
+        report=None,
+        window=None,
+        at=0,
+    )
+    releases.begin(site.engine, made, ReleaseStage.GATE, "a benchmark", "bench")
+    operations.start(site, manifest.digest, manifest.version)
 
 
 @contextmanager
@@ -160,14 +167,20 @@ class _Load:
         self._stop, self._answers = threading.Event(), list[StreamedAnswer]()
         self._threads = [
             threading.Thread(target=self._stream, args=(name, url), daemon=True)
-            for name, url in urls.items() for _ in range(STREAMS)
-        ]  # fmt: skip
+            for name, url in urls.items()
+            for _ in range(STREAMS)
+        ]
         for thread in self._threads:
             thread.start()
 
     def _stream(self, cluster: str, url: str) -> None:
-        body = {"model": "nano", "stream": True, "max_tokens": TOKENS, "temperature": 1.0,
-                "messages": [{"role": "user", "content": "Write a function that reverses a list."}]}  # fmt: skip
+        body = {
+            "model": "nano",
+            "stream": True,
+            "max_tokens": TOKENS,
+            "temperature": 1.0,
+            "messages": [{"role": "user", "content": "Write a function that reverses a list."}],
+        }
         with httpx2.Client(timeout=httpx2.Timeout(120.0), trust_env=False) as http:
             while not self._stop.is_set():
                 try:

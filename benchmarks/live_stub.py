@@ -51,10 +51,14 @@ def stub() -> Starlette:
     async def turn(http: Request) -> Response:
         return Response(TOKENS, media_type=MSGPACK)
 
-    return Starlette(routes=[
-        Route("/v1/chat/completions", chat, methods=["POST"]), Route("/health", health), Route("/v1/models", models),
-        Route("/v1/turns/{name}", turn),
-    ])  # fmt: skip
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/health", health),
+            Route("/v1/models", models),
+            Route("/v1/turns/{name}", turn),
+        ]
+    )
 
 
 def proxy(url: str) -> Starlette:

@@ -12,7 +12,7 @@ from etude.config import validate
 from etude.config.live import LiveConfig
 from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
-from etude.live.release.operations import Loop, open_loop
+from etude.live.release.operations import ReleaseSite, open_site
 from etude.store import open_store
 from etude.weights.manifest import newest
 from etude.weights.publisher import Publisher
@@ -75,19 +75,19 @@ class Site:
         (folder / "live").mkdir(mode=0o700)
         self.options = {"folder": str(folder / "live"), "clusters": clusters, **options}
         self.tensors: dict = {}
-        self.loop: Loop = open_loop(validate(LiveConfig, self.options, "test"))
+        self.site: ReleaseSite = open_site(validate(LiveConfig, self.options, "test"))
         self._publisher = Publisher(open_store(str(self.trained)))
 
     def passed(self, tensors: dict, version: int, window: int | None = None, anchor: int | None = None) -> str:
         """Publishes a version that passes the gate beside the current release; its digest."""
         manifest = self._publisher.publish(version, tensors, (), {})
-        found = self.loop.read()
+        found = self.site.read()
         parent = found.current.release.number if found.current else None
         release = Release(
             number=found.next_number, store=str(self.trained), version=version, manifest=manifest.digest, parent=parent,
             anchor=anchor, report=None, window=window, at=0,
         )  # fmt: skip
-        releases.begin(self.loop.engine, release, ReleaseStage.GATE, "passed", "gate")
+        releases.begin(self.site.engine, release, ReleaseStage.GATE, "passed", "gate")
         return manifest.digest
 
     def held(self) -> dict[str, tuple[int, str]]:
@@ -103,5 +103,5 @@ def site(folder: Path, **options: object):
         made = Site(folder, **options)
         for follower in made.followers.values():
             stack.callback(follower.close)
-        stack.callback(made.loop.engine.dispose)
+        stack.callback(made.site.engine.dispose)
         yield made

@@ -47,9 +47,13 @@ class Story:
     def session(self, name: str, at: float = 0.0, **fields: Any) -> str:
         """A session with consent, of an account of its own unless `account` is given."""
         values: dict[str, Any] = {
-            "tenant": "acme", "account": f"account of {name}", "consent": Consent(granted=True, scope="train"),
-            "arm": Arm.CONTROL, "release": 1, "propensity": 1.0,
-        } | fields  # fmt: skip
+            "tenant": "acme",
+            "account": f"account of {name}",
+            "consent": Consent(granted=True, scope="train"),
+            "arm": Arm.CONTROL,
+            "release": 1,
+            "propensity": 1.0,
+        } | fields
         self.sessions.append(Session(id=name, opened=time(at), **values))
         return name
 
@@ -58,27 +62,54 @@ class Story:
         if all(s.id != session for s in self.sessions):
             self.session(session, at)
         values: dict[str, Any] = {
-            "kind": TurnKind.MAIN, "release": 1, "manifest": "m3", "prompt_tokens": 8, "sampled_tokens": 4,
-            "spans": (VersionSpan(low=0, high=4, version=3),), "blob": f"{session}/{name}", "scrubbed": {},
-            "rules": "r", "stop": "stop", "seconds": 0.0, "cluster": "main",
-        } | fields  # fmt: skip
+            "kind": TurnKind.MAIN,
+            "release": 1,
+            "manifest": "m3",
+            "prompt_tokens": 8,
+            "sampled_tokens": 4,
+            "spans": (VersionSpan(low=0, high=4, version=3),),
+            "blob": f"{session}/{name}",
+            "scrubbed": {},
+            "rules": "r",
+            "stop": "stop",
+            "seconds": 0.0,
+            "cluster": "main",
+        } | fields
         number = 1 + sum(t.session == session for t in self.turns)
         self.turns.append(ServedTurn(id=name, session=session, sequence=number, at=time(at), **values))
         return name
 
     def edit(self, turn: str, name: str, at: float, characters: int = 100, path: str = "a.py") -> str:
         """An edit of a turn."""
-        self.suggestions.append(Suggestion(
-            id=name, turn=turn, path=path, base="base", old_lines=(0, 1), new="new", characters=characters,
-            shown=time(at),
-        ))  # fmt: skip
+        self.suggestions.append(
+            Suggestion(
+                id=name,
+                turn=turn,
+                path=path,
+                base="base",
+                old_lines=(0, 1),
+                new="new",
+                characters=characters,
+                shown=time(at),
+            )
+        )
         return name
 
     def signal(self, subject: str, kind: SignalKind, at: float, value: float = 1.0, **fields: Any) -> Signal:
         """A signal that arrives at `at`; its event is its number."""
         values: dict[str, Any] = {"tenant": "acme", "source": "client", "observed_at": time(at)} | fields
-        made = Signal(**({"event": f"{len(self.signals)}", "subject": subject, "kind": kind, "value": value,
-                          "arrived_at": time(at)} | values))  # fmt: skip
+        made = Signal(
+            **(
+                {
+                    "event": f"{len(self.signals)}",
+                    "subject": subject,
+                    "kind": kind,
+                    "value": value,
+                    "arrived_at": time(at),
+                }
+                | values
+            )
+        )
         self.signals.append(made)
         return made
 
@@ -86,11 +117,24 @@ class Story:
         """The share of an edit that is alive `horizon` seconds after it was shown, told at `at`."""
         return self.signal(subject, SignalKind.SURVIVED, at, share, horizon=horizon, **fields)
 
-    def labels(self, cut: float = 100_000.0, config: LabelsConfig | None = None, rated: Iterable[str] = (),
-               of: Iterable[str] | None = None) -> dict[str, Label]:  # fmt: skip
+    def labels(
+        self,
+        cut: float = 100_000.0,
+        config: LabelsConfig | None = None,
+        rated: Iterable[str] = (),
+        of: Iterable[str] | None = None,
+    ) -> dict[str, Label]:
         """The labels at a cut, by turn."""
-        made = labels(self.sessions, self.turns, self.suggestions, self.signals, time(cut), config or LabelsConfig(),
-                      rated=list(rated), of=None if of is None else list(of))  # fmt: skip
+        made = labels(
+            self.sessions,
+            self.turns,
+            self.suggestions,
+            self.signals,
+            time(cut),
+            config or LabelsConfig(),
+            rated=list(rated),
+            of=None if of is None else list(of),
+        )
         return {label.turn: label for label in made}
 
 
@@ -104,9 +148,15 @@ def content(request: str, answer: bytes = b"\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0") -
     body = {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": request}]}
     prompt = [ord(c) for c in request]
     return TurnContent(
-        dialect="chat", request=json.dumps(body).encode(), response=b"{}", ids=answer, temperature=1.0, top_p=1.0,
-        prompt_ids=np.array(prompt, "<i4").tobytes(), logprobs=np.full(len(answer) // 4, -0.5, "<f4").tobytes(),
-    )  # fmt: skip
+        dialect="chat",
+        request=json.dumps(body).encode(),
+        response=b"{}",
+        ids=answer,
+        temperature=1.0,
+        top_p=1.0,
+        prompt_ids=np.array(prompt, "<i4").tobytes(),
+        logprobs=np.full(len(answer) // 4, -0.5, "<f4").tobytes(),
+    )
 
 
 class StoryLog:
@@ -124,9 +174,11 @@ class StoryLog:
         with self.engine.begin() as connection:
             keys = self.accounts.keys(connection, {s.account: s.tenant for s in story.sessions}, BASE)
             for table, rows, column in (
-                (schema.sessions, story.sessions, "id"), (schema.turns, story.turns, "id"),
-                (schema.suggestions, story.suggestions, "id"), (schema.signals, story.signals, "event"),
-            ):  # fmt: skip
+                (schema.sessions, story.sessions, "id"),
+                (schema.turns, story.turns, "id"),
+                (schema.suggestions, story.suggestions, "id"),
+                (schema.signals, story.signals, "event"),
+            ):
                 there = set(connection.execute(sa.select(table.c[column])).scalars())
                 fresh = [row for row in rows if getattr(row, column) not in there]
                 journal.add(connection, fresh)

@@ -132,14 +132,23 @@ def answered(
     )
     return [
         LiveSample(
-            turn=f"TURN{number:04d}{i:04d}", account=f"a{i}", cluster="one", manifest=now.live,
-            prompt_ids=np.array(ids, "<i4").tobytes(), ids=np.array(a.ids, "<i4").tobytes(),
-            logprobs=np.array(a.logprobs, "<f4").tobytes(), temperature=1.0, top_p=1.0,
-            spans=(VersionSpan(low=0, high=len(a.ids), version=now.version),), reward=1.0 - 2 * (i % 2),
-            advantage=1.0 - 2 * (i % 2), weight=1.0, correction=None,
+            turn=f"TURN{number:04d}{i:04d}",
+            account=f"a{i}",
+            cluster="one",
+            manifest=now.live,
+            prompt_ids=np.array(ids, "<i4").tobytes(),
+            ids=np.array(a.ids, "<i4").tobytes(),
+            logprobs=np.array(a.logprobs, "<f4").tobytes(),
+            temperature=1.0,
+            top_p=1.0,
+            spans=(VersionSpan(low=0, high=len(a.ids), version=now.version),),
+            reward=1.0 - 2 * (i % 2),
+            advantage=1.0 - 2 * (i % 2),
+            weight=1.0,
+            correction=None,
         )
         for i, (ids, a) in enumerate(zip(prompts, answers, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def engine_of_loop(loop: Loop, version: int) -> Engine:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.config.live import LabelsConfig
-from etude.live.learn.attribution import censoring_weights, components, rewards, rules_version, slow_signals
+from etude.live.learn.attribution import slow_signals
+from etude.live.learn.rewards import censoring_weights, components, rewards, rules_version
 from etude.live.log.records import Label, LabelState, Signal, SignalKind, TurnKind
 from tests.helpers.live_story import SECOND, Story, time
 
@@ -115,9 +116,14 @@ def test_all_components_together_stay_in_bounds_and_are_kept():
     label = story.labels()["t"]
     assert label.reward == -1.0
     assert label.components == {
-        "invalid_call": -0.6, "latency": -0.05, "stopped": -0.2, "kept": 0.0, "lost": -0.4, "undone": -0.2,
+        "invalid_call": -0.6,
+        "latency": -0.05,
+        "stopped": -0.2,
+        "kept": 0.0,
+        "lost": -0.4,
+        "undone": -0.2,
         "choice": 0.0,
-    }  # fmt: skip
+    }
 
 
 def test_what_a_message_tells_belongs_to_the_main_turn_before_it():
@@ -396,8 +402,15 @@ def _crowd(seed: int) -> Story:
     for i in range(60):
         base, number = 100.0 * i, iter(range(99))
 
-        def tell(subject: str, kind: SignalKind, after: float, value: float = 1.0, base: float = base,
-                 number=number, **fields: object) -> None:  # fmt: skip
+        def tell(
+            subject: str,
+            kind: SignalKind,
+            after: float,
+            value: float = 1.0,
+            base: float = base,
+            number=number,
+            **fields: object,
+        ) -> None:
             story.signal(subject, kind, base + after, value, client_sequence=next(number), **fields)
 
         for j in range(2):
@@ -418,8 +431,9 @@ def _crowd(seed: int) -> Story:
 
 def _same(story: Story, signals: list[Signal]) -> bool:
     other = Story()
-    other.sessions, other.turns, other.suggestions = (list(reversed(x)) for x in
-                                                      (story.sessions, story.turns, story.suggestions))  # fmt: skip
+    other.sessions, other.turns, other.suggestions = (
+        list(reversed(x)) for x in (story.sessions, story.turns, story.suggestions)
+    )
     other.signals = signals
     return msgspec.json.encode(story.labels()) == msgspec.json.encode(dict(sorted(other.labels().items())))
 
@@ -448,8 +462,11 @@ def test_signals_that_overtake_each_other_give_the_same_outcomes(seed: int):
     late = [msgspec.structs.replace(s, arrived_at=s.arrived_at + rng.randint(0, 30 * SECOND)) for s in story.signals]
     other = Story()
     other.sessions, other.turns, other.suggestions, other.signals = (
-        story.sessions, story.turns, story.suggestions, late,
-    )  # fmt: skip
+        story.sessions,
+        story.turns,
+        story.suggestions,
+        late,
+    )
     before, after = story.labels(), other.labels()
     for turn, label in before.items():
         assert msgspec.structs.replace(after[turn], weight=label.weight) == label

@@ -193,5 +193,11 @@ def holdback_slot(generator: np.random.Generator, slot: int, usual_A: np.ndarray
     part = tallies_of([])
     values = {"edits": np.ones(200), "survived": kept}
     first = 0 if returning else 200 * slot
-    return replace(part, account_N=np.arange(200) + first, arm_N=arm, slot_N=np.full(200, slot),
-                   cell_N=np.zeros(200, int), values=values)  # fmt: skip
+    return replace(
+        part,
+        account_N=np.arange(200) + first,
+        arm_N=arm,
+        slot_N=np.full(200, slot),
+        cell_N=np.zeros(200, int),
+        values=values,
+    )

@@ -107,9 +107,12 @@ def test_users_tell_the_gateway_what_became_of_their_edits(tmp_path: Path, libra
     with engine.connect() as connection:
         edits = list(connection.scalars(sa.select(schema.suggestions.c.turn)))
         told = Counter(connection.scalars(sa.select(schema.signals.c.kind).where(schema.signals.c.source == "client")))
-        counted = {row[0]: row[1] for row in connection.execute(
-            sa.select(schema.tallies.c.name, sa.func.sum(schema.tallies.c.count)).group_by(schema.tallies.c.name)
-        )}  # fmt: skip
+        counted = {
+            row[0]: row[1]
+            for row in connection.execute(
+                sa.select(schema.tallies.c.name, sa.func.sum(schema.tallies.c.count)).group_by(schema.tallies.c.name)
+            )
+        }
     engine.dispose()
     consented = sum(bool(people.consent_A[turn.account]) for turn in users.turns)
     assert len(edits) == consented < len(users.turns)

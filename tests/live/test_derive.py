@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from etude.live.log.derive import (
-    Said,
-    SaidCall,
+    Message,
+    MessageCall,
     answer_of,
     asks_for_edit,
     conversation,
@@ -105,44 +105,49 @@ def test_the_dialects_say_the_same(dialect: str) -> None:
     found = conversation(dialect, REQUESTS[dialect])
     assert [said.role for said in found] == ["system", "user", "assistant", "tool"]
     assert [said.text for said in found] == ["Be brief.", "Fix the loop", "", "a.py"]
-    assert found[2].calls == (SaidCall("bash", '{"command": "ls"}'),)
+    assert found[2].calls == (MessageCall("bash", '{"command": "ls"}'),)
     assert tools_of(REQUESTS[dialect]) == {"bash": CHAT["tools"][0]["function"]["parameters"]}
     answer = answer_of(dialect, ANSWERS[dialect])
-    assert answer == Said("assistant", "Which loop?")
+    assert answer == Message("assistant", "Which loop?")
     assert [s.kind for s in of_answer(found, answer, {})] == ["question"]
-    following = [*found, answer, Said("user", "No, the other loop is wrong")]
+    following = [*found, answer, Message("user", "No, the other loop is wrong")]
     followup, answered = of_next(found, answer, following)
     assert (followup.kind, followup.text, answered.kind) == ("followup", "No, the other loop is wrong", "answered")
     assert followup.value > 0.5
-    assert of_next(found, answer, [*found, answer, Said("tool", "done")]) == []
+    assert of_next(found, answer, [*found, answer, Message("tool", "done")]) == []
 
 
 def test_retries() -> None:
-    before = [Said("user", "Fix the loop")]
-    answer = Said("assistant", "Done.")
+    before = [Message("user", "Fix the loop")]
+    answer = Message("assistant", "Done.")
     assert [(s.kind, s.value) for s in of_next(before, answer, before)] == [("retry", 1.0)]
-    other = [Said("user", "Fix the second loop")]
+    other = [Message("user", "Fix the second loop")]
     assert [(s.kind, s.value) for s in of_next(before, answer, other)] == [("retry", 0.5)]
-    assert of_next(before, answer, [Said("user", "Hello"), Said("assistant", "Yes"), Said("user", "Go")]) == []
+    assert of_next(before, answer, [Message("user", "Hello"), Message("assistant", "Yes"), Message("user", "Go")]) == []
 
 
 def test_invalid_calls() -> None:
     tools = tools_of(CHAT)
-    assert is_valid(SaidCall("bash", '{"command": "ls"}'), tools)
-    for name, arguments in (("bash", "{"), ("bash", "[]"), ("bash", "{}"), ("bash", '{"command": 3}'),
-                            ("sh", '{"command": "ls"}')):  # fmt: skip
-        answer = Said("assistant", "", (SaidCall(name, arguments),))
-        assert [s.kind for s in of_answer([Said("user", "Go")], answer, tools)] == ["invalid_call"], arguments
-    assert is_valid(SaidCall("any", '{"x": 1}'), {})
+    assert is_valid(MessageCall("bash", '{"command": "ls"}'), tools)
+    for name, arguments in (
+        ("bash", "{"),
+        ("bash", "[]"),
+        ("bash", "{}"),
+        ("bash", '{"command": 3}'),
+        ("sh", '{"command": "ls"}'),
+    ):
+        answer = Message("assistant", "", (MessageCall(name, arguments),))
+        assert [s.kind for s in of_answer([Message("user", "Go")], answer, tools)] == ["invalid_call"], arguments
+    assert is_valid(MessageCall("any", '{"x": 1}'), {})
 
 
 def test_no_edit_where_one_was_asked_for() -> None:
-    answer = Said("assistant", "The loop ends one step early.")
-    asked = [Said("user", "Could you please fix the loop?")]
+    answer = Message("assistant", "The loop ends one step early.")
+    asked = [Message("user", "Could you please fix the loop?")]
     assert [s.kind for s in of_answer(asked, answer, {})] == ["no_edit"]
-    assert of_answer([Said("user", "Why does it end?")], answer, {}) == []
-    assert of_answer(asked, Said("assistant", "```python\nfor x in y:\n```"), {}) == []
-    worked = [*asked, Said("assistant", "", (SaidCall("bash", "{}"),)), Said("tool", "")]
+    assert of_answer([Message("user", "Why does it end?")], answer, {}) == []
+    assert of_answer(asked, Message("assistant", "```python\nfor x in y:\n```"), {}) == []
+    worked = [*asked, Message("assistant", "", (MessageCall("bash", "{}"),)), Message("tool", "")]
     assert of_answer(worked, answer, {}) == []
     assert asks_for_edit("Hi, can you rename this?")
     assert not asks_for_edit("The fix is good")

@@ -13,8 +13,11 @@ from tests.helpers.folders import big_tokenizer
 from tests.helpers.live_windows import NANO
 from tests.helpers.speakers import TEMPLATE, write_model
 
-MESSAGES = [{"role": "user", "content": "Rename `f`"}, {"role": "assistant", "content": "ok"},
-            {"role": "user", "content": "to `g`"}]  # fmt: skip
+MESSAGES = [
+    {"role": "user", "content": "Rename `f`"},
+    {"role": "assistant", "content": "ok"},
+    {"role": "user", "content": "to `g`"},
+]
 
 
 def renderers(root):
@@ -24,11 +27,21 @@ def renderers(root):
 
 def sample(prompt, correction):
     return LiveSample(
-        turn="T", account="a", cluster="one", manifest="", prompt_ids=np.array(prompt, "<i4").tobytes(),
-        ids=np.array([9, 10, 6], "<i4").tobytes(), logprobs=np.array([-1, -2, -3], "<f4").tobytes(), temperature=1.0,
-        top_p=1.0, spans=(VersionSpan(low=0, high=3, version=5),), reward=-1.0, advantage=-0.5, weight=2.0,
+        turn="T",
+        account="a",
+        cluster="one",
+        manifest="",
+        prompt_ids=np.array(prompt, "<i4").tobytes(),
+        ids=np.array([9, 10, 6], "<i4").tobytes(),
+        logprobs=np.array([-1, -2, -3], "<f4").tobytes(),
+        temperature=1.0,
+        top_p=1.0,
+        spans=(VersionSpan(low=0, high=3, version=5),),
+        reward=-1.0,
+        advantage=-0.5,
+        weight=2.0,
         correction=correction,
-    )  # fmt: skip
+    )
 
 
 def test_a_correction_stands_at_the_end_of_the_users_message(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from etude.config.live import LabelsConfig
 from etude.live.learn.content import RequestFeatures, clusters, last_message, request_features
-from etude.live.learn.filters import Decided, WindowRows, decide, drop_rates, suspicious, unwanted
+from etude.live.learn.filters import WindowDecision, WindowRows, decide, drop_rates, suspicious, unwanted
 from etude.live.log.records import Consent, ExitKind, SignalKind, TurnExit, TurnKind, VersionSpan
 from tests.helpers.live_story import Story, content, time
 
@@ -23,17 +23,20 @@ CUT = 100_000.0
 def rows(story: Story, cut: float = CUT, pending: Iterable[str] | None = None, **fields: Any) -> WindowRows:
     values: dict[str, Any] = {"number": 1, "at": time(cut), "forgotten": frozenset[str]()} | fields
     return WindowRows(
-        cut=time(cut), sessions={s.id: s for s in story.sessions}, turns=story.turns,
+        cut=time(cut),
+        sessions={s.id: s for s in story.sessions},
+        turns=story.turns,
         pending=frozenset(t.id for t in story.turns) if pending is None else frozenset(pending),
-        suggestions=story.suggestions, signals=story.signals,
+        suggestions=story.suggestions,
+        signals=story.signals,
         since={s.account: min(o.opened for o in story.sessions if o.account == s.account) for s in story.sessions},
         **values,
-    )  # fmt: skip
+    )
 
 
 def decided(
     story: Story, config: LabelsConfig = CONFIG, requests: dict[str, str] | None = None, **fields: Any
-) -> Decided:
+) -> WindowDecision:
     asked = {t.id: (requests or {}).get(t.id, f"fix the {t.id} in {t.id}") for t in story.turns}
     found: dict[str, RequestFeatures | str] = {turn: request_features(content(text)) for turn, text in asked.items()}
     return decide(rows(story, **fields), found, config)
@@ -47,7 +50,7 @@ def kept(story: Story, count: int, **fields: Any) -> None:
         story.survived(f"e{i}", 1.0, 1800)
 
 
-def exit_of(result: Decided, turn: str) -> tuple[str, str]:
+def exit_of(result: WindowDecision, turn: str) -> tuple[str, str]:
     found = [e for e in result.exits if e.turn == turn]
     assert len(found) == 1
     return str(found[0].kind), found[0].reason
@@ -137,7 +140,7 @@ def test_an_account_has_so_many_samples_and_which_is_not_for_it_to_choose():
 
 
 def test_ratings_count_with_twenty_accounts_of_similar_requests():
-    def rated(accounts: int, alike: bool) -> Decided:
+    def rated(accounts: int, alike: bool) -> WindowDecision:
         story, asked = Story(), {}
         for i in range(accounts):
             story.turn(f"s{i}", f"t{i}", 0)
@@ -189,8 +192,11 @@ def test_a_small_batch_is_held_as_a_whole_with_what_is_censored():
     assert small.trained() == []
     large = decided(story, LabelsConfig(least_batch=8))
     assert Counter((str(e.kind), e.reason) for e in large.exits) == {
-        ("trained", ""): 8, ("dropped", "account_cap"): 2, ("dropped", "censored"): 1, ("dropped", "bot"): 1,
-    }  # fmt: skip
+        ("trained", ""): 8,
+        ("dropped", "account_cap"): 2,
+        ("dropped", "censored"): 1,
+        ("dropped", "bot"): 1,
+    }
 
 
 def test_what_is_not_pending_tells_what_came_after_and_leaves_no_exit():
@@ -264,8 +270,15 @@ def test_young_accounts_weigh_a_fifth():
 def test_the_rate_of_drops_by_version_is_watched():
     story = Story()
     turns = [story.turn(f"s{i}", f"t{i:03}", 0, spans=(VersionSpan(low=0, high=4, version=i % 2),)) for i in range(200)]
-    exits = [TurnExit(turn=t, window=1, kind=ExitKind.DROPPED if i % 4 == 1 else ExitKind.TRAINED,
-                      reason="censored" if i % 4 == 1 else "") for i, t in enumerate(turns)]  # fmt: skip
+    exits = [
+        TurnExit(
+            turn=t,
+            window=1,
+            kind=ExitKind.DROPPED if i % 4 == 1 else ExitKind.TRAINED,
+            reason="censored" if i % 4 == 1 else "",
+        )
+        for i, t in enumerate(turns)
+    ]
     exits.append(TurnExit(turn=turns[0], window=1, kind=ExitKind.HELD, reason="delay"))
     rates = drop_rates(story.turns, exits)
     assert rates == {"censored": {0: (0, 100), 1: (50, 100)}}

@@ -55,9 +55,18 @@ def results(passed: list[tuple[bool, ...]]) -> list[TaskResult]:
 def play(passed: list[tuple[bool, ...]], **figures: float) -> EvalResult:
     behaviour = {"turns": 3.0, "sampled_tokens": 100.0} | figures
     return EvalResult(
-        split="heldout", seed=0, samples=1, seconds=behaviour.pop("seconds", 60.0), tasks=tuple(results(passed)),
-        pass_1=Estimate(mean=0.5, low=0.4, high=0.6), pass_k={}, outcomes={}, retries=0, stops={}, behaviour=behaviour,
-    )  # fmt: skip
+        split="heldout",
+        seed=0,
+        samples=1,
+        seconds=behaviour.pop("seconds", 60.0),
+        tasks=tuple(results(passed)),
+        pass_1=Estimate(mean=0.5, low=0.4, high=0.6),
+        pass_k={},
+        outcomes={},
+        retries=0,
+        stops={},
+        behaviour=behaviour,
+    )
 
 
 def replayed(*_: object) -> GatePart:
@@ -75,9 +84,9 @@ def two(tmp_path: Path):
 
 def out(made: Site) -> None:
     """What has passed is released to everybody, without stores."""
-    passed = made.loop.read().standings[-1].release
-    config = made.loop.config.model_copy(update={"clusters": ()})
-    operations.start(operations.Loop(config, made.loop.engine), passed.manifest, passed.version)
+    passed = made.site.read().states[-1].release
+    config = made.site.config.model_copy(update={"clusters": ()})
+    operations.start(operations.ReleaseSite(config, made.site.engine), passed.manifest, passed.version)
 
 
 def published(made: Site, version: int, of: dict[str, torch.Tensor], **about: object) -> operations.ReleaseCandidate:
@@ -88,23 +97,23 @@ def published(made: Site, version: int, of: dict[str, torch.Tensor], **about: ob
         publisher.resume(last, made.tensors)
     publisher.publish(version, of, (), {}, **about)
     made.tensors = of
-    return operations.candidate(made.loop, str(made.trained), None)
+    return operations.candidate(made.site, str(made.trained), None)
 
 
 def test_a_version_passes_and_its_signed_report_stays_with_it(two: Site) -> None:
     said: list[str] = []
-    report = gate(two.loop, published(two, 0, FIRST), no_play, replayed, said.append)
+    report = gate(two.site, published(two, 0, FIRST), no_play, replayed, said.append)
     assert report.failed is None
-    standing = two.loop.read().standings[0]
-    assert standing.stage is ReleaseStage.GATE
+    state = two.site.read().states[0]
+    assert state.stage is ReleaseStage.GATE
     key = Path(two.options["signing_key"])
-    assert read_report(standing.release, key).signature
+    assert read_report(state.release, key).signature
     assert said[0] == "integrity: passed, signed, 4 tensors with the published digest, all finite"
     (name,) = open_store(str(two.trained)).list("reports")
     data = open_store(str(two.trained)).get(name)
     open_store(str(two.trained)).put(name, data.replace(b"passed", b"Passed", 1))
     with pytest.raises(UserError, match="was altered"):
-        read_report(standing.release, key)
+        read_report(state.release, key)
 
 
 def no_play(*_: object) -> EvalResult:
@@ -112,19 +121,19 @@ def no_play(*_: object) -> EvalResult:
 
 
 def test_a_worse_version_is_refused_and_cannot_be_released(two: Site) -> None:
-    gate(two.loop, published(two, 0, FIRST), no_play, replayed, print)
+    gate(two.site, published(two, 0, FIRST), no_play, replayed, print)
     out(two)
     found = published(two, 1, nudged(FIRST, 2))
     plays = {1: play([(True,)] * 40), 2: play([(True,)] * 8 + [(False,)] * 32)}
-    report = gate(two.loop, found, lambda release, _: plays[release.number], replayed, print)
+    report = gate(two.site, found, lambda release, _: plays[release.number], replayed, print)
     assert report.failed is not None
     assert report.failed.name == f"suite {TINY.name}"
-    assert two.loop.read().standings[1].stage is ReleaseStage.REFUSED
-    assert "not shown to be no worse by 40.0 points" in two.loop.read().standings[1].events[-1].reason
+    assert two.site.read().states[1].stage is ReleaseStage.REFUSED
+    assert "not shown to be no worse by 40.0 points" in two.site.read().states[1].events[-1].reason
     with pytest.raises(UserError, match="has not passed the gate"):
-        operations.start(two.loop, found.manifest.digest, 1)
+        operations.start(two.site, found.manifest.digest, 1)
     with pytest.raises(UserError, match="version 0 is release 1, the current one"):
-        gate(two.loop, operations.candidate(two.loop, str(two.trained), 0), no_play, replayed, print)
+        gate(two.site, operations.candidate(two.site, str(two.trained), 0), no_play, replayed, print)
 
 
 def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_anchor(two: Site) -> None:
@@ -132,7 +141,7 @@ def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_ancho
     plays = {n: play([(k < share * tasks,) for k in range(tasks)]) for n, share in enumerate(shares, 1)}
     failed = []
     for version in range(4):
-        report = gate(two.loop, published(two, version, of), lambda r, _: plays[r.number], replayed, print)
+        report = gate(two.site, published(two, version, of), lambda r, _: plays[r.number], replayed, print)
         failed.append(None if report.failed is None else report.failed.name)
         if report.failed is None:
             out(two)
@@ -140,22 +149,22 @@ def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_ancho
     assert failed == [None, None, None, f"suite {TINY.name}, anchor"]
     assert report.anchor == 1
     assert report.incumbent == 3
-    again = gate(two.loop, published(two, 4, of), lambda r, _: plays[min(r.number, 4)], replayed, print, True)
+    again = gate(two.site, published(two, 4, of), lambda r, _: plays[min(r.number, 4)], replayed, print, True)
     assert again.failed is None  # the incumbent is the anchor now
     assert again.anchor == 3
 
 
 def test_a_margin_that_the_suite_cannot_defend_is_refused_before_anything_is_played(tmp_path: Path) -> None:
     with site(tmp_path, gate={"suites": [str(TINY)], "margin": 0.05}) as made:
-        gate(made.loop, published(made, 0, FIRST), no_play, replayed, print)
+        gate(made.site, published(made, 0, FIRST), no_play, replayed, print)
         out(made)
         found = published(made, 1, nudged(FIRST, 2))
         said: list[str] = []
         why = r"cannot defend gate.margin = 0.05: 1 tasks with 1 samples defend 0.787; take that margin"
         with pytest.raises(UserError, match=why):
-            gate(made.loop, found, no_play, replayed, said.append)
+            gate(made.site, found, no_play, replayed, said.append)
         assert said == ["tiny: 1 tasks, 1 samples each, defend a margin of 78.6 points"]
-        assert len(made.loop.read().standings) == 1
+        assert len(made.site.read().states) == 1
 
 
 def test_integrity_finds_what_is_wrong(two: Site, tmp_path: Path) -> None:
@@ -171,7 +180,7 @@ def test_integrity_finds_what_is_wrong(two: Site, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:  # the publisher refuses NaN itself
         patch.setattr("etude.weights.publisher._refuse_non_finite", lambda *_: None)
         Publisher(bad).publish(0, nan, (), {})
-    hole = operations.candidate(two.loop, str(tmp_path / "nan"), 0)
+    hole = operations.candidate(two.site, str(tmp_path / "nan"), 0)
     assert integrity(hole, None).reason == "b holds NaN or infinity"
     step = StepRecord(action="go", good=1, mismatch_k2=0.3)
     drifted = published(two, 1, nudged(FIRST, 2), step=step)
@@ -245,24 +254,48 @@ def consented(made: Site, request: str, number: int) -> None:
     messages = [{"role": "user", "content": request}]
     prompt = np.array(renderer_for(find_model("nano"), "auto", {}).prompt(messages), "<i4")
     content = TurnContent(
-        dialect="chat", request=msgspec.json.encode({"messages": messages}), response=b"{}",
-        prompt_ids=prompt.tobytes(), ids=np.array([5, 6], "<i4").tobytes(), logprobs=np.zeros(2, "<f4").tobytes(),
-        temperature=1.0, top_p=1.0,
-    )  # fmt: skip
-    with made.loop.engine.begin() as connection:
+        dialect="chat",
+        request=msgspec.json.encode({"messages": messages}),
+        response=b"{}",
+        prompt_ids=prompt.tobytes(),
+        ids=np.array([5, 6], "<i4").tobytes(),
+        logprobs=np.zeros(2, "<f4").tobytes(),
+        temperature=1.0,
+        top_p=1.0,
+    )
+    with made.site.engine.begin() as connection:
         at = journal.stamp(connection, 2)
         secret = keys.keys(connection, {account: "acme"}, at)[account]
         blob = new_blob(account)
         store.put(blob, seal(secret, msgspec.msgpack.encode(content), blob))
         session = Session(
-            id=ulid(), tenant="acme", account=account, consent=Consent(granted=True, scope="train"), arm=Arm.CONTROL,
-            release=1, propensity=1.0, opened=at,
-        )  # fmt: skip
+            id=ulid(),
+            tenant="acme",
+            account=account,
+            consent=Consent(granted=True, scope="train"),
+            arm=Arm.CONTROL,
+            release=1,
+            propensity=1.0,
+            opened=at,
+        )
         turn = ServedTurn(
-            id=ulid(), session=session.id, sequence=0, kind=TurnKind.MAIN, release=1, manifest="",
-            spans=(VersionSpan(low=0, high=2, version=0),), prompt_tokens=len(prompt), sampled_tokens=2, blob=blob,
-            scrubbed={}, rules="1", stop="stop", seconds=1.0, cluster="east", at=at + 1,
-        )  # fmt: skip
+            id=ulid(),
+            session=session.id,
+            sequence=0,
+            kind=TurnKind.MAIN,
+            release=1,
+            manifest="",
+            spans=(VersionSpan(low=0, high=2, version=0),),
+            prompt_tokens=len(prompt),
+            sampled_tokens=2,
+            blob=blob,
+            scrubbed={},
+            rules="1",
+            stop="stop",
+            seconds=1.0,
+            cluster="east",
+            at=at + 1,
+        )
         journal.add(connection, [session, turn])
 
 
@@ -273,27 +306,29 @@ def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path) -> None:
         nano = find_model("nano")
         store = open_store(str(made.trained))
         publish_folder(store, nano)
-        gate(made.loop, operations.candidate(made.loop, str(made.trained), 0), no_play, replayed, print)
+        gate(made.site, operations.candidate(made.site, str(made.trained), 0), no_play, replayed, print)
         out(made)
         for number in range(8):
             consented(made, f"Fix the function that adds {number} to a list.", number)
         plant(Path(made.options["folder"]), 3)
         budget = RolloutConfig(turns=3, tokens=256, context=1024, seconds=60).budget()
-        with Player(made.loop, budget, EngineConfig(threads=1)) as player:
+        with Player(made.site, budget, EngineConfig(threads=1)) as player:
             tensors_ = load(store, 0)[1]
             moved = {name: tensor * 1.005 for name, tensor in tensors_.items()}
             generator = torch.Generator().manual_seed(1)
             noisy = {
                 name: t + 1.5 * t.float().std().to(t.dtype) * torch.randn(t.shape, generator=generator).to(t.dtype)
-                if t.dim() > 1 else t for name, t in tensors_.items()
-            }  # fmt: skip
+                if t.dim() > 1
+                else t
+                for name, t in tensors_.items()
+            }
             reports = []
             for version, weights in ((1, moved), (2, noisy)):
                 publisher = Publisher(store, model=newest(store).model)
                 publisher.resume(newest(store), load(store, version - 1)[1])
                 publisher.publish(version, weights, (), {}, last=True)
-                found = operations.candidate(made.loop, str(made.trained), version)
-                reports.append(gate(made.loop, found, player.measure, player.replay, print))
+                found = operations.candidate(made.site, str(made.trained), version)
+                reports.append(gate(made.site, found, player.measure, player.replay, print))
     near, far = reports
     assert near.failed is None
     assert {part.name for part in near.parts} == {"integrity", "suite tiny", "cost on tiny", "replay"}

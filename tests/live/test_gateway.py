@@ -18,10 +18,9 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from etude.cli import live_serve
+from etude.cli import live_gateway
 from etude.cli.main import main
 from etude.errors import UserError
-from etude.live.gateway import gateway as gateway_module
 from etude.live.gateway.arms import Stages, assign
 from etude.live.gateway.gateway import Gateway
 from etude.live.gateway.upstream import Clusters
@@ -58,12 +57,14 @@ class _Upstream:
 
     def app(self) -> Starlette:
         posts = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
-        return Starlette(routes=[
-            *(Route(path, self.answer, methods=["POST"]) for path in posts),
-            Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": [{"id": "own-name"}]})),
-            Route("/health", self.health),
-            Route("/v1/turns/{name}", self.turn),
-        ])  # fmt: skip
+        return Starlette(
+            routes=[
+                *(Route(path, self.answer, methods=["POST"]) for path in posts),
+                Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": [{"id": "own-name"}]})),
+                Route("/health", self.health),
+                Route("/v1/turns/{name}", self.turn),
+            ]
+        )
 
     def health(self, _):
         told = {"version": self.version, "digest": f"digest {self.version}"}
@@ -144,7 +145,7 @@ def test_answers_pass_byte_for_byte_and_streams_as_they_come(tmp_path, upstream,
                 if whole == PARTS[0]:  # the rest has not been sent yet
                     upstream.go_on.set()
         assert whole == b"".join(PARTS)
-        until(lambda: not gateway.intake.waiting)
+        until(lambda: not gateway.queue.waiting)
     requests = {row["count"] for row in rows(config, schema.tallies) if row["name"] == "requests"}
     assert requests == {3, 1}, "of the user u, and of the key: count_tokens is no turn"
 
@@ -153,9 +154,14 @@ def test_without_consent_nothing_of_a_request_is_kept(tmp_path, database, upstre
     config = live_config(tmp_path, url, database=database)
     key, strict = new_key(config), new_key(config, "strict", consent=True, may_grant=False)
     wishes = [
-        (key, None, False), (key, "none", False), (key, "maybe", False), (key, "train", True),
-        (strict, "none", False), (strict, None, True), (strict, "train", True),
-    ]  # fmt: skip
+        (key, None, False),
+        (key, "none", False),
+        (key, "maybe", False),
+        (key, "train", True),
+        (strict, "none", False),
+        (strict, None, True),
+        (strict, "train", True),
+    ]
     kept = []
     with running_gateway(config) as (_, at):
         for number, (used, wish, recorded) in enumerate(wishes):
@@ -225,14 +231,14 @@ def test_signals_may_come_before_their_turn_is_written(tmp_path, upstream, url, 
         assert http.post("/v1/feedback", json={"response_id": ulid(), "name": "undone"}).status_code == 404
         go_on.set()
         assert [future.result().json()["results"][0]["status"] for future in told] == ["recorded"] * 2
-        assert not gateway._open
-        monkeypatch.setattr(gateway_module, "_SIGNAL_SECONDS", 0.2)
+        assert not gateway.recorder.open
+        monkeypatch.setattr("etude.live.gateway.routes.SIGNAL_SECONDS", 0.2)
         with http.stream("POST", "/v1/chat/completions", json={"stream": True}) as stream:
             signal = {"response_id": stream.headers["x-etude-generation"], "name": "undone"}
             assert http.post("/v1/feedback", json=signal).status_code == 503, "the answer has not ended"
             upstream.go_on.set()
             stream.read()
-        until(lambda: not gateway._open)
+        until(lambda: not gateway.recorder.open)
         assert http.post("/v1/feedback", json=signal).status_code == 200
 
 
@@ -394,16 +400,16 @@ def test_arms_are_sticky_and_a_rollback_ends_the_canary(tmp_path, upstream, url,
     assert {row["release"] for row in rows(config, schema.turns)} == {released, 2}
     sessions = rows(config, schema.sessions)
     assert {(row["arm"], row["release"], row["propensity"]) for row in sessions} == {
-        ("control", released, 0.5), ("canary", 2, 0.5), ("control", released, 1.0),
-    }  # fmt: skip
+        ("control", released, 0.5),
+        ("canary", 2, 0.5),
+        ("control", released, 1.0),
+    }
 
 
 def test_shares_of_the_arms_are_those_that_were_asked_for(tmp_path):
     accounts = Accounts(tmp_path / "live")
     names = [accounts.name("t", str(n)) for n in range(20_000)]
-    small, large = (
-        {a: assign(accounts, Stages(1, 2, share), 0.02, a) for a in names} for share in (0.05, 0.25)
-    )  # fmt: skip
+    small, large = ({a: assign(accounts, Stages(1, 2, share), 0.02, a) for a in names} for share in (0.05, 0.25))
     for assigned, share in ((small, 0.05), (large, 0.25)):
         for arm, wanted in ((Arm.HOLDBACK, 0.02), (Arm.CANARY, 0.98 * share), (Arm.CONTROL, 0.98 * (1 - share))):
             found = [a for a in assigned.values() if a.arm == arm]
@@ -436,9 +442,15 @@ def test_signals_come_in_three_shapes_and_wrong_ones_are_refused_whole(tmp_path,
             {"response_id": edit["id"], "name": "survived", "value": 0.75, "horizon": 1800, "source": "git"},
             {"inference_id": turn, "metric_name": "demonstration", "value": "def better(): ..."},
             {"episode_id": session, "metric_name": "rating", "value": False},
-            {"name": "gen_ai.evaluation.result", "attributes": {
-                "gen_ai.response.id": turn, "gen_ai.evaluation.name": "tests", "gen_ai.evaluation.score.value": -0.5}},
-        ]  # fmt: skip
+            {
+                "name": "gen_ai.evaluation.result",
+                "attributes": {
+                    "gen_ai.response.id": turn,
+                    "gen_ai.evaluation.name": "tests",
+                    "gen_ai.evaluation.score.value": -0.5,
+                },
+            },
+        ]
         for again in ("recorded", "duplicate"):
             told = http.post("/v1/feedback", json=events)
             assert [r["status"] for r in told.json()["results"]] == [again] * 4
@@ -447,26 +459,39 @@ def test_signals_come_in_three_shapes_and_wrong_ones_are_refused_whole(tmp_path,
             assert (told.status_code, told.json()["results"][0]["status"]) == (404, "unknown")
         before = len(rows(config, schema.signals))
         for wrong in (
-            {"name": "survived", "value": 2.0, "horizon": 3}, {"name": "survived", "value": 1}, {"name": "nonsense"},
-            {"response_id": "x", "name": "undone"}, {"name": "undone", "mood": 1}, {"name": "rating", "value": 2.0},
-            {"inference_id": turn, "episode_id": session, "metric_name": "undone"}, {"name": "correction"},
-            {"name": "undone", "source": "rumour"}, {"name": "undone", "horizon": True}, {"name": "undone", "value": 2},
-        ):  # fmt: skip
+            {"name": "survived", "value": 2.0, "horizon": 3},
+            {"name": "survived", "value": 1},
+            {"name": "nonsense"},
+            {"response_id": "x", "name": "undone"},
+            {"name": "undone", "mood": 1},
+            {"name": "rating", "value": 2.0},
+            {"inference_id": turn, "episode_id": session, "metric_name": "undone"},
+            {"name": "correction"},
+            {"name": "undone", "source": "rumour"},
+            {"name": "undone", "horizon": True},
+            {"name": "undone", "value": 2},
+        ):
             whole = wrong if "metric_name" in wrong else {"response_id": turn} | wrong
             assert (
                 http.post("/v1/feedback", json=[{"response_id": turn, "name": "undone"}, whole]).status_code == 400
             ), wrong
         for wrong in ([], ["x"], 3, [{"response_id": turn, "name": "undone"}] * 257):
             assert http.post("/v1/feedback", json=wrong).status_code == 400, wrong
-        for wrong in ({}, {"turn": turn, "suggestions": []}, {"turn": turn, "suggestions": [edit | {"id": "1"}]},
-                      {"turn": turn, "suggestions": [edit | {"characters": -1}]}):  # fmt: skip
+        for wrong in (
+            {},
+            {"turn": turn, "suggestions": []},
+            {"turn": turn, "suggestions": [edit | {"id": "1"}]},
+            {"turn": turn, "suggestions": [edit | {"characters": -1}]},
+        ):
             assert http.post("/v1/suggestions", json=wrong).status_code == 400, wrong
         assert len(rows(config, schema.signals)) == before
     found = {row["kind"]: (row["subject"], row["value"], row["source"]) for row in rows(config, schema.signals)}
     assert found == {
-        SignalKind.SURVIVED: (edit["id"], 0.75, "git"), SignalKind.CORRECTION: (turn, 1.0, "explicit"),
-        SignalKind.RATING: (session, -1.0, "explicit"), SignalKind.TESTS: (turn, -0.5, "judge"),
-    }  # fmt: skip
+        SignalKind.SURVIVED: (edit["id"], 0.75, "git"),
+        SignalKind.CORRECTION: (turn, 1.0, "explicit"),
+        SignalKind.RATING: (session, -1.0, "explicit"),
+        SignalKind.TESTS: (turn, -0.5, "judge"),
+    }
     assert b"secret_name" not in bytes_below(tmp_path / "live")
 
 
@@ -485,12 +510,14 @@ def test_the_next_request_tells_what_became_of_an_answer(tmp_path, upstream, url
         for messages, kind in ((first, "main"), (first, "side"), (second, "main"), (second, "main")):
             answer = http.post("/v1/chat/completions", json={"messages": messages}, headers={"x-etude-kind": kind})
             turns.append(answer.headers["x-etude-generation"])
-            until(lambda: not gateway._open)
+            until(lambda: not gateway.recorder.open)
     told = {(row["subject"], row["kind"], row["text"] is None) for row in rows(config, schema.signals)}
     assert told == {
-        *((turns[n], "question", True) for n in (0, 2, 3)), (turns[2], "followup", False), (turns[2], "answered", True),
+        *((turns[n], "question", True) for n in (0, 2, 3)),
+        (turns[2], "followup", False),
+        (turns[2], "answered", True),
         (turns[3], "retry", True),
-    }  # fmt: skip
+    }
 
 
 def test_who_was_forgotten_consents_to_nothing(tmp_path, upstream, url):
@@ -511,15 +538,18 @@ def test_who_was_forgotten_consents_to_nothing(tmp_path, upstream, url):
 def test_what_is_not_known_exactly_is_recorded_with_a_reason(tmp_path, upstream, url):
     config = live_config(tmp_path, url)
     changes = [
-        (None, "no_tokens"), ({"ids": b"", "logprobs": b""}, "no_tokens"), ({"plain": False}, "sampling"),
-        ({"choices": 2}, "several_choices"), ({}, ""),
-    ]  # fmt: skip
+        (None, "no_tokens"),
+        ({"ids": b"", "logprobs": b""}, "no_tokens"),
+        ({"plain": False}, "sampling"),
+        ({"choices": 2}, "several_choices"),
+        ({}, ""),
+    ]
     with running_gateway(config) as (gateway, at), client(at, new_key(config, consent=True)) as http:
         until(lambda: http.get("/v1/models").status_code != 401)
         for change, _ in changes:
             upstream.tokens = b"?" if change is None else tokens_of(**change)
             assert http.post("/v1/chat/completions", json=CHAT).content == ODD
-            until(lambda: not gateway._open)
+            until(lambda: not gateway.recorder.open)
     told = [(turn["reason"], turn["blob"] is None) for turn in rows(config, schema.turns)]
     assert told == [(reason, reason == "no_tokens") for _, reason in changes]
 
@@ -527,12 +557,16 @@ def test_what_is_not_known_exactly_is_recorded_with_a_reason(tmp_path, upstream,
 def test_drained_clusters_are_sent_nothing_and_a_canary_of_all_is_everywhere(tmp_path):
     clusters = [
         {
-            "name": name, "urls": [f"http://{name}:1"], "store": str(tmp_path / name), "canary_urls": [f"http://{name}:2"],
-            "canary_store": str(tmp_path / f"{name}-canary"), "holdback_urls": [f"http://{name}:3"],
+            "name": name,
+            "urls": [f"http://{name}:1"],
+            "store": str(tmp_path / name),
+            "canary_urls": [f"http://{name}:2"],
+            "canary_store": str(tmp_path / f"{name}-canary"),
+            "holdback_urls": [f"http://{name}:3"],
             "holdback_store": str(tmp_path / f"{name}-holdback"),
         }
         for name in ("east", "west")
-    ]  # fmt: skip
+    ]
     servers = Clusters(live_config(tmp_path, clusters=clusters).clusters)
 
     def asked(arm: Arm, stages: Stages) -> set[str]:
@@ -576,7 +610,7 @@ def test_a_name_is_the_same_in_a_header_and_in_a_body(tmp_path, upstream, url):
 
 
 def test_background_work_goes_on_after_a_failure_and_says_so_once(tmp_path, upstream, url, monkeypatch, capfd):
-    monkeypatch.setattr(gateway_module, "_REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr("etude.live.gateway.gateway.REFRESH_SECONDS", 0.02)
     monkeypatch.setattr("etude.live.gateway.upstream._PAUSE_SECONDS", 0.02)
     config = live_config(tmp_path, url)
     key, failures = new_key(config), []
@@ -590,7 +624,7 @@ def test_background_work_goes_on_after_a_failure_and_says_so_once(tmp_path, upst
     config = live_config(tmp_path, url, gone)
     with running_gateway(config) as (gateway, at), client(at, key) as http:
         with monkeypatch.context() as patch:
-            patch.setattr(gateway_module, "read_stages", broken)
+            patch.setattr("etude.live.gateway.view.read_stages", broken)
             until(lambda: len(failures) > 2)
         revoke_key(gateway.engine, "acme", "key-acme")
         until(lambda: http.get("/v1/models").status_code == 401)
@@ -609,7 +643,7 @@ def test_tools_with_any_schema_cost_no_turn(tmp_path, upstream, url):
         for parameters in schemas:
             tool = {"type": "function", "function": {"name": "run", "parameters": parameters}}
             http.post("/v1/chat/completions", json=CHAT | {"tools": [tool]})
-            until(lambda: not gateway._open)
+            until(lambda: not gateway.recorder.open)
     assert len(rows(config, schema.turns)) == len(schemas)
 
 
@@ -620,7 +654,7 @@ def test_a_version_that_came_after_the_last_look_is_known_by_its_digest(tmp_path
     with running_gateway(config) as (gateway, at), client(at, key) as http:
         upstream.version, upstream.tokens = 5, tokens_of(spans=[(0, 32, 5)])
         http.post("/v1/chat/completions", json=CHAT)
-        until(lambda: not gateway._open)
+        until(lambda: not gateway.recorder.open)
     assert [row["manifest"] for row in rows(config, schema.turns)] == ["digest 5"]
 
 
@@ -669,6 +703,6 @@ def test_wrong_words_name_their_own_help_and_missing_stores_are_told(tmp_path, c
         {"name": name, "urls": ["http://127.0.0.1:1"], "store": str(tmp_path / name)} for name in ("empty", "none")
     ]
     config = live_config(tmp_path, clusters=clusters)
-    told = live_serve._missing(config)
+    told = live_gateway.missing_stores(config)
     assert told == {str(tmp_path / "empty"): "holds no version", str(tmp_path / "none"): "is not there"}
     assert not (tmp_path / "none").exists()

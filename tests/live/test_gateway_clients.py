@@ -102,17 +102,28 @@ def test_stock_clients_get_what_the_server_sent_and_their_tokens_are_exact(tmp_p
                 ("/v1/chat/completions", chat | {"logprobs": True, "return_token_ids": True}),
                 ("/v1/chat/completions", chat | {"stream": True}),
                 ("/v1/responses", {"input": "hello", "max_output_tokens": 4, "stream": True}),
-                ("/v1/messages", message), ("/v1/messages", message | {"stream": True}),
-                ("/v1/messages", {"messages": 3}), ("/v1/chat/completions", {"nonsense": 1}),
-            ):  # fmt: skip
+                ("/v1/messages", message),
+                ("/v1/messages", message | {"stream": True}),
+                ("/v1/messages", {"messages": 3}),
+                ("/v1/chat/completions", {"nonsense": 1}),
+            ):
                 answer = http.post(path, json=body)
                 assert answer.content == tap.sent[-1], "byte for byte, refusals, too"
                 assert answer.status_code == (200 if "model" in body or "input" in body else 400)
     turns = contents(config)
     assert [content.dialect for _, content in turns] == [
-        "chat", "chat", "responses", "responses", "messages", "messages", "chat", "chat", "responses", "messages",
+        "chat",
+        "chat",
+        "responses",
+        "responses",
         "messages",
-    ]  # fmt: skip
+        "messages",
+        "chat",
+        "chat",
+        "responses",
+        "messages",
+        "messages",
+    ]
     for turn, content in turns:
         prompt, ids = np.frombuffer(content.prompt_ids, "<i4"), np.frombuffer(content.ids, "<i4")
         assert (turn.reason, turn.prompt_tokens, turn.sampled_tokens) == ("", len(prompt), len(ids))
@@ -160,7 +171,7 @@ def test_a_client_that_stops_reading_leaves_an_exact_turn(tmp_path, nano):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         deadline = time.monotonic() + 30
-        while not gateway.intake.counters.turns and time.monotonic() < deadline:
+        while not gateway.queue.counters.turns and time.monotonic() < deadline:
             time.sleep(0.02)
     ((turn, content),) = contents(config)
     assert turn.stop == "abort"

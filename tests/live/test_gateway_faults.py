@@ -99,7 +99,7 @@ def test_a_database_that_is_away_costs_records_and_never_an_answer(tmp_path):
             key = new_key(config, consent=True)
             with running_gateway(config) as (gateway, at), client(at, key) as http:
                 turn = http.post("/v1/chat/completions", json=CHAT).headers["x-etude-generation"]
-                while not gateway.intake.counters.turns:
+                while not gateway.queue.counters.turns:
                     time.sleep(0.01)
                 early, late = ({"response_id": turn, "name": "undone", "event_id": ulid()} for _ in range(2))
                 assert http.post("/v1/feedback", json=early).status_code == 200
@@ -108,7 +108,7 @@ def test_a_database_that_is_away_costs_records_and_never_an_answer(tmp_path):
                 refused = http.post("/v1/feedback", json=late)
                 assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
                 deadline = time.monotonic() + 60
-                while not gateway.intake.counters.drops:
+                while not gateway.queue.counters.drops:
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
                 server.start()
@@ -154,8 +154,11 @@ async def _used(server: Server) -> list[float]:
         for _ in range(400):
             while not turns:
                 await asyncio.sleep(0.01)
-            _, body = await ask(server, "/v1/feedback", json.dumps({"response_id": turns[0], "name": "retry",
-                                                                    "event_id": ulid()}).encode())  # fmt: skip
+            _, body = await ask(
+                server,
+                "/v1/feedback",
+                json.dumps({"response_id": turns[0], "name": "retry", "event_id": ulid()}).encode(),
+            )
             assert json.loads(body)["results"][0]["status"] == "recorded"
             await asyncio.sleep(0.02)
 

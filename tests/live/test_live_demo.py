@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli import live_demo
+from etude.cli import live_learning
 from etude.errors import UserError
-from etude.live.release.canary import CanaryDecision, Difference, Verdict
-from etude.live.release.operations import _said
+from etude.live.release.canary import Difference
 from etude.live.simulate.demo import HeldoutScore, LiveDemo, ReleaseOutcome, report
 
 
@@ -34,21 +33,24 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install openai"):
-        live_demo.run(argparse.Namespace(windows=1, seed=1, json=False))
+        live_learning.run_demo(argparse.Namespace(windows=1, seed=1, json=False))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_report_tells_what_the_canary_said_of_a_release() -> None:
+def test_the_report_has_the_canarys_lift_of_a_release() -> None:
     lift = Difference(mean=0.169, low=0.051, high=0.287, accounts=(138, 150), better=True)
-    said = _said(CanaryDecision(Verdict.GO_ON, "138 accounts in 0.6 minutes", 138, {}, lift))
     done = LiveDemo(["f"], scores=[HeldoutScore([0.0], [0.0]), HeldoutScore([1.0], [0.5])])
     done.outcomes = [
-        ReleaseOutcome(2, False, True, (said, "251 accounts in 0.6 minutes"), 0.5, 237.0),
+        ReleaseOutcome(
+            2, False, True, ("138 accounts in 0.6 minutes", "251 accounts in 0.6 minutes"), 0.5, 237.0, lift.sentence
+        ),
         ReleaseOutcome(3, True, False, ("invalid calls",), 0.1, 304.0),
     ]
     lines = report(done).splitlines()
-    assert "| 2 | released: 251 accounts in 0.6 minutes | 3:57 | 0.500 | " \
-           "edits kept, of edits and invalid calls: +16.9 points [+5.1, +28.7], better |" in lines  # fmt: skip
+    assert (
+        "| 2 | released: 251 accounts in 0.6 minutes | 3:57 | 0.500 | "
+        "edits kept, of edits and invalid calls: +16.9 points [+5.1, +28.7], better |" in lines
+    )
     assert "| 3 (planted) | rolled back: invalid calls | 5:04 | 0.100 | - |" in lines
 
 

@@ -22,8 +22,10 @@ from etude.config.live import ClusterConfig, LabelsConfig, LiveConfig
 from etude.errors import UserError
 from etude.ledger import blobs
 from etude.ledger.ledger import Ledger, blob_key
+from etude.live.gateway.entries import SignalEntry, SuggestionEntry, TurnEntry
 from etude.live.gateway.gateway import Gateway
-from etude.live.gateway.intake import Intake, SignalEntry, SuggestionEntry, TurnEntry
+from etude.live.gateway.queue import RecordQueue
+from etude.live.gateway.writer import LogWriter
 from etude.live.learn.window import LiveContents, cut_window, samples
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs, open_log
@@ -60,7 +62,7 @@ def postgres() -> Iterator[str]:
 
 @dataclass
 class Loop:
-    """A live loop on the disk, with an intake."""
+    """A live loop on the disk, with an queue."""
 
     folder: Path
     database: str | None = None
@@ -77,45 +79,87 @@ class Loop:
 
     def use(self, user: str, said: str, turns: int = 3, told: str = "recorded") -> list[str]:
         """Turns of a user with an edit each that survived, and a correction. Returns their ids."""
-        intake = Intake(self.engine, self.store, self.accounts)
+        queue = RecordQueue()
+        writer = LogWriter(queue, self.engine, self.store, self.accounts)
         session = Session(
-            id=ulid(), tenant="acme", account=self.accounts.name("acme", user), organisation=f"{said} org",
-            client=f"{said} client", consent=Consent(granted=True, scope="train", policy="tenant"),
-            arm=Arm.CONTROL, release=0, propensity=1.0, opened=0,
-        )  # fmt: skip
+            id=ulid(),
+            tenant="acme",
+            account=self.accounts.name("acme", user),
+            organisation=f"{said} org",
+            client=f"{said} client",
+            consent=Consent(granted=True, scope="train", policy="tenant"),
+            arm=Arm.CONTROL,
+            release=0,
+            propensity=1.0,
+            opened=0,
+        )
         names = [ulid() for _ in range(turns)]
         message = {"role": "assistant", "content": f"```\n{said}\n```"}
         for name in names:
             body = {"model": "m", "messages": [{"role": "user", "content": f"Fix {name} of {said}"}]}
             turn = ServedTurn(
-                id=name, session=session.id, sequence=0, kind=TurnKind.MAIN, release=0, manifest="m",
-                spans=(VersionSpan(low=0, high=4, version=0),), prompt_tokens=4, sampled_tokens=4, blob=None,
-                scrubbed={}, rules="", stop="stop", seconds=1.0, cluster="a", at=0,
-            )  # fmt: skip
+                id=name,
+                session=session.id,
+                sequence=0,
+                kind=TurnKind.MAIN,
+                release=0,
+                manifest="m",
+                spans=(VersionSpan(low=0, high=4, version=0),),
+                prompt_tokens=4,
+                sampled_tokens=4,
+                blob=None,
+                scrubbed={},
+                rules="",
+                stop="stop",
+                seconds=1.0,
+                cluster="a",
+                at=0,
+            )
             ids = np.array([0, 1, 2, next(self.count)], dtype="<i4").tobytes()  # the same ones are trained on once
             logs = np.zeros(4, "<f4").tobytes()
             content = TurnContent(
-                dialect="chat", request=msgspec.json.encode(body), response=msgspec.json.encode(message),
-                prompt_ids=ids, ids=ids, logprobs=logs, temperature=1.0, top_p=1.0,
-            )  # fmt: skip
-            assert intake.append(TurnEntry(session, turn, content, said))
+                dialect="chat",
+                request=msgspec.json.encode(body),
+                response=msgspec.json.encode(message),
+                prompt_ids=ids,
+                ids=ids,
+                logprobs=logs,
+                temperature=1.0,
+                top_p=1.0,
+            )
+            assert queue.append(TurnEntry(session, turn, content, said))
             edit = Suggestion(
-                id=ulid(), turn=name, path=self.accounts.digest("path", "acme", said), base=f"b-{said[:5]}",
-                old_lines=(0, 0), new="n", characters=10, shown=0,
-            )  # fmt: skip
+                id=ulid(),
+                turn=name,
+                path=self.accounts.digest("path", "acme", said),
+                base=f"b-{said[:5]}",
+                old_lines=(0, 0),
+                new="n",
+                characters=10,
+                shown=0,
+            )
             entries: list[Any] = [SuggestionEntry("acme", edit)]
-            for kind, subject, text in ((SignalKind.APPLIED, edit.id, None), (SignalKind.SURVIVED, edit.id, None),
-                                        (SignalKind.CORRECTION, name, f"I wanted {said}")):  # fmt: skip
+            for kind, subject, text in (
+                (SignalKind.APPLIED, edit.id, None),
+                (SignalKind.SURVIVED, edit.id, None),
+                (SignalKind.CORRECTION, name, f"I wanted {said}"),
+            ):
                 signal = Signal(
-                    event=f"{said} {ulid()}", tenant="acme", subject=subject, kind=kind, value=1.0,
-                    horizon=LABELS.window_seconds if kind is SignalKind.SURVIVED else None, observed_at=1, arrived_at=0,
+                    event=f"{said} {ulid()}",
+                    tenant="acme",
+                    subject=subject,
+                    kind=kind,
+                    value=1.0,
+                    horizon=LABELS.window_seconds if kind is SignalKind.SURVIVED else None,
+                    observed_at=1,
+                    arrived_at=0,
                     source="client",
-                )  # fmt: skip
+                )
                 entries.append(SignalEntry(signal, text))
-            assert set(intake.submit(entries[:2]).result(60)) == {told}
+            assert set(queue.submit(entries[:2]).result(60)) == {told}
             time.sleep(LABELS.window_seconds)
-            assert set(intake.submit(entries[2:]).result(60)) == {told}
-        intake.close()
+            assert set(queue.submit(entries[2:]).result(60)) == {told}
+        writer.close()
         return names
 
     def window(self) -> tuple[int, list[str]]:
@@ -219,8 +263,9 @@ def test_tokens_that_wait_for_a_trainer_go_as_well(tmp_path: Path) -> None:
         key = blob_key(lease.group_id, lease.member, lease.attempt)
         rollouts.put(key, MARK.encode() if lease.task_id in ann else b"plain")
         blob = blobs.EpisodeBlob(key=key, digest="d")
-        ledger.finish(lease, outcome=Outcome.SCORED, reward=1.0, passed=True, blob=blob, tokens=4, min_version=0,
-                      metrics={})  # fmt: skip
+        ledger.finish(
+            lease, outcome=Outcome.SCORED, reward=1.0, passed=True, blob=blob, tokens=4, min_version=0, metrics={}
+        )
     assert forget(loop.engine, loop.store, loop.accounts, loop.folder, "acme", "ann").waiting == 1
     assert loop.holds(MARK) == []
     ((group, _, _),) = ledger.untrained()
@@ -236,9 +281,7 @@ def test_export_has_everything_decrypted(loop: Loop, tmp_path: Path) -> None:
     out = tmp_path / "out"
     counts = export(loop.engine, loop.store, loop.accounts, "acme", "ann", out)
     kept = {name: counts[name] for name in ("sessions", "turns", "suggestions", "signals", "labels", "exits", "files")}
-    assert kept == {
-        "sessions": 1, "turns": 2, "suggestions": 2, "signals": 6, "labels": 2, "exits": 2, "files": 4
-    }  # fmt: skip
+    assert kept == {"sessions": 1, "turns": 2, "suggestions": 2, "signals": 6, "labels": 2, "exits": 2, "files": 4}
     told = json.loads((out / "account.json").read_text())
     assert {turn["id"] for turn in told["turns"]} == set(names)
     for name in names:

@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
 
-from etude.cli import live_status
+from etude.cli import live_releases
 from etude.cli.main import main
 from etude.config import validate
 from etude.config.live import LiveConfig
@@ -41,7 +42,7 @@ SECOND = nudged(FIRST, 2)
 def two(tmp_path: Path):
     """A site whose first release is out."""
     with site(tmp_path, **QUICK) as made:
-        operations.start(made.loop, made.passed(FIRST, 0), 0)
+        operations.start(made.site, made.passed(FIRST, 0), 0)
         yield made
 
 
@@ -54,54 +55,67 @@ def use(made: Site, **canary: int) -> None:
         counts = {"requests": 4, "edits": 2, "labelled": 2, "applied": 2, "undone": 0}
         counts |= canary if arm == "canary" else {}
         rows += [
-            {"release": 1, "arm": arm, "account": f"{arm}{number}", "slot": at, "name": name, "tenant": "acme",
-             "count": n, "total": n}
-            for number in range(60) for at in (first, first + 1) for name, n in counts.items()
-        ]  # fmt: skip
-    with made.loop.engine.begin() as connection:
+            {
+                "release": 1,
+                "arm": arm,
+                "account": f"{arm}{number}",
+                "slot": at,
+                "name": name,
+                "tenant": "acme",
+                "count": n,
+                "total": n,
+            }
+            for number in range(60)
+            for at in (first, first + 1)
+            for name, n in counts.items()
+        ]
+    with made.site.engine.begin() as connection:
         connection.execute(sa.insert(schema.tallies), rows)
     time.sleep(0.15)
 
 
 def stages(made: Site) -> list[str]:
-    return [str(standing.stage) for standing in made.loop.read().standings]
+    return [str(state.stage) for state in made.site.read().states]
 
 
 def test_the_first_release_reaches_every_store_at_once_and_only_once(two: Site) -> None:
-    digest = two.loop.read().standings[0].release.manifest
+    digest = two.site.read().states[0].release.manifest
     assert two.held() == dict.fromkeys(two.followers, (0, digest))
-    assert operations.start(two.loop, digest, 0).stage is ReleaseStage.RELEASED
+    assert operations.start(two.site, digest, 0).stage is ReleaseStage.RELEASED
     assert two.held() == dict.fromkeys(two.followers, (0, digest))
-    assert [event.reason for event in two.loop.read().standings[0].events] == ["passed", "the first release"]
+    assert [event.reason for event in two.site.read().states[0].events] == ["passed", "the first release"]
 
 
 def test_a_release_goes_from_the_canary_to_all(two: Site) -> None:
-    old, new = two.loop.read().standings[0].release.manifest, two.passed(SECOND, 1)
-    assert operations.start(two.loop, new, 1).stage is ReleaseStage.SHADOW
+    old, new = two.site.read().states[0].release.manifest, two.passed(SECOND, 1)
+    assert operations.start(two.site, new, 1).stage is ReleaseStage.SHADOW
     assert two.held()["east-canary"] == (1, new)
     assert two.held()["west-control"] == (0, old)
-    assert operations.tick(two.loop) == "release 2: goes to 50% of the accounts"
-    assert operations.tick(two.loop).startswith("release 2 at 50%: hold, 0 of 4 accounts")
+    assert operations.tick(two.site).text == "release 2: goes to 50% of the accounts"
+    assert operations.tick(two.site).text.startswith("release 2 at 50%: hold, 0 of 4 accounts")
     use(two)
-    assert operations.tick(two.loop).startswith("release 2 at 50%: go on")
+    assert operations.tick(two.site).text.startswith("release 2 at 50%: go on")
     assert two.held() == dict.fromkeys(two.followers, (1, new))
     use(two)
-    assert operations.tick(two.loop).startswith("release 2 at 100%: done")
+    assert operations.tick(two.site).text.startswith("release 2 at 100%: done")
     assert stages(two) == ["released", "released"]
-    assert operations.tick(two.loop) == "no release is on trial"
+    assert operations.tick(two.site).text == "no release is on trial"
 
 
 def test_a_bad_version_is_taken_back_by_the_canary_under_higher_numbers(two: Site) -> None:
-    old, new = two.loop.read().standings[0].release.manifest, two.passed(SECOND, 1)
-    operations.start(two.loop, new, 1)
-    operations.tick(two.loop)
+    old, new = two.site.read().states[0].release.manifest, two.passed(SECOND, 1)
+    operations.start(two.site, new, 1)
+    operations.tick(two.site)
     use(two, undone=2)
-    assert "roll back, undone edits" in operations.tick(two.loop)
+    assert "roll back, undone edits" in operations.tick(two.site).text
     assert two.held() == {
-        "east-control": (0, old), "east-canary": (2, old), "west-control": (0, old), "west-canary": (2, old),
-    }  # fmt: skip
+        "east-control": (0, old),
+        "east-canary": (2, old),
+        "west-control": (0, old),
+        "west-canary": (2, old),
+    }
     assert stages(two) == ["released", "rolled_back", "released"]
-    again = two.loop.read().standings[2].release
+    again = two.site.read().states[2].release
     assert (again.number, again.parent, again.manifest) == (3, 2, old)
     manifest = read(open_store(str(two.followers["east-canary"].store)), 2)
     assert manifest is not None
@@ -109,100 +123,100 @@ def test_a_bad_version_is_taken_back_by_the_canary_under_higher_numbers(two: Sit
 
 
 def test_a_release_that_everybody_has_is_taken_back_and_forth(two: Site) -> None:
-    old, new = two.loop.read().standings[0].release.manifest, two.passed(SECOND, 1)
-    operations.start(two.loop, new, 1)
-    operations.tick(two.loop)
+    old, new = two.site.read().states[0].release.manifest, two.passed(SECOND, 1)
+    operations.start(two.site, new, 1)
+    operations.tick(two.site)
     for _ in range(2):
         use(two)
-        operations.tick(two.loop)
-    assert two.loop.read().current.release.manifest == new
-    assert operations.rollback(two.loop, "a complaint", "ada").release.number == 3
+        operations.tick(two.site)
+    assert two.site.read().current.release.manifest == new
+    assert operations.rollback(two.site, "a complaint", "ada").release.number == 3
     assert two.held() == dict.fromkeys(two.followers, (2, old))
     assert stages(two) == ["released", "rolled_back", "released"]
     with pytest.raises(UserError, match="no release before 3 has other content"):
-        operations.rollback(two.loop, "again", "ada")
+        operations.rollback(two.site, "again", "ada")
     with pytest.raises(UserError, match="release 2 is rolled_back"):
-        operations.rollback(two.loop, "again", "ada", to=2)
+        operations.rollback(two.site, "again", "ada", to=2)
 
 
 def test_what_cannot_be_released_is_refused(two: Site) -> None:
     new = two.passed(SECOND, 1)
     with pytest.raises(UserError, match="version 7 has not passed the gate"):
-        operations.start(two.loop, "another", 7)
-    operations.start(two.loop, new, 1)
+        operations.start(two.site, "another", 7)
+    operations.start(two.site, new, 1)
     with pytest.raises(UserError, match=r"release 2 \(version 1\) is in its shadow stage"):
-        operations.start(two.loop, "another", 7)
+        operations.start(two.site, "another", 7)
     with pytest.raises(UserError, match="no release waits for an approval"):
-        operations.approve(two.loop, "ada")
+        operations.approve(two.site, "ada")
     with pytest.raises(UserError, match="there is no release 9"):
-        operations.rollback(two.loop, "", "ada", to=9)
+        operations.rollback(two.site, "", "ada", to=9)
 
 
 def test_a_gate_beside_a_release_that_is_no_longer_the_current_one_does_not_count(two: Site) -> None:
     stale = two.passed(SECOND, 1)
     other = two.passed(nudged(FIRST, 3), 2)
-    operations.start(two.loop, other, 2)
-    operations.tick(two.loop)
+    operations.start(two.site, other, 2)
+    operations.tick(two.site)
     for _ in range(2):
         use(two)
-        operations.tick(two.loop)
+        operations.tick(two.site)
     with pytest.raises(UserError, match="has not passed the gate beside the current release"):
-        operations.start(two.loop, stale, 1)
+        operations.start(two.site, stale, 1)
 
 
 def test_a_person_may_have_to_approve_each_stage(tmp_path: Path) -> None:
     canary = QUICK["canary"] | {"approval": True}
     with site(tmp_path, **QUICK | {"canary": canary}) as made:
-        operations.start(made.loop, made.passed(FIRST, 0), 0)
-        operations.start(made.loop, made.passed(SECOND, 1), 1)
-        operations.tick(made.loop)
+        operations.start(made.site, made.passed(FIRST, 0), 0)
+        operations.start(made.site, made.passed(SECOND, 1), 1)
+        operations.tick(made.site)
         with pytest.raises(UserError, match="cannot go on yet: 0 of 4 accounts"):
-            operations.approve(made.loop, "ada")
+            operations.approve(made.site, "ada")
         use(made)
-        assert "waits for a person" in operations.tick(made.loop)
-        assert operations.approve(made.loop, "ada").share == 1.0
-        assert made.loop.read().standings[1].events[-1].decided_by == "ada"
+        assert "waits for a person" in operations.tick(made.site).text
+        assert operations.approve(made.site, "ada").share == 1.0
+        assert made.site.read().states[1].events[-1].decided_by == "ada"
 
 
 def test_a_cluster_that_does_not_follow_is_named_drained_and_comes_back(two: Site, monkeypatch) -> None:
     new = two.passed(SECOND, 1)
     east = two.followers["east-canary"]
     east.stuck = True
-    operations.start(two.loop, new, 1)
-    assert operations.tick(two.loop) == "release 2: the canary's servers of east do not serve it yet"
-    told = {(c["cluster"], c["arm"]): c for c in operations.status(two.loop)["clusters"]}
+    operations.start(two.site, new, 1)
+    assert operations.tick(two.site).text == "release 2: the canary's servers of east do not serve it yet"
+    told = {(c["cluster"], c["arm"]): c for c in operations.status(two.site)["clusters"]}
     assert told["east", "canary"]["lagging"] == [east.url]
     assert told["west", "canary"]["lagging"] == []
     monkeypatch.setattr(operations, "DEADLINE", 0.0)
-    assert operations.tick(two.loop) == "release 2: goes to 50% of the accounts, without east"
-    assert {key for key, event in releases.drained(two.loop.engine).items() if event.drained} == {("east", Arm.CANARY)}
+    assert operations.tick(two.site).text == "release 2: goes to 50% of the accounts, without east"
+    assert {key for key, event in releases.drained(two.site.engine).items() if event.drained} == {("east", Arm.CANARY)}
     east.stuck = False
-    operations.tick(two.loop)
-    assert not any(event.drained for event in releases.drained(two.loop.engine).values())
+    operations.tick(two.site)
+    assert not any(event.drained for event in releases.drained(two.site.engine).values())
 
 
 def test_a_store_that_is_away_gets_the_rollback_at_its_return(two: Site) -> None:
-    old = two.loop.read().standings[0].release.manifest
-    operations.start(two.loop, two.passed(SECOND, 1), 1)
-    operations.tick(two.loop)
+    old = two.site.read().states[0].release.manifest
+    operations.start(two.site, two.passed(SECOND, 1), 1)
+    operations.tick(two.site)
     store, elsewhere = two.followers["west-canary"].store, two.folder / "elsewhere"
     store.rename(elsewhere)
     store.write_bytes(b"")  # no folder: neither listed nor written
-    operations.rollback(two.loop, "a complaint", "ada")
+    operations.rollback(two.site, "a complaint", "ada")
     store.unlink()
     elsewhere.rename(store)
     assert two.held()["east-canary"] == (2, old)
     assert two.held()["west-canary"][0] == 1
-    operations.tick(two.loop)
+    operations.tick(two.site)
     assert two.held()["west-canary"] == (2, old)
 
 
 def test_no_canary_server_in_time_is_a_rollback(two: Site, monkeypatch) -> None:
     for cluster in ("east", "west"):
         two.followers[f"{cluster}-canary"].stuck = True
-    operations.start(two.loop, two.passed(SECOND, 1), 1)
+    operations.start(two.site, two.passed(SECOND, 1), 1)
     monkeypatch.setattr(operations, "DEADLINE", 0.0)
-    assert operations.tick(two.loop) == "release 2: rolled back: no canary server serves it"
+    assert operations.tick(two.site).text == "release 2: rolled back: no canary server serves it"
     assert stages(two) == ["released", "rolled_back", "released"]
 
 
@@ -211,10 +225,10 @@ import json, sys
 from etude.config import validate
 from etude.config.live import LiveConfig
 from etude.live import release
-loop = operations.open_loop(validate(LiveConfig, json.loads(sys.argv[1]), "test"))
-operations.start(loop, sys.argv[2], 1)
-operations.tick(loop)
-operations.rollback(loop, "a complaint", "ada")
+site = operations.open_site(validate(LiveConfig, json.loads(sys.argv[1]), "test"))
+operations.start(site, sys.argv[2], 1)
+operations.tick(site)
+operations.rollback(site, "a complaint", "ada")
 """
 
 
@@ -223,17 +237,17 @@ operations.rollback(loop, "a complaint", "ada")
     "place", ["release.event:1", "publisher.payload:1", "release.rolled_back:1", "publisher.payload:4"]
 )
 def test_killed_anywhere_the_next_command_goes_on(two: Site, place: str) -> None:
-    old, new = two.loop.read().standings[0].release.manifest, two.passed(SECOND, 1)
+    old, new = two.site.read().states[0].release.manifest, two.passed(SECOND, 1)
     command = [sys.executable, "-c", KILLED, json.dumps(two.options), new]
     killed = subprocess.run(command, env=os.environ | {"ETUDE_FAILPOINT": place}, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
-    operations.status(two.loop)
+    operations.status(two.site)
     decided = "rolled_back" in stages(two)
     if not decided:
-        operations.start(two.loop, new, 1)
-        operations.tick(two.loop)
-        operations.rollback(two.loop, "a complaint", "ada")
-    operations.tick(two.loop)
+        operations.start(two.site, new, 1)
+        operations.tick(two.site)
+        operations.rollback(two.site, "a complaint", "ada")
+    operations.tick(two.site)
     assert stages(two) == ["released", "rolled_back", "released"]
     held = two.held()
     assert {digest for _, digest in held.values()} == {old}
@@ -243,53 +257,81 @@ def test_killed_anywhere_the_next_command_goes_on(two: Site, place: str) -> None
 
 def test_a_drill_goes_back_and_forth_on_the_canary_and_is_in_the_log(two: Site) -> None:
     with pytest.raises(UserError, match="only one release"):
-        operations.drill(two.loop, print)
+        operations.drill(two.site, print)
     new = two.passed(SECOND, 1)
-    operations.start(two.loop, new, 1)
+    operations.start(two.site, new, 1)
     with pytest.raises(UserError, match="release 2 is on trial"):
-        operations.drill(two.loop, print)
-    operations.tick(two.loop)
+        operations.drill(two.site, print)
+    operations.tick(two.site)
     for _ in range(2):
         use(two)
-        operations.tick(two.loop)
-    took = operations.drill(two.loop, print)
+        operations.tick(two.site)
+    took = operations.drill(two.site, print)
     assert {name for name, _ in took} == {"east", "west"}
     assert two.held() == {
-        "east-control": (1, new), "east-canary": (3, new), "west-control": (1, new), "west-canary": (3, new),
-    }  # fmt: skip
-    last = two.loop.read().standings[1].events[-1]
+        "east-control": (1, new),
+        "east-canary": (3, new),
+        "west-control": (1, new),
+        "west-canary": (3, new),
+    }
+    last = two.site.read().states[1].events[-1]
     assert last.decided_by == "drill"
     assert last.stage is ReleaseStage.RELEASED
     assert last.reason.startswith("drill: ")
 
 
 def test_a_rolled_back_window_names_its_turns_and_accounts(two: Site) -> None:
-    operations.start(two.loop, two.passed(SECOND, 1, window=4), 1)
-    with two.loop.engine.begin() as connection:
+    operations.start(two.site, two.passed(SECOND, 1, window=4), 1)
+    with two.site.engine.begin() as connection:
         for number, kind in enumerate(("trained", "trained", "dropped")):
-            session = {"id": f"s{number}", "tenant": "t", "account": f"a{number}", "organisation": "", "client": "",
-                       "consent": "{}", "arm": "control", "release": 1, "propensity": 1.0, "opened": 1}  # fmt: skip
-            turn = {"id": f"t{number}", "session": f"s{number}", "sequence": 0, "kind": "main", "release": 1,
-                    "manifest": "", "spans": "[]", "prompt_tokens": 1, "sampled_tokens": 1, "reason": "",
-                    "scrubbed": "{}", "rules": "", "stop": "", "seconds": 1.0, "cluster": "east", "at": 1}  # fmt: skip
+            session = {
+                "id": f"s{number}",
+                "tenant": "t",
+                "account": f"a{number}",
+                "organisation": "",
+                "client": "",
+                "consent": "{}",
+                "arm": "control",
+                "release": 1,
+                "propensity": 1.0,
+                "opened": 1,
+            }
+            turn = {
+                "id": f"t{number}",
+                "session": f"s{number}",
+                "sequence": 0,
+                "kind": "main",
+                "release": 1,
+                "manifest": "",
+                "spans": "[]",
+                "prompt_tokens": 1,
+                "sampled_tokens": 1,
+                "reason": "",
+                "scrubbed": "{}",
+                "rules": "",
+                "stop": "",
+                "seconds": 1.0,
+                "cluster": "east",
+                "at": 1,
+            }
             exit_ = {"turn": f"t{number}", "window": 4, "kind": kind, "reason": "", "weight": 1.0, "advantage": 0.0}
             connection.execute(sa.insert(schema.sessions), [session])
             connection.execute(sa.insert(schema.turns), [turn])
             connection.execute(sa.insert(schema.exits), [exit_])
-    assert releases.taints(two.loop.engine) == []
-    operations.rollback(two.loop, "a complaint", "ada")
-    (taint,) = operations.status(two.loop)["tainted"]
+    assert releases.taints(two.site.engine) == []
+    operations.rollback(two.site, "a complaint", "ada")
+    (taint,) = operations.status(two.site)["tainted"]
     assert taint == {"release": 2, "window": 4, "turns": ("t0", "t1"), "accounts": ("a0", "a1")}
 
 
 def test_two_deciders_cannot_both_decide(two: Site) -> None:
     new = two.passed(SECOND, 1)
-    operations.start(two.loop, new, 1)
-    trial = two.loop.read().trial
+    operations.start(two.site, new, 1)
+    trial = two.site.read().trial
     assert trial is not None
-    releases.append(two.loop.engine, trial, ReleaseStage.CANARY, 0.5, "", "canary")
+    releases.append(two.site.engine, trial, ReleaseStage.CANARY, 0.5, "", "canary")
     with pytest.raises(UserError, match="another process has decided"):
-        releases.append(two.loop.engine, trial, ReleaseStage.CANARY, 0.5, "", "canary")
+        releases.append(two.site.engine, trial, ReleaseStage.CANARY, 0.5, "", "canary")
 
 
 def test_the_status_shows_the_lift_since_the_anchor(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -302,24 +344,24 @@ def test_the_status_shows_the_lift_since_the_anchor(tmp_path: Path, monkeypatch,
         east, west = made.options["clusters"]
         held = {"holdback_urls": [holdback.url], "holdback_store": str(holdback.store)}
         options["clusters"] = [east | held, west]
-        loop = operations.Loop(validate(LiveConfig, options, "test"), made.loop.engine)
-        operations.start(made.loop, made.passed(FIRST, 0), 0)
-        count(loop, "control", range(60), time.time_ns() // slot - 1, edits=4, survived=0)  # before the release
-        assert operations.status(loop)["lift"] is None, "the control is the anchor"
-        operations.start(loop, made.passed(SECOND, 1, anchor=1), 1)
-        (second,) = (s for s in loop.read().standings if s.release.number == 2)
-        releases.append(loop.engine, second, ReleaseStage.RELEASED, 1.0, "", "ada")
-        assert operations.status(loop)["lift"] is None, "nobody has used it"
+        anchored = operations.ReleaseSite(validate(LiveConfig, options, "test"), made.site.engine)
+        operations.start(made.site, made.passed(FIRST, 0), 0)
+        count(anchored, "control", range(60), time.time_ns() // slot - 1, edits=4, survived=0)  # before the release
+        assert operations.status(anchored)["lift"] is None, "the control is the anchor"
+        operations.start(anchored, made.passed(SECOND, 1, anchor=1), 1)
+        (second,) = (s for s in anchored.read().states if s.release.number == 2)
+        releases.append(anchored.engine, second, ReleaseStage.RELEASED, 1.0, "", "ada")
+        assert operations.status(anchored)["lift"] is None, "nobody has used it"
         now = -(-time.time_ns() // slot)
-        count(loop, "control", range(30), now, edits=4, survived=3)
-        count(loop, "control", range(30, 60), now + 1, edits=2, invalid_call=2, survived=1)
-        count(loop, "holdback", range(60, 120), now, edits=4, survived=1)
-        count(loop, "holdback", range(60, 120), now + 10**6, edits=4, survived=4)  # not matured
+        count(anchored, "control", range(30), now, edits=4, survived=3)
+        count(anchored, "control", range(30, 60), now + 1, edits=2, invalid_call=2, survived=1)
+        count(anchored, "holdback", range(60, 120), now, edits=4, survived=1)
+        count(anchored, "holdback", range(60, 120), now + 10**6, edits=4, survived=4)  # not matured
         for arm in ("control", "holdback"):  # after a change of the holdback's share
-            count(loop, arm, [120], now, edits=4, survived=0)
+            count(anchored, arm, [120], now, edits=4, survived=0)
         time.sleep(0.15)
-        monkeypatch.setattr(live_status, "opened", lambda config: nullcontext(loop))
-        live_status.run(argparse.Namespace(config=tmp_path, json=True))
+        monkeypatch.setattr(live_releases, "opened", lambda config, make: nullcontext(SimpleNamespace(site=anchored)))
+        live_releases.run_status(argparse.Namespace(config=tmp_path, json=True))
     printed = capsys.readouterr().out
     lift = json.loads(printed.splitlines()[-1])["lift"]
     assert lift["anchor"] == 1
@@ -331,21 +373,35 @@ def test_the_status_shows_the_lift_since_the_anchor(tmp_path: Path, monkeypatch,
     assert f"\nSince release 1, on which the holdback of 60 accounts stays, {said}\n" in printed
 
 
-def count(loop: operations.Loop, arm: str, accounts: Iterable[int], slot: int, **counts: int) -> None:
+def count(site: operations.ReleaseSite, arm: str, accounts: Iterable[int], slot: int, **counts: int) -> None:
     """Adds counters of one slot."""
-    with loop.engine.begin() as connection:
-        connection.execute(sa.insert(schema.tallies), [
-            {"release": 1, "arm": arm, "account": f"a{number}", "slot": slot, "name": name, "tenant": "acme",
-             "count": n, "total": float(n)} for number in accounts for name, n in counts.items()
-        ])  # fmt: skip
+    with site.engine.begin() as connection:
+        connection.execute(
+            sa.insert(schema.tallies),
+            [
+                {
+                    "release": 1,
+                    "arm": arm,
+                    "account": f"a{number}",
+                    "slot": slot,
+                    "name": name,
+                    "tenant": "acme",
+                    "count": n,
+                    "total": float(n),
+                }
+                for number in accounts
+                for name, n in counts.items()
+            ],
+        )
 
 
 def test_commands_say_what_they_did(two: Site, tmp_path: Path, capsys) -> None:
     config = tmp_path / "live.toml"
     clusters = "".join(
         f"[[clusters]]\nname = {c['name']!r}\nurls = {c['urls']}\nstore = {c['store']!r}\n"
-        f"canary_urls = {c['canary_urls']}\ncanary_store = {c['canary_store']!r}\n" for c in two.options["clusters"]
-    )  # fmt: skip
+        f"canary_urls = {c['canary_urls']}\ncanary_store = {c['canary_store']!r}\n"
+        for c in two.options["clusters"]
+    )
     config.write_text(f"folder = {two.options['folder']!r}\n{clusters}")
 
     def said(*words: str, code: int = 0) -> str:

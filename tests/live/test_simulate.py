@@ -11,9 +11,9 @@ from etude.cli.main import main
 from etude.live.log.records import SignalKind
 from etude.live.simulate import bandit, faults, users
 from etude.live.simulate.judge import FIGURES, compare, judge
-from etude.live.simulate.loop import LIVE, NULL, ORACLE, Setting, run
 from etude.live.simulate.scenarios import SCENARIOS, digest
 from etude.live.simulate.traffic import HORIZON, react, records, serve
+from etude.live.simulate.windows import LIVE, NULL, ORACLE, Setting, run
 
 UNTRAINED = bandit.probabilities(bandit.first_policy())
 

@@ -103,9 +103,9 @@ def test_what_became_of_an_edit() -> None:
 
 
 def test_hunks_are_the_edits() -> None:
-    after = APPLIED.replace("MOST_LINES = 16_000", "MOST_LINES = 17_000")
+    after = APPLIED.replace("MAX_LINES = 16_000", "MAX_LINES = 17_000")
     first, second = hunks(BEFORE, after)
-    assert (first.old, first.new) == (("MOST_LINES = 16_000",), ("MOST_LINES = 17_000",))
+    assert (first.old, first.new) == (("MAX_LINES = 16_000",), ("MAX_LINES = 17_000",))
     assert (second.first, second.place, second.old, second.new) == (PLACE, PLACE, (), tuple(EDIT))
     assert hunks(BEFORE, BEFORE.replace("\n", "\r\n")) == []
 
@@ -117,7 +117,7 @@ def test_a_renamed_file_is_found_by_its_tokens() -> None:
 
 
 def test_a_file_that_is_too_long_is_compared_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survival, "MOST_CELLS", 500_000)
+    monkeypatch.setattr(survival, "MAX_CELLS", 500_000)
     assert share(at(3, OTHER, APPLIED)) == 1.0
     assert share(at(3, OTHER)) == 0.0
     assert 0.4 < share(at(3, OTHER, at(PLACE, EDIT[:3]))) < 0.7

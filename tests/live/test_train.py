@@ -150,8 +150,15 @@ def test_a_turn_whose_account_is_forgotten_meanwhile_is_not_trained_on(tmp_path,
     assert train_window(loop.config, loop.log, 1, [*samples[:2], samples[3]]) == done
 
 
-POINTS = ("live.turn:3", "live.admitted:1", "trainer.stepped:1", "trainer.published:2", "trainer.consumed:2",
-          "live.trained:1", "live.noted:1")  # fmt: skip
+POINTS = (
+    "live.turn:3",
+    "live.admitted:1",
+    "trainer.stepped:1",
+    "trainer.published:2",
+    "trainer.consumed:2",
+    "live.trained:1",
+    "live.noted:1",
+)
 
 
 def killed(point, loop, samples, tmp_path):

@@ -111,9 +111,14 @@ def test_an_edit_of_a_turn_is_followed_to_its_horizons(desk: Desk) -> None:
     shown, applied = desk.turn("T1", lambda: desk.write("a.py", [*BASE[:10], *EDIT, *BASE[10:]]))
     assert kinds([shown, applied]) == ["shown", "applied"]
     assert shown["suggestion"] | {"id": "", "base": "", "new": ""} == {
-        "id": "", "turn": "T1", "path": "a.py", "base": "", "new": "", "old_lines": [10, 0],
+        "id": "",
+        "turn": "T1",
+        "path": "a.py",
+        "base": "",
+        "new": "",
+        "old_lines": [10, 0],
         "characters": sum(len("".join(line.split())) for line in EDIT),
-    }  # fmt: skip
+    }
     assert {body["subject"] for body in (shown, applied)} == {shown["suggestion"]["id"]}
     assert shown["observed_at"] == round((BEGIN + 6) * 1e9)
     assert desk.look(100) == []
@@ -311,7 +316,7 @@ def test_told_signals_and_lines_that_are_not_understood(desk: Desk) -> None:
 
 def test_nothing_is_looked_at_while_the_spool_is_full(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.turn("T1", lambda: None)
-    monkeypatch.setattr("etude.live.observe.watch.MOST_WAITING", 0)
+    monkeypatch.setattr("etude.live.observe.watch.MAX_WAITING", 0)
     assert desk.turn("T2", lambda: desk.write("a.py", [*BASE, *EDIT])) == []
     monkeypatch.undo()
     assert kinds(desk.look()) == ["shown", "applied"]
@@ -323,8 +328,19 @@ def test_a_hostile_clone_runs_nothing(desk: Desk, tmp_path: Path) -> None:
     script = tmp_path / "evil.sh"
     script.write_text(f"#!/bin/sh\ntouch {marker}\ncat\n")
     script.chmod(0o755)
-    for name in ("core.fsmonitor", "core.pager", "core.sshCommand", "diff.external", "diff.x.textconv", "gpg.program",
-                 "filter.x.clean", "filter.x.smudge", "filter.x.process", "alias.ls-files", "core.editor"):  # fmt: skip
+    for name in (
+        "core.fsmonitor",
+        "core.pager",
+        "core.sshCommand",
+        "diff.external",
+        "diff.x.textconv",
+        "gpg.program",
+        "filter.x.clean",
+        "filter.x.smudge",
+        "filter.x.process",
+        "alias.ls-files",
+        "core.editor",
+    ):
         git(desk.root, "config", name, str(script))
     git(desk.root, "config", "log.showSignature", "true")
     git(desk.root, "config", "core.hooksPath", str(tmp_path))
@@ -446,7 +462,7 @@ def test_a_file_from_the_future_is_seen(desk: Desk) -> None:
         os.utime(desk.root / "a.py", (desk.time + 9999, desk.time + 9999))
 
     desk.turn("T1", work)
-    assert "added" in (desk.watcher._text_of(desk.watcher._texts["a.py"]) or "")
+    assert "added" in (desk.watcher._files.text("a.py") or "")
 
 
 def test_consent_that_is_taken_back_ends_the_watch(desk: Desk) -> None:
@@ -467,10 +483,15 @@ def test_traces_of_a_hostile_clone_are_not_taken_up(desk: Desk, monkeypatch: pyt
         ours = {"suggestion": suggestion, "turn": "T", "shown": 1.0, "path": "a.py", "start_line": 1}
         spans = [{"start_line": 1, "end_line": 2}]
         talk = {"url": "urn:etude:turn:T", "contributor": {"type": "ai"}, "ranges": spans}
-        records.append({
-            "version": "0.1.0", "id": "x", "vcs": {"type": "git", "revision": revision},
-            "files": [{"path": "a.py", "conversations": [talk]}], "metadata": {"dev.etude": {"edits": [ours]}},
-        })  # fmt: skip
+        records.append(
+            {
+                "version": "0.1.0",
+                "id": "x",
+                "vcs": {"type": "git", "revision": revision},
+                "files": [{"path": "a.py", "conversations": [talk]}],
+                "metadata": {"dev.etude": {"edits": [ours]}},
+            }
+        )
     desk.write(".agent-trace/traces.jsonl", [json.dumps(record) for record in records])
     desk.reopen()
     assert [edit.id for edit in desk.watcher.state.edits()] == [name]
@@ -480,7 +501,7 @@ def test_traces_of_a_hostile_clone_are_not_taken_up(desk: Desk, monkeypatch: pyt
 def test_edits_that_hold_too_much_text_are_counted_and_not_followed(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etude.live.observe.watch.MOST_CHARACTERS", 5000)
+    monkeypatch.setattr("etude.live.observe.watch.MAX_CHARACTERS", 5000)
     changed = [f"{line}  # {n}" if n % 5 == 0 else line for n, line in enumerate(BASE)]
     desk.turn("T1", lambda: desk.write("a.py", changed))
     held = sum(len(edit.before) + len(edit.applied) for edit in desk.watcher.state.edits())

@@ -77,8 +77,16 @@ class Player(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
         name = self.headers.get("x-etude-turn", "none")
-        self._say({"id": f"chatcmpl-{name}", "object": "chat.completion", "created": 1, "model": "m",
-                   "choices": [choice], "usage": usage})  # fmt: skip
+        self._say(
+            {
+                "id": f"chatcmpl-{name}",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "choices": [choice],
+                "usage": usage,
+            }
+        )
 
     def _say(self, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
@@ -128,15 +136,24 @@ class Place:
     @property
     def environment(self) -> dict[str, str]:
         person = {f"GIT_{who}_{what}": "a@example.com" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-        return os.environ | person | {
-            "XDG_STATE_HOME": str(self.folder / "state"), "ETUDE_API_KEY": self.key, "OPENAI_API_KEY": self.key,
-            "OPENAI_API_BASE": f"{self.url}/v1", "GIT_CONFIG_GLOBAL": "/dev/null", "HOME": str(self.folder),
-        }  # fmt: skip
+        return (
+            os.environ
+            | person
+            | {
+                "XDG_STATE_HOME": str(self.folder / "state"),
+                "ETUDE_API_KEY": self.key,
+                "OPENAI_API_KEY": self.key,
+                "OPENAI_API_BASE": f"{self.url}/v1",
+                "GIT_CONFIG_GLOBAL": "/dev/null",
+                "HOME": str(self.folder),
+            }
+        )
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "etude.cli.main", "live", *words]
-        child = subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                 text=True)  # fmt: skip
+        child = subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         self.children.append(child)
         return child
 
@@ -163,14 +180,18 @@ class Place:
         return child  # pyright: ignore[reportReturnType]
 
     def watch(self, agent: Path, *words: str) -> subprocess.Popen[str]:
-        return self.start("watch", str(self.root), "--gateway", self.url, "--agent", str(agent), "--interval", "0.1",
-                          *words)  # fmt: skip
+        return self.start(
+            "watch", str(self.root), "--gateway", self.url, "--agent", str(agent), "--interval", "0.1", *words
+        )
 
     def told(self) -> tuple[list[ServedTurn], list[Suggestion], list[Signal]]:
         with journal.reading(self.engine) as connection:
             end = 1 << 62
-            return (list(journal.turns(connection, end)), list(journal.suggestions(connection, end)),
-                    list(journal.signals(connection, end)))  # fmt: skip
+            return (
+                list(journal.turns(connection, end)),
+                list(journal.suggestions(connection, end)),
+                list(journal.signals(connection, end)),
+            )
 
     def close(self) -> None:
         for child in self.children:
@@ -207,12 +228,37 @@ def test_signals_of_a_real_agents_edit_are_in_the_log(place: Place, agent: str) 
     assert watcher.stdout.readline().startswith("watching")
     command = [sys.executable, "-c", TALKER, str(tail)]
     if agent == "mini-swe-agent":
-        command = [f"{AGENTS}/bin/python", "-m", "minisweagent.run.mini", "-m", "openai/m", "--model-class", "litellm",
-                   "-y", "--exit-immediately", "-t", "Add a function", "-o", str(tail)]  # fmt: skip
-    quiet = {"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-             "MSWEA_GLOBAL_CONFIG_DIR": str(place.folder), "PYTHONPATH": ""}  # fmt: skip
-    done = subprocess.run(command, cwd=place.root, env=place.environment | quiet, capture_output=True, text=True,
-                          timeout=4 * SECONDS, stdin=subprocess.DEVNULL)  # fmt: skip
+        command = [
+            f"{AGENTS}/bin/python",
+            "-m",
+            "minisweagent.run.mini",
+            "-m",
+            "openai/m",
+            "--model-class",
+            "litellm",
+            "-y",
+            "--exit-immediately",
+            "-t",
+            "Add a function",
+            "-o",
+            str(tail),
+        ]
+    quiet = {
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_CONFIGURED": "true",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "MSWEA_GLOBAL_CONFIG_DIR": str(place.folder),
+        "PYTHONPATH": "",
+    }
+    done = subprocess.run(
+        command,
+        cwd=place.root,
+        env=place.environment | quiet,
+        capture_output=True,
+        text=True,
+        timeout=4 * SECONDS,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     until(lambda: has_kinds(place, "shown", "applied", "committed"), "the edit is in the log")
     watcher.send_signal(signal.SIGTERM)
@@ -289,8 +335,9 @@ def test_a_hook_tells_of_a_commit_without_a_watcher(place: Place) -> None:
         file.write(json.dumps({"turn": turn_of(place), "started": started, "ended": time.time()}) + "\n")
     time.sleep(0.3)
     subprocess.run(["git", "add", "new.py"], cwd=place.root, env=place.environment, check=True, timeout=SECONDS)
-    subprocess.run(["git", "commit", "-q", "-m", "New"], cwd=place.root, env=place.environment, check=True,
-                   timeout=SECONDS)  # fmt: skip
+    subprocess.run(
+        ["git", "commit", "-q", "-m", "New"], cwd=place.root, env=place.environment, check=True, timeout=SECONDS
+    )
     until(lambda: has_kinds(place, "shown", "applied", "committed"), "the hook's own watcher sends")
     assert not ran.exists()
     again = place.start("hook", "remove", str(place.root))

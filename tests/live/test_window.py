@@ -23,7 +23,9 @@ import sqlalchemy as sa
 from etude.cli.main import main
 from etude.config.live import LabelsConfig
 from etude.errors import UserError
-from etude.live.gateway.intake import Intake, SignalEntry, SuggestionEntry, TurnEntry
+from etude.live.gateway.entries import SignalEntry, SuggestionEntry, TurnEntry
+from etude.live.gateway.queue import RecordQueue
+from etude.live.gateway.writer import LogWriter
 from etude.live.learn.filters import decide
 from etude.live.learn.window import calibration, cut_window, exits_of, replay, samples
 from etude.live.log import journal, schema
@@ -329,25 +331,26 @@ def test_slow_signals_tell_whether_the_early_ones_told_the_truth(embedded: Story
 def test_what_a_gateway_has_written_becomes_a_batch(embedded: StoryLog):
     """The gateway's own writer, this machine's clock, and windows of a tenth of a second."""
     config = LabelsConfig(least_batch=6, window_seconds=0.1, delay_seconds=0.2)
-    intake = Intake(embedded.engine, embedded.store, embedded.accounts)
+    queue = RecordQueue()
+    writer = LogWriter(queue, embedded.engine, embedded.store, embedded.accounts)
     story = Story()
     for i in range(6):
         story.turn(f"s{i}", ulid(), 0, blob=None)
     entries: list[SuggestionEntry] = []
     for turn, session in zip(story.turns, story.sessions, strict=True):
         asked = content(f"fix the {turn.id} of the parser")
-        assert intake.append(TurnEntry(session, turn, asked))
+        assert queue.append(TurnEntry(session, turn, asked))
         edit = Suggestion(
             id=ulid(), turn=turn.id, path="p", base="b", old_lines=(0, 1), new="n", characters=200, shown=0
         )
         entries.append(SuggestionEntry("acme", edit))
-    assert intake.submit(entries).result(30) == ["recorded"] * 6
+    assert queue.submit(entries).result(30) == ["recorded"] * 6
     clock.sleep(0.2)
     told = [story.survived(e.suggestion.id, i / 5, 0, horizon=0.1) for i, e in enumerate(entries)]
     wanted = story.signal(story.turns[2].id, K.CORRECTION, 0)
     signals = [SignalEntry(s) for s in told] + [SignalEntry(wanted, "use a set")]
-    assert intake.submit([*signals, *signals[:3]]).result(30) == ["recorded"] * 7 + ["duplicate"] * 3
-    intake.close()
+    assert queue.submit([*signals, *signals[:3]]).result(30) == ["recorded"] * 7 + ["duplicate"] * 3
+    writer.close()
     result = cut_window(embedded.engine, embedded.contents, config)
     assert [(e.kind, e.reason) for e in result.exits] == [(ExitKind.TRAINED, "")] * 6
     rewards = {label.turn: label.reward for label in result.labels}
@@ -358,7 +361,7 @@ def test_what_a_gateway_has_written_becomes_a_batch(embedded: StoryLog):
 
 
 def test_a_flood_of_signals_is_read_up_to_a_bound(embedded: StoryLog, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("etude.live.learn.window.MOST_SIGNALS", 3)
+    monkeypatch.setattr("etude.live.learn.window.MAX_SIGNALS", 3)
     story = Story()
     for i in range(6):
         story.turn(f"s{i}", f"t{i}", 0)
@@ -434,8 +437,9 @@ def test_the_command_prints_exits_and_drops(embedded: StoryLog, config: Path, ca
         (["--replay", "7"], "there is no window 7"),
     ],
 )
-def test_bad_input_of_the_command(embedded: StoryLog, config: Path, capsys: pytest.CaptureFixture[str],
-                                  words: list[str], sentence: str):  # fmt: skip
+def test_bad_input_of_the_command(
+    embedded: StoryLog, config: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+):
     code, _, error = ran(capsys, str(config), *words)
     assert code == 2
     assert sentence in error

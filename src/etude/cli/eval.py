@@ -1,11 +1,17 @@
-"""`etude eval MODEL --suite SUITE`: measures one model, or two on the same tasks with the same seeds."""
+"""`etude eval MODEL --suite SUITE`: measures one model, or two on the same tasks with the same seeds.
+
+What is measured follows from the model and the suite (`_mode`). A mode is one function; `_RULES` has the flags that not
+every mode accepts.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +21,7 @@ from etude.errors import UserError
 from etude.weights.runs import model_folder, named, rl_config
 
 if TYPE_CHECKING:
+    from etude.config import RLConfig
     from etude.run.evaluate import Remote
 
 ENGINE = ("threads", "device", "dtype")
@@ -58,8 +65,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     remote.add_argument("--key-file", type=Path, metavar="FILE", help=keys)
     remote.add_argument("--temperature", type=float, metavar="X", help="of a chat API (default: its own)")
     edits = parser.add_argument_group("fast-apply", "applied edits (docs/fast-apply.md)")
-    edits.add_argument("--format", choices=("rewrite", "search-replace", "udiff"), default="rewrite",
-                       help="how the model writes an edit (default: rewrite)")  # fmt: skip
+    edits.add_argument(
+        "--format",
+        choices=("rewrite", "search-replace", "udiff"),
+        default="rewrite",
+        help="how the model writes an edit (default: rewrite)",
+    )
     tested = "a task dataset; the edits undo its mutations, and the tests decide on answers that differ"
     edits.add_argument("--tests", type=Path, metavar="DIR", help=tested)
     edits.add_argument("--judge", metavar="URL", help="OpenAI API of a model that is asked about failed edits")
@@ -71,45 +82,156 @@ def add(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--orders", type=int, help="random orders of the documents, the first included (default: 1)")
 
 
+class _Mode(Enum):
+    """What `etude eval` measures."""
+
+    FOLDERS = "model folders on task datasets"
+    CHAT_API = "chat APIs, and model folders beside them, on task datasets"
+    RETRIEVAL = "model folders on questions about files"
+    EDITS = "model folders on edits to apply"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Flags, by their names in the parsed arguments, and the modes that accept them; in others they are refused."""
+
+    flags: tuple[str, ...]
+    modes: tuple[_Mode, ...]
+    refusal: str
+
+
+# Where a mode beside the one in the sentence stands in a row, the flags have no effect there.
+_RULES = (
+    _Rule(
+        ("chat_template",),
+        (_Mode.FOLDERS, _Mode.RETRIEVAL, _Mode.EDITS),
+        "--chat-template belongs to model folders: a chat API has its own",
+    ),
+    _Rule(
+        ("dialect", "chat_template_kwargs"),
+        (_Mode.FOLDERS,),
+        "--dialect and --chat-template-kwargs belong to model folders that play tasks",
+    ),
+    _Rule(
+        ("documents", "repository", "orders"),
+        (_Mode.RETRIEVAL,),
+        "--documents, --repository and --orders belong to --suite retrieval",
+    ),
+    _Rule(
+        ("tests", "judge", "judge_model"),
+        (_Mode.EDITS, _Mode.RETRIEVAL),
+        "--tests, --judge and --judge-model belong to --suite fast-apply",
+    ),
+    _Rule(
+        ("key_file", "temperature"),
+        (_Mode.CHAT_API, _Mode.RETRIEVAL, _Mode.EDITS),
+        "--key-file and --temperature belong to the URL of a chat API",
+    ),
+)
+
+
 def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Prints rates with 95 % intervals. Raises UserError."""
-    given = [name for name in (arguments.model, arguments.against) if name]
     engine = from_flags(arguments, InferenceConfig, **({} if hasattr(arguments, "threads") else {"threads": 2}))
+    mode = _mode(arguments)
+    for rule in _RULES:
+        if mode not in rule.modes and any(getattr(arguments, flag, None) is not None for flag in rule.flags):
+            raise UserError(rule.refusal)
+    _MEASURES[mode](arguments, engine)
+
+
+def _mode(arguments: argparse.Namespace) -> _Mode:
+    """The mode of a model and its suites. Raises UserError if there is none."""
     suites: list[Path] = arguments.suite
-    named = [suite for suite in suites if str(suite) in ("retrieval", "fast-apply") or suite.suffix == ".parquet"]
-    if named and len(suites) > 1:
-        raise UserError(f"--suite {named[0]} is measured alone; several suites are task datasets")
-    template: str | None = getattr(arguments, "chat_template", None)
-    if template is not None and any("://" in name for name in given):
-        raise UserError("--chat-template belongs to model folders: a chat API has its own")
-    rendered = _rendered(arguments)
-    if rendered and (named or any("://" in name for name in given)):
-        raise UserError("--dialect and --chat-template-kwargs belong to model folders that play tasks")
+    alone = [suite for suite in suites if str(suite) in ("retrieval", "fast-apply") or suite.suffix == ".parquet"]
+    if alone and len(suites) > 1:
+        raise UserError(f"--suite {alone[0]} is measured alone; several suites are task datasets")
+    url = next((model for model in _names(arguments) if "://" in model), None)
+    if url is not None and alone:
+        raise UserError(f"{url}: a chat API is measured on task datasets alone")
+    if url is not None:
+        return _Mode.CHAT_API
     if suites[0] == Path("retrieval"):
-        return _retrieval(arguments, _folders(given, template), engine)
-    if arguments.documents or arguments.repository or arguments.orders is not None:
-        raise UserError("--documents, --repository and --orders belong to --suite retrieval")
-    if named:
-        return _fast_apply(arguments, _folders(given, template), engine)
-    if arguments.tests or arguments.judge or arguments.judge_model:
-        raise UserError("--tests, --judge and --judge-model belong to --suite fast-apply")
+        return _Mode.RETRIEVAL
+    return _Mode.EDITS if alone else _Mode.FOLDERS
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    """The models of the command line."""
+    return [model for model in (arguments.model, arguments.against) if model]
+
+
+def _folders(arguments: argparse.Namespace) -> list[Path]:
+    """The model folders. Raises UserError."""
+    return [model_folder(model, getattr(arguments, "chat_template", None)) for model in _names(arguments)]
+
+
+# Task datasets --------------------------------------------------------------------------------------------------------
+
+
+def _measure_folders(arguments: argparse.Namespace, engine: InferenceConfig) -> None:
+    rendered = _rendered(arguments)
+    _check_tasks(arguments, urls=[])
+    rollout = None if (trained := _trained(arguments)) is None else trained.rollout
+    budget = {} if rollout is None else {name: getattr(rollout, name) for name in BUDGET}
+    _measure_tasks(arguments, engine, _folders(arguments), budget, () if rollout is None else rollout.tools, rendered)
+
+
+def _measure_chat_apis(arguments: argparse.Namespace, engine: InferenceConfig) -> None:
+    from etude.protocol.backends.chat_model import ChatModel
+    from etude.run.evaluate import Remote
+
+    models = _names(arguments)
+    urls = [model for model in models if "://" in model]
+    _check_tasks(arguments, urls)
+    if bad := next((url for url in urls if not url.startswith(("http://", "https://"))), None):
+        raise UserError(f"{bad} is no URL of an API: give its base, such as https://host/v1")
+    key, names = _key(arguments), iter(arguments.names)
+
+    def remote(url: str) -> Remote:
+        return Remote(ChatModel(url, next(names), arguments.api, arguments.temperature), key)
+
+    measured = [remote(model) if model in urls else model_folder(model) for model in models]
+    _measure_tasks(arguments, engine, measured, PRODUCTION, (), {})
+
+
+def _check_tasks(arguments: argparse.Namespace, urls: Sequence[str]) -> None:
     if arguments.concurrency is not None and arguments.concurrency < 1:
         raise UserError("--concurrency is a number of episodes from 1")
+    if len(arguments.names or []) != len(urls):
+        raise UserError("give --model NAME for each URL, and for URLs alone")
+
+
+def _trained(arguments: argparse.Namespace) -> RLConfig | None:
+    """The configuration of the first run that is measured."""
+    return next((config for config in map(rl_config, _names(arguments)) if config is not None), None)
+
+
+def _measure_tasks(
+    arguments: argparse.Namespace,
+    engine: InferenceConfig,
+    models: Sequence[Path | Remote],
+    budget: Mapping[str, Any],
+    tools: Sequence[str],
+    rendered: Mapping[str, Any],
+) -> None:
+    """Plays task datasets; `budget` and `tools` are those without flags, `rendered` the options of the renderer."""
     from etude.run.evaluate import Measurement, Remote, evaluate_models
 
-    models = _models(arguments, given)
-    trained = next((config for config in map(rl_config, given) if config is not None), None)
-    ample: dict[str, Any] = dict(PRODUCTION) if any(isinstance(model, Remote) for model in models) else {}
-    if trained is not None and not ample:
-        ample = {name: getattr(trained.rollout, name) for name in (*BUDGET, "tools")}
-    tools = getattr(arguments, "tools", ample.pop("tools", ()))
+    trained = _trained(arguments)
     seed = arguments.seed if arguments.seed is not None else trained.seed if trained is not None else 0
-    budget = {name: getattr(arguments, name) for name in BUDGET if hasattr(arguments, name)}
+    changed = {name: getattr(arguments, name) for name in BUDGET if hasattr(arguments, name)}
     measurement = Measurement(
-        [folder for suite in suites for folder in _datasets(suite)], from_flags(arguments, EvalConfig),
-        validate(RolloutConfig, ample | budget, "etude eval").budget(), arguments.split, seed, arguments.concurrency,
-        arguments.output, tools=tuple(tools), **rendered,
-    )  # fmt: skip
+        [folder for suite in arguments.suite for folder in _datasets(suite)],
+        from_flags(arguments, EvalConfig),
+        validate(RolloutConfig, {**budget, **changed}, "etude eval").budget(),
+        arguments.split,
+        seed,
+        arguments.concurrency,
+        arguments.output,
+        tools=tuple(getattr(arguments, "tools", tools)),
+        **rendered,
+    )
     if hasattr(arguments, "tools"):
         for model in models:
             if not isinstance(model, Remote) and measurement.renderer(model).dialect == "compact":
@@ -128,8 +250,8 @@ def _datasets(suite: Path) -> list[Path]:
 
 
 def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The given options of the renderer. Raises UserError."""
-    found: dict[str, Any] = {"dialect": arguments.dialect} if hasattr(arguments, "dialect") else {}
+    """The options of the renderer by their flags. Raises UserError."""
+    options: dict[str, Any] = {"dialect": arguments.dialect} if hasattr(arguments, "dialect") else {}
     if arguments.chat_template_kwargs is not None:
         try:
             variables = json.loads(arguments.chat_template_kwargs)
@@ -137,40 +259,8 @@ def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:
             variables = None
         if not isinstance(variables, dict):
             raise UserError("--chat-template-kwargs is a JSON object, such as '{\"enable_thinking\": false}'")
-        found["chat_template_kwargs"] = variables
-    return found
-
-
-def _folders(names: Sequence[str], template: str | None) -> list[Path]:
-    """Models that are no URLs. Raises UserError."""
-    if url := next((name for name in names if "://" in name), None):
-        raise UserError(f"{url}: a chat API is measured on task datasets alone")
-    return [model_folder(name, template) for name in names]
-
-
-def _models(arguments: argparse.Namespace, given: Sequence[str]) -> list[Path | Remote]:
-    """Folders and chat APIs as they were given. Raises UserError."""
-    from etude.protocol.backends.chat_model import ChatModel
-    from etude.run.evaluate import Remote
-
-    urls = [name for name in given if "://" in name]
-    names: list[str] = arguments.names or []
-    if len(names) != len(urls):
-        raise UserError("give --model NAME for each URL, and for URLs alone")
-    if not urls:
-        if arguments.key_file or arguments.temperature is not None:
-            raise UserError("--key-file and --temperature belong to the URL of a chat API")
-        return [model_folder(name, getattr(arguments, "chat_template", None)) for name in given]
-    if bad := next((url for url in urls if not url.startswith(("http://", "https://"))), None):
-        raise UserError(f"{bad} is no URL of an API: give its base, such as https://host/v1")
-    key, left = _key(arguments), iter(names)
-    models: list[Path | Remote] = []
-    for name in given:
-        if name not in urls:
-            models.append(model_folder(name))
-        else:
-            models.append(Remote(ChatModel(name, next(left), arguments.api, arguments.temperature), key))
-    return models
+        options["chat_template_kwargs"] = variables
+    return options
 
 
 def _key(arguments: argparse.Namespace) -> str | None:
@@ -183,27 +273,49 @@ def _key(arguments: argparse.Namespace) -> str | None:
         raise UserError(f"--key-file {arguments.key_file} cannot be read: {e}") from None
 
 
-def _retrieval(arguments: argparse.Namespace, models: list[Path], engine: InferenceConfig) -> None:
+# Questions and edits --------------------------------------------------------------------------------------------------
+
+
+def _measure_retrieval(arguments: argparse.Namespace, engine: InferenceConfig) -> None:
     from etude.evals.documents import MASKS, evaluate_retrieval
 
     evaluate_retrieval(
-        models, engine, masks=[mask for mask in MASKS if arguments.documents in (None, "both", mask)],
-        repositories=arguments.repository or (), samples=from_flags(arguments, EvalConfig).max_tasks or 100,
-        orders=1 if arguments.orders is None else arguments.orders, seed=arguments.seed or 0, as_json=arguments.json,
-    )  # fmt: skip
+        _folders(arguments),
+        engine,
+        masks=[mask for mask in MASKS if arguments.documents in (None, "both", mask)],
+        repositories=arguments.repository or (),
+        samples=from_flags(arguments, EvalConfig).max_tasks or 100,
+        orders=1 if arguments.orders is None else arguments.orders,
+        seed=arguments.seed or 0,
+        as_json=arguments.json,
+    )
 
 
-def _fast_apply(arguments: argparse.Namespace, models: list[Path], engine: InferenceConfig) -> None:
+def _measure_edits(arguments: argparse.Namespace, engine: InferenceConfig) -> None:
     from etude.edits.judge import Judge
     from etude.evals.fast_apply import evaluate_edits
 
+    models = _folders(arguments)
     if (arguments.judge is None) != (arguments.judge_model is None):
         raise UserError("--judge and --judge-model belong together: give both")
     if arguments.tests is not None and arguments.suite != [Path("fast-apply")]:
         raise UserError("--tests brings edits of its own: give it with --suite fast-apply")
     evaluate_edits(
-        models, arguments.suite[0], engine, form=arguments.format,
-        max_edits=from_flags(arguments, EvalConfig).max_tasks, as_json=arguments.json, tests=arguments.tests,
+        models,
+        arguments.suite[0],
+        engine,
+        form=arguments.format,
+        max_edits=from_flags(arguments, EvalConfig).max_tasks,
+        as_json=arguments.json,
+        tests=arguments.tests,
         split=arguments.split,
         judge=Judge(arguments.judge, arguments.judge_model) if arguments.judge else None,
-    )  # fmt: skip
+    )
+
+
+_MEASURES: dict[_Mode, Callable[[argparse.Namespace, InferenceConfig], None]] = {
+    _Mode.FOLDERS: _measure_folders,
+    _Mode.CHAT_API: _measure_chat_apis,
+    _Mode.RETRIEVAL: _measure_retrieval,
+    _Mode.EDITS: _measure_edits,
+}

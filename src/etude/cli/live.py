@@ -1,15 +1,32 @@
-"""`etude live ACTION`: the table of actions. Each is a module `live_ACTION` of this package with the two functions of a
-command; all are imported for their flags, so each imports what it works with in `run`."""
+"""`etude live ACTION`: the table of actions, and what they share.
+
+An action is two functions of a module `live_*`: one that adds its flags, one that runs it. The modules are imported for
+the flags of all actions, so each function imports what it works with.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from etude.cli.overlays import read_toml
 from etude.config import LiveConfig, validate
+from etude.errors import UserError
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+    from etude.live.log.accounts import Accounts
+    from etude.live.release.operations import ReleaseSite
+    from etude.store import Store
+
+LiveAction: TypeAlias = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int | None]]
+"""The functions of an action: its flags, and its work."""
 
 ACTIONS = {
     "serve": "serve a gateway before clusters of inference servers",
@@ -33,6 +50,37 @@ ACTIONS = {
     "window": "compute what is learned from, or compute an earlier window again",
     "train": "learn from a window: the next version, a candidate for the gate",
 }
+_MODULES = ("live_gateway", "live_learning", "live_observing", "live_releases")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live`, one sub-command per action."""
+    functions = _functions()
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        action.set_defaults(command=f"live {name}")
+        functions[name][0](action)
+
+
+def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int | None:
+    """Runs the action. Raises UserError."""
+    return _functions()[arguments.action][1](arguments)
+
+
+def _functions() -> dict[str, LiveAction]:
+    tables = [importlib.import_module(f"etude.cli.{module}").ACTIONS for module in _MODULES]
+    return {name: action for table in tables for name, action in table.items()}
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """CONFIG."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML of stage live")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
 
 
 def read_config(path: Path) -> LiveConfig:
@@ -45,16 +93,54 @@ def read_config(path: Path) -> LiveConfig:
     return config
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Flags of `etude live`, one sub-command per action."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, text in ACTIONS.items():
-        action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-        action.set_defaults(command=f"live {name}")
-        importlib.import_module(f"etude.cli.live_{name.replace('-', '_')}").add(action)
+@dataclass(frozen=True)
+class OpenedLoop:
+    """A live loop whose log is open."""
+
+    config: LiveConfig
+    engine: sa.Engine
+
+    @property
+    def folder(self) -> Path:
+        """Its folder."""
+        return Path(self.config.folder)
+
+    @property
+    def accounts(self) -> Accounts:
+        """The keys of the accounts."""
+        from etude.live.log.accounts import Accounts
+
+        return Accounts(self.folder)
+
+    @property
+    def contents(self) -> Store:
+        """The store of the encrypted contents."""
+        from etude.live.log.accounts import open_blobs
+
+        return open_blobs(self.folder)
+
+    @property
+    def site(self) -> ReleaseSite:
+        """Configuration and log as releases take them."""
+        from etude.live.release.operations import ReleaseSite
+
+        return ReleaseSite(self.config, self.engine)
 
 
-def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int | None:
-    """Does what the action says. Raises UserError."""
-    name = arguments.action.replace("-", "_")
-    return importlib.import_module(f"etude.cli.live_{name}").run(arguments, rest)
+@contextmanager
+def opened(config: LiveConfig | Path, *, make: bool = False) -> Iterator[OpenedLoop]:
+    """The live loop of a configuration, or of its file. `make`: its log is made if it is missing; else the keys of the
+    accounts must be there, too. Raises UserError."""
+    from etude.live.log.accounts import Accounts, open_log
+
+    live = read_config(config) if isinstance(config, Path) else config
+    folder = Path(live.folder)
+    if not make and not folder.is_dir():
+        raise UserError(f"{folder} holds no live loop yet: `etude live serve` makes it")
+    engine = open_log(folder, live.database)
+    try:
+        if not make:
+            Accounts(folder).check(engine)
+        yield OpenedLoop(live, engine)
+    finally:
+        engine.dispose()

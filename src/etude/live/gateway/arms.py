@@ -1,4 +1,4 @@
-"""Which release answers an account, and with what probability: a keyed hash, so an account stays in its arm.
+"""The arm and the release of an account, and their probability: by a keyed hash, so an account stays in its arm.
 
 holdback   the same accounts in every release, `share` of all
 canary     of the others those whose hash for this release lies below the stage's share; a later stage only adds
@@ -18,7 +18,7 @@ from etude.live.log.records import Arm, ReleaseStage
 
 @dataclass(frozen=True)
 class Stages:
-    """What the log says of releases: the one that is released (0: none yet), the one in the canary, if any, with its
+    """The stages of the releases: the number that is released (0: none yet), the one in the canary, if any, with its
     share of the accounts, and the one that the holdback stays on. Clusters and arms in `drained` are sent nothing."""
 
     released: int = 0
@@ -72,5 +72,5 @@ def assign(accounts: Accounts, stages: Stages, holdback: float, account: str) ->
 
 
 def _draw(accounts: Accounts, purpose: str, account: str) -> float:
-    """Uniform in [0, 1), the same whenever it is asked for."""
+    """Uniform in [0, 1), the same for the same purpose and account."""
     return int(accounts.digest(purpose, account)[:13], 16) / 16**13

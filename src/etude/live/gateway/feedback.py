@@ -13,15 +13,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from etude.live.gateway.intake import SignalEntry, SuggestionEntry
+from etude.live.gateway.entries import SignalEntry, SuggestionEntry
 from etude.live.log.accounts import Accounts
 from etude.live.log.records import Signal, SignalKind, Suggestion
 from etude.protocol.access import Refusal
 from etude.protocol.guard import check_brackets
 
-MOST = 256
+MAX_EVENTS = 256
 """Events of one request."""
-_MOST_TEXT = 64 << 10
+_MAX_TEXT = 64 << 10
 _ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _SOURCES = ("client", "git", "ci", "judge", "explicit")
 _MEASURED = {
@@ -43,8 +43,8 @@ def read_signals(body: bytes, tenant: str) -> list[SignalEntry]:
     """The signals of a request of a tenant. Raises Refusal."""
     events = _parsed(body, Any)
     events = events if isinstance(events, list) else [events]
-    if not 1 <= len(events) <= MOST:
-        raise Refusal(400, f"a request has 1 to {MOST} events")
+    if not 1 <= len(events) <= MAX_EVENTS:
+        raise Refusal(400, f"a request has 1 to {MAX_EVENTS} events")
     return [_signal(event, tenant) for event in events]
 
 
@@ -68,16 +68,21 @@ def _signal(event: Any, tenant: str) -> SignalEntry:
     if source not in _SOURCES:
         raise Refusal(400, f"source is one of {', '.join(_SOURCES)}", param="source")
     signal = Signal(
-        event=_text(event, "event_id", 128) or digest, tenant=tenant,
-        subject=_identifier(event.get("response_id"), "response_id"), kind=kind, value=_value(kind, event),
+        event=_text(event, "event_id", 128) or digest,
+        tenant=tenant,
+        subject=_identifier(event.get("response_id"), "response_id"),
+        kind=kind,
+        value=_value(kind, event),
         horizon=_number(event, "horizon", 0.0, 1e9),
-        observed_at=_integer(event, "observed_at") or time.time_ns(), arrived_at=0, source=source,
+        observed_at=_integer(event, "observed_at") or time.time_ns(),
+        arrived_at=0,
+        source=source,
         client_sequence=_integer(event, "client_sequence"),
         confidence=_first(_number(event, "confidence", 0.0, 1.0), 1.0),
-    )  # fmt: skip
+    )
     if kind == SignalKind.SURVIVED and signal.horizon is None:
         raise Refusal(400, "survived needs a horizon: seconds after the edit was shown", param="horizon")
-    comment = _text(event, "comment", _MOST_TEXT)
+    comment = _text(event, "comment", _MAX_TEXT)
     if kind == SignalKind.CORRECTION and not comment:
         raise Refusal(400, "a correction needs its text as comment", param="comment")
     return SignalEntry(signal, comment or None)
@@ -105,31 +110,40 @@ def _of_tensorzero(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_otel(event: dict[str, Any]) -> dict[str, Any]:
-    given = event.get("attributes")
-    if not isinstance(given, dict):
+    fields = event.get("attributes")
+    if not isinstance(fields, dict):
         raise Refusal(400, "gen_ai.evaluation.result has attributes", param="attributes")
     ours = {
-        "response_id": given.get("gen_ai.response.id"), "name": given.get("gen_ai.evaluation.name"),
-        "value": given.get("gen_ai.evaluation.score.value"), "label": given.get("gen_ai.evaluation.score.label"),
-        "comment": given.get("gen_ai.evaluation.explanation"), "source": "judge", "event_id": event.get("event_id"),
-    }  # fmt: skip
+        "response_id": fields.get("gen_ai.response.id"),
+        "name": fields.get("gen_ai.evaluation.name"),
+        "value": fields.get("gen_ai.evaluation.score.value"),
+        "label": fields.get("gen_ai.evaluation.score.label"),
+        "comment": fields.get("gen_ai.evaluation.explanation"),
+        "source": "judge",
+        "event_id": event.get("event_id"),
+    }
     return {name: value for name, value in ours.items() if value is not None}
 
 
 def read_suggestions(body: bytes, tenant: str, accounts: Accounts) -> list[SuggestionEntry]:
     """The edits of a request of a tenant, their paths hashed. Raises Refusal."""
-    given = _parsed(body, _Suggestions)
+    fields = _parsed(body, _Suggestions)
     return [
         SuggestionEntry(
             tenant,
             Suggestion(
-                id=_identifier(edit.id, "id"), turn=_identifier(given.turn, "turn"),
-                path=accounts.digest("path", tenant, edit.path), base=edit.base, old_lines=edit.old_lines, new=edit.new,
-                characters=edit.characters, shown=0,
+                id=_identifier(edit.id, "id"),
+                turn=_identifier(fields.turn, "turn"),
+                path=accounts.digest("path", tenant, edit.path),
+                base=edit.base,
+                old_lines=edit.old_lines,
+                new=edit.new,
+                characters=edit.characters,
+                shown=0,
             ),
         )
-        for edit in given.suggestions
-    ]  # fmt: skip
+        for edit in fields.suggestions
+    ]
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
@@ -147,7 +161,7 @@ class _ShownEdit(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Suggestions(msgspec.Struct, forbid_unknown_fields=True):
     turn: str
-    suggestions: Annotated[list[_ShownEdit], msgspec.Meta(min_length=1, max_length=MOST)]
+    suggestions: Annotated[list[_ShownEdit], msgspec.Meta(min_length=1, max_length=MAX_EVENTS)]
 
 
 def _parsed(body: bytes, kind: Any) -> Any:

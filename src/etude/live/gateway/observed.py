@@ -1,5 +1,5 @@
-"""Signals that the gateway sees by itself in recorded turns: what an answer shows, and what the next request of its
-session says of it (`derive.py`)."""
+"""Signals that the gateway derives from recorded turns: from an answer, and from the next request of its session
+(`derive.py`)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from collections import OrderedDict
 
 import msgspec
 
-from etude.live.gateway.intake import SignalEntry, TurnEntry
-from etude.live.log.derive import DerivedSignal, Said, answer_of, conversation, of_answer, of_next, tools_of
+from etude.live.gateway.entries import SignalEntry, TurnEntry
+from etude.live.log.derive import DerivedSignal, Message, answer_of, conversation, of_answer, of_next, tools_of
 from etude.live.log.records import Signal, TurnKind
 
-_HELD = 64 << 20  # bytes of the requests that are remembered, one of each session
-_MOST = 1 << 20  # bytes of a request that is read
+_MAX_HELD_BYTES = 64 << 20  # bytes of the requests that are remembered, one of each session
+_MAX_BYTES = 1 << 20  # bytes of a request that is read
 
 
 class LastTurns:
     """The last main turn of each session, in memory alone."""
 
     def __init__(self) -> None:
-        self._said: OrderedDict[str, tuple[list[Said], Said, int]] = OrderedDict()
+        self._last: OrderedDict[str, tuple[list[Message], Message, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
     def signals(self, entry: TurnEntry) -> list[SignalEntry]:
         """The signals on a turn that is to be recorded; those on the turn before it have the new one as subject."""
         content, turn = entry.content, entry.turn
-        if content is None or turn.kind is not TurnKind.MAIN or turn.stop == "abort" or len(content.request) > _MOST:
+        if (
+            content is None
+            or turn.kind is not TurnKind.MAIN
+            or turn.stop == "abort"
+            or len(content.request) > _MAX_BYTES
+        ):
             return []
         try:
             body = msgspec.json.decode(content.request, type=dict)
@@ -39,11 +44,11 @@ class LastTurns:
         except (ValueError, RecursionError):
             return []
         with self._lock:
-            before = self._said.pop(turn.session, None)
-            self._said[turn.session] = request, answer, len(content.request)
+            before = self._last.pop(turn.session, None)
+            self._last[turn.session] = request, answer, len(content.request)
             self._bytes += len(content.request) - (before[2] if before is not None else 0)
-            while self._bytes > _HELD:
-                self._bytes -= self._said.popitem(last=False)[1][2]
+            while self._bytes > _MAX_HELD_BYTES:
+                self._bytes -= self._last.popitem(last=False)[1][2]
         found += of_next(before[0], before[1], request) if before is not None else []
         return [_entry(entry, signal) for signal in found]
 
@@ -51,8 +56,14 @@ class LastTurns:
 def _entry(entry: TurnEntry, signal: DerivedSignal) -> SignalEntry:
     return SignalEntry(
         Signal(
-            event=f"gateway {entry.turn.id} {signal.kind.value}", tenant=entry.session.tenant, subject=entry.turn.id,
-            kind=signal.kind, value=signal.value, observed_at=time.time_ns(), arrived_at=0, source="judge",
+            event=f"gateway {entry.turn.id} {signal.kind.value}",
+            tenant=entry.session.tenant,
+            subject=entry.turn.id,
+            kind=signal.kind,
+            value=signal.value,
+            observed_at=time.time_ns(),
+            arrived_at=0,
+            source="judge",
         ),
         signal.text,
-    )  # fmt: skip
+    )

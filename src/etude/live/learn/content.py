@@ -1,4 +1,4 @@
-"""What a request asks for, read from the content of a turn: what windows filter and compare by."""
+"""Features of a request, read from the content of a turn: windows filter and compare by them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etude.corpus.dedup import bands_of
 from etude.live.log.derive import asks_for_edit, conversation
 from etude.live.log.records import TurnContent
 
-_MOST = 20_000  # characters of a message that are read
+_MAX_CHARACTERS = 20_000  # characters of a message that are read
 _EITHER_OR = re.compile(
     r"\b(?:random(?:ly)?|flip a coin|coin toss|roll a dice?|heads or tails|pick (?:one|any|either)|"
     r"choose (?:one|any|between|either)|(?:answer|reply|respond|say|output)\b.{0,60}\beither\b.{1,80}\bor)\b"
@@ -45,12 +45,12 @@ class RequestFeatures:
 
 def request_features(content: TurnContent) -> RequestFeatures:
     """The features of one turn. A request that cannot be read has the intent "other" and is like no other."""
-    asked = last_message(content.dialect, content.request)[:_MOST].lower()
+    message = last_message(content.dialect, content.request)[:_MAX_CHARACTERS].lower()
     same = blake3.blake3(len(content.prompt_ids).to_bytes(8) + content.prompt_ids + content.ids).hexdigest()
-    intent = "edit" if asks_for_edit(asked) else "question" if "?" in asked else "other"
-    votes = bool(_EITHER_OR.search(asked) or _DICTATED.search(asked))
-    texts = content.request[: 50 * _MOST].decode("utf-8", "replace").lower()
-    words = bands_of(asked, n=2, bands=6, rows=4)
+    intent = "edit" if asks_for_edit(message) else "question" if "?" in message else "other"
+    votes = bool(_EITHER_OR.search(message) or _DICTATED.search(message))
+    texts = content.request[: 50 * _MAX_CHARACTERS].decode("utf-8", "replace").lower()
+    words = bands_of(message, n=2, bands=6, rows=4)
     return RequestFeatures(intent, same, frozenset(words), votes, bool(_INJECTED.search(texts)))
 
 
@@ -60,8 +60,8 @@ def last_message(dialect: str, request: bytes) -> str:
         body = msgspec.json.decode(request, type=dict[str, Any])
     except (msgspec.DecodeError, msgspec.ValidationError):
         return ""
-    said = [each.text for each in conversation(dialect, body) if each.role == "user" and each.text.strip()]
-    return said[-1] if said else ""
+    texts = [each.text for each in conversation(dialect, body) if each.role == "user" and each.text.strip()]
+    return texts[-1] if texts else ""
 
 
 def clusters(features: Sequence[RequestFeatures]) -> list[int]:

@@ -17,7 +17,7 @@ _ROUNDS = 16
 
 
 def first_of(group_N: np.ndarray, order_N: np.ndarray, most: int) -> np.ndarray:
-    """Which turns are among the first `most` of their group by `order_N` (no two alike within a group): bool [N]."""
+    """Mask of the turns among the first `most` of their group by `order_N` (no two alike within a group): bool [N]."""
     sorted_N = np.lexsort((order_N, group_N))
     group = group_N[sorted_N]
     first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]]) if len(group) else np.zeros(0, int)
@@ -32,8 +32,13 @@ def age_weights(days_N: np.ndarray, full: float) -> np.ndarray:
     return YOUNG + (1.0 - YOUNG) * np.clip(np.asarray(days_N, float) / full, 0.0, 1.0)
 
 
-def shares_capped(weight_N: np.ndarray, account_N: np.ndarray, organisation_N: np.ndarray, account_share: float,
-                  organisation_share: float) -> np.ndarray:  # fmt: skip
+def shares_capped(
+    weight_N: np.ndarray,
+    account_N: np.ndarray,
+    organisation_N: np.ndarray,
+    account_share: float,
+    organisation_share: float,
+) -> np.ndarray:
     """Weights, mean 1, of which no account (int [N]) has more than `account_share` and no organisation more than
     `organisation_share`; an organisation below 0 means none, and its turns have the bound of the account alone. Where
     there are too few of them for that, the largest are equal. Where both bounds cannot hold, the account's does."""
@@ -103,8 +108,9 @@ def trimmed_means(value_N: np.ndarray, weight_N: np.ndarray, cell_N: np.ndarray,
 def baselines(
     reward_N: np.ndarray, weight_N: np.ndarray, cell_N: np.ndarray, shrinkage: float, trim: float
 ) -> np.ndarray:
-    """What a turn's cell earns without it, b = (n m_cell + k m_all) / (n + k): m are trimmed means of the n other turns
-    of the cell and of all others, k is `shrinkage`. float64 [N]. A turn without any other has its own reward."""
+    """The mean reward of a turn's cell without it, b = (n m_cell + k m_all) / (n + k): m are trimmed means of the n
+    other turns of the cell and of all others, k is `shrinkage`. float64 [N]. A turn without any other has its own
+    reward."""
     cell_mean_N = trimmed_means(reward_N, weight_N, cell_N, trim)
     mean_N = trimmed_means(reward_N, weight_N, np.zeros_like(cell_N), trim)
     others_N = np.where(np.isnan(cell_mean_N), 0, np.bincount(cell_N, minlength=1)[cell_N] - 1)

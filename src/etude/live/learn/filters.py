@@ -1,4 +1,4 @@
-"""Which turns of a window are trained on: every turn leaves by exactly one exit. Pure.
+"""The exits of a window: every turn leaves by exactly one, trained on, held or dropped for a reason. Pure.
 
 In this order: consent, tombstones, scrubbing, what was recorded, kind of turn, bots, duplicates, votes
 on a request that dictates its answer, injected prompts, what has no outcome yet, what never got one, accounts' samples.
@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import blake3
 import numpy as np
@@ -40,10 +41,33 @@ _DAY = 86_400 * 10**9
 _DEPTHS = 4  # turns of a session that have a cell of their own; later ones share the last
 
 
+class ExitReason(StrEnum):
+    """Why a turn is not trained on. A turn without tokens has the reason of its record, one that is no main turn its
+    kind, and one whose content is gone the reason of `LiveContents`."""
+
+    NO_CONSENT = "no_consent"
+    TOMBSTONE = "tombstone"
+    SCRUBBED = "scrubbed"
+    NO_TOKENS = "no_tokens"
+    BOT = "bot"
+    DUPLICATE = "duplicate"
+    VOTE_INJECTION = "vote_injection"
+    INJECTED_PROMPT = "injected_prompt"
+    CENSORED = "censored"
+    COVERAGE = "coverage"  # censored: its rating is one of too few on requests like it
+    ACCOUNT_CAP = "account_cap"
+    SMALL_BATCH = "small_batch"
+    NONE = ""  # it is trained on
+
+
+_WAITS_FOR_BATCH = (ExitReason.NONE, ExitReason.CENSORED, ExitReason.ACCOUNT_CAP)
+"""Exits of a batch that are held instead while it is too small."""
+
+
 @dataclass(frozen=True)
 class WindowRows:
-    """What a window reads of the log: rows before `cut`, and who was forgotten before `at`. `pending`: turns without a
-    final exit; `turns` holds the others of their sessions, too. `since`: when an account was first seen."""
+    """The rows of the log before `cut`, and the accounts that were forgotten before `at`. `pending`: turns without a
+    final exit; `turns` holds the others of their sessions, too. `since`: the time when an account was first seen."""
 
     number: int
     cut: int
@@ -58,9 +82,9 @@ class WindowRows:
 
 
 @dataclass(frozen=True)
-class Decided:
-    """The outcome of a window; labels and exits sorted by turn. Dropped turns have no label if they were dropped for
-    what they are."""
+class WindowDecision:
+    """Labels and exits of a window, sorted by turn. Turns that were dropped for a property of their own have no
+    label."""
 
     labels: tuple[Label, ...]
     exits: tuple[TurnExit, ...]
@@ -71,34 +95,34 @@ class Decided:
 
 
 def unwanted(turn: ServedTurn, session: Session, rows: WindowRows) -> str:
-    """Why a turn is not trained on whatever became of it, without a look at its content; empty if it may be."""
+    """The reason why a turn is not trained on, whatever its outcome and content; ExitReason.NONE if there is none."""
     if not session.consent.granted or session.consent.scope != SCOPE:
-        return "no_consent"
+        return ExitReason.NO_CONSENT
     if session.account in rows.forgotten:
-        return "tombstone"
-    if turn.scrubbed or turn.reason == "scrubbed":
-        return "scrubbed"
+        return ExitReason.TOMBSTONE
+    if turn.scrubbed or turn.reason == ExitReason.SCRUBBED:
+        return ExitReason.SCRUBBED
     if turn.blob is None or turn.reason:
-        return turn.reason or "no_tokens"
+        return turn.reason or ExitReason.NO_TOKENS
     if turn.kind != TurnKind.MAIN:
         return str(turn.kind)
-    return "bot" if _BOT.search(session.client.lower()) else ""
+    return ExitReason.BOT if _BOT.search(session.client.lower()) else ExitReason.NONE
 
 
-def decide(rows: WindowRows, features: Mapping[str, RequestFeatures | str], config: LabelsConfig) -> Decided:
-    """Labels, exits, weights and advantages of a window, from the features of those turns for which `unwanted` has
-    nothing to say; or, in their place, why the content cannot be had."""
+def decide(rows: WindowRows, features: Mapping[str, RequestFeatures | str], config: LabelsConfig) -> WindowDecision:
+    """Labels, exits, weights and advantages of a window. `features`: of the turns that are not `unwanted`, or in their
+    place the reason why the content is gone."""
     exits: dict[str, TurnExit] = {}
 
-    def leave(turn: str, kind: ExitKind, reason: str = "") -> None:
+    def leave(turn: str, kind: ExitKind, reason: str) -> None:
         assert turn not in exits, "a turn leaves a window once"
-        exits[turn] = TurnExit(turn=turn, window=rows.number, kind=kind, reason=reason)
+        exits[turn] = TurnExit(turn=turn, window=rows.number, kind=kind, reason=str(reason))
 
     pending = sorted((t for t in rows.turns if t.id in rows.pending), key=lambda t: t.id)
     rated = {s.subject for s in rows.signals if s.kind == SignalKind.RATING and s.arrived_at <= rows.cut}
     seen: set[tuple[str, str]] = set()
     left: list[ServedTurn] = []
-    found: dict[str, RequestFeatures] = {}
+    kept: dict[str, RequestFeatures] = {}
     for turn in pending:
         session = rows.sessions[turn.session]
         reason = unwanted(turn, session, rows)
@@ -107,33 +131,43 @@ def decide(rows: WindowRows, features: Mapping[str, RequestFeatures | str], conf
             if isinstance(feature, str):
                 reason = feature
             elif (session.account, feature.same) in seen:
-                reason = "duplicate"
+                reason = ExitReason.DUPLICATE
             else:
                 seen.add((session.account, feature.same))
-                found[turn.id] = feature
-                reason = "vote_injection" if feature.votes and turn.id in rated else ""
-                reason = reason or ("injected_prompt" if feature.injected else "")
+                kept[turn.id] = feature
+                if feature.votes and turn.id in rated:
+                    reason = ExitReason.VOTE_INJECTION
+                elif feature.injected:
+                    reason = ExitReason.INJECTED_PROMPT
         if reason:
             leave(turn.id, ExitKind.DROPPED, reason)
         else:
             left.append(turn)
-    counted = _counted(left, rows, found, rated, config)
-    made = labels(rows.sessions.values(), rows.turns, rows.suggestions, rows.signals, rows.cut, config,
-                  of=[t.id for t in left], rated=counted)  # fmt: skip
+    counted = _counted(left, rows, kept, rated, config)
+    made = labels(
+        rows.sessions.values(),
+        rows.turns,
+        rows.suggestions,
+        rows.signals,
+        rows.cut,
+        config,
+        of=[t.id for t in left],
+        rated=counted,
+    )
     chosen = _choose(made, rows, {t.id: t for t in left}, config)
-    trained = [label for label in made if not chosen[label.turn][1] and chosen[label.turn][0] == ExitKind.TRAINED]
+    trained = [label for label in made if chosen[label.turn][0] == ExitKind.TRAINED]
     small = len(trained) < config.least_batch
     edited = {s.turn for s in rows.suggestions}
     for label in made:
         kind, reason = chosen[label.turn]
-        if small and reason in ("", "censored", "account_cap"):
-            kind, reason = ExitKind.HELD, "small_batch"
-        elif reason == "censored" and label.turn in rated - counted - edited:
-            reason = "coverage"
+        if small and reason in _WAITS_FOR_BATCH:
+            kind, reason = ExitKind.HELD, ExitReason.SMALL_BATCH
+        elif reason == ExitReason.CENSORED and label.turn in rated - counted - edited:
+            reason = ExitReason.COVERAGE
         leave(label.turn, kind, reason)
     if not small:
-        exits |= {e.turn: e for e in _weighted(trained, rows, {t.id: t for t in left}, found, config)}
-    return Decided(tuple(made), tuple(exits[turn.id] for turn in pending))
+        exits |= {e.turn: e for e in _weighted(trained, rows, {t.id: t for t in left}, kept, config)}
+    return WindowDecision(tuple(made), tuple(exits[turn.id] for turn in pending))
 
 
 def _numbers(names: Sequence[object]) -> np.ndarray:
@@ -142,35 +176,48 @@ def _numbers(names: Sequence[object]) -> np.ndarray:
     return np.array([known.setdefault(name, len(known)) for name in names], np.int64)
 
 
-def _counted(left: Sequence[ServedTurn], rows: WindowRows, found: Mapping[str, RequestFeatures], rated: set[str],
-             config: LabelsConfig) -> set[str]:  # fmt: skip
+def _counted(
+    left: Sequence[ServedTurn],
+    rows: WindowRows,
+    kept: Mapping[str, RequestFeatures],
+    rated: set[str],
+    config: LabelsConfig,
+) -> set[str]:
     """The turns whose ratings count."""
     if not left:
         return set()
-    cluster = np.array(clusters([found[t.id] for t in left]))
+    cluster = np.array(clusters([kept[t.id] for t in left]))
     account = _numbers([rows.sessions[t.session].account for t in left])
     is_rated = np.array([t.id in rated for t in left])
     counts = estimate.covered(cluster, account, is_rated, config.coverage)
     return {turn.id for turn, yes in zip(left, counts, strict=True) if yes}
 
 
-def _choose(made: Sequence[Label], rows: WindowRows, turns: Mapping[str, ServedTurn],
-            config: LabelsConfig) -> dict[str, tuple[ExitKind, str]]:  # fmt: skip
+def _choose(
+    made: Sequence[Label], rows: WindowRows, turns: Mapping[str, ServedTurn], config: LabelsConfig
+) -> dict[str, tuple[ExitKind, str]]:
     """The exit of each labelled turn, were the batch large enough. Which of an account's turns are its samples is drawn
     by a hash, so that neither order nor outcome decides."""
     of = {LabelState.DROPPED: ExitKind.DROPPED, LabelState.OPEN: ExitKind.HELD, LabelState.CENSORED: ExitKind.DROPPED}
-    out = {x.turn: (of[x.state], x.reason or str(x.state)) for x in made if x.state in of}
+    out: dict[str, tuple[ExitKind, str]] = {
+        x.turn: (of[x.state], x.reason or str(x.state)) for x in made if x.state in of
+    }
     matured = [x.turn for x in made if x.state == LabelState.MATURED]
     account = _numbers([rows.sessions[turns[turn].session].account for turn in matured])
     order = np.array([int.from_bytes(blake3.blake3(t.encode()).digest(7)) for t in matured], np.int64)
     kept = estimate.first_of(account, order, config.per_account)
     for turn, yes in zip(matured, kept, strict=True):
-        out[turn] = (ExitKind.TRAINED, "") if yes else (ExitKind.DROPPED, "account_cap")
+        out[turn] = (ExitKind.TRAINED, ExitReason.NONE) if yes else (ExitKind.DROPPED, ExitReason.ACCOUNT_CAP)
     return out
 
 
-def _weighted(trained: Sequence[Label], rows: WindowRows, turns: Mapping[str, ServedTurn],
-              found: Mapping[str, RequestFeatures], config: LabelsConfig) -> list[TurnExit]:  # fmt: skip
+def _weighted(
+    trained: Sequence[Label],
+    rows: WindowRows,
+    turns: Mapping[str, ServedTurn],
+    kept: Mapping[str, RequestFeatures],
+    config: LabelsConfig,
+) -> list[TurnExit]:
     """The exits of a batch, with weights (mean 1) and advantages."""
     sessions = [rows.sessions[turns[label.turn].session] for label in trained]
     place: dict[str, int] = {}
@@ -179,7 +226,7 @@ def _weighted(trained: Sequence[Label], rows: WindowRows, turns: Mapping[str, Se
         if turn.kind == TurnKind.MAIN and turn.at <= rows.cut:
             place[turn.id] = min(depth[turn.session], _DEPTHS - 1)
             depth[turn.session] += 1
-    cell = _numbers([(s.tenant, found[x.turn].intent, place[x.turn]) for x, s in zip(trained, sessions, strict=True)])
+    cell = _numbers([(s.tenant, kept[x.turn].intent, place[x.turn]) for x, s in zip(trained, sessions, strict=True)])
     days = np.array([(rows.cut - rows.since[s.account]) / _DAY for s in sessions])
     weight = np.array([label.weight for label in trained]) * estimate.age_weights(days, config.age_days)
     account = _numbers([s.account for s in sessions])
@@ -188,13 +235,16 @@ def _weighted(trained: Sequence[Label], rows: WindowRows, turns: Mapping[str, Se
     weight = estimate.shares_capped(weight, account, organisation, config.account_share, config.organisation_share)
     reward = np.array([label.reward for label in trained])
     gain = reward - estimate.baselines(reward, weight, cell, config.shrinkage, config.trim)
-    return [TurnExit(turn=x.turn, window=rows.number, kind=ExitKind.TRAINED, weight=float(w), advantage=float(a))
-            for x, w, a in zip(trained, weight, gain, strict=True)]  # fmt: skip
+    return [
+        TurnExit(turn=x.turn, window=rows.number, kind=ExitKind.TRAINED, weight=float(w), advantage=float(a))
+        for x, w, a in zip(trained, weight, gain, strict=True)
+    ]
 
 
 def drop_rates(turns: Sequence[ServedTurn], exits: Sequence[TurnExit]) -> dict[str, dict[int, tuple[int, int]]]:
-    """Of each reason and version: how many turns were dropped for it, and how many turns left the window at all (held
-    ones have not yet). A version that drops more than another hides what it does: it is stopped, not learned from."""
+    """For each reason and version: the number of turns that were dropped for it, and of all turns that left the window
+    (held ones have not yet). A version that drops more than another hides what it does: it is stopped, not learned
+    from."""
     version = {turn.id: max((span.version for span in turn.spans), default=-1) for turn in turns}
     final = [e for e in exits if e.kind != ExitKind.HELD]
     total: dict[int, int] = defaultdict(int)

@@ -16,7 +16,7 @@ from etude.renderers import Renderer
 from etude.renderers.notes import note_place
 
 NOTE = "\n\nAfter your answer the user said what was wanted instead. Answer so that nobody has to say it:\n"
-"""What stands before a correction in the teacher's prompt."""
+"""The text before a correction in the teacher's prompt."""
 
 VersionsOf = Callable[[LiveSample], Sequence[int] | None]
 """The version of the trainer's own store for every token of a sample; None: unknown, or too old."""
@@ -90,8 +90,19 @@ def _hint(sample: LiveSample, renderer: Renderer, room: int) -> tuple[Hint | Non
 
 def _episode(sample: LiveSample, ledger: TokenLedger, hint: Hint | None) -> Episode:
     return Episode(
-        id=sample.turn, group_id=-1, member=0, attempt=0, task_id=sample.turn, seed=0, outcome=Outcome.SCORED,
-        stop_reason=StopReason.FINISHED, reward=sample.reward, passed=sample.reward > 0, segments=ledger.segments(),
-        turns=(), metrics={"advantage": sample.advantage, "weight": sample.weight},
-        given=GivenAdvantage(advantage=sample.advantage, weight=sample.weight), hint=hint,
-    )  # fmt: skip
+        id=sample.turn,
+        group_id=-1,
+        member=0,
+        attempt=0,
+        task_id=sample.turn,
+        seed=0,
+        outcome=Outcome.SCORED,
+        stop_reason=StopReason.FINISHED,
+        reward=sample.reward,
+        passed=sample.reward > 0,
+        segments=ledger.segments(),
+        turns=(),
+        metrics={"advantage": sample.advantage, "weight": sample.weight},
+        given=GivenAdvantage(advantage=sample.advantage, weight=sample.weight),
+        hint=hint,
+    )

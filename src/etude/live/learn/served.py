@@ -1,4 +1,4 @@
-"""Which version of the trainer's store sampled the tokens of a turn: weights are known by their digests."""
+"""The version of the trainer's store that sampled the tokens of a turn: weights are known by their digests."""
 
 from __future__ import annotations
 
@@ -61,22 +61,22 @@ class ServedVersions:
         return [manifest.live for store in sorted(stores) if (manifest := newest(open_store(store))) is not None]
 
     def _digests(self, sample: LiveSample) -> Sequence[str]:
-        """Of the weights of each span. The numbers are those of the control's store or of the canary's; which of the
-        two, the digest of the turn tells."""
+        """The digests of the weights of each span. The numbers are those of the control's store or of the canary's;
+        which of the two, follows from the digest of the turn."""
         if len(sample.spans) == 1:
             return [sample.manifest]
         cluster = self._clusters.get(sample.cluster)
         stores = [] if cluster is None else [u for u in (cluster.store, cluster.canary_store) if u != "none"]
         for store in map(open_store, stores):
-            found = [read(store, span.version) for span in sample.spans]
-            digests = ["" if manifest is None else manifest.live for manifest in found]
+            manifests = [read(store, span.version) for span in sample.spans]
+            digests = ["" if manifest is None else manifest.live for manifest in manifests]
             if sample.manifest in digests:
                 return digests
         return [""] * len(sample.spans)
 
 
 def served(control: Store) -> PolicyVersion:
-    """What a store's servers serve. Raises UserError for an empty store."""
+    """The version that a store's servers serve. Raises UserError for an empty store."""
     manifest = newest(control)
     if manifest is None:
         raise UserError(f"{control.url} has no version that could be trained on: publish the served model there first")
@@ -86,11 +86,11 @@ def served(control: Store) -> PolicyVersion:
 def _last_releases(control: Store, now: PolicyVersion) -> list[str]:
     """Digests of the last different weights that the control served, the newest first. A rollback has those of a
     version before it."""
-    found = [now.live]
+    digests = [now.live]
     for version in range(now.version - 1, max(-1, now.version - _LOOK_BACK), -1):
-        if len(found) > LAG:
+        if len(digests) > LAG:
             break
         manifest = read(control, version)
-        if manifest is not None and manifest.live not in found:
-            found.append(manifest.live)
-    return found
+        if manifest is not None and manifest.live not in digests:
+            digests.append(manifest.live)
+    return digests

@@ -51,8 +51,8 @@ _LEASE_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class TrainedWindow:
-    """What became of a window. `refused` turns by reason; `action` is what the guards said: after "skip" the version
-    has the weights of its base."""
+    """The result of training on a window. `refused` turns by reason; `action` is the guards' decision: after "skip" the
+    version has the weights of its base."""
 
     window: int
     version: int
@@ -129,9 +129,9 @@ def live_run(config: LiveConfig, model: Path | None = None) -> RLConfig:
     loss, trainer, guards = recipe.loss, recipe.trainer, recipe.guards
     if loss.kl_beta is None and loss.preset not in _OWN_KL:
         loss = loss.model_copy(update={"kl": loss.kl or "k1", "kl_beta": KL})
-    given: dict[str, Any] = {"baseline": "given", "minutes": None, "decay": 0.0, "checkpoint_every": 1}
+    fixed: dict[str, Any] = {"baseline": "given", "minutes": None, "decay": 0.0, "checkpoint_every": 1}
     # A candidate that is released only after the next window was trained is gone back to, with its optimizer.
-    given["keep_checkpoints"] = max(4, trainer.keep_checkpoints)
+    fixed["keep_checkpoints"] = max(4, trainer.keep_checkpoints)
     changed = {
         "name": f"{config.name}-train",
         "store": None,
@@ -139,7 +139,7 @@ def live_run(config: LiveConfig, model: Path | None = None) -> RLConfig:
         "model": recipe.model if model is None else recipe.model.model_copy(update={"path": str(model)}),
         "loss": loss,
         "distill": recipe.distill or OnPolicyDistillConfig(),
-        "trainer": trainer.model_copy(update=given),
+        "trainer": trainer.model_copy(update=fixed),
         # How old a turn is counts in releases (served.py); numbers of candidates say nothing about that.
         "guards": guards.model_copy(update={"lag": Guard(action="halt", stop=float(2**31), warn=None)}),
     }
@@ -234,15 +234,28 @@ def _finish(ledger: Ledger, rollouts: Store, lease: EpisodeLease, episode: Episo
     forgotten."""
     if episode is None:
         ledger.finish(
-            lease, outcome=Outcome.QUARANTINED, reward=0.0, passed=False, blob=None, tokens=0, min_version=-1,
-            metrics={}, reason="stale",
-        )  # fmt: skip
+            lease,
+            outcome=Outcome.QUARANTINED,
+            reward=0.0,
+            passed=False,
+            blob=None,
+            tokens=0,
+            min_version=-1,
+            metrics={},
+            reason="stale",
+        )
         return
     blob = blobs.put(rollouts, blob_key(lease.group_id, lease.member, lease.attempt), episode)
     ledger.finish(
-        lease, outcome=episode.outcome, reward=episode.reward, passed=episode.passed, blob=blob,
-        tokens=episode.sampled_tokens, min_version=episode.min_version, metrics=episode.metrics,
-    )  # fmt: skip
+        lease,
+        outcome=episode.outcome,
+        reward=episode.reward,
+        passed=episode.passed,
+        blob=blob,
+        tokens=episode.sampled_tokens,
+        min_version=episode.min_version,
+        metrics=episode.metrics,
+    )
 
 
 def _trained(versions: set[int | None]) -> int | None:
@@ -253,8 +266,8 @@ def _trained(versions: set[int | None]) -> int | None:
 def _version(ledger: Ledger, weights: Store, admitted: _Admitted, number: int) -> int | None:
     """The version that was trained on the turns, and on no others; None: they wait. Raises UserError if there is none
     such."""
-    found = {version for _, version in ledger.admitted(list(admitted.groups)).values()}
-    version = _trained(found)
+    versions = {version for _, version in ledger.admitted(list(admitted.groups)).values()}
+    version = _trained(versions)
     if version is None:
         return None
     manifest = read(weights, version)
@@ -287,10 +300,16 @@ def _settle(
             rollouts.delete(blob.key)
     step = manifest.step
     return TrainedWindow(
-        window=number, version=version, digest=manifest.live, base=version - 1, turns=len(there) - len(lost),
-        refused=dict(Counter(refused.values())), hints=admitted.hints, hints_left_out=admitted.hints_left_out,
+        window=number,
+        version=version,
+        digest=manifest.live,
+        base=version - 1,
+        turns=len(there) - len(lost),
+        refused=dict(Counter(refused.values())),
+        hints=admitted.hints,
+        hints_left_out=admitted.hints_left_out,
         action=step.action if isinstance(step, StepRecord) else "go",
-    )  # fmt: skip
+    )
 
 
 def _note_refused(c: sa.Connection, number: int, refused: Mapping[str, str]) -> None:

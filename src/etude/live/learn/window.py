@@ -5,7 +5,7 @@
     replay(engine, contents, config, number)             is it the same, computed again from the log?
 
 A window looks at the turns since the last one and at those that the last one held. It is a pure function of the log,
-its cut and its settings; only who was forgotten is asked for as of `at`, which is later.
+its cut and its settings; the forgotten accounts alone are those as of `at`, which is later.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from sqlalchemy.exc import IntegrityError
 from etude.config.live import LabelsConfig
 from etude.errors import UserError
 from etude.failpoints import failpoint
-from etude.live.learn.attribution import rules_version, slow_signals
+from etude.live.learn.attribution import slow_signals
 from etude.live.learn.content import RequestFeatures, request_features
-from etude.live.learn.filters import Decided, WindowRows, decide, unwanted
+from etude.live.learn.filters import WindowDecision, WindowRows, decide, unwanted
+from etude.live.learn.rewards import rules_version
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, unseal
 from etude.live.log.records import (
@@ -43,10 +44,10 @@ from etude.live.log.records import (
 )
 from etude.store import ObjectMissing, Store
 
-MOST_TURNS = 200_000
+MAX_TURNS = 200_000
 """That one window looks at."""
-MOST_SIGNALS = 1000
-"""Of one edit, turn or session that are read: the first."""
+MAX_SIGNALS = 1000
+"""Signals of one edit, turn or session that are read: the first."""
 _REFUSALS = ("stale", "temperature", "too_long", "tokens")  # of the trainer, which it writes in the place of ours
 _PAGE = 500
 _ATTEMPTS = 5
@@ -180,8 +181,10 @@ def replay(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, numb
         exits = _exits(connection, number)
     then, now = ({e.turn for e in some if e.reason in ("expired", "forgotten")} for some in (exits, result.exits))
     if now - then:
-        raise UserError(f"window {number} cannot be replayed: contents of {len(now - then)} of its turns are gone, as "
-                        "retention and `etude live forget` ask for")  # fmt: skip
+        raise UserError(
+            f"window {number} cannot be replayed: contents of {len(now - then)} of its turns are gone, as "
+            "retention and `etude live forget` ask for"
+        )
     if row.version is not None:
         trained = {e.turn: e for e in result.exits if e.kind == ExitKind.TRAINED}
         exits = tuple(trained.get(e.turn, e) if e.reason in _REFUSALS else e for e in exits)
@@ -189,11 +192,11 @@ def replay(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, numb
 
 
 def calibration(engine: sa.Engine, config: LabelsConfig, number: int) -> dict[str, tuple[int, float | None]]:
-    """Whether early signals told the truth: of each kind of slow signal that arrived between a window's cut and the one
-    before, how many are on turns with a matured label, and the correlation of its value with the label's reward (None
-    where either is the same for all)."""
+    """How well early signals predict late ones: of each kind of slow signal that arrived between a window's cut and the
+    one before, how many are on turns with a matured label, and the correlation of its value with the label's reward
+    (None where either is the same for all)."""
     row = _window(engine, number)
-    told: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[str, list[tuple[float, float]]] = {}
     with journal.reading(engine) as connection:
         chosen = sa.select(schema.windows.c.cut).where(schema.windows.c.number == number - 1)
         since = connection.execute(chosen).scalar() or 0
@@ -208,8 +211,8 @@ def calibration(engine: sa.Engine, config: LabelsConfig, number: int) -> dict[st
             rewards |= {label.turn: label.reward for label in connection.execute(here.order_by(table.c.cut))}
     for signal in slow:
         if turn_of[signal.event] in rewards:
-            told.setdefault(str(signal.kind), []).append((signal.value, rewards[turn_of[signal.event]]))
-    return {kind: (len(rows), _correlation(rows)) for kind, rows in sorted(told.items())}
+            pairs.setdefault(str(signal.kind), []).append((signal.value, rewards[turn_of[signal.event]]))
+    return {kind: (len(rows), _correlation(rows)) for kind, rows in sorted(pairs.items())}
 
 
 def _correlation(rows: Sequence[tuple[float, float]]) -> float | None:
@@ -223,33 +226,36 @@ def exits_of(engine: sa.Engine, number: int) -> tuple[TurnExit, ...]:
         return _exits(connection, number)
 
 
-def _compute(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int, cut: int,
-             at: int) -> tuple[WindowResult, list[LiveSample]]:  # fmt: skip
+def _compute(
+    engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int, cut: int, at: int
+) -> tuple[WindowResult, list[LiveSample]]:
     with journal.reading(engine) as connection:
         rows = _rows(connection, number, cut, at)
-    asked = [t for t in rows.turns if t.id in rows.pending and not unwanted(t, rows.sessions[t.session], rows)]
-    keys = contents.keys(rows.sessions[t.session].account for t in asked)
+    wanted = [t for t in rows.turns if t.id in rows.pending and not unwanted(t, rows.sessions[t.session], rows)]
+    keys = contents.keys(rows.sessions[t.session].account for t in wanted)
     features: dict[str, RequestFeatures | str] = {}
-    for turn in asked:
+    for turn in wanted:
         key = keys[rows.sessions[turn.session].account]
         content = "forgotten" if key is None else contents.turn(key, turn)
         features[turn.id] = content if isinstance(content, str) else request_features(content)
-    decided = decide(rows, features, config)
-    batch = list(_samples(decided, rows, contents, keys))
+    decision = decide(rows, features, config)
+    batch = list(_samples(decision, rows, contents, keys))
     digest = blake3.blake3()
     for sample in batch:
         digest.update(msgspec.msgpack.encode(sample))
     pending = tuple(sorted((t for t in rows.turns if t.id in rows.pending), key=lambda t: t.id))
-    result = WindowResult(number, cut, at, rules_version(config), decided.labels, decided.exits, digest.hexdigest(),
-                          pending)  # fmt: skip
+    result = WindowResult(
+        number, cut, at, rules_version(config), decision.labels, decision.exits, digest.hexdigest(), pending
+    )
     return result, batch
 
 
-def _samples(decided: Decided, rows: WindowRows, contents: LiveContents,
-             keys: dict[str, bytes | None]) -> Iterator[LiveSample]:  # fmt: skip
+def _samples(
+    decision: WindowDecision, rows: WindowRows, contents: LiveContents, keys: dict[str, bytes | None]
+) -> Iterator[LiveSample]:
     turns = {turn.id: turn for turn in rows.turns}
-    made = {label.turn: label for label in decided.labels}
-    for each in decided.trained():
+    made = {label.turn: label for label in decision.labels}
+    for each in decision.trained():
         turn, label = turns[each.turn], made[each.turn]
         account = rows.sessions[turn.session].account
         key = keys[account]
@@ -259,22 +265,32 @@ def _samples(decided: Decided, rows: WindowRows, contents: LiveContents,
             raise UserError(f"the content of turn {turn.id} went away while its window was computed; try again")
         text = None if label.correction is None else contents.read(key, label.correction)
         yield LiveSample(
-            turn=turn.id, account=account, cluster=turn.cluster, manifest=turn.manifest, prompt_ids=content.prompt_ids,
-            ids=content.ids, logprobs=content.logprobs, temperature=content.temperature, top_p=content.top_p,
-            spans=turn.spans, reward=label.reward, advantage=each.advantage, weight=each.weight,
+            turn=turn.id,
+            account=account,
+            cluster=turn.cluster,
+            manifest=turn.manifest,
+            prompt_ids=content.prompt_ids,
+            ids=content.ids,
+            logprobs=content.logprobs,
+            temperature=content.temperature,
+            top_p=content.top_p,
+            spans=turn.spans,
+            reward=label.reward,
+            advantage=each.advantage,
+            weight=each.weight,
             correction=None if text is None else text.decode(),
-        )  # fmt: skip
+        )
 
 
 def _rows(connection: sa.Connection, number: int, cut: int, at: int) -> WindowRows:
-    """What the window `number` reads: turns from the cut before on, and those that the window before held."""
+    """The rows of the window `number`: turns from the cut before on, and those that the window before held."""
     before = connection.execute(sa.select(schema.windows.c.cut).where(schema.windows.c.number == number - 1)).scalar()
     held = [e.turn for e in _exits(connection, number - 1) if e.kind == ExitKind.HELD]
     pending = journal.of_ids(connection, ServedTurn, held)
     for turn in journal.turns(connection, cut, since=before or 0):
         pending[turn.id] = turn
-        if len(pending) > MOST_TURNS:
-            raise UserError(f"more than {MOST_TURNS:,} turns wait for a window: give an earlier --cut")
+        if len(pending) > MAX_TURNS:
+            raise UserError(f"more than {MAX_TURNS:,} turns wait for a window: give an earlier --cut")
     named = sorted({turn.session for turn in pending.values()})
     sessions = journal.of_ids(connection, Session, named)
     turns = list(_of(connection, ServedTurn, schema.turns, "session", named, schema.turns.c.at < cut))
@@ -283,22 +299,36 @@ def _rows(connection: sa.Connection, number: int, cut: int, at: int) -> WindowRo
     subjects = [*named, *names, *(s.id for s in edits)]
     table = schema.signals
     rank = sa.func.row_number().over(partition_by=table.c.subject, order_by=(table.c.arrived_at, table.c.event))
-    told: list[Signal] = []
+    signals: list[Signal] = []
     for low in range(0, len(subjects), _PAGE):
         here = table.c.subject.in_(subjects[low : low + _PAGE]) & (table.c.arrived_at < cut)
         ranked = sa.select(table, rank.label("place")).where(here).subquery()
-        first = sa.select(*(ranked.c[c.name] for c in table.c)).where(ranked.c.place <= MOST_SIGNALS)
-        told += [journal.record(Signal, row) for row in connection.execute(first).mappings()]
+        first = sa.select(*(ranked.c[c.name] for c in table.c)).where(ranked.c.place <= MAX_SIGNALS)
+        signals += [journal.record(Signal, row) for row in connection.execute(first).mappings()]
     accounts = {s.account for s in sessions.values()}
     forgotten = frozenset(t.account for t in journal.tombstones(connection, at) if t.account in accounts)
     return WindowRows(
-        number=number, cut=cut, at=at, sessions=sessions, turns=turns, pending=frozenset(pending), suggestions=edits,
-        signals=told, forgotten=forgotten, since=_first_seen(connection, sorted(accounts), cut),
-    )  # fmt: skip
+        number=number,
+        cut=cut,
+        at=at,
+        sessions=sessions,
+        turns=turns,
+        pending=frozenset(pending),
+        suggestions=edits,
+        signals=signals,
+        forgotten=forgotten,
+        since=_first_seen(connection, sorted(accounts), cut),
+    )
 
 
-def _of(connection: sa.Connection, kind: type[journal.R], table: sa.Table, column: str, values: Sequence[str],
-        where: sa.ColumnElement[bool]) -> Iterator[journal.R]:  # fmt: skip
+def _of(
+    connection: sa.Connection,
+    kind: type[journal.R],
+    table: sa.Table,
+    column: str,
+    values: Sequence[str],
+    where: sa.ColumnElement[bool],
+) -> Iterator[journal.R]:
     for low in range(0, len(values), _PAGE):
         chosen = sa.select(table).where(table.c[column].in_(values[low : low + _PAGE]), where)
         for row in connection.execute(chosen).mappings().all():
@@ -320,8 +350,16 @@ def _forgotten_since(connection: sa.Connection, at: int) -> bool:
 
 
 def _write(connection: sa.Connection, result: WindowResult, run: str = "", base_version: int = -1) -> None:
-    row = {"number": result.number, "cut": result.cut, "rules": result.rules, "batch": result.batch, "run": run,
-           "base_version": base_version, "version": None, "at": result.at}  # fmt: skip
+    row = {
+        "number": result.number,
+        "cut": result.cut,
+        "rules": result.rules,
+        "batch": result.batch,
+        "run": run,
+        "base_version": base_version,
+        "version": None,
+        "at": result.at,
+    }
     try:
         connection.execute(sa.insert(schema.windows).values(**row))
     except IntegrityError:

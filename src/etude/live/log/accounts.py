@@ -81,20 +81,20 @@ class Accounts:
     def keys(self, connection: sa.Connection, owners: dict[str, str], at: int) -> dict[str, bytes]:
         """The keys of accounts, made where there is none yet; `owners` maps accounts to their tenants. An account whose
         key was destroyed is left out."""
-        found: dict[str, bytes] = {}
+        keys: dict[str, bytes] = {}
         table, names = schema.account_keys, sorted(owners)
         for low in range(0, len(names), 500):
             chosen = sa.select(table.c.account, table.c.secret).where(table.c.account.in_(names[low : low + 500]))
             rows = {row.account: row.secret for row in connection.execute(chosen)}
             for account in names[low : low + 500]:
                 if account not in rows:
-                    found[account] = secrets.token_bytes(32)
-                    sealed = seal(self._wrapping_key, found[account], account)
+                    keys[account] = secrets.token_bytes(32)
+                    sealed = seal(self._wrapping_key, keys[account], account)
                     values = {"account": account, "tenant": owners[account], "secret": sealed, "at": at}
                     connection.execute(sa.insert(table).values(**values))
                 elif rows[account] is not None:
-                    found[account] = unseal(self._wrapping_key, bytes(rows[account]), account)
-        return found
+                    keys[account] = unseal(self._wrapping_key, bytes(rows[account]), account)
+        return keys
 
     def key(self, connection: sa.Connection, account: str) -> bytes | None:
         """The key of an account; None if there never was one, or if it was destroyed."""
@@ -123,7 +123,7 @@ def seal(key: bytes, data: bytes, name: str) -> bytes:
 
 
 def unseal(key: bytes, data: bytes, name: str) -> bytes:
-    """What `seal` took. Raises ValueError if key, name or data are not those."""
+    """The data that was sealed. Raises ValueError if key, name or data are not those."""
     from cryptography.exceptions import InvalidTag
 
     try:

@@ -1,9 +1,9 @@
-"""Signals that need no client: what an answer shows by itself, and what the next request of its session says of it.
+"""Signals that need no client: those of an answer itself, and those of the next request of its session.
 
     of_answer(question, answer)     invalid_call, question, no_edit       on the turn itself
     of_next(before, request)        retry, followup, answered             on the turn of the new request
 
-A conversation is what a request or a response of the three dialects says, as `Said` in their order (`conversation`,
+A conversation is the messages of a request or a response of the three dialects, in their order (`conversation`,
 `answer_of`). A follow-up is judged by a logistic rule over a short English word list, WORDS below, with weights set by
 hand. Its probability is kept as the signal's value; a message in which no word is found has the base rate of about one
 in six. It reads no other language, and no irony.
@@ -40,7 +40,7 @@ WORDS: dict[str, float] = {
     "good": -1.4, "works": -1.4, "cool": -1.6, "yes": -1.0, "now": -0.3, "also": -0.5, "next": -0.9,
 }  # fmt: skip
 REPEATED, LOUD = 1.6, 1.2
-"""Added if the message says what the user's last one said, and if it shouts."""
+"""Added for a repetition of the user's last message, and for capitals or exclamation marks."""
 ASKS_FOR_EDIT = frozenset({
     "add", "change", "convert", "create", "delete", "extend", "fix", "handle", "implement", "improve", "make",
     "migrate", "move", "optimise", "optimize", "port", "refactor", "remove", "rename", "repair", "replace", "rewrite",
@@ -48,14 +48,17 @@ ASKS_FOR_EDIT = frozenset({
 })  # fmt: skip
 """First words of a request for an edit, after "please", "can you" and their like."""
 
-_POLITE = re.compile(r"^(?:please|pls|hi|hello|hey|now|then|and|so|ok|okay|can you|could you|would you|i want you to|"
-                     r"i need you to|let's|we should|you should|to)[\s,.!:]+", re.I)  # fmt: skip
+_POLITE = re.compile(
+    r"^(?:please|pls|hi|hello|hey|now|then|and|so|ok|okay|can you|could you|would you|i want you to|"
+    r"i need you to|let's|we should|you should|to)[\s,.!:]+",
+    re.I,
+)
 _WORD = re.compile(r"[a-z']+")
-_MOST = 4000  # characters of a message that are judged
+_MAX_CHARACTERS = 4000  # characters of a message that are judged
 
 
 @dataclass(frozen=True)
-class SaidCall:
+class MessageCall:
     """A tool call: its arguments as the text that was written."""
 
     name: str
@@ -63,12 +66,12 @@ class SaidCall:
 
 
 @dataclass(frozen=True)
-class Said:
+class Message:
     """A message: "system", "user", "assistant" or "tool"."""
 
     role: str
     text: str = ""
-    calls: tuple[SaidCall, ...] = ()
+    calls: tuple[MessageCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,53 +83,55 @@ class DerivedSignal:
     text: str | None = None
 
 
-def of_answer(request: Sequence[Said], answer: Said, tools: Mapping[str, Mapping[str, Any]]) -> list[DerivedSignal]:
-    """What an answer to `request` shows; `tools`: name -> JSON schema of its arguments."""
-    found: list[DerivedSignal] = []
+def of_answer(
+    request: Sequence[Message], answer: Message, tools: Mapping[str, Mapping[str, Any]]
+) -> list[DerivedSignal]:
+    """The signals of an answer to `request`; `tools`: name -> JSON schema of its arguments."""
+    signals: list[DerivedSignal] = []
     if any(not is_valid(call, tools) for call in answer.calls):
-        found.append(DerivedSignal(SignalKind.INVALID_CALL, 1.0))
+        signals.append(DerivedSignal(SignalKind.INVALID_CALL, 1.0))
     if answer.calls or "```" in answer.text:
-        return found
-    last = max((place for place, said in enumerate(request) if said.role == "user"), default=-1)
-    worked = any(said.calls or "```" in said.text for said in request[last + 1 :])
+        return signals
+    last = max((place for place, message in enumerate(request) if message.role == "user"), default=-1)
+    worked = any(message.calls or "```" in message.text for message in request[last + 1 :])
     if answer.text.rstrip(" \n*_)").endswith("?"):
-        found.append(DerivedSignal(SignalKind.QUESTION, 1.0))
+        signals.append(DerivedSignal(SignalKind.QUESTION, 1.0))
     elif last >= 0 and not worked and asks_for_edit(request[last].text):
-        found.append(DerivedSignal(SignalKind.NO_EDIT, 1.0))
-    return found
+        signals.append(DerivedSignal(SignalKind.NO_EDIT, 1.0))
+    return signals
 
 
-def of_next(before: Sequence[Said], answer: Said, request: Sequence[Said]) -> list[DerivedSignal]:
-    """What the next request of a session says of the `answer` to `before`. RETRY is 1 for the same messages again, and
-    1/2 for the last one in other words in the answer's place. Results of tools alone say nothing."""
-    old, new = [_key(said) for said in before], [_key(said) for said in request]
+def of_next(before: Sequence[Message], answer: Message, request: Sequence[Message]) -> list[DerivedSignal]:
+    """The signals of the next request of a session on the `answer` to `before`. RETRY is 1 for the same messages again,
+    and 1/2 for the last one in other words in the answer's place. Results of tools alone give none."""
+    old, new = [_key(message) for message in before], [_key(message) for message in request]
     if new == old:
         return [DerivedSignal(SignalKind.RETRY, 1.0)]
-    mine = [said for said in before if said.role == "user"]
+    mine = [message for message in before if message.role == "user"]
     if len(new) == len(old) and new[:-1] == old[:-1] and request[-1].role == "user":
         return [DerivedSignal(SignalKind.RETRY, 0.5)]
     if new[: len(old)] != old or len(new) <= len(old) or request[len(old)].role != "assistant":
         return []
-    fresh = [said.text for said in request[len(old) :] if said.role == "user" and said.text.strip()]
+    fresh = [message.text for message in request[len(old) :] if message.role == "user" and message.text.strip()]
     if not fresh:
         return []
     text = "\n".join(fresh)
-    found = [DerivedSignal(SignalKind.FOLLOWUP, dissatisfied(text, mine[-1].text if mine else ""), text)]
+    signals = [DerivedSignal(SignalKind.FOLLOWUP, dissatisfied(text, mine[-1].text if mine else ""), text)]
     if any(s.kind is SignalKind.QUESTION for s in of_answer(before, answer, {})):
-        found.append(DerivedSignal(SignalKind.ANSWERED, 1.0))
-    return found
+        signals.append(DerivedSignal(SignalKind.ANSWERED, 1.0))
+    return signals
 
 
 def dissatisfied(text: str, before: str = "") -> float:
     """Probability that a user's message is dissatisfied with the answer before it; `before`: the user's last one."""
-    body = re.sub(r"```.*?(?:```|$)", " ", text[:_MOST], flags=re.S).replace("\u2019", "'")
+    body = re.sub(r"```.*?(?:```|$)", " ", text[:_MAX_CHARACTERS], flags=re.S).replace("\u2019", "'")
     words = " ".join(_WORD.findall(body.lower()))
     odds, rest = BASE, f" {words} "
     for phrase, weight in WORDS.items():
         if f" {phrase} " in rest:
             odds += weight
             rest = rest.replace(f" {phrase} ", " ")
-    old, new = set(_WORD.findall(before[:_MOST].lower())), set(words.split())
+    old, new = set(_WORD.findall(before[:_MAX_CHARACTERS].lower())), set(words.split())
     if len(new) >= 3 and len(old & new) / len(old | new) > 0.6:
         odds += REPEATED
     letters = [c for c in body if c.isalpha()]
@@ -137,14 +142,14 @@ def dissatisfied(text: str, before: str = "") -> float:
 
 def asks_for_edit(text: str) -> bool:
     """Whether a message begins as a request for an edit does."""
-    rest = text.strip()[:_MOST]
+    rest = text.strip()[:_MAX_CHARACTERS]
     while (shorter := _POLITE.sub("", rest, count=1)) != rest:
         rest = shorter
     first = _WORD.match(rest.lower())
     return bool(first) and first.group() in ASKS_FOR_EDIT
 
 
-def is_valid(call: SaidCall, tools: Mapping[str, Mapping[str, Any]]) -> bool:
+def is_valid(call: MessageCall, tools: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether a call names a tool that was offered, and its arguments are a JSON object with what the tool requires and
     of its types. Without any tools in the request, only the JSON is looked at."""
     try:
@@ -160,94 +165,98 @@ def is_valid(call: SaidCall, tools: Mapping[str, Mapping[str, Any]]) -> bool:
     return all(_is_of(value, _map(properties.get(name)).get("type")) for name, value in arguments.items())
 
 
-def conversation(dialect: str, body: Mapping[str, Any]) -> list[Said]:
+def conversation(dialect: str, body: Mapping[str, Any]) -> list[Message]:
     """The messages of a request: of "chat" (OpenAI), "responses" (OpenAI) or "messages" (Anthropic)."""
-    found: list[Said] = []
+    messages: list[Message] = []
     if dialect == "responses":
         if body.get("instructions"):
-            found.append(Said("system", _text(body["instructions"])))
+            messages.append(Message("system", _text(body["instructions"])))
         entries = body.get("input") or []
-        found += _joined([Said("user", entries)] if isinstance(entries, str) else [_item(e) for e in _maps(entries)])
-        return found
+        messages += _joined(
+            [Message("user", entries)] if isinstance(entries, str) else [_item(e) for e in _maps(entries)]
+        )
+        return messages
     if body.get("system"):
-        found.append(Said("system", _text(body["system"])))
+        messages.append(Message("system", _text(body["system"])))
     for message in _maps(body.get("messages")):
-        found += _chat(message) if dialect == "chat" else _blocks(message)
-    return found
+        messages += _chat(message) if dialect == "chat" else _blocks(message)
+    return messages
 
 
-def answer_of(dialect: str, body: Mapping[str, Any]) -> Said:
+def answer_of(dialect: str, body: Mapping[str, Any]) -> Message:
     """The answer in a response of a dialect, not streamed."""
     if dialect == "chat":
         choices = _maps(body.get("choices"))
-        return _chat({"role": "assistant"} | dict(choices[0].get("message") or {}))[0] if choices else Said("assistant")
+        return (
+            _chat({"role": "assistant"} | dict(choices[0].get("message") or {}))[0] if choices else Message("assistant")
+        )
     if dialect == "messages":
-        said = _blocks({"role": "assistant", "content": body.get("content")})
-        return said[0] if said else Said("assistant")
+        message = _blocks({"role": "assistant", "content": body.get("content")})
+        return message[0] if message else Message("assistant")
     items = _joined([_item(item) for item in _maps(body.get("output"))])
-    return next((said for said in items if said.role == "assistant"), Said("assistant"))
+    return next((message for message in items if message.role == "assistant"), Message("assistant"))
 
 
 def tools_of(body: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The tools of a request, in any dialect: name -> JSON schema of the arguments."""
-    found: dict[str, Mapping[str, Any]] = {}
+    tools: dict[str, Mapping[str, Any]] = {}
     for tool in _maps(body.get("tools")):
         inner = _map(tool.get("function")) or tool
         schema = inner.get("parameters") or inner.get("input_schema") or {}
         if isinstance(inner.get("name"), str):
-            found[inner["name"]] = schema if isinstance(schema, Mapping) else {}
-    return found
+            tools[inner["name"]] = schema if isinstance(schema, Mapping) else {}
+    return tools
 
 
-def _chat(message: Mapping[str, Any]) -> list[Said]:
+def _chat(message: Mapping[str, Any]) -> list[Message]:
     calls = tuple(
-        SaidCall(str(f.get("name")), _arguments(f.get("arguments")))
+        MessageCall(str(f.get("name")), _arguments(f.get("arguments")))
         for f in (_map(call.get("function")) for call in _maps(message.get("tool_calls")))
     )
     role = str(message.get("role"))
-    return [Said("system" if role == "developer" else role, _text(message.get("content")), calls)]
+    return [Message("system" if role == "developer" else role, _text(message.get("content")), calls)]
 
 
-def _blocks(message: Mapping[str, Any]) -> list[Said]:
-    """A message of Anthropic's: results of tools come in messages of the user, and are told apart."""
+def _blocks(message: Mapping[str, Any]) -> list[Message]:
+    """A message of Anthropic's: results of tools come in messages of the user, and are made messages of their own."""
     role, content = str(message.get("role")), message.get("content")
     if isinstance(content, str):
-        return [Said(role, content)]
+        return [Message(role, content)]
     blocks = _maps(content)
     calls = tuple(
-        SaidCall(str(b.get("name")), _arguments(b.get("input"))) for b in blocks if b.get("type") == "tool_use"
+        MessageCall(str(b.get("name")), _arguments(b.get("input"))) for b in blocks if b.get("type") == "tool_use"
     )
-    results = [Said("tool", _text(b.get("content"))) for b in blocks if b.get("type") == "tool_result"]
+    results = [Message("tool", _text(b.get("content"))) for b in blocks if b.get("type") == "tool_result"]
     text = "".join(str(b.get("text", "")) for b in blocks if b.get("type") == "text")
-    return results + ([Said(role, text, calls)] if text or calls or not results else [])
+    return results + ([Message(role, text, calls)] if text or calls or not results else [])
 
 
-def _item(item: Mapping[str, Any]) -> Said:
+def _item(item: Mapping[str, Any]) -> Message:
     """An item of the Responses API."""
     kind = item.get("type") or "message"
     if kind == "function_call":
-        return Said("assistant", "", (SaidCall(str(item.get("name")), _arguments(item.get("arguments"))),))
+        return Message("assistant", "", (MessageCall(str(item.get("name")), _arguments(item.get("arguments"))),))
     if kind == "function_call_output":
-        return Said("tool", _text(item.get("output")))
+        return Message("tool", _text(item.get("output")))
     if kind != "message":
-        return Said("")
+        return Message("")
     role = str(item.get("role") or "assistant")
-    return Said("system" if role == "developer" else role, _text(item.get("content")))
+    return Message("system" if role == "developer" else role, _text(item.get("content")))
 
 
-def _joined(items: Sequence[Said]) -> list[Said]:
+def _joined(items: Sequence[Message]) -> list[Message]:
     """Neighbouring items of the assistant are one message; reasoning and the like are left out."""
-    found: list[Said] = []
-    for said in items:
-        if found and found[-1].role == said.role == "assistant":
-            found[-1] = Said("assistant", found[-1].text + said.text, found[-1].calls + said.calls)
-        elif said.role:
-            found.append(said)
-    return found
+    messages: list[Message] = []
+    for message in items:
+        if messages and messages[-1].role == message.role == "assistant":
+            messages[-1] = Message("assistant", messages[-1].text + message.text, messages[-1].calls + message.calls)
+        elif message.role:
+            messages.append(message)
+    return messages
 
 
-def _key(said: Said) -> tuple[str, str, tuple[SaidCall, ...]]:
-    return said.role, " ".join(said.text.split()), said.calls
+def _key(message: Message) -> tuple[str, str, tuple[MessageCall, ...]]:
+    return message.role, " ".join(message.text.split()), message.calls
 
 
 def _text(content: Any) -> str:
@@ -269,8 +278,15 @@ def _maps(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    kinds: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list,
-                             "object": dict, "null": type(None)}  # fmt: skip
+    kinds: dict[str, Any] = {
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+        "array": list,
+        "object": dict,
+        "null": type(None),
+    }
     names = kind if isinstance(kind, list) else [kind]
     if not all(isinstance(name, str) and name in kinds for name in names):
         return True

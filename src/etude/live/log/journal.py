@@ -126,11 +126,11 @@ def tombstones(connection: sa.Connection, cut: int, since: int = 0) -> Iterator[
 
 def of_ids(connection: sa.Connection, kind: type[R], ids: Sequence[str]) -> dict[str, R]:
     """Sessions, turns or suggestions by identifier; those that the log lacks are left out."""
-    table, found = _TABLES[kind], dict[str, R]()
+    table, records = _TABLES[kind], dict[str, R]()
     for low in range(0, len(ids), 500):  # the databases bound the parameters of a statement
         chosen = sa.select(table).where(table.c.id.in_(ids[low : low + 500]))
-        found |= {each.id: record(kind, each) for each in connection.execute(chosen).mappings()}
-    return found
+        records |= {each.id: record(kind, each) for each in connection.execute(chosen).mappings()}
+    return records
 
 
 def _read(connection: sa.Connection, kind: type[R], time_: str, name: str, cut: int, since: int) -> Iterator[R]:

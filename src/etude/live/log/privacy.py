@@ -1,4 +1,4 @@
-"""What an account may ask for, and what time takes: forget, export, retention; and strings planted to be found again.
+"""Privacy: an account is forgotten or exported, old contents are deleted, and planted strings show what leaks.
 
 `forget` destroys the key of the account first: from then on its contents are unreadable, wherever a copy of them lies.
 Then the contents are deleted, and every row with a text of a client; what is left are the account's hash, its turns
@@ -44,7 +44,8 @@ _SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ka", "le", "mi", "no", "pu", "ra", 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What `forget` did. `versions` were trained on the account; `releases` are those of them that reached the gate."""
+    """The result of `forget`. `versions` were trained on the account; `releases` are those of them that reached the
+    gate."""
 
     account: str
     turns: int
@@ -54,7 +55,7 @@ class Forgotten:
     waiting: int
     """Turns that waited in a run's ledger for its trainer."""
     remains: str
-    """What could not be emptied now; empty if nothing."""
+    """The parts that could not be emptied now; empty if there are none."""
 
 
 def forget(engine: sa.Engine, store: Store, accounts: Accounts, folder: Path, tenant: str, user: str) -> Forgotten:
@@ -126,7 +127,7 @@ def _pages(names: Sequence[str]) -> Iterable[Sequence[str]]:
 
 def _leave_runs(folder: Path, turns: Sequence[str]) -> int:
     """Deletes the tokens of turns that wait in the ledgers of runs below the folder, which play them no more."""
-    found, mine = 0, set(turns)
+    left, mine = 0, set(turns)
     for place in sorted(folder.glob("*/ledger.db")):
         run = place.parent
         with runfolder.lock(run):
@@ -138,12 +139,21 @@ def _leave_runs(folder: Path, turns: Sequence[str]) -> int:
                         ledger.play_again(group, member)
                 for lease in ledger.lease("forget", 1_000_000, 1.0):  # others' are free again in a second
                     if lease.task_id in mine:
-                        ledger.finish(lease, outcome=Outcome.QUARANTINED, reward=0.0, passed=False, blob=None, tokens=0,
-                                      min_version=-1, metrics={}, reason="forgotten")  # fmt: skip
-                        found += 1
+                        ledger.finish(
+                            lease,
+                            outcome=Outcome.QUARANTINED,
+                            reward=0.0,
+                            passed=False,
+                            blob=None,
+                            tokens=0,
+                            min_version=-1,
+                            metrics={},
+                            reason="forgotten",
+                        )
+                        left += 1
             finally:
                 ledger.close()
-    return found
+    return left
 
 
 def _rewrite(engine: sa.Engine) -> str:
@@ -199,14 +209,14 @@ def export(engine: sa.Engine, store: Store, accounts: Accounts, tenant: str, use
                 (place / f"{number}.txt").write_bytes(data)
                 signal["file"] = f"texts/{number}.txt"
                 files += 1
-        told = {"tenant": tenant, "user": user, "account": account, **rows}
-        (temporary / "account.json").write_text(json.dumps(told, indent=1, ensure_ascii=False))
+        account_row = {"tenant": tenant, "user": user, "account": account, **rows}
+        (temporary / "account.json").write_text(json.dumps(account_row, indent=1, ensure_ascii=False))
         os.replace(temporary, out)
     except OSError as e:
         raise UserError(f"the export to {out} failed: {e.strerror or e}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return {name: len(found) for name, found in rows.items()} | {"files": files}
+    return {name: len(entries) for name, entries in rows.items()} | {"files": files}
 
 
 def _rows_of(connection: sa.Connection, account: str) -> dict[str, list[dict[str, Any]]]:

@@ -33,7 +33,7 @@ def ulid_of(number: int) -> str:
 
 
 class Retention(StrEnum):
-    """How long the content of a session is kept: the days are the tenant's (LivePolicy)."""
+    """The retention of the content of a session; the days are the tenant's (LivePolicy)."""
 
     NONE = "none"  # no consent: counters only
     RAW = "raw"
@@ -41,7 +41,7 @@ class Retention(StrEnum):
 
 
 class Arm(StrEnum):
-    """Which release answers an account."""
+    """The group of an account, whose release answers it."""
 
     CONTROL = "control"
     CANARY = "canary"
@@ -49,7 +49,7 @@ class Arm(StrEnum):
 
 
 class TurnKind(StrEnum):
-    """What a request was for; only main turns are trained on."""
+    """The purpose of a request; only main turns are trained on."""
 
     MAIN = "main"
     SIDE = "side"  # a title, a summary, a sub-agent's own request
@@ -113,7 +113,7 @@ class ServedTurn(Record, frozen=True, kw_only=True):
 
 
 class TurnContent(Record, frozen=True, kw_only=True):
-    """What one answer was made of, after scrubbing: tokens are little-endian int32, log-probabilities float32, as in
+    """The content of one turn, after scrubbing: tokens are little-endian int32, log-probabilities float32, as in
     `records.Segment`. A turn is not trained on if any token of it was replaced."""
 
     dialect: str  # "chat", "responses" or "messages"
@@ -140,9 +140,10 @@ class Suggestion(Record, frozen=True, kw_only=True):
 
 
 class SignalKind(StrEnum):
-    """What a client, git or CI tells. Values are shares or probabilities in [0, 1] unless said otherwise. Subjects of
-    FOLLOWUP, RETRY and ANSWERED are the turn whose request brings the message: they belong to the turn before it, but
-    for a FOLLOWUP whose source is "explicit". ENDED and TESTS of a session belong to all of its turns, decayed."""
+    """The kinds of signals of clients, git and CI. Values are shares or probabilities in [0, 1] unless noted otherwise.
+    Subjects of FOLLOWUP, RETRY and ANSWERED are the turn whose request brings the message: they belong to the turn
+    before it, but for a FOLLOWUP whose source is "explicit". ENDED and TESTS of a session belong to all of its turns,
+    decayed."""
 
     SHOWN = "shown"
     APPLIED = "applied"
@@ -198,7 +199,7 @@ class LabelState(StrEnum):
 
 
 class Label(Record, frozen=True, kw_only=True):
-    """What a turn earned, as the log stood at `cut` (its `arrived_at`); a pure function of the log."""
+    """The reward of a turn, as the log stood at `cut` (its `arrived_at`); a pure function of the log."""
 
     turn: str
     cut: int
@@ -212,7 +213,8 @@ class Label(Record, frozen=True, kw_only=True):
 
 
 class ExitKind(StrEnum):
-    """How a turn left a window. TRAINED and DROPPED are final; a HELD turn is looked at again in the next window."""
+    """The exit of a turn from a window. TRAINED and DROPPED are final; a HELD turn is looked at again in the next
+    window."""
 
     TRAINED = "trained"
     HELD = "held"

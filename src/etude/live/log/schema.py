@@ -11,7 +11,7 @@ from etude.errors import UserError
 from etude.ledger.database import open_database
 
 VERSION = "1"
-"""Of the tables; a log of another version is refused."""
+"""The version of the tables; a log of another version is refused."""
 
 metadata = sa.MetaData()
 
@@ -147,11 +147,11 @@ def _keep(connection: Any, _: object) -> None:
 def _create(connection: sa.Connection) -> None:
     """Makes the tables, or checks that those there are ours."""
     metadata.create_all(connection)
-    found = connection.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar()
-    if found is None:
+    version = connection.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar()
+    if version is None:
         connection.execute(sa.insert(meta), [{"key": "schema", "value": VERSION}, {"key": "clock", "value": "0"}])
-    elif found != VERSION:
+    elif version != VERSION:
         raise UserError(
-            f"the live log {connection.engine.url} has schema {found}, this etude reads {VERSION}; "
+            f"the live log {connection.engine.url} has schema {version}, this etude reads {VERSION}; "
             "keep it with the etude that began it, and start a new folder"
         )

@@ -56,7 +56,7 @@ PERSONAL = ("home", "email", "telephone", "ip")
 """Rules whose findings a tenant may keep in the encrypted content, if the request names them."""
 
 Check = Callable[[str], bool]
-Found = frozenset[tuple[str, str]]
+Findings = frozenset[tuple[str, str]]
 """Findings: rule and text."""
 
 
@@ -129,29 +129,29 @@ _OWN: tuple[tuple[str, str, int, Check], ...] = (
 def _rules() -> tuple[tuple[str, re.Pattern[str], int, Check], ...]:
     import detect_secrets.plugins.keyword as keyword
 
-    found: list[tuple[str, re.Pattern[str], int, Check]] = []
+    rules: list[tuple[str, re.Pattern[str], int, Check]] = []
     for path in _PLUGINS:
         module, name = path.split(".")
         plugin: Any = getattr(__import__(f"detect_secrets.plugins.{module}", fromlist=[name]), name)
         check = plugin.is_formally_valid if name == "JwtTokenDetector" else lambda _: True
-        found += [(module, pattern, 0, check) for pattern in plugin().denylist]
+        rules += [(module, pattern, 0, check) for pattern in plugin().denylist]
     quoted = keyword.QUOTES_REQUIRED_DENYLIST_REGEX_TO_GROUP
-    found += [("keyword", pattern, group, lambda t: len(t) >= 6) for pattern, group in quoted.items()]
-    return (*found, *((rule, re.compile(text), group, check) for rule, text, group, check in _OWN))
+    rules += [("keyword", pattern, group, lambda t: len(t) >= 6) for pattern, group in quoted.items()]
+    return (*rules, *((rule, re.compile(text), group, check) for rule, text, group, check in _OWN))
 
 
 @cache
 def rules_version() -> str:
-    """What a record names as the rules that it was scrubbed with."""
+    """The version of the rules, which scrubbed records name."""
     return f"2 detect-secrets {version('detect-secrets')}"
 
 
-_clean: dict[bytes, Found] = {}
+_clean: dict[bytes, Findings] = {}
 """Digests of texts without findings but these personal ones: a conversation comes again with every turn."""
-_MOST_CLEAN = 200_000
+_MAX_CLEAN = 200_000
 
 
-def scrubbed(text: str, stay: Found = frozenset()) -> tuple[str, dict[str, int]]:
+def scrubbed(text: str, stay: Findings = frozenset()) -> tuple[str, dict[str, int]]:
     """The text without its findings but those that `stay`, and their number by rule. Raises UserError without
     detect-secrets."""
     digest = _digest(text)
@@ -178,7 +178,7 @@ def _spans(text: str, digest: bytes) -> list[tuple[int, int, str]]:
     spans = sorted(_findings(text))
     if all(rule in PERSONAL for _, _, rule in spans):
         _clean[digest] = frozenset((rule, text[first:last]) for first, last, rule in spans)
-        if len(_clean) > _MOST_CLEAN:
+        if len(_clean) > _MAX_CLEAN:
             del _clean[next(iter(_clean))]
     return spans
 
@@ -234,23 +234,23 @@ def scrub_documents(documents: Sequence[bytes], keep: Sequence[str]) -> tuple[li
     return cleaned, dict(counts)
 
 
-def scrub_json(data: bytes, stay: Found = frozenset()) -> tuple[bytes, dict[str, int]]:
+def scrub_json(data: bytes, stay: Findings = frozenset()) -> tuple[bytes, dict[str, int]]:
     """JSON, or any text, with every string in it scrubbed, keys included, but for what may `stay`."""
     counts: Counter[str] = Counter()
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):
-            text, found = scrubbed(value, stay)
-            counts.update(found)
+            text, counted = scrubbed(value, stay)
+            counts.update(counted)
             return text
         if isinstance(value, dict):
             return {clean(key): clean(item) for key, item in value.items()}
         if isinstance(value, list):
             return [clean(item) for item in value]
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**12:
-            text, found = scrubbed(str(value))
-            counts.update(found)
-            return text if found else value
+            text, counted = scrubbed(str(value))
+            counts.update(counted)
+            return text if counted else value
         return value
 
     try:

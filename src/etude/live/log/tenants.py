@@ -22,8 +22,8 @@ from etude.live.log.scrub import PERSONAL
 
 _PREFIX = "etl_"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MOST_KEYS = 100_000
-_MOST_DAYS = 36_500
+_MAX_KEYS = 100_000
+_MAX_DAYS = 36_500
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ApiKey:
 
 
 def digest_of(key: str) -> str:
-    """What the log knows of a key: BLAKE2b-256, hexadecimal. A slow hash would add nothing to 256 random bits."""
+    """The digest of a key in the log: BLAKE2b-256, hexadecimal. A slow hash would add nothing to 256 random bits."""
     return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=32, person=b"etude-live-key").hexdigest()
 
 
@@ -51,8 +51,8 @@ def create_key(engine: sa.Engine, tenant: str, name: str) -> str:
         listed = connection.execute(_keys(tenant)).all()
         if any(row.name == name and row.revoked is None for row in listed):
             raise UserError(f"the tenant {tenant} has a key {name} already; revoke it first, or give another --name")
-        if connection.execute(sa.select(sa.func.count()).select_from(schema.api_keys)).scalar_one() >= _MOST_KEYS:
-            raise UserError(f"a live loop has at most {_MOST_KEYS} keys")
+        if connection.execute(sa.select(sa.func.count()).select_from(schema.api_keys)).scalar_one() >= _MAX_KEYS:
+            raise UserError(f"a live loop has at most {_MAX_KEYS} keys")
         values = {"digest": digest_of(key), "tenant": tenant, "name": name, "created": time.time_ns()}
         connection.execute(sa.insert(schema.api_keys).values(**values))
     return key
@@ -75,9 +75,9 @@ def revoke_key(engine: sa.Engine, tenant: str, name: str) -> None:
 
 def set_policy(engine: sa.Engine, tenant: str, policy: LivePolicy) -> None:
     """Makes a tenant, or changes its policy. Raises UserError."""
-    days_are_sane = all(0 < days <= _MOST_DAYS for days in (policy.raw_days, policy.trained_days))
+    days_are_sane = all(0 < days <= _MAX_DAYS for days in (policy.raw_days, policy.trained_days))
     if policy.requests_per_minute < 1 or not days_are_sane:
-        raise UserError(f"a policy has days above 0, at most {_MOST_DAYS}, and at least one request per minute")
+        raise UserError(f"a policy has days above 0, at most {_MAX_DAYS}, and at least one request per minute")
     if wrong := sorted(set(policy.keep) - set(PERSONAL)):
         raise UserError(f"{wrong[0]!r} is no personal data that can be kept: one of {', '.join(PERSONAL)}")
     with engine.begin() as connection:
@@ -129,7 +129,7 @@ class Directory:
 
     def refresh(self, connection: sa.Connection) -> None:
         """Reads keys and policies."""
-        valid = _keys(None).where(schema.api_keys.c.revoked.is_(None)).limit(_MOST_KEYS)
+        valid = _keys(None).where(schema.api_keys.c.revoked.is_(None)).limit(_MAX_KEYS)
         keys = {row["digest"]: ApiKey(**row) for row in connection.execute(valid).mappings()}
         self.policies = policies(connection)
         self.keys = keys

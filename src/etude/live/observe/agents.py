@@ -1,4 +1,4 @@
-"""What agents tell of their work: when the actions of an answer ran, so that an edit of the tree belongs to its turn.
+"""Reports of agents on their work: when the actions of an answer ran, so that an edit of the tree belongs to its turn.
 
 Two kinds of file are read, both only ever from this machine:
 
@@ -25,7 +25,7 @@ from typing import Any
 from etude.errors import UserError
 from etude.live.log.records import SignalKind
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 _ULID = re.compile(r"(?<![0-9A-Za-z])[0-7][0-9A-HJKMNP-TV-Z]{25}$")
 TOLD = frozenset({
     SignalKind.TESTS, SignalKind.LINT, SignalKind.RATING, SignalKind.REJECTED, SignalKind.RESTORED,
@@ -45,7 +45,7 @@ class AgentStep:
 
 
 @dataclass(frozen=True)
-class ToldSignal:
+class AgentSignal:
     """A signal from a client's line; `line` makes its event unique."""
 
     turn: str
@@ -67,31 +67,31 @@ class AgentFile:
     _stamp: tuple[int, int, int] = (0, 0, 0)
     _offset: int = 0
 
-    def read(self) -> list[ToldSignal]:
+    def read(self) -> list[AgentSignal]:
         """Reads what is new. A document that is being written is read the next time. Raises UserError for a file that
         is neither format."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except FileNotFoundError:
             return []
-        stamp = found.st_mtime_ns, found.st_size, found.st_ino
+        stamp = status.st_mtime_ns, status.st_size, status.st_ino
         if stamp == self._stamp:
             return []
-        if found.st_size > MOST_BYTES:
-            raise UserError(f"{self.path} has more than {MOST_BYTES >> 20} MiB; give another --agent")
+        if status.st_size > MAX_BYTES:
+            raise UserError(f"{self.path} has more than {MAX_BYTES >> 20} MiB; give another --agent")
         if self.path.suffix == ".jsonl":
             if stamp[2] != self._stamp[2] or stamp[1] < self._offset:
                 self._offset = 0
-            told = self._read_lines()
+            signals = self._read_lines()
         else:
-            told = []
+            signals = []
             if not self._read_trajectory():
-                return told
+                return signals
         self._stamp = stamp
-        return told
+        return signals
 
-    def _read_lines(self) -> list[ToldSignal]:
-        told: list[ToldSignal] = []
+    def _read_lines(self) -> list[AgentSignal]:
+        signals: list[AgentSignal] = []
         with self.path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -100,10 +100,10 @@ class AgentFile:
                 self._offset += len(line)
                 signal = self._line(line)
                 if signal is not None:
-                    told.append(signal)
-        return told
+                    signals.append(signal)
+        return signals
 
-    def _line(self, line: bytes) -> ToldSignal | None:
+    def _line(self, line: bytes) -> AgentSignal | None:
         try:
             entry = json.loads(line)
             turn = str(entry["turn"])
@@ -115,7 +115,7 @@ class AgentFile:
             if kind not in TOLD:
                 raise ValueError(kind)
             name = hashlib.blake2b(f"{os.fspath(self.path)}:{self._offset}:".encode() + line, digest_size=16)
-            return ToldSignal(turn, kind, float(entry["value"]), name.hexdigest())
+            return AgentSignal(turn, kind, float(entry["value"]), name.hexdigest())
         except (ValueError, KeyError, TypeError):
             self.refused += 1
             return None
@@ -128,8 +128,9 @@ class AgentFile:
             return False
         form = document.get("trajectory_format") if isinstance(document, dict) else None
         if not str(form).startswith("mini-swe-agent-1"):
-            raise UserError(f"{self.path} is no trajectory of mini-swe-agent (its format is {form}); name JSON lines "
-                            f"FILE.jsonl")  # fmt: skip
+            raise UserError(
+                f"{self.path} is no trajectory of mini-swe-agent (its format is {form}); name JSON lines FILE.jsonl"
+            )
         messages = [each for each in document.get("messages") or () if isinstance(each, dict)]
         self.steps |= {step.turn: step for step in mini_steps(messages)}
         last = messages[-1] if messages else {}
@@ -148,10 +149,10 @@ def mini_steps(messages: list[dict[str, Any]]) -> list[AgentStep]:
             continue
         ended = started
         for later in messages[place + 1 :]:
-            told = later.get("extra") or {}
-            if "response" in told:
+            extra = later.get("extra") or {}
+            if "response" in extra:
                 break
-            ended = max(ended, told.get("timestamp") or ended)
+            ended = max(ended, extra.get("timestamp") or ended)
         if ended == started and extra.get("actions"):  # the last command ended the agent, and has no observation
             ended = started + 60.0
         steps.append(AgentStep(turn, float(started), float(ended), str(response.get("model") or "")))

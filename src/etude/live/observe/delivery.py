@@ -18,7 +18,7 @@ from etude.live.observe.spool import WatchState
 
 SECONDS = 15.0
 """Deadline of one request."""
-MOST = 100  # signals of one request
+_MAX_SIGNALS = 100  # signals of one request
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 UNKNOWN_SECONDS = 600.0
 """For which a signal on a turn that the gateway does not know is sent again: the turn is written after its answer."""
@@ -35,7 +35,7 @@ class Delivery:
     refused: int = 0
     _pause: float = 0.0
     _after: float = 0.0  # monotonic; not before that time
-    _told: set[str] = field(default_factory=set[str])  # turns of which stderr has a line
+    _reported: set[str] = field(default_factory=set[str])  # turns of which stderr has a line
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -52,15 +52,19 @@ class Delivery:
         """Sends what waits. False if some of it has to wait for the gateway."""
         if time.monotonic() < self._after:
             return False
-        while bodies := self.state.waiting(MOST):
+        while bodies := self.state.waiting(_MAX_SIGNALS):
             try:
                 done = self._deliver(bodies)
             except httpx2.HTTPError:
                 done = None
             if done is None:
                 if not self._pause:
-                    print(f"etude live watch: {self.url} takes no signals, or is no gateway; {self.state.count()} "
-                          f"wait, and are sent again", file=sys.stderr, flush=True)  # fmt: skip
+                    print(
+                        f"etude live watch: {self.url} takes no signals, or is no gateway; {self.state.count()} "
+                        f"wait, and are sent again",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 self._pause = min(LONGEST_PAUSE, max(FIRST_PAUSE, 2 * self._pause))
                 self._after = time.monotonic() + self._pause
                 return False
@@ -98,10 +102,10 @@ class Delivery:
         return None
 
     def _settled(
-        self, bodies: list[tuple[int, dict[str, Any]]], told: list[str], edits: dict[str, str]
+        self, bodies: list[tuple[int, dict[str, Any]]], statuses: list[str], edits: dict[str, str]
     ) -> list[int] | None:
         done: list[int] = []
-        for (number, body), status in zip(bodies, told, strict=True):
+        for (number, body), status in zip(bodies, statuses, strict=True):
             waits = edits.get(body["subject"]) == "unknown"
             if status == "unknown" and not waits and body["turn"] != body["subject"]:
                 # Edits of a turn without consent are not recorded: the turn's counters are all there is.
@@ -119,33 +123,37 @@ class Delivery:
         return done
 
     def _suggest(self, suggestions: list[dict[str, Any]]) -> dict[str, str] | None:
-        """What the gateway says of edits, by id; None while it is away. A repetition changes nothing."""
+        """The gateway's status of each edit, by id; None while it is away. A repetition changes nothing."""
         by_turn: dict[str, list[dict[str, Any]]] = {}
         for suggestion in suggestions:
             edit = {name: value for name, value in suggestion.items() if name != "turn"}
             by_turn.setdefault(suggestion["turn"], []).append(edit)
-        told: dict[str, str] = {}
+        statuses: dict[str, str] = {}
         for turn, edits in by_turn.items():
             status, results = self._post("/v1/suggestions", {"turn": turn, "suggestions": edits})
             if status not in (200, 400, 404):
                 return None
-            if status == 400 and turn not in self._told:
-                self._told.add(turn)
+            if status == 400 and turn not in self._reported:
+                self._reported.add(turn)
                 print(f"etude live watch: the gateway refuses edits of {turn}: {results}", file=sys.stderr)
             elif status != 400:
-                told |= {edit["id"]: str(result.get("status")) for edit, result in zip(edits, results, strict=False)}
-        return told
+                statuses |= {
+                    edit["id"]: str(result.get("status")) for edit, result in zip(edits, results, strict=False)
+                }
+        return statuses
 
     def _post(self, path: str, body: Any) -> tuple[int, Any]:
         answer = self._http.post(self.url.rstrip("/") + path, json=body)
         if answer.status_code in (401, 403):
-            raise UserError(f"the gateway {self.url} refuses the key in ETUDE_API_KEY ({answer.status_code}); nothing "
-                            f"is lost, {self.state.count()} signals wait")  # fmt: skip
+            raise UserError(
+                f"the gateway {self.url} refuses the key in ETUDE_API_KEY ({answer.status_code}); nothing "
+                f"is lost, {self.state.count()} signals wait"
+            )
         try:
-            told = answer.json()
+            content = answer.json()
         except ValueError:
             return 503, []
-        return answer.status_code, told.get("results", told) if isinstance(told, dict) else told
+        return answer.status_code, content.get("results", content) if isinstance(content, dict) else content
 
     def _refuse(self, body: dict[str, Any], why: Any) -> None:
         self.refused += 1
@@ -154,6 +162,6 @@ class Delivery:
 
 def _event(number: int, body: dict[str, Any]) -> dict[str, Any]:
     names = ("value", "source", "observed_at", "confidence", "horizon")
-    told = {name: body[name] for name in names if name in body}
+    fields = {name: body[name] for name in names if name in body}
     event = {"response_id": body["subject"], "name": body["kind"], "event_id": body["event"]}
-    return event | told | {"client_sequence": number}
+    return event | fields | {"client_sequence": number}

@@ -21,7 +21,7 @@ _MARK = "# Written by `etude live hook install`."
 
 
 def log_of(repository: TextRepository) -> Path:
-    """The file with what the last hook's watcher said on stderr; empty if all went well."""
+    """The file with stderr of the last hook's watcher; empty if all went well."""
     return repository.common / "etude-live-hook.log"
 
 
@@ -30,8 +30,10 @@ def install_hooks(repository: TextRepository, gateway: str, agents: Sequence[Pat
     there or git looks for hooks elsewhere."""
     elsewhere = repository.setting("core.hooksPath")
     if elsewhere:
-        raise UserError(f"git looks for the hooks of {repository.root} in {elsewhere} (core.hooksPath): add this "
-                        f"line there: {_line(repository, gateway, agents)}")  # fmt: skip
+        raise UserError(
+            f"git looks for the hooks of {repository.root} in {elsewhere} (core.hooksPath): add this "
+            f"line there: {_line(repository, gateway, agents)}"
+        )
     places = [repository.common / "hooks" / name for name in HOOKS]
     for place in places:
         if place.exists() and _MARK not in place.read_text(errors="replace"):
@@ -50,8 +52,8 @@ def install_hooks(repository: TextRepository, gateway: str, agents: Sequence[Pat
 
 def remove_hooks(repository: TextRepository) -> list[Path]:
     """Removes the hooks that are ours, and returns their paths."""
-    found = [repository.common / "hooks" / name for name in HOOKS]
-    ours = [place for place in found if place.exists() and _MARK in place.read_text(errors="replace")]
+    hooks = [repository.common / "hooks" / name for name in HOOKS]
+    ours = [place for place in hooks if place.exists() and _MARK in place.read_text(errors="replace")]
     for place in ours:
         place.unlink()
     log_of(repository).unlink(missing_ok=True)

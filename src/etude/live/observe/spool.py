@@ -1,4 +1,4 @@
-"""What `etude live watch` remembers: edits that it follows, how the tree last stood, and signals on their way.
+"""The state of `etude live watch`: edits that it follows, the tree at its last look, and signals on their way.
 
 One SQLite file of mode 0600 below the user's state folder. What was seen and the signals about it are written in one
 transaction, and a signal leaves the file when the gateway has acknowledged it: a kill at any moment loses none, and at
@@ -22,10 +22,10 @@ from typing import Any
 from etude.errors import UserError
 from etude.live.observe.survival import AppliedHunk, lines_of
 
-MOST_WAITING = 10_000
+MAX_WAITING = 10_000
 """Signals that wait for the gateway. While there are so many, nothing new is looked at."""
-MOST_EDITS = 5_000
-MOST_CHARACTERS = 200_000_000
+MAX_EDITS = 5_000
+MAX_CHARACTERS = 200_000_000
 """In the texts of the edits that are followed; each has that before it and that after it."""
 
 _TABLES = """
@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS marks (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 @dataclass
 class WatchedEdit:
-    """One edit of a turn, and what is known of it. `hunk` lies between the texts `before` and `applied` of its file;
+    """One edit of a turn, and its fate so far. `hunk` lies between the texts `before` and `applied` of its file;
     times are seconds of this machine's clock."""
 
     id: str
@@ -60,7 +60,7 @@ class WatchedEdit:
     """Share that later turns replaced."""
     undone: bool = False
     horizons: tuple[float, ...] = ()
-    """Those that are done with, told or missed."""
+    """Those that are done with: reported or missed."""
     committed: str = ""
     merged: bool = False
     reverted: bool = False
@@ -110,7 +110,7 @@ class WatchState:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What is written inside is written together, or not at all."""
+        """A transaction: all writes inside, or none."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -134,7 +134,7 @@ class WatchState:
         return {path: SeenText((mtime, size, inode), blob, text) for path, mtime, size, inode, blob, text in rows}
 
     def set_text(self, path: str, seen: SeenText | None) -> None:
-        """How a file is now; None: it is gone."""
+        """Sets the text of a file; None: it is gone."""
         if seen is None:
             self._db.execute("DELETE FROM texts WHERE path = ?", (path,))
         else:
@@ -170,7 +170,7 @@ class WatchState:
         return [(number, json.loads(body)) for number, body in rows]
 
     def count(self) -> int:
-        """How many signals wait."""
+        """The number of signals that wait."""
         return int(self._db.execute("SELECT COUNT(*) FROM waiting").fetchone()[0])
 
     def acknowledged(self, sequence: int) -> None:

@@ -1,4 +1,4 @@
-"""How much of an edit is alive in a later text: the share of its characters, by a diff of our own.
+"""Survival of an edit in a later text: which of its characters are alive, by a diff of our own.
 
 Texts are compared as tokens after what a formatter changes is taken out (`_normalised`): whitespace and line breaks,
 the kind of quotes, commas before a closing bracket, and backslashes that continue a line. Parentheses that a formatter
@@ -22,9 +22,9 @@ from typing import Literal
 
 import numpy as np
 
-MOST_LINES = 16_000
-"""Of a file whose edits are followed; the alignment of two such files takes about two seconds and 64 MB."""
-MOST_CELLS = 1 << 28  # of the table of an alignment, two bits each
+MAX_LINES = 16_000
+"""Lines of a file whose edits are followed; the alignment of two such files takes about two seconds and 64 MB."""
+MAX_CELLS = 1 << 28  # of the table of an alignment, two bits each
 LEAST_RUN = 4  # tokens that must match together, unless they are a whole line of the edit
 LEAST_BLOCK = 8  # tokens of a block that is found elsewhere
 SAME_FILE = 0.5  # share of the tokens that a renamed file keeps, as in git's rename detection
@@ -51,26 +51,26 @@ Fate = Literal["alive", "undone", "changed"]
 
 def hunks(before: str, after: str) -> list[AppliedHunk]:
     """The edits that make `before` to `after`, in their order, by an alignment of lines. Raises ValueError for texts of
-    more than MOST_LINES lines."""
+    more than MAX_LINES lines."""
     old, new = lines_of(before), lines_of(after)
     partners = _partners(old, new, [1] * len(old))
-    found: list[AppliedHunk] = []
+    result: list[AppliedHunk] = []
     first = place = 0
     for line, partner in [*((i, j) for i, j in enumerate(partners) if j >= 0), (len(old), len(new))]:
         if line > first or partner > place:
-            found.append(AppliedHunk(first, tuple(old[first:line]), place, tuple(new[place:partner])))
+            result.append(AppliedHunk(first, tuple(old[first:line]), place, tuple(new[place:partner])))
         first, place = line + 1, partner + 1
-    return found
+    return result
 
 
 def alive(applied: str, place: int, count: int, later: str) -> float:
     """Share, in [0, 1], of the characters in lines `place` to `place + count - 1` of `applied` that are in `later`.
 
     Whitespace is not counted. 1.0 for an edit without characters, such as a deletion: see `fate`. Raises ValueError
-    for texts of more than MOST_LINES lines.
+    for texts of more than MAX_LINES lines.
     """
     (tokens, lines), (other, others) = _normalised(applied), _normalised(later)
-    if len(tokens) * len(other) > MOST_CELLS:  # whole lines instead
+    if len(tokens) * len(other) > MAX_CELLS:  # whole lines instead
         (tokens, lines), (other, others) = _joined(tokens, lines), _joined(other, others)
     inside = [place <= line < place + count for line in lines]
     total = sum(len(token) for token, yes in zip(tokens, inside, strict=True) if yes)
@@ -129,7 +129,7 @@ def renamed(text: str, candidates: Mapping[str, str]) -> str | None:
 
 
 def characters(lines: Sequence[str]) -> int:
-    """Of an edit: what the shares are of."""
+    """The characters of an edit, which shares refer to."""
     return sum(len(token) for token in _normalised("\n".join(lines))[0])
 
 
@@ -166,7 +166,7 @@ def _partners(
     """For each of `a` its partner in `b`, or -1: an order-preserving matching of greatest weight.
 
     Beginning and end that are equal are matched at once, as far as they lie outside of the edit (`inside`). Raises
-    ValueError if what is left has more than MOST_CELLS pairs.
+    ValueError if what is left has more than MAX_CELLS pairs.
     """
     edit = [i for i, yes in enumerate(inside) if yes] if inside else []
     before, after = (edit[0], len(a) - edit[-1] - 1) if edit else (len(a), len(a))
@@ -174,9 +174,9 @@ def _partners(
     tail = _common(a[max(head, len(a) - after) :][::-1], b[head:][::-1])
     middle_a, middle_b = a[head : len(a) - tail], b[head : len(b) - tail]
     middle = _align(middle_a, middle_b, weights[head : len(a) - tail])
-    found = [*range(head), *(j + head if j >= 0 else -1 for j in middle), *range(len(b) - tail, len(b))]
-    assert len(found) == len(a)
-    return found
+    partners = [*range(head), *(j + head if j >= 0 else -1 for j in middle), *range(len(b) - tail, len(b))]
+    assert len(partners) == len(a)
+    return partners
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> int:
@@ -187,7 +187,7 @@ def _align(a: Sequence[str], b: Sequence[str], weights: Sequence[int]) -> list[i
     """Heaviest common subsequence, row by row: best(i, j) = max(best(i-1, j), best(i, j-1), best(i-1, j-1) + w_i)."""
     if not a or not b:
         return [-1] * len(a)
-    if len(a) * len(b) > MOST_CELLS:
+    if len(a) * len(b) > MAX_CELLS:
         raise ValueError(f"texts of {len(a)} and {len(b)} parts that differ are too long to be compared")
     numbers = {part: n for n, part in enumerate(dict.fromkeys([*a, *b]))}
     other = np.array([numbers[part] for part in b])
@@ -218,7 +218,7 @@ def _bit(packed: np.ndarray, place: int) -> bool:
 
 
 def _kept(partners: Sequence[int], lines: Sequence[int], inside: Sequence[bool]) -> list[bool]:
-    """Which tokens of the edit count as alive. A run may be interrupted by two tokens that a formatter put in."""
+    """The tokens of the edit that count as alive. A run may be interrupted by two tokens that a formatter put in."""
     kept = [False] * len(partners)
     start = 0
     for end in range(1, len(partners) + 1):
@@ -243,7 +243,7 @@ def _find_moved(
     taken = {j for i, j in enumerate(partners) if j >= 0 and (kept[i] or not inside[i])}
     dead = [i for i, yes in enumerate(inside) if yes and not kept[i]]
     free = [j for j in range(len(b)) if j not in taken]
-    if len(free) * len(dead) > MOST_CELLS:
+    if len(free) * len(dead) > MAX_CELLS:
         return
     least = max(LEAST_RUN, min(LEAST_BLOCK, len(dead)))
     # Parts of the list of tokens that are not neighbours in their text are kept apart by what equals nothing.

@@ -23,7 +23,7 @@ from typing import Any
 TRACES = ".agent-trace/traces.jsonl"
 NOTES = "refs/notes/ai"
 VENDOR = "dev.etude"
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 _OURS = uuid.UUID("6f3c1d0e-3b0b-5d4e-9a59-1f0a7c2e7d11")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -50,8 +50,10 @@ def trace_record(revision: str, edits: Sequence[TracedEdit], version: str, at: f
         span = {"start_line": edit.first, "end_line": edit.last}
         files.setdefault(edit.path, {}).setdefault((edit.turn, edit.model), []).append(span)
     name = json.dumps([revision, [(e.suggestion, e.path, e.first, e.last) for e in edits]])
-    ours = [{"suggestion": e.suggestion, "turn": e.turn, "shown": e.shown, "path": e.path, "start_line": e.first}
-            for e in edits]  # fmt: skip
+    ours = [
+        {"suggestion": e.suggestion, "turn": e.turn, "shown": e.shown, "path": e.path, "start_line": e.first}
+        for e in edits
+    ]
     return {
         "version": "0.1.0",
         "id": str(uuid.uuid5(_OURS, name)),
@@ -91,19 +93,19 @@ def append_trace(root: Path, record: dict[str, Any]) -> None:
 def read_traces(root: Path) -> list[TracedEdit]:
     """The edits of agents in the tree's Agent Trace records of version 0.x or 1.x. Lines that are not understood, and
     records that name no git revision, are left out."""
-    found: list[TracedEdit] = []
+    edits: list[TracedEdit] = []
     for record in _records(root / TRACES):
         try:
             if record["vcs"]["type"] != "git" or not re.match(r"[01]\.", record["version"]):
                 continue
-            told = record.get("metadata", {}).get(VENDOR, {}).get("edits", [])
-            ours = {(e["path"], e["turn"], int(e["start_line"])): e for e in told}
+            entries = record.get("metadata", {}).get(VENDOR, {}).get("edits", [])
+            ours = {(e["path"], e["turn"], int(e["start_line"])): e for e in entries}
             for file in record["files"]:
                 for conversation in file["conversations"]:
-                    found += _ranges(str(record["vcs"]["revision"]), str(file["path"]), conversation, ours)
+                    edits += _ranges(str(record["vcs"]["revision"]), str(file["path"]), conversation, ours)
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
-    return found
+    return edits
 
 
 def _ranges(revision: str, path: str, conversation: dict[str, Any], ours: dict[Any, Any]) -> Iterable[TracedEdit]:
@@ -121,43 +123,43 @@ def _ranges(revision: str, path: str, conversation: dict[str, Any], ours: dict[A
 
 def _records(place: Path) -> list[dict[str, Any]]:
     try:
-        if place.is_symlink() or place.stat().st_size > MOST_BYTES:
+        if place.is_symlink() or place.stat().st_size > MAX_BYTES:
             return []
         lines = place.read_bytes().splitlines()
     except OSError:
         return []
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict):
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def attested_lines(note: str) -> dict[str, tuple[set[int], set[int]]]:
-    """Of a note of Git AI: path -> lines of agents, and lines that a known person typed. Empty for a note of another
-    schema, or one that is not understood."""
+    """The lines of a note of Git AI: path -> lines of agents, and lines that a known person typed. Empty for a note of
+    another schema, or one that is not understood."""
     lines = note.splitlines()
     if "---" not in lines:
         return {}
     divider = lines.index("---")
     try:
-        told = json.loads("\n".join(lines[divider + 1 :]))
-        if not str(told["schema_version"]).startswith("authorship/3."):
+        metadata = json.loads("\n".join(lines[divider + 1 :]))
+        if not str(metadata["schema_version"]).startswith("authorship/3."):
             return {}
-        found: dict[str, tuple[set[int], set[int]]] = {}
+        paths: dict[str, tuple[set[int], set[int]]] = {}
         path = ""
         for line in lines[:divider]:
             if not line.startswith("  "):
                 path = line[1:-1] if line.startswith('"') else line
-                found.setdefault(path, (set(), set()))
+                paths.setdefault(path, (set(), set()))
             elif path:
                 key, _, spans = line[2:].partition(" ")
-                found[path][key.startswith("h_")].update(_numbers(spans))
-        return found
+                paths[path][key.startswith("h_")].update(_numbers(spans))
+        return paths
     except (KeyError, TypeError, ValueError):
         return {}
 

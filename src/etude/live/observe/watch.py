@@ -1,4 +1,4 @@
-"""`etude live watch REPO`: what becomes of the edits that the gateway's answers led to.
+"""`etude live watch REPO`: the fates of the edits that answers of the gateway led to.
 
     the tree changes while the actions of an answer run  ->  edits of that turn: shown, applied
     2 min, 30 min, 24 h later                            ->  survived (share of the characters)
@@ -7,7 +7,7 @@
     the watcher ends, or was away                        ->  gone
 
 It runs on the developer's machine, or with `--once` in CI. A project takes part by a file `.etude/consent.toml` that is
-checked in; paths that the file excludes are never looked at. Agents tell when the actions of an answer ran (`agents`);
+checked in; paths that the file excludes are never read. Agents report when the actions of an answer ran (`agents`);
 a change of a file within that time is an edit of that turn, any other is a person's. Where two turns may have made a
 change, the later one gets it with a confidence of one half. What changes together with HEAD or the stash was changed by
 git: it neither makes an edit nor undoes one.
@@ -19,20 +19,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from etude.errors import UserError
 from etude.live.log.records import SignalKind, ulid_of
 from etude.live.observe import survival
 from etude.live.observe.agents import AgentFile, AgentStep
-from etude.live.observe.spool import MOST_CHARACTERS, MOST_EDITS, MOST_WAITING, SeenText, WatchedEdit, WatchState
+from etude.live.observe.files import FileWatch, PendingChange, Stamp
+from etude.live.observe.project import CONSENT, ProjectConsent, read_consent
+from etude.live.observe.spool import MAX_CHARACTERS, MAX_EDITS, MAX_WAITING, WatchedEdit, WatchState
 from etude.live.observe.traces import (
     NOTES,
     TracedEdit,
@@ -41,34 +40,13 @@ from etude.live.observe.traces import (
     read_traces,
     trace_record,
 )
-from etude.live.observe.worktree import TextRepository, TreeState, excluded
+from etude.live.observe.worktree import TextRepository, TreeState
 
-CONSENT = ".etude/consent.toml"
 HORIZONS = (120.0, 1800.0, 86_400.0)
 FOLLOWED = 14 * 86_400.0  # seconds after which an edit that is neither merged nor reverted is let go
-PATIENCE = 600.0  # seconds for which a change may still turn out to be of a turn that has not been told
+PATIENCE = 600.0  # seconds for which a change may still turn out to be of a turn that has not been reported
 SLACK = 0.05  # seconds by which the time of a file, from a coarse clock, and an agent's may differ on one machine
-QUIET = 0.2  # seconds after which a file is no longer being written
-MOST_FILES = 100_000
 _ULID, _COMMIT = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}"), re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-
-
-@dataclass(frozen=True)
-class ProjectConsent:
-    """What `.etude/consent.toml` says."""
-
-    exclude: tuple[str, ...] = ()
-    traces: bool = True
-
-
-@dataclass
-class PendingChange:
-    """A change of a file of which it is not yet known whose it is."""
-
-    path: str
-    before: str
-    after: str
-    at: float
 
 
 @dataclass
@@ -95,20 +73,19 @@ class Watcher:
     version: str = ""
     _pending: list[PendingChange] = field(default_factory=list[PendingChange])
     _edits: dict[str, WatchedEdit] = field(default_factory=dict[str, WatchedEdit])
-    _texts: dict[str, SeenText] = field(default_factory=dict[str, SeenText])
-    _unread: dict[str, tuple[int, int, int]] = field(default_factory=dict[str, tuple[int, int, int]])
-    """Stamps of files that are no text, or too long."""
-    _consent_stamp: tuple[int, int, int] | None = None
+    _consent_stamp: Stamp | None = None
+
+    def __post_init__(self) -> None:
+        self._files = FileWatch(self.repository, self.state, self.consent.exclude, self.now)
 
     def start(self) -> None:
-        """Takes up where the last process ended: what it could not see in between is told as gone."""
+        """Takes up where the last process ended: what it could not see in between is reported as gone."""
         self._edits = {edit.id: edit for edit in self.state.edits()}
-        self._texts = self.state.texts()
-        self._consent_stamp = self._stamp(CONSENT)
+        self._consent_stamp = self._files.stamp(CONSENT)
         last = self.state.mark("seen")
         with self.state.step():
             if not last:
-                self._look_at_files(None, first=True)
+                self._files.look(lambda: False, first=True)
                 self._set_tree(replace(self.repository.state(), mainline=""))
                 self.state.set_mark("seen", repr(self.now()))
             else:
@@ -119,14 +96,15 @@ class Watcher:
     def look(self) -> None:
         """One look: agents, files, commits, horizons. Does nothing while too many signals wait for the gateway. Raises
         UserError if the project does not agree any more."""
-        if (stamp := self._stamp(CONSENT)) != self._consent_stamp:
+        if (stamp := self._files.stamp(CONSENT)) != self._consent_stamp:
             self.consent, self._consent_stamp = read_consent(self.repository), stamp
-        if self.state.count() >= MOST_WAITING:
+            self._files.exclude = self.consent.exclude
+        if self.state.count() >= MAX_WAITING:
             return
         with self.state.step():
             for agent in self.agents:
-                for told in agent.read():
-                    self._emit(told.line, told.turn, told.kind, told.value, turn=told.turn, source="client")
+                for signal in agent.read():
+                    self._emit(signal.line, signal.turn, signal.kind, signal.value, turn=signal.turn, source="client")
             self.counts.lines_refused = sum(agent.refused for agent in self.agents)
             tree = self.repository.state()
             self._look_at_files(tree)
@@ -137,51 +115,23 @@ class Watcher:
             self.state.set_mark("seen", repr(self.now()))
 
     def stop(self) -> None:
-        """Tells that what is open is no longer observed."""
+        """Reports that open edits are no longer observed."""
         with self.state.step():
             self._resolve(finally_=True)
             for edit in self._edits.values():
                 if not edit.undone and HORIZONS[1] not in edit.horizons:
-                    self._tell(edit, SignalKind.GONE, 1.0, name=f"gone:{self.now():.0f}")
+                    self._report(edit, SignalKind.GONE, 1.0, name=f"gone:{self.now():.0f}")
 
     # Files ------------------------------------------------------------------------------------------------------------
 
-    def _look_at_files(self, tree: TreeState | None, first: bool = False) -> None:
-        """Finds what changed since the last look; `first`: takes the tree as it is."""
-        listed = self.repository.files()
-        if len(listed) > MOST_FILES:
-            raise UserError(f"{self.repository.root} has {len(listed)} files, and at most {MOST_FILES} are watched: "
-                            f"let git ignore what is generated")  # fmt: skip
-        by_git = tree is not None and self._moved_by_git(tree)
-        fresh: dict[str, str] = {}
-        present = {path: blob for path, blob in listed.items() if self._watched(path)}
-        gone = [path for path in self._texts if path not in present or not self._stamp(path)]
-        for path in self._unread.keys() - present.keys():
-            del self._unread[path]
-        for path in sorted(present):
-            stamp = self._stamp(path)
-            seen = self._texts.get(path)
-            if not stamp or self._unread.get(path) == stamp or (seen is not None and seen.stamp == stamp):
-                continue
-            if not first and abs(self.now() - stamp[0] / 1e9) < QUIET:
-                continue  # it is looked at again
-            read = self.repository.read(path)
-            if self._stamp(path) != stamp:
-                continue
-            if read is None or read[0].count("\n") > survival.MOST_LINES:
-                self._unread[path] = stamp
-                self._keep(path, None)
-                continue
-            was_unread = self._unread.pop(path, None) is not None
-            text, blob = read
-            before = None if seen is None else self._text_of(seen)
-            kept = SeenText(stamp, blob, None if blob == present[path] else text)
-            self._keep(path, kept)
-            if seen is None and not first and not was_unread:
-                fresh[path] = text
-            elif before is not None and before != text and not by_git:
-                self._pending.append(PendingChange(path, before, text, stamp[0] / 1e9))
-        self._follow_renames(gone, fresh, by_git)
+    def _look_at_files(self, tree: TreeState) -> None:
+        """Takes up the changes since the last look, and follows renamed files."""
+        found = self._files.look(lambda: self._moved_by_git(tree))
+        for edit in self._edits.values():
+            if edit.path in found.renames:
+                edit.path = found.renames[edit.path]
+                self.state.put(edit)
+        self._pending += found.changes
 
     def _moved_by_git(self, tree: TreeState) -> bool:
         """Whether git changed files since the last look: it went to a commit that was there before, or stashed. A
@@ -190,48 +140,7 @@ class Watcher:
         made_since = self.repository.committed_at(tree.head) >= float(self.state.mark("seen", "0")) - 1
         return tree.stash != before.stash or (tree.head != before.head and not made_since)
 
-    def _follow_renames(self, gone: list[str], fresh: dict[str, str], by_git: bool) -> None:
-        """Files that are gone: renamed to one that is new, or deleted. The rest of the new ones is new."""
-        for path in gone:
-            text = self._text_of(self._texts[path])
-            target = survival.renamed(text, fresh) if text else None
-            self._keep(path, None)
-            if target is not None:
-                for edit in self._edits.values():
-                    if edit.path == path:
-                        edit.path = target
-                        self.state.put(edit)
-                at = self._texts[target].stamp[0] / 1e9
-                after = fresh.pop(target)
-                if text is not None and after != text and not by_git:
-                    self._pending.append(PendingChange(target, text, after, at))
-            elif text and not by_git:
-                self._pending.append(PendingChange(path, text, "", self.now()))
-        if not by_git:
-            for path, text in fresh.items():
-                self._pending.append(PendingChange(path, "", text, self._texts[path].stamp[0] / 1e9))
-
-    def _watched(self, path: str) -> bool:
-        return not path.startswith((".etude/", ".agent-trace/")) and not excluded(path, self.consent.exclude)
-
-    def _stamp(self, path: str) -> tuple[int, int, int] | None:
-        try:
-            found = os.lstat(self.repository.root / path)
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
-    def _text_of(self, seen: SeenText) -> str | None:
-        return seen.text if seen.text is not None else self.repository.blob(seen.blob)
-
-    def _keep(self, path: str, seen: SeenText | None) -> None:
-        if seen is None:
-            self._texts.pop(path, None)
-        else:
-            self._texts[path] = seen
-        self.state.set_text(path, seen)
-
-    # Whose a change is ------------------------------------------------------------------------------------------------
+    # Makers of changes ------------------------------------------------------------------------------------------------
 
     def _resolve(self, finally_: bool = False) -> None:
         """Gives changes to turns, or to a person."""
@@ -255,13 +164,13 @@ class Watcher:
         self._pending = waiting
 
     def _is_persons(self, change: PendingChange, steps: list[AgentStep]) -> bool:
-        """Whether no agent can still tell that it made the change: each has told of something later, or has ended."""
+        """Whether no agent can still report the change: each has reported a later action, or has ended."""
         if self.now() - change.at > PATIENCE:
             return True
         return all(
             agent.ended is not None or any(step.started > change.at + SLACK for step in agent.steps.values())
             for agent in self.agents
-        )  # fmt: skip
+        )
 
     def _edit_of_turn(self, change: PendingChange, step: AgentStep, confidence: float) -> None:
         for edit in list(self._edits.values()):
@@ -279,26 +188,40 @@ class Watcher:
             digest = _digest(step.turn, change.path, base, span, "\n".join(hunk.new))
             name = ulid_of((round(change.at * 1000) << 80) | int(digest[:20], 16))
             size += len(change.before) + len(change.after)
-            if len(self._edits) >= MOST_EDITS or size > MOST_CHARACTERS:
+            if len(self._edits) >= MAX_EDITS or size > MAX_CHARACTERS:
                 self.counts.unfollowed += 1
                 continue
             if self.state.known(name):
                 continue
             edit = WatchedEdit(
-                id=name, turn=step.turn, model=step.model, path=change.path, branch=self._tree().branch,
-                before=change.before, applied=change.after, first=hunk.first, old=len(hunk.old), place=hunk.place,
-                new=len(hunk.new), shown=change.at, confidence=confidence,
-            )  # fmt: skip
+                id=name,
+                turn=step.turn,
+                model=step.model,
+                path=change.path,
+                branch=self._tree().branch,
+                before=change.before,
+                applied=change.after,
+                first=hunk.first,
+                old=len(hunk.old),
+                place=hunk.place,
+                new=len(hunk.new),
+                shown=change.at,
+                confidence=confidence,
+            )
             self._edits[name] = edit
             self.state.put(edit)
             self.counts.edits += 1
             suggestion = {
-                "id": name, "turn": step.turn, "path": change.path, "base": base,
-                "old_lines": [hunk.first, len(hunk.old)], "new": _digest("\n".join(hunk.new)),
+                "id": name,
+                "turn": step.turn,
+                "path": change.path,
+                "base": base,
+                "old_lines": [hunk.first, len(hunk.old)],
+                "new": _digest("\n".join(hunk.new)),
                 "characters": survival.characters(hunk.new),
-            }  # fmt: skip
-            self._tell(edit, SignalKind.SHOWN, 1.0, at=change.at, suggestion=suggestion)
-            self._tell(edit, SignalKind.APPLIED, 1.0, at=change.at)
+            }
+            self._report(edit, SignalKind.SHOWN, 1.0, at=change.at, suggestion=suggestion)
+            self._report(edit, SignalKind.APPLIED, 1.0, at=change.at)
 
     def _overwritten(self, edit: WatchedEdit, change: PendingChange, turn: str) -> None:
         was = survival.fate(edit.before, edit.applied, edit.hunk, change.before)[0]
@@ -306,7 +229,7 @@ class Watcher:
         if lost > 0:
             edit.overwritten = min(1.0, edit.overwritten + lost)
             self.state.put(edit)
-            self._tell(edit, SignalKind.OVERWRITTEN, lost, at=change.at, name=f"overwritten:{turn}")
+            self._report(edit, SignalKind.OVERWRITTEN, lost, at=change.at, name=f"overwritten:{turn}")
 
     def _edit_of_person(self, change: PendingChange) -> None:
         """A person's change: it may undo edits."""
@@ -317,7 +240,7 @@ class Watcher:
             if fate == "undone":
                 edit.undone = True
                 self.state.put(edit)
-                self._tell(edit, SignalKind.UNDONE, 1.0, at=change.at)
+                self._report(edit, SignalKind.UNDONE, 1.0, at=change.at)
 
     # Commits ----------------------------------------------------------------------------------------------------------
 
@@ -353,11 +276,11 @@ class Watcher:
             if edit.committed:
                 if fate == "undone" and not edit.reverted and self.repository.is_behind(edit.committed, commit):
                     edit.reverted = True
-                    self._tell(edit, SignalKind.REVERTED, 1.0, source="git")
+                    self._report(edit, SignalKind.REVERTED, 1.0, source="git")
             elif share > survival.GONE and made >= edit.shown - 1:
                 edit.committed, edit.branch = commit, branch
                 certain = edit.confidence * (0.5 if path in note and not note[path][0] else 1.0)
-                self._tell(edit, SignalKind.COMMITTED, share, source="git", confidence=certain)
+                self._report(edit, SignalKind.COMMITTED, share, source="git", confidence=certain)
                 traced += _where(edit, path, commit, text)
             self.state.put(edit)
         if traced and self.consent.traces:
@@ -370,10 +293,10 @@ class Watcher:
         share, fate = survival.fate(edit.before, edit.applied, edit.hunk, text or "")
         if not edit.merged and share > survival.GONE and text is not None:
             edit.merged = True
-            self._tell(edit, SignalKind.MERGED, share, source="git")
+            self._report(edit, SignalKind.MERGED, share, source="git")
         elif edit.merged and not edit.reverted and fate == "undone":
             edit.reverted = True
-            self._tell(edit, SignalKind.REVERTED, 1.0, source="git")
+            self._report(edit, SignalKind.REVERTED, 1.0, source="git")
         self.state.put(edit)
 
     def _import_traces(self) -> None:
@@ -382,7 +305,11 @@ class Watcher:
         for traced in read_traces(self.repository.root):
             if not (_ULID.fullmatch(traced.suggestion) and _COMMIT.fullmatch(traced.revision)):
                 continue
-            if self.state.known(traced.suggestion) or not self._watched(traced.path) or len(self._edits) >= MOST_EDITS:
+            if (
+                self.state.known(traced.suggestion)
+                or not self._files.watched(traced.path)
+                or len(self._edits) >= MAX_EDITS
+            ):
                 continue
             applied = self.repository.text_at(traced.revision, traced.path)
             before = self.repository.text_at(f"{traced.revision}^", traced.path) or ""
@@ -395,11 +322,21 @@ class Watcher:
             for hunk in hunks:
                 if hunk.place + 1 <= traced.last and traced.first <= hunk.place + max(1, len(hunk.new)):
                     edit = WatchedEdit(
-                        id=traced.suggestion, turn=traced.turn, model=traced.model, path=traced.path,
-                        branch=self._tree().branch, before=before, applied=applied, first=hunk.first,
-                        old=len(hunk.old), place=hunk.place, new=len(hunk.new), shown=traced.shown,
-                        horizons=HORIZONS, committed=traced.revision,
-                    )  # fmt: skip
+                        id=traced.suggestion,
+                        turn=traced.turn,
+                        model=traced.model,
+                        path=traced.path,
+                        branch=self._tree().branch,
+                        before=before,
+                        applied=applied,
+                        first=hunk.first,
+                        old=len(hunk.old),
+                        place=hunk.place,
+                        new=len(hunk.new),
+                        shown=traced.shown,
+                        horizons=HORIZONS,
+                        committed=traced.revision,
+                    )
                     self._edits[edit.id] = edit
                     self.state.put(edit)
                     self.state.set_mark("imported", "1")
@@ -416,11 +353,11 @@ class Watcher:
                 edit.horizons = (*edit.horizons, horizon)
                 text = self._text_now(edit, tree)
                 if text is None or late > 60 + horizon / 10:
-                    self._tell(edit, SignalKind.GONE, 1.0, name=f"gone:{horizon:.0f}")
+                    self._report(edit, SignalKind.GONE, 1.0, name=f"gone:{horizon:.0f}")
                 else:
                     share, _ = survival.fate(edit.before, edit.applied, edit.hunk, text)
                     name = f"survived:{horizon:.0f}"
-                    self._tell(edit, SignalKind.SURVIVED, share, name=name, horizon=horizon)
+                    self._report(edit, SignalKind.SURVIVED, share, name=name, horizon=horizon)
                 self.state.put(edit)
             done = len(edit.horizons) == len(HORIZONS) and (edit.undone or edit.reverted or edit.overwritten >= 1)
             if done or self.now() - edit.shown > FOLLOWED:
@@ -431,12 +368,7 @@ class Watcher:
         """The text in which the edit would be: of the tree, or of its branch where another one is checked out. None if
         that cannot be seen."""
         if tree.branch == edit.branch:
-            if edit.path in self._unread:
-                return None
-            seen = self._texts.get(edit.path)
-            if seen is None:
-                return ""
-            return self._text_of(seen)
+            return self._files.text(edit.path)
         return self.repository.text_at(edit.branch, edit.path) if edit.committed and edit.branch != "HEAD" else None
 
     def _close_missed(self, last: float) -> None:
@@ -444,17 +376,25 @@ class Watcher:
             missed = [h for h in HORIZONS if h not in edit.horizons and self.now() - edit.shown - h > 60 + h / 10]
             for horizon in missed:
                 edit.horizons = (*edit.horizons, horizon)
-                self._tell(edit, SignalKind.GONE, 1.0, at=last, name=f"gone:{horizon:.0f}")
+                self._report(edit, SignalKind.GONE, 1.0, at=last, name=f"gone:{horizon:.0f}")
             if missed:
                 self.state.put(edit)
 
     # Signals ----------------------------------------------------------------------------------------------------------
 
-    def _tell(
-        self, edit: WatchedEdit, kind: SignalKind, value: float, *, at: float | None = None, name: str = "",
-        source: str = "client", horizon: float | None = None, suggestion: Mapping[str, Any] | None = None,
+    def _report(
+        self,
+        edit: WatchedEdit,
+        kind: SignalKind,
+        value: float,
+        *,
+        at: float | None = None,
+        name: str = "",
+        source: str = "client",
+        horizon: float | None = None,
+        suggestion: Mapping[str, Any] | None = None,
         confidence: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         more: dict[str, Any] = {"confidence": edit.confidence if confidence is None else confidence}
         if horizon is not None:
             more["horizon"] = horizon
@@ -463,8 +403,17 @@ class Watcher:
         event = _digest(edit.id, name or kind.value)
         self._emit(event, edit.id, kind, value, turn=edit.turn, at=at, source=source, **more)
 
-    def _emit(self, event: str, subject: str, kind: SignalKind, value: float, *, at: float | None = None,
-              source: str, **more: Any) -> None:  # fmt: skip
+    def _emit(
+        self,
+        event: str,
+        subject: str,
+        kind: SignalKind,
+        value: float,
+        *,
+        at: float | None = None,
+        source: str,
+        **more: Any,
+    ) -> None:
         observed = round((self.now() if at is None else at) * 1e9)
         body = {"subject": subject, "kind": kind.value, "value": round(value, 6), "observed_at": observed}
         self.state.emit(event, body | {"source": source} | more)
@@ -475,28 +424,6 @@ class Watcher:
 
     def _set_tree(self, tree: TreeState) -> None:
         self.state.set_mark("tree", json.dumps(asdict(tree)))
-
-
-def read_consent(repository: TextRepository) -> ProjectConsent:
-    """The project's consent. Raises UserError if there is none, if it is not checked in, or not understood."""
-    read = repository.read(CONSENT)
-    if read is None:
-        raise UserError(f"{repository.root} takes no part in learning from its edits; to change that, check in "
-                        f"{CONSENT} with the line `share = true`")  # fmt: skip
-    if not repository.tracked(CONSENT):
-        raise UserError(f"{CONSENT} is not checked in: the project's consent is a commit that others can see")
-    try:
-        told = tomllib.loads(read[0])
-    except tomllib.TOMLDecodeError as e:
-        raise UserError(f"{CONSENT} is not TOML: {e}") from None
-    exclude, traces = told.pop("exclude", []), told.pop("traces", True)
-    share = told.pop("share", False)
-    well_formed = isinstance(exclude, list) and all(isinstance(x, str) and x.strip("/") for x in exclude)
-    if told or not well_formed or not isinstance(traces, bool) or not isinstance(share, bool):
-        raise UserError(f"{CONSENT} has the keys share and traces (true or false) and exclude (a list of globs)")
-    if not share:
-        raise UserError(f"{CONSENT} says `share = false`: nothing is watched")
-    return ProjectConsent(tuple(exclude), traces)
 
 
 def _where(edit: WatchedEdit, path: str, commit: str, text: str) -> Iterable[TracedEdit]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from etude.code import git
 from etude.errors import UserError
 
-MOST_BYTES = 1 << 20  # of a file whose edits are followed
-MOST_COMMITS = 1000  # looked at when a branch moved
+MAX_BYTES = 1 << 20  # of a file whose edits are followed
+MAX_COMMITS = 1000  # looked at when a branch moved
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class TextRepository:
     def state(self) -> TreeState:
         """Commit, branch, stash and main branch."""
         branch = self._text("symbolic-ref", "-q", "HEAD").strip() or "HEAD"
-        told = self._text("for-each-ref", "--format=%(refname) %(objectname)", *_REFS).splitlines()
-        refs = {name: commit for name, _, commit in (line.partition(" ") for line in told)}
+        lines = self._text("for-each-ref", "--format=%(refname) %(objectname)", *_REFS).splitlines()
+        refs = {name: commit for name, _, commit in (line.partition(" ") for line in lines)}
         mainline = next((refs[name] for name in _REFS[:-1] if name in refs), "")
         return TreeState(self.commit("HEAD"), branch, refs.get("refs/stash", ""), mainline)
 
@@ -67,11 +67,11 @@ class TextRepository:
 
     def files(self) -> dict[str, str]:
         """Path -> blob id of the index, or an empty text for a file that is not in it and not ignored."""
-        found: dict[str, str] = {}
+        files: dict[str, str] = {}
         for entry in self._parts("ls-files", "-z", "--others", "--exclude-standard", within=self.root):
-            found[entry] = ""
+            files[entry] = ""
         staged = self._clone.staged().items()
-        return found | {path: blob for path, (mode, blob) in staged if mode.startswith("100")}
+        return files | {path: blob for path, (mode, blob) in staged if mode.startswith("100")}
 
     def is_behind(self, old: str, new: str) -> bool:
         """Whether `new` descends from `old`, or is it."""
@@ -83,18 +83,32 @@ class TextRepository:
             return []
         if not old or not self.is_behind(old, new):
             return [new]
-        chain = self._text("rev-list", "--first-parent", f"--max-count={MOST_COMMITS}", new, f"^{old}").split()
+        chain = self._text("rev-list", "--first-parent", f"--max-count={MAX_COMMITS}", new, f"^{old}").split()
         return chain[::-1]
 
     def changes(self, commit: str) -> dict[str, str]:
         """Paths that a commit changed against its first parent -> their paths before, equal if not renamed."""
-        parts = iter(self._parts("diff-tree", "-r", "-M", "-z", "--root", "--no-commit-id", "--name-status",
-                                 "--no-ext-diff", "--no-textconv", "--first-parent", "-m", commit))  # fmt: skip
-        found: dict[str, str] = {}
+        parts = iter(
+            self._parts(
+                "diff-tree",
+                "-r",
+                "-M",
+                "-z",
+                "--root",
+                "--no-commit-id",
+                "--name-status",
+                "--no-ext-diff",
+                "--no-textconv",
+                "--first-parent",
+                "-m",
+                commit,
+            )
+        )
+        changed: dict[str, str] = {}
         for kind in parts:
             before = next(parts)
-            found[next(parts) if kind[0] in "RC" else before] = before
-        return found
+            changed[next(parts) if kind[0] in "RC" else before] = before
+        return changed
 
     def text_at(self, commit: str, path: str) -> str | None:
         """Text of a file in a commit; None if it has none there, or none that is followed."""
@@ -103,7 +117,7 @@ class TextRepository:
     def blob(self, name: str) -> str | None:
         """Text of a blob; None if it is missing, too long, or no text."""
         size = self._text("cat-file", "-s", name).strip()
-        if not size.isdigit() or int(size) > MOST_BYTES:
+        if not size.isdigit() or int(size) > MAX_BYTES:
             return None
         return _decoded(self._clone.run("cat-file", "blob", name).stdout)
 
@@ -121,10 +135,10 @@ class TextRepository:
                 return None
             descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(descriptor, "rb") as file:
-                data = file.read(MOST_BYTES + 1)
+                data = file.read(MAX_BYTES + 1)
         except OSError:
             return None
-        text = _decoded(data) if len(data) <= MOST_BYTES else None
+        text = _decoded(data) if len(data) <= MAX_BYTES else None
         return None if text is None else (text, hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
 
     def setting(self, name: str) -> str:

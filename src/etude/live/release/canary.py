@@ -39,7 +39,7 @@ _PARTNERS = 4  # accounts of one arm in a group, at most
 
 
 class Verdict(StrEnum):
-    """What becomes of the stage."""
+    """The verdict on a stage."""
 
     GO_ON = "go on"
     HOLD = "hold"
@@ -163,7 +163,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CanaryDecision:
-    """What to do, and why. `evidence` is the logarithm of the e-value over its bound, by guardrail: 0 stops."""
+    """The verdict and its reason. `evidence` is the logarithm of the e-value over its bound, by guardrail: 0 stops."""
 
     verdict: Verdict
     reason: str
@@ -205,7 +205,7 @@ def decide(
 def _progress(
     options: CanaryConfig, trial: CanaryTrial, accounts: int, tallies: Tallies, ripe: np.ndarray, now: int
 ) -> tuple[Verdict, str]:
-    """Of a stage in which nothing speaks against the release."""
+    """The verdict on a stage in which nothing speaks against the release."""
     minutes = (now - trial.stage_began) / 60e9
     missing = ""
     if accounts < options.least:
@@ -218,8 +218,8 @@ def _progress(
         return Verdict.HOLD, missing
     if minutes < options.minutes:
         return Verdict.HOLD, f"{minutes:.1f} of {options.minutes:g} minutes"
-    said = f"{accounts} accounts in {minutes:.1f} minutes without evidence of harm"
-    return (Verdict.DONE if trial.share >= 1 else Verdict.GO_ON), said
+    reason = f"{accounts} accounts in {minutes:.1f} minutes without evidence of harm"
+    return (Verdict.DONE if trial.share >= 1 else Verdict.GO_ON), reason
 
 
 def _of_one_arm(tallies: Tallies, first: int) -> Tallies:
@@ -232,15 +232,15 @@ def _of_one_arm(tallies: Tallies, first: int) -> Tallies:
 
 
 def _split_evidence(options: CanaryConfig, trial: CanaryTrial, tallies: Tallies, seen: np.ndarray) -> dict[str, float]:
-    """Of the sizes of the arms in this stage, by accounts that arrived."""
+    """The evidence on the sizes of the arms in this stage, by accounts that arrived."""
     wanted = ((1 - options.holdback) * (1 - trial.share), (1 - options.holdback) * trial.share, options.holdback)
     seen = seen & (tallies.of("requests") > 0)
     sizes = [len(np.unique(tallies.account_N[seen & (tallies.arm_N == arm)])) for arm in range(3)]
     arms = [arm for arm in range(3) if wanted[arm] > 0]
     if len(arms) < 2:
         return {}
-    found = ratio_evidence([sizes[arm] for arm in arms], [wanted[arm] for arm in arms])
-    return {"sizes of the arms": found + math.log(options.alpha * RATIO_ALPHA / len(options.stages))}
+    evidence = ratio_evidence([sizes[arm] for arm in arms], [wanted[arm] for arm in arms])
+    return {"sizes of the arms": evidence + math.log(options.alpha * RATIO_ALPHA / len(options.stages))}
 
 
 def _harm(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, alpha: float, first: int, slower: float) -> float:
@@ -298,7 +298,7 @@ def _groups(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, slower: f
         costs, _ = _differences(guardrail, rate_N, new, old)
         slots.setdefault(slot, []).append(costs)
     return _AccountGroups(
-        np.concatenate(lasting), {slot: np.concatenate(found) for slot, found in slots.items()}, controlled
+        np.concatenate(lasting), {slot: np.concatenate(rows) for slot, rows in slots.items()}, controlled
     )
 
 

@@ -29,8 +29,8 @@ from etude.evals.sequential import defended_margin, paired_score
 from etude.evals.suite import EvalResult, TaskResult
 from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
-from etude.live.release.operations import Loop, ReleaseCandidate
-from etude.live.release.releases import Standing
+from etude.live.release.operations import ReleaseCandidate, ReleaseSite
+from etude.live.release.releases import ReleaseState
 from etude.records import PolicyVersion, Record
 from etude.store import open_store
 from etude.tasks import dataset as datasets
@@ -54,7 +54,7 @@ class GatePart(Record, frozen=True, kw_only=True):
 
 
 class GateReport(Record, frozen=True, kw_only=True):
-    """What the gate found. `signature`: Ed25519 over everything else, empty without a key."""
+    """The findings of the gate. `signature`: Ed25519 over everything else, empty without a key."""
 
     store: str
     version: int
@@ -78,16 +78,20 @@ Replay = Callable[[Release, Release | None], GatePart]
 
 
 def gate(
-    loop: Loop, found: ReleaseCandidate, measure: Measure, replay: Replay, say: Callable[[str], None],
+    site: ReleaseSite,
+    version: ReleaseCandidate,
+    measure: Measure,
+    replay: Replay,
+    say: Callable[[str], None],
     new_anchor: bool = False,
-) -> GateReport:  # fmt: skip
+) -> GateReport:
     """Runs the gate, keeps its report, and notes a release in stage GATE or REFUSED. After a failure of integrity
     nothing is played. With `new_anchor` the incumbent is the anchor from now on. Raises UserError for a suite that
     cannot defend the configured margin, before anything is played."""
-    log = loop.read()
-    incumbent, config = log.current, loop.config.gate
-    if incumbent is not None and incumbent.release.manifest == found.manifest.digest:
-        raise UserError(f"version {found.manifest.version} is release {incumbent.release.number}, the current one")
+    log = site.read()
+    incumbent, config = log.current, site.config.gate
+    if incumbent is not None and incumbent.release.manifest == version.manifest.digest:
+        raise UserError(f"version {version.manifest.version} is release {incumbent.release.number}, the current one")
     anchor = None
     if incumbent is not None:
         known = incumbent.release.anchor
@@ -95,11 +99,17 @@ def gate(
         for suite in config.suites:
             _refuse_weak(config, Path(suite), say)
     release = Release(
-        number=log.next_number, store=found.store, version=found.manifest.version, manifest=found.manifest.digest,
-        parent=incumbent.release.number if incumbent else None, anchor=anchor.release.number if anchor else None,
-        report=None, window=found.window, at=0,
-    )  # fmt: skip
-    parts = [integrity(found, loop.key)]
+        number=log.next_number,
+        store=version.store,
+        version=version.manifest.version,
+        manifest=version.manifest.digest,
+        parent=incumbent.release.number if incumbent else None,
+        anchor=anchor.release.number if anchor else None,
+        report=None,
+        window=version.window,
+        at=0,
+    )
+    parts = [integrity(version, site.key)]
     if parts[0].passed and incumbent is not None:
         assert anchor is not None
         for suite in config.suites:
@@ -109,30 +119,35 @@ def gate(
     for part in parts:
         say(f"{part.name}: {'passed' if part.passed else 'FAILED'}, {part.reason}")
     report = GateReport(
-        store=found.store, version=release.version, manifest=release.manifest, incumbent=release.parent,
-        anchor=release.anchor, parts=tuple(parts), at=time.time_ns(),
-    )  # fmt: skip
-    _keep(loop, release, report)
+        store=version.store,
+        version=release.version,
+        manifest=release.manifest,
+        incumbent=release.parent,
+        anchor=release.anchor,
+        parts=tuple(parts),
+        at=time.time_ns(),
+    )
+    _keep(site, release, report)
     return report
 
 
-def _keep(loop: Loop, release: Release, report: GateReport) -> None:
+def _keep(site: ReleaseSite, release: Release, report: GateReport) -> None:
     """The report in the store first, then the row: without it the gate is run again."""
-    if loop.key is not None:
+    if site.key is not None:
         from etude.weights.signature import private_key
 
-        report = msgspec.structs.replace(report, signature=private_key(loop.key).sign(signed_bytes(report)).hex())
+        report = msgspec.structs.replace(report, signature=private_key(site.key).sign(signed_bytes(report)).hex())
     data = msgspec.json.encode(report)
     digest = blake3.blake3(data).hexdigest()
     open_store(release.store, durable=True).put(f"reports/{release.version:08d}-{digest}.json", data)
     failed = report.failed
     stage = ReleaseStage.GATE if failed is None else ReleaseStage.REFUSED
     reason = "passed every part" if failed is None else f"{failed.name}: {failed.reason}"
-    releases.begin(loop.engine, msgspec.structs.replace(release, report=digest), stage, reason, "gate")
+    releases.begin(site.engine, msgspec.structs.replace(release, report=digest), stage, reason, "gate")
 
 
 def signed_bytes(report: GateReport) -> bytes:
-    """What a report's signature covers: JSON without spaces, keys sorted, no signature."""
+    """The bytes that a report's signature covers: JSON without spaces, keys sorted, no signature."""
     return _DOMAIN + msgspec.json.encode(msgspec.structs.replace(report, signature=""), order="sorted")
 
 
@@ -162,14 +177,14 @@ def read_report(release: Release, key: Path | None) -> GateReport:
 # --- integrity --------------------------------------------------------------------------------------------------------
 
 
-def integrity(found: ReleaseCandidate, key: Path | None) -> GatePart:
+def integrity(version: ReleaseCandidate, key: Path | None) -> GatePart:
     """Whether the version is whole, signed and finite, and its step within the trainer's own bands."""
     from etude.weights.content import load_content
     from etude.weights.signature import Trust, private_key
 
     trust = Trust(private_key(key).public_key()) if key is not None else None
     try:
-        manifest, content = load_content(open_store(found.store), found.manifest.version, trust)
+        manifest, content = load_content(open_store(version.store), version.manifest.version, trust)
     except UserError as e:
         return GatePart(name="integrity", passed=False, reason=str(e))
     for spec in content.schema.tensors:
@@ -182,8 +197,8 @@ def integrity(found: ReleaseCandidate, key: Path | None) -> GatePart:
     outside, figures = _step_bands(manifest)
     if outside:
         return GatePart(name="integrity", passed=False, reason=outside, figures=figures)
-    said = "signed, " if key is not None else ""
-    reason = f"{said}{len(content.schema.tensors)} tensors with the published digest, all finite"
+    signed = "signed, " if key is not None else ""
+    reason = f"{signed}{len(content.schema.tensors)} tensors with the published digest, all finite"
     return GatePart(name="integrity", passed=True, reason=reason, figures=figures)
 
 
@@ -192,7 +207,7 @@ def _broken(reason: str) -> GatePart:
 
 
 def _step_bands(manifest: PolicyVersion) -> tuple[str, dict[str, float]]:
-    """What the step recorded, and what of it is out of the guards' bounds."""
+    """The figures of the step, and those that are out of the guards' bounds."""
     step = manifest.step
     if isinstance(step, msgspec.UnsetType):
         return "", {}
@@ -223,7 +238,7 @@ def _refuse_weak(config: GateConfig, suite: Path, say: Callable[[str], None]) ->
 
 
 def _suite(
-    config: GateConfig, suite: Path, release: Release, incumbent: Standing, anchor: Standing, measure: Measure
+    config: GateConfig, suite: Path, release: Release, incumbent: ReleaseState, anchor: ReleaseState, measure: Measure
 ) -> list[GatePart]:
     new, old = measure(release, suite), measure(incumbent.release, suite)
     parts = [compare_paired(f"suite {suite.name}", old.tasks, new.tasks, config.margin, config.alpha)]
@@ -248,22 +263,25 @@ def compare_paired(
     once = all(len(task.passed) == 1 for pair in pairs for task in pair)
     discordant = float((gains_N**2).mean())
     figures: dict[str, Any] = {
-        "tasks": len(pairs), "margin": margin, "difference": float(gains_N.mean()), "discordant": discordant,
+        "tasks": len(pairs),
+        "margin": margin,
+        "difference": float(gains_N.mean()),
+        "discordant": discordant,
         "defended": defended_margin(len(pairs), max(discordant, 1 / len(pairs)), alpha),
-    }  # fmt: skip
+    }
     if once or not gains_N.any():
         new_only, old_only = int((gains_N > 0).sum()), int((gains_N < 0).sum())
         z, bound = paired_score(new_only, old_only, len(pairs), margin), NormalDist().inv_cdf(1 - alpha)
         figures |= {"new_only": new_only, "old_only": old_only, "z": z}
-        passed, said = z > bound, f"z {z:.2f}, needed {bound:.2f}"
+        passed, evidence = z > bound, f"z {z:.2f}, needed {bound:.2f}"
     else:
         low = _lower_bound(gains_N, [a.function for a, _ in pairs], alpha, seed)
         figures["low"] = low
-        passed, said = low > -margin, f"at least {100 * low:+.1f} points with probability {1 - alpha:.0%}"
+        passed, evidence = low > -margin, f"at least {100 * low:+.1f} points with probability {1 - alpha:.0%}"
     verdict = "not worse" if passed else "not shown to be no worse"
     reason = (
         f"{verdict} by {100 * margin:.1f} points on {len(pairs)} tasks (difference {100 * gains_N.mean():+.1f} points, "
-        f"{said})"
+        f"{evidence})"
     )
     return GatePart(name=name, passed=bool(passed), reason=reason, figures=figures)
 
@@ -293,6 +311,6 @@ def cost(name: str, old: EvalResult, new: EvalResult, most: float) -> GatePart:
     worst = max(ratios, key=lambda figure: ratios[figure], default=None)
     if worst is None:
         return GatePart(name=name, passed=False, reason="the incumbent sampled nothing")
-    said = ", ".join(f"{figure} {ratio:.2f}" for figure, ratio in ratios.items())
+    shown = ", ".join(f"{figure} {ratio:.2f}" for figure, ratio in ratios.items())
     passed = ratios[worst] <= most
-    return GatePart(name=name, passed=passed, reason=f"of the incumbent's: {said}; at most {most:g}", figures=ratios)
+    return GatePart(name=name, passed=passed, reason=f"of the incumbent's: {shown}; at most {most:g}", figures=ratios)

@@ -1,9 +1,9 @@
-"""The log of releases: which one every cluster should serve, and the rows that decide it.
+"""The log of releases: the one that every cluster should serve, and the rows that decide it.
 
     gate -> shadow -> canary (shares) -> released         each step is a row of `release_events`; the last one counts
       \\-> refused      \\-> rolled_back, and a new release of the old content, in one transaction
 
-What a store should hold follows from the rows alone (`pointers`), so whoever is killed between a row and a store leaves
+What a store should hold follows from the rows alone (`targets`), so whoever is killed between a row and a store leaves
 nothing half-done: the next `etude live release`, `rollback` or `watch-canary` brings the stores to the rows.
 """
 
@@ -31,11 +31,11 @@ from etude.live.log.records import (
 )
 
 ON_TRIAL = (ReleaseStage.SHADOW, ReleaseStage.CANARY)
-_MOST_RELEASES = 100_000
+_MAX_RELEASES = 100_000
 
 
 @dataclass(frozen=True)
-class Standing:
+class ReleaseState:
     """A release and its events, in order."""
 
     release: Release
@@ -43,12 +43,12 @@ class Standing:
 
     @property
     def stage(self) -> ReleaseStage:
-        """Where it stands."""
+        """Its stage."""
         return self.events[-1].stage
 
     @property
     def share(self) -> float:
-        """Of the accounts."""
+        """Its share of the accounts."""
         return self.events[-1].share
 
     @property
@@ -62,8 +62,8 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Pointer:
-    """What one weight store should hold: the content of `release`, since a time."""
+class StoreTarget:
+    """The target of one weight store: the content of `release`, since a time."""
 
     cluster: str
     arm: Arm
@@ -77,78 +77,78 @@ class Pointer:
 class ReleaseLog:
     """All releases by number."""
 
-    standings: tuple[Standing, ...]
+    states: tuple[ReleaseState, ...]
 
     @property
-    def current(self) -> Standing | None:
-        """What the control has: the newest that was released."""
-        released = [s for s in self.standings if s.stage is ReleaseStage.RELEASED]
+    def current(self) -> ReleaseState | None:
+        """The release of the control: the newest that was released."""
+        released = [s for s in self.states if s.stage is ReleaseStage.RELEASED]
         return released[-1] if released else None
 
     @property
-    def trial(self) -> Standing | None:
+    def trial(self) -> ReleaseState | None:
         """The release in shadow or canary."""
-        return next((s for s in reversed(self.standings) if s.stage in ON_TRIAL), None)
+        return next((s for s in reversed(self.states) if s.stage in ON_TRIAL), None)
 
-    def of(self, number: int) -> Standing:
+    def of(self, number: int) -> ReleaseState:
         """A release by number. Raises UserError."""
-        found = next((s for s in self.standings if s.release.number == number), None)
+        found = next((s for s in self.states if s.release.number == number), None)
         if found is None:
             raise UserError(f"there is no release {number}: `etude live status` lists them")
         return found
 
-    def passed(self, digest: str) -> Standing | None:
+    def passed(self, digest: str) -> ReleaseState | None:
         """A release of this content that has passed the gate beside the current release, and has not begun."""
-        for standing in reversed(self.standings):
-            if standing.stage is ReleaseStage.GATE and standing.release.manifest == digest:
+        for state in reversed(self.states):
+            if state.stage is ReleaseStage.GATE and state.release.manifest == digest:
                 current = self.current
-                return standing if standing.release.parent == (current.release.number if current else None) else None
+                return state if state.release.parent == (current.release.number if current else None) else None
         return None
 
     @property
     def next_number(self) -> int:
-        """Of the next release."""
-        return self.standings[-1].release.number + 1 if self.standings else 1
+        """The number of the next release."""
+        return self.states[-1].release.number + 1 if self.states else 1
 
-    def pointers(self, clusters: Sequence[ClusterConfig]) -> list[Pointer]:
-        """What every store should hold; nothing before the first release."""
+    def targets(self, clusters: Sequence[ClusterConfig]) -> list[StoreTarget]:
+        """The targets of all stores; none before the first release."""
         current, trial = self.current, self.trial
         if current is None:
             return []
-        out: list[Pointer] = []
+        out: list[StoreTarget] = []
         final = (ReleaseStage.CANARY, ReleaseStage.RELEASED)
         control = trial if trial is not None and trial.everywhere else current
         canary = trial or current
         anchor = self.of(current.release.anchor) if current.release.anchor is not None else current
         for cluster in clusters:
             since = control.since(*final, share=1.0)
-            out.append(Pointer(cluster.name, Arm.CONTROL, cluster.store, cluster.urls, control.release, since))
+            out.append(StoreTarget(cluster.name, Arm.CONTROL, cluster.store, cluster.urls, control.release, since))
             if cluster.canary_store != "none":
                 since = canary.since(ReleaseStage.SHADOW) if canary is trial else canary.since(ReleaseStage.RELEASED)
                 store = cluster.canary_store
-                out.append(Pointer(cluster.name, Arm.CANARY, store, cluster.canary_urls, canary.release, since))
+                out.append(StoreTarget(cluster.name, Arm.CANARY, store, cluster.canary_urls, canary.release, since))
             if cluster.holdback_store != "none":
                 store, since = cluster.holdback_store, anchor.since(*final, share=1.0)
-                out.append(Pointer(cluster.name, Arm.HOLDBACK, store, cluster.holdback_urls, anchor.release, since))
+                out.append(StoreTarget(cluster.name, Arm.HOLDBACK, store, cluster.holdback_urls, anchor.release, since))
         return out
 
 
 def read(engine: sa.Engine) -> ReleaseLog:
-    """The releases as the log has them."""
+    """The releases in the log."""
     releases, events = schema.releases, schema.release_events
     with journal.reading(engine) as connection:
-        found = connection.execute(sa.select(releases).order_by(releases.c.number).limit(_MOST_RELEASES)).mappings()
+        found = connection.execute(sa.select(releases).order_by(releases.c.number).limit(_MAX_RELEASES)).mappings()
         rows = [journal.record(Release, row) for row in found.all()]
         steps: dict[int, list[ReleaseEvent]] = {release.number: [] for release in rows}
         for row in connection.execute(sa.select(events).order_by(events.c.release, events.c.sequence)).mappings():
             steps[row["release"]].append(journal.record(ReleaseEvent, row))
-    return ReleaseLog(tuple(Standing(release, tuple(steps[release.number])) for release in rows))
+    return ReleaseLog(tuple(ReleaseState(release, tuple(steps[release.number])) for release in rows))
 
 
-def append(engine: sa.Engine, standing: Standing, stage: ReleaseStage, share: float, reason: str, by: str) -> None:
+def append(engine: sa.Engine, state: ReleaseState, stage: ReleaseStage, share: float, reason: str, by: str) -> None:
     """The next event of a release. Raises UserError if another process was faster."""
     with _deciding(engine) as connection:
-        journal.add(connection, [_next(standing, stage, share, reason, by, journal.stamp(connection))])
+        journal.add(connection, [_next(state, stage, share, reason, by, journal.stamp(connection))])
 
 
 def begin(engine: sa.Engine, release: Release, stage: ReleaseStage, reason: str, by: str, share: float = 0.0) -> None:
@@ -162,24 +162,34 @@ def begin(engine: sa.Engine, release: Release, stage: ReleaseStage, reason: str,
         journal.add(connection, [release, event])
 
 
-def take_back(engine: sa.Engine, bad: Standing, to: Standing, number: int, reason: str, by: str) -> None:
+def take_back(engine: sa.Engine, bad: ReleaseState, to: ReleaseState, number: int, reason: str, by: str) -> None:
     """Rolls a release back, and releases the content of another one under a new number, in one transaction. Raises
     UserError if another process was faster."""
     with _deciding(engine) as connection:
         at = journal.stamp(connection)
         again = msgspec.structs.replace(to.release, number=number, parent=bad.release.number, window=None, at=at)
         event = ReleaseEvent(
-            release=number, sequence=0, stage=ReleaseStage.RELEASED, share=1.0, decided_by=by, at=at,
+            release=number,
+            sequence=0,
+            stage=ReleaseStage.RELEASED,
+            share=1.0,
+            decided_by=by,
+            at=at,
             reason=f"the content of release {to.release.number}, since {bad.release.number} was rolled back",
-        )  # fmt: skip
+        )
         journal.add(connection, [_next(bad, ReleaseStage.ROLLED_BACK, 0.0, reason, by, at), again, event])
 
 
-def _next(standing: Standing, stage: ReleaseStage, share: float, reason: str, by: str, at: int) -> ReleaseEvent:
+def _next(state: ReleaseState, stage: ReleaseStage, share: float, reason: str, by: str, at: int) -> ReleaseEvent:
     return ReleaseEvent(
-        release=standing.release.number, sequence=standing.events[-1].sequence + 1, stage=stage, share=share,
-        reason=reason, decided_by=by, at=at,
-    )  # fmt: skip
+        release=state.release.number,
+        sequence=state.events[-1].sequence + 1,
+        stage=stage,
+        share=share,
+        reason=reason,
+        decided_by=by,
+        at=at,
+    )
 
 
 @contextmanager
@@ -211,16 +221,20 @@ def drained(engine: sa.Engine) -> dict[tuple[str, str], ClusterEvent]:
     return {(event.cluster, event.arm): event for event in events}
 
 
-def drain(engine: sa.Engine, pointer: Pointer, wanted: bool, reason: str) -> None:
+def drain(engine: sa.Engine, target: StoreTarget, wanted: bool, reason: str) -> None:
     """Notes that a cluster is sent nothing, or is sent requests again; nothing if that is so already."""
-    last = drained(engine).get((pointer.cluster, pointer.arm))
+    last = drained(engine).get((target.cluster, target.arm))
     if (last is not None and last.drained) == wanted:
         return
     with _deciding(engine) as connection:
         event = ClusterEvent(
-            cluster=pointer.cluster, arm=pointer.arm, sequence=last.sequence + 1 if last else 0, drained=wanted,
-            reason=reason, at=journal.stamp(connection),
-        )  # fmt: skip
+            cluster=target.cluster,
+            arm=target.arm,
+            sequence=last.sequence + 1 if last else 0,
+            drained=wanted,
+            reason=reason,
+            at=journal.stamp(connection),
+        )
         journal.add(connection, [event])
 
 
@@ -240,7 +254,7 @@ class Taint:
 def taints(engine: sa.Engine) -> list[Taint]:
     """Windows of releases that were rolled back. They can be trained again without what spoilt them."""
     exits, turns, sessions = schema.exits, schema.turns, schema.sessions
-    bad = [s.release for s in read(engine).standings if s.stage is ReleaseStage.ROLLED_BACK]
+    bad = [s.release for s in read(engine).states if s.stage is ReleaseStage.ROLLED_BACK]
     out: list[Taint] = []
     with journal.reading(engine) as connection:
         for release in bad:

@@ -23,12 +23,12 @@ from etude.evals.suite import EvalResult
 from etude.live.learn.window import LiveContents
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs
-from etude.live.log.derive import Said, SaidCall, conversation, of_answer, tools_of
+from etude.live.log.derive import Message, MessageCall, conversation, of_answer, tools_of
 from etude.live.log.privacy import planted
 from etude.live.log.records import Release, ServedTurn, SignalKind, TurnContent, TurnKind
 from etude.live.log.scrub import scrubbed
 from etude.live.release.gate import SPLIT, GatePart
-from etude.live.release.operations import Loop
+from etude.live.release.operations import ReleaseSite
 from etude.protocol.backends.client import EngineClient
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget
@@ -41,7 +41,7 @@ BAND = 0.05
 """By how much a rate may differ from the incumbent's, in either direction, at 99 % confidence."""
 LENGTH = 1.33
 """By what factor the mean length may, in either direction."""
-MOST_KL = 0.5
+MAX_KL = 0.5
 """Nats per token from the incumbent, on the version's own answers."""
 _ANSWER_SECONDS = 600.0
 _PROBE_TOKENS = 64
@@ -56,7 +56,7 @@ class Prefix:
     """A consented turn without its answer, or (`probe`) the beginning of a planted sentence."""
 
     prompt: list[int]
-    said: tuple[Said, ...]
+    messages: tuple[Message, ...]
     tools: dict[str, dict[str, object]]
     probe: bool = False
 
@@ -73,9 +73,9 @@ class Answer:
 
 @dataclass
 class Player:
-    """Plays versions for the gate: `measure` and `replay` are what `gate` asks for. Use it as a context manager."""
+    """Plays versions for the gate: `measure` and `replay` are parameters of `gate`. Use it as a context manager."""
 
-    loop: Loop
+    site: ReleaseSite
     budget: Budget
     inference: EngineConfig
     dialect: str = "auto"
@@ -96,38 +96,38 @@ class Player:
 
         out = Path(self._scratch.name) / release.manifest
         if not out.exists():
-            export(open_store(release.store), release.version, model_folder(self.loop.config.gate.base), out)
+            export(open_store(release.store), release.version, model_folder(self.site.config.gate.base), out)
         return out
 
     def measure(self, release: Release, suite: Path) -> EvalResult:
         """Plays a suite with real boxes. Raises UserError."""
-        options = EvalConfig(samples=self.loop.config.gate.samples)
+        options = EvalConfig(samples=self.site.config.gate.samples)
         measurement = Measurement([suite], options, self.budget, SPLIT, seed=0, dialect=self.dialect)
         return measure_models([self.model(release)], measurement, self.inference)[0]
 
     def replay(self, release: Release, incumbent: Release | None) -> GatePart:
         """Answers recent consented prefixes with both versions. Raises UserError."""
-        config = self.loop.config
-        found = prefixes(self.loop, config.gate.replay) if config.gate.replay else []
+        config = self.site.config
+        recent = prefixes(self.site, config.gate.replay) if config.gate.replay else []
         probes = planted(Path(config.folder))
-        if not found and not probes:
+        if not recent and not probes:
             return GatePart(name="replay", passed=True, reason="no consented turns are there to be answered again")
         renderer = renderer_for(self.model(release), self.dialect, {})
         prompts = [Prefix(renderer.plain(probe.prompt), (), {}, probe=True) for probe in probes]
-        answers, _ = asyncio.run(self._answers(release, [*found, *prompts], renderer))
-        new, completions = answers[: len(found)], answers[len(found) :]
+        answers, _ = asyncio.run(self._answers(release, [*recent, *prompts], renderer))
+        new, completions = answers[: len(recent)], answers[len(recent) :]
         known = sum(probe.is_known(answer.text) for probe, answer in zip(probes, completions, strict=True))
         if known:
             reason = f"it completes {known} of {len(probes)} planted sentences, which users must have told it"
             return GatePart(name="replay", passed=False, reason=reason, figures={"planted": known})
-        if incumbent is None or not found:
+        if incumbent is None or not recent:
             return compare_answers(new, None, math.nan, config.gate.planted)
-        old, scores = asyncio.run(self._answers(incumbent, found, renderer, new))
+        old, scores = asyncio.run(self._answers(incumbent, recent, renderer, new))
         drifts = [np.mean(np.subtract(a.logprobs, s)) for a, s in zip(new, scores, strict=True) if a.ids]
         return compare_answers(new, old, float(np.mean(drifts)), config.gate.planted)
 
     async def _answers(
-        self, release: Release, found: Sequence[Prefix], renderer: Renderer, scored: Sequence[Answer] = ()
+        self, release: Release, prompts: Sequence[Prefix], renderer: Renderer, scored: Sequence[Answer] = ()
     ) -> tuple[list[Answer], list[list[float]]]:
         """Answers to the prefixes, those to probes the likeliest, and log-probabilities of other answers to them."""
         folder, budget = self.model(release), self.budget
@@ -144,49 +144,52 @@ class Player:
                     async def answer(number: int, prefix: Prefix) -> Answer:
                         room = min(budget.tokens, budget.context - len(prefix.prompt))
                         request = GenerateRequest(
-                            ids=prefix.prompt, max_tokens=min(room, _PROBE_TOKENS) if prefix.probe else room,
-                            stop=tuple(renderer.stop_ids), seed=number, temperature=0.0 if prefix.probe else 1.0,
-                        )  # fmt: skip
+                            ids=prefix.prompt,
+                            max_tokens=min(room, _PROBE_TOKENS) if prefix.probe else room,
+                            stop=tuple(renderer.stop_ids),
+                            seed=number,
+                            temperature=0.0 if prefix.probe else 1.0,
+                        )
                         async with gate:
                             made = await client.generate(request, _ANSWER_SECONDS)
                         return read_answer(prefix, renderer, made.ids, made.logprobs, made.finish_reason)
 
                     async def score(prefix: Prefix, other: Answer) -> list[float]:
                         async with gate:
-                            told = await client.score(url, [[*prefix.prompt, *other.ids]], _ANSWER_SECONDS)
-                        assert told is not None, "a folder's engine changes no version"
-                        return told.logprobs[0][len(prefix.prompt) - 1 :]
+                            sequences = await client.score(url, [[*prefix.prompt, *other.ids]], _ANSWER_SECONDS)
+                        assert sequences is not None, "a folder's engine changes no version"
+                        return sequences.logprobs[0][len(prefix.prompt) - 1 :]
 
-                    answers = await asyncio.gather(*(answer(n, p) for n, p in enumerate(found)))
-                    scores = await asyncio.gather(*(score(p, o) for p, o in zip(found, scored, strict=False)))
+                    answers = await asyncio.gather(*(answer(n, p) for n, p in enumerate(prompts)))
+                    scores = await asyncio.gather(*(score(p, o) for p, o in zip(prompts, scored, strict=False)))
                     return list(answers), list(scores)
             finally:
                 engine.stop(10)
 
 
-def prefixes(loop: Loop, most: int) -> list[Prefix]:
+def prefixes(site: ReleaseSite, most: int) -> list[Prefix]:
     """The newest consented main turns whose content is still there, newest first. Raises UserError."""
     turns, sessions = schema.turns, schema.sessions
     query = sa.select(turns, sessions.c.account).join(sessions, sessions.c.id == turns.c.session)
     query = (
         query.where(turns.c.blob.is_not(None), turns.c.kind == TurnKind.MAIN).order_by(turns.c.at.desc()).limit(most)
     )
-    with journal.reading(loop.engine) as connection:
+    with journal.reading(site.engine) as connection:
         rows = [dict(row) for row in connection.execute(query).mappings()]
     if not rows:
         return []
-    folder = Path(loop.config.folder)
-    contents = LiveContents(loop.engine, Accounts(folder), open_blobs(folder))
+    folder = Path(site.config.folder)
+    contents = LiveContents(site.engine, Accounts(folder), open_blobs(folder))
     keys = contents.keys(row["account"] for row in rows)
-    found: list[Prefix] = []
+    consented: list[Prefix] = []
     for row in rows:
         key = keys[row.pop("account")]
         if key is None:  # forgotten
             continue
         content = contents.turn(key, journal.record(ServedTurn, row))  # pyright: ignore[reportArgumentType]
         if isinstance(content, TurnContent):
-            found.append(prefix_of(content))
-    return found
+            consented.append(prefix_of(content))
+    return consented
 
 
 def prefix_of(content: TurnContent) -> Prefix:
@@ -199,15 +202,19 @@ def prefix_of(content: TurnContent) -> Prefix:
 def read_answer(
     prefix: Prefix, renderer: Renderer, ids: Sequence[int], logprobs: Sequence[float], finish: str
 ) -> Answer:
-    """What an answer shows."""
+    """The answer with the rates that it counts for."""
     parsed = renderer.parse(list(ids), finish)
-    calls = tuple(SaidCall(c.name, "" if c.arguments is None else json.dumps(c.arguments)) for c in parsed.calls)
-    kinds = {signal.kind for signal in of_answer(prefix.said, Said("assistant", parsed.text, calls), prefix.tools)}
+    calls = tuple(MessageCall(c.name, "" if c.arguments is None else json.dumps(c.arguments)) for c in parsed.calls)
+    message = Message("assistant", parsed.text, calls)
+    kinds = {signal.kind for signal in of_answer(prefix.messages, message, prefix.tools)}
     shows = {
-        "edit": bool(calls) or "```" in parsed.text, "question": SignalKind.QUESTION in kinds,
-        "invalid_call": SignalKind.INVALID_CALL in kinds, "no_edit": SignalKind.NO_EDIT in kinds,
-        "refusal": not calls and bool(_REFUSAL.match(parsed.text)), "secret": bool(scrubbed(parsed.text)[1]),
-    }  # fmt: skip
+        "edit": bool(calls) or "```" in parsed.text,
+        "question": SignalKind.QUESTION in kinds,
+        "invalid_call": SignalKind.INVALID_CALL in kinds,
+        "no_edit": SignalKind.NO_EDIT in kinds,
+        "refusal": not calls and bool(_REFUSAL.match(parsed.text)),
+        "secret": bool(scrubbed(parsed.text)[1]),
+    }
     whole = "\n".join([parsed.text, *(call.arguments for call in calls)])
     return Answer(list(ids), list(logprobs), whole, frozenset(name for name, is_so in shows.items() if is_so))
 
@@ -236,7 +243,7 @@ def compare_answers(new: Sequence[Answer], old: Sequence[Answer] | None, kl: flo
         figures |= {"length": lengths[0], "length_ratio": lengths[0] / max(lengths[1], 1e-9), "kl_to_parent": kl}
         if not 1 / LENGTH <= lengths[0] / max(lengths[1], 1e-9) <= LENGTH:
             faults.append(f"answers have {lengths[0]:.0f} tokens instead of {lengths[1]:.0f}")
-        if not kl <= MOST_KL:
-            faults.append(f"{kl:.2f} nats per token from the incumbent, at most {MOST_KL:g}")
+        if not kl <= MAX_KL:
+            faults.append(f"{kl:.2f} nats per token from the incumbent, at most {MAX_KL:g}")
     reason = "; ".join(faults) or f"{count} prefixes answered again, every figure within its band"
     return GatePart(name="replay", passed=not faults, reason=reason, figures=figures)

@@ -1,4 +1,4 @@
-"""Weight stores of clusters: brought to the content of a release, and what their servers serve.
+"""Weight stores of clusters: brought to the content of a release, and the versions that their servers serve.
 
 A store goes to other content by a new version with a higher number, as a delta against the version before, also where
 the content is an old one: servers and signatures never see a downgrade.
@@ -18,19 +18,19 @@ import msgspec
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.live.log.records import Release
-from etude.live.release.releases import Pointer
+from etude.live.release.releases import StoreTarget
 from etude.protocol.access import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.weights.manifest import newest, read, versions
 
 _CONNECT_SECONDS, _READ_SECONDS = 1.0, 3.0
-_MOST = 32  # servers and stores that are asked at a time
+_MAX_AT_ONCE = 32  # servers and stores at a time
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """What a server says that it serves; `digest` None: it does not answer, or is no `etude serve`."""
+    """The version that a server serves by its own report; `digest` None: it does not answer, or is no `etude serve`."""
 
     url: str
     version: int | None
@@ -39,36 +39,38 @@ class ServerState:
 
 
 @dataclass(frozen=True)
-class PointerState:
+class StoreState:
     """A store and its servers. `version` and `error` are the store's."""
 
-    pointer: Pointer
+    target: StoreTarget
     version: int | None
     servers: tuple[ServerState, ...]
     error: str = ""
 
     @property
     def lagging(self) -> list[ServerState]:
-        """Servers that don't serve the content of the pointer."""
-        return [server for server in self.servers if server.digest != self.pointer.release.manifest]
+        """Servers that don't serve the content of the target."""
+        return [server for server in self.servers if server.digest != self.target.release.manifest]
 
 
-def prepare(pointer: Pointer, key: Path | None) -> Callable[[], int]:
-    """Reads what it takes to bring the store to the content of the pointer's release. The result writes the version and
+def prepare(target: StoreTarget, key: Path | None) -> Callable[[], int]:
+    """Reads what it takes to bring the store to the content of the target's release. The result writes the version and
     gives its number; it does nothing if the store holds that content already. Raises UserError."""
-    store, release = open_store(pointer.store, durable=True), pointer.release
-    last = _newest(pointer.store)
+    store, release = open_store(target.store, durable=True), target.release
+    last = _newest(target.store)
     if last is not None and last.digest == release.manifest:
         return lambda: last.version
     from etude.weights.content import load
     from etude.weights.publisher import AlreadyPublished, Publisher
     from etude.weights.signature import private_key
 
-    source, version = (store, held) if (held := _held(pointer.store, release)) is not None else _source(release)
+    source, version = (store, held) if (held := _held(target.store, release)) is not None else _source(release)
     manifest, tensors = load(source, version)
     if not isinstance(manifest.adapted, msgspec.UnsetType):
-        raise UserError(f"version {version} of {source.url} holds adapters: merge them with `etude weights fetch`, and "
-                        "publish the folder")  # fmt: skip
+        raise UserError(
+            f"version {version} of {source.url} holds adapters: merge them with `etude weights fetch`, and "
+            "publish the folder"
+        )
     if manifest.digest != release.manifest:
         raise UserError(f"version {version} of {source.url} has not the content of release {release.number}")
     publisher = Publisher(store, key=private_key(key) if key else None, model=manifest.model)
@@ -88,20 +90,20 @@ def prepare(pointer: Pointer, key: Path | None) -> Callable[[], int]:
     return write
 
 
-def bring(pointers: Sequence[Pointer], key: Path | None) -> dict[Pointer, str]:
-    """Brings every store to its pointer, all at a time; the stores that could not be, each with the reason."""
+def bring(targets: Sequence[StoreTarget], key: Path | None) -> dict[StoreTarget, str]:
+    """Brings every store to its target, all at a time; the stores that could not be, each with the reason."""
 
-    def one(pointer: Pointer) -> str:
+    def one(target: StoreTarget) -> str:
         try:
-            prepare(pointer, key)()
+            prepare(target, key)()
         except (UserError, RunFailed) as e:
             return str(e)
         return ""
 
-    if not pointers:
+    if not targets:
         return {}
-    with ThreadPoolExecutor(min(_MOST, len(pointers))) as pool:
-        return {pointer: why for pointer, why in zip(pointers, pool.map(one, pointers), strict=True) if why}
+    with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(targets))) as pool:
+        return {target: why for target, why in zip(targets, pool.map(one, targets), strict=True) if why}
 
 
 def _newest(url: str) -> PolicyVersion | None:
@@ -128,16 +130,16 @@ def _source(release: Release) -> tuple[Any, int]:
     return open_store(release.store), release.version
 
 
-def states(pointers: Sequence[Pointer]) -> list[PointerState]:
-    """What stores hold and servers serve, asked all at a time; a server that hangs is not waited for beyond three
+def store_states(targets: Sequence[StoreTarget]) -> list[StoreState]:
+    """The states of stores and servers, read all at a time; a server that hangs is not waited for beyond three
     seconds."""
-    urls = sorted({url for pointer in pointers for url in pointer.urls})
-    with ThreadPoolExecutor(_MOST) as pool:
+    urls = sorted({url for target in targets for url in target.urls})
+    with ThreadPoolExecutor(_MAX_AT_ONCE) as pool:
         servers = dict(zip(urls, pool.map(_server, urls), strict=True))
-        stores = list(pool.map(_store_version, [pointer.store for pointer in pointers]))
+        stores = list(pool.map(_store_version, [target.store for target in targets]))
     return [
-        PointerState(pointer, version, tuple(servers[url] for url in pointer.urls), error)
-        for pointer, (version, error) in zip(pointers, stores, strict=True)
+        StoreState(target, version, tuple(servers[url] for url in target.urls), error)
+        for target, (version, error) in zip(targets, stores, strict=True)
     ]
 
 
@@ -155,8 +157,8 @@ def _server(url: str) -> ServerState:
         with httpx2.Client(timeout=timeout, trust_env=False, headers=bearer(own_token())) as http:
             answer = http.get(url.rstrip("/") + "/health")
             answer.raise_for_status()
-            told = answer.json()
-            return ServerState(url, int(told["version"]), str(told["digest"]), str(told.get("error", "")))
+            health = answer.json()
+            return ServerState(url, int(health["version"]), str(health["digest"]), str(health.get("error", "")))
     except httpx2.HTTPError as e:
         return ServerState(url, None, None, f"{type(e).__name__} {e}".strip())
     except (ValueError, KeyError, TypeError):

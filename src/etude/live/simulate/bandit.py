@@ -56,8 +56,8 @@ def learn(logits_CVA: np.ndarray, turns: Turns, gain_N: np.ndarray, rate: float 
 
 
 def suite_passes(logits_CVA: np.ndarray, seed: int, tasks: int, actions: tuple[Action, ...] = ACTIONS) -> np.ndarray:
-    """Which tasks of a frozen suite a policy passes once: bool [T]. The suite's draws depend on `seed` alone, so that
-    two versions meet the same tasks with the same luck, and differ where their policies do."""
+    """The tasks of a frozen suite that a policy passes once: bool [T]. The suite's draws depend on `seed` alone, so
+    that two versions meet the same tasks with the same luck, and differ where their policies do."""
     rng = np.random.default_rng((seed, 77))
     cell, variant = rng.integers(0, len(logits_CVA), tasks), rng.choice(len(VARIANT_SHARES), tasks, p=VARIANT_SHARES)
     luck, order = rng.random((2, tasks))

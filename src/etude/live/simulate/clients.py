@@ -54,12 +54,13 @@ class FunctionRequest:
 
     @property
     def prompt(self) -> str:
-        """What the user asks."""
+        """The text of the request."""
         return f"Fix `{self.name}` in {self.path}\n{self.source}"
 
 
 def requests(library: Path, seed: int, heldout: float) -> tuple[list[FunctionRequest], list[FunctionRequest]]:
-    """What users ask, and what is held out: a share of the functions, by seed. Raises UserError if there are none."""
+    """The requests of users and the held-out ones: a share of the functions, by seed. Raises UserError if there are
+    none."""
     operators = {name: OPERATORS[name] for name in _BREAKS}
     by_function: dict[str, list[FunctionRequest]] = {}
     for file in sorted((library / "src").rglob("*.py")):
@@ -78,13 +79,16 @@ def requests(library: Path, seed: int, heldout: float) -> tuple[list[FunctionReq
         raise UserError(f"{library}/src holds no functions that can be broken")
     names = np.random.default_rng((seed, 1)).permutation(sorted(by_function)).tolist()
     kept = round(len(names) * heldout)
-    return ([made for name in names[kept:] for made in by_function[name]],
-            [made for name in names[:kept] for made in by_function[name]])  # fmt: skip
+    return (
+        [made for name in names[kept:] for made in by_function[name]],
+        [made for name in names[:kept] for made in by_function[name]],
+    )
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What an answer did. `source` is the function after it; None: the edit could not be applied, or there was none."""
+    """The effect of an answer. `source` is the function after it; None: the edit could not be applied, or there was
+    none."""
 
     source: str | None
     house: bool  # it keeps the house rule
@@ -127,7 +131,7 @@ class UsedTurn:
     error: str = ""
 
 
-async def answers(url: str, asked: Sequence[FunctionRequest], seed: int, at_once: int) -> list[Judgement]:
+async def answers(url: str, wanted: Sequence[FunctionRequest], seed: int, at_once: int) -> list[Judgement]:
     """One answer to each request, sampled with a seed of its own. Raises RunFailed if one fails."""
     import openai
 
@@ -137,13 +141,13 @@ async def answers(url: str, asked: Sequence[FunctionRequest], seed: int, at_once
         async def one(number: int, request: FunctionRequest) -> Judgement:
             messages: Any = [{"role": "user", "content": request.prompt}]
             async with slots:
-                told = await client.chat.completions.create(
+                completion = await client.chat.completions.create(
                     model="nano", messages=messages, max_tokens=TOKENS, seed=1000 * seed + number
                 )
-            return judged(request, told.choices[0].message.tool_calls or ())
+            return judged(request, completion.choices[0].message.tool_calls or ())
 
         try:
-            return list(await asyncio.gather(*(one(n, request) for n, request in enumerate(asked))))
+            return list(await asyncio.gather(*(one(n, request) for n, request in enumerate(wanted))))
         except openai.OpenAIError as e:
             raise RunFailed(f"an answer of {url} failed: {e}") from None
 
@@ -152,12 +156,18 @@ class Users:
     """Accounts that use a gateway, `at_once` of them at a time, on a thread of its own: between `begin` and `end`."""
 
     def __init__(
-        self, url: str, key: str, population: SimulatedAccounts, asked: Sequence[FunctionRequest],
-        window_seconds: float, rng: np.random.Generator, at_once: int = 12,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        key: str,
+        population: SimulatedAccounts,
+        wanted: Sequence[FunctionRequest],
+        window_seconds: float,
+        rng: np.random.Generator,
+        at_once: int = 12,
+    ) -> None:
         self.turns: list[UsedTurn] = []
         self.lost = 0  # signals that the gateway never took
-        self._url, self._key, self._population, self._asked = url, key, population, asked
+        self._url, self._key, self._population, self._requests = url, key, population, wanted
         self._window, self._rng, self._at_once = window_seconds, rng, at_once
         self._house_A = rng.beta(6, 4, population.size)  # hidden weights of the house rule
         self._stop = threading.Event()
@@ -173,7 +183,7 @@ class Users:
         self._thread.start()
 
     def end(self) -> None:
-        """They stop, and have told what became of their last edits. Raises what failed."""
+        """They stop, after the signals on their last edits. Raises what failed."""
         assert self._thread is not None
         self._stop.set()
         self._thread.join(_SECONDS + 60)
@@ -227,7 +237,7 @@ class Users:
 
         population, self._turn = self._population, self._turn + 1
         account = int(self._rng.choice(population.size, p=population.activity_A))
-        request = self._asked[int(self._rng.integers(len(self._asked)))]
+        request = self._requests[int(self._rng.integers(len(self._requests)))]
         headers = {"x-etude-user": f"user-{account}", "x-etude-session": f"user-{account} {self._turn}"}
         if population.consent_A[account]:
             headers["x-etude-consent"] = "train"
@@ -246,9 +256,16 @@ class Users:
         self.turns.append(UsedTurn(account, release, utility))
         return self._tell(http, account, raw.headers["x-etude-generation"], request, judgement, utility)
 
-    async def _tell(self, http: httpx2.AsyncClient, account: int, turn: str, request: FunctionRequest,
-                    judgement: Judgement, utility: float) -> None:  # fmt: skip
-        """What becomes of an edit, at its own time. A client that is gone tells nothing more."""
+    async def _tell(
+        self,
+        http: httpx2.AsyncClient,
+        account: int,
+        turn: str,
+        request: FunctionRequest,
+        judgement: Judgement,
+        utility: float,
+    ) -> None:
+        """Sends the signals of an edit, at their times. A client that is gone sends no more."""
         population, rng = self._population, self._rng
         if judgement.source is None:
             await self._signal(http, account, turn, "invalid_call")
@@ -258,10 +275,16 @@ class Users:
         edit = ulid()
         digests = [blake3.blake3(text.encode()).hexdigest()[:32] for text in (request.source, judgement.source)]
         lines = request.source.count("\n") + 1
-        suggestion = {"id": edit, "path": request.path, "base": digests[0], "old_lines": [1, lines],
-                      "new": digests[1], "characters": 40}  # fmt: skip
-        told = await self._post(http, "/v1/suggestions", {"turn": turn, "suggestions": [suggestion]})
-        subject = edit if told == "recorded" else turn
+        suggestion = {
+            "id": edit,
+            "path": request.path,
+            "base": digests[0],
+            "old_lines": [1, lines],
+            "new": digests[1],
+            "characters": 40,
+        }
+        status = await self._post(http, "/v1/suggestions", {"turn": turn, "suggestions": [suggestion]})
+        subject = edit if status == "recorded" else turn
         if not kept and noticed:
             await self._signal(http, account, subject, "rejected")
             return
@@ -277,8 +300,15 @@ class Users:
 
     async def _signal(self, http: httpx2.AsyncClient, account: int, subject: str, name: str, **more: Any) -> None:
         number = self._numbers[account] = self._numbers.get(account, 0) + 1
-        event = {"response_id": subject, "name": name, "value": 1.0, "source": "client", "event_id": ulid(),
-                 "client_sequence": number, **more}  # fmt: skip
+        event = {
+            "response_id": subject,
+            "name": name,
+            "value": 1.0,
+            "source": "client",
+            "event_id": ulid(),
+            "client_sequence": number,
+            **more,
+        }
         if await self._post(http, "/v1/feedback", event) not in ("recorded", "duplicate"):
             self.lost += 1
 
@@ -302,5 +332,5 @@ class Users:
 
 def mean_utility(turns: Sequence[UsedTurn]) -> float:
     """Mean hidden utility of the answers."""
-    found = [turn.utility for turn in turns if turn.release >= 0]
-    return float(np.mean(found)) if found else float("nan")
+    utilities = [turn.utility for turn in turns if turn.release >= 0]
+    return float(np.mean(utilities)) if utilities else float("nan")

@@ -2,11 +2,11 @@
 
     servers    one cluster of two `etude serve`, of the control and of the canary, each with a weight store
     gateway    `etude live serve` before them; users ask with OpenAI's client library (clients.py)
-    window     what users kept and undid becomes a version by the ordinary trainer
+    window     kept and undone edits train a version by the ordinary trainer
     release    gate, then the canary at 10, 50 and 100 % of the accounts, while users go on
 
 After the first release a version with damaged weights is put behind the gate, as if the gate had missed it: the canary
-has to find it. Held-out requests are of functions that no user ever asked about.
+has to find it. Held-out requests are of functions that no request of a user is about.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from etude.live.log.accounts import Accounts, open_blobs
 from etude.live.log.records import LivePolicy, Release, ReleaseStage
 from etude.live.log.tenants import create_key, set_policy
 from etude.live.release import releases
+from etude.live.release.canary import Verdict
 from etude.live.release.gate import gate
-from etude.live.release.operations import Loop, candidate, open_loop, start, tick, wait
+from etude.live.release.operations import ReleaseSite, candidate, open_site, start, tick, wait
 from etude.live.release.replay import Player
 from etude.live.simulate.clients import FunctionRequest, Judgement, Users, answers, mean_utility, requests
 from etude.live.simulate.users import draw_population
@@ -66,7 +67,7 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class HeldoutScore:
-    """Of each held-out request, the share of its answers that keep the house rule, and that are right."""
+    """The shares of the answers to each held-out request that keep the house rule, and that are right."""
 
     house: list[float]
     right: list[float]
@@ -74,8 +75,8 @@ class HeldoutScore:
 
 @dataclass(frozen=True)
 class ReleaseOutcome:
-    """What became of a release, and when (seconds since the demo began). `utility`: of the answers that users got
-    from it; `reasons`: what the canary said of each stage."""
+    """The end of a release, and its time (seconds since the demo began). `utility`: of the answers that users got from
+    it; `reasons`: the canary's, of each stage; `lift`: its last sentence on the share of edits that are kept."""
 
     release: int
     planted: bool
@@ -83,11 +84,12 @@ class ReleaseOutcome:
     reasons: tuple[str, ...]
     utility: float
     seconds: float
+    lift: str = ""
 
 
 @dataclass
 class LiveDemo:
-    """What the demo showed. `scores` are of the first release and of each later current one."""
+    """The figures of the demo. `scores` are of the first release and of each later current one."""
 
     functions: list[str]  # of the held-out requests
     utility: list[float] = field(default_factory=list[float])  # of the answers before each window
@@ -100,7 +102,7 @@ class LiveDemo:
     seconds: float = 0.0
 
     def rise(self, figure: str) -> Estimate:
-        """Of a figure of HeldoutScore from the first release to the last, with a bootstrap over functions."""
+        """The rise of a figure of HeldoutScore from the first release to the last, with a bootstrap over functions."""
         first, last = getattr(self.scores[0], figure), getattr(self.scores[-1], figure)
         return mean_difference(first, last, self.functions)
 
@@ -121,28 +123,28 @@ def run(folder: Path, seed: int, windows: int, say: Callable[[str], None]) -> Li
     name, version, sha256 = _LIBRARY
     say(f"fetching {name} {version}")
     library = fetch_library(name, version, sha256, folder / "library")
-    asked, heldout = requests(library, seed, _HELDOUT)
-    say(f"{len(asked)} requests of users, {len(heldout)} held out")
-    with _site(folder) as site:
-        return _Demo(site, asked, heldout, seed, say).run(windows)
+    user_requests, heldout = requests(library, seed, _HELDOUT)
+    say(f"{len(user_requests)} requests of users, {len(heldout)} held out")
+    with _servers(folder) as servers:
+        return _Demo(servers, user_requests, heldout, seed, say).run(windows)
 
 
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Site:
+class _Servers:
     """A cluster of two servers, and the gateway before them."""
 
     folder: Path
-    loop: Loop
+    site: ReleaseSite
     control: str  # URL
     gateway: str
     key: str  # of the users' tenant
 
 
 @contextmanager
-def _site(folder: Path) -> Iterator[_Site]:
+def _servers(folder: Path) -> Iterator[_Servers]:
     children: list[processes.Child] = []
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
@@ -151,25 +153,29 @@ def _site(folder: Path) -> Iterator[_Site]:
         for number, store in enumerate(stores):
             store.mkdir()
             served = ServerConfig(
-                model=str(find_model("nano")), port=0, threads=1, cache_mb=64, served_model_name=("nano",),
+                model=str(find_model("nano")),
+                port=0,
+                threads=1,
+                cache_mb=64,
+                served_model_name=("nano",),
                 source=WeightSource(weights=str(store)),
-            )  # fmt: skip
+            )
             children.append(spawn_engine(served, logs, number))
         urls = [engine_url(child, logs, number) for number, child in enumerate(children)]
         path = _write_config(folder, urls, stores)
-        loop = open_loop(validate(LiveConfig, tomllib.loads(path.read_text("utf-8")), str(path)))
+        site = open_site(validate(LiveConfig, tomllib.loads(path.read_text("utf-8")), str(path)))
         try:
-            key = create_key(loop.engine, "firm", "users")
-            set_policy(loop.engine, "firm", LivePolicy(requests_per_minute=10**6))
+            key = create_key(site.engine, "firm", "users")
+            set_policy(site.engine, "firm", LivePolicy(requests_per_minute=10**6))
             _publish_base(folder / "base")
             ready = logs / "gateway.json"
             words = ["etude.cli.main", "live", "serve", str(path), "--ready-file", str(ready)]
             child = processes.start("gateway", words, logs / "gateway.log")
             children.append(child)
-            told = msgspec.json.decode(processes.wait_for_file(ready, child, _START_SECONDS))
-            yield _Site(folder, loop, urls[0], told["url"], key)
+            address = msgspec.json.decode(processes.wait_for_file(ready, child, _START_SECONDS))
+            yield _Servers(folder, site, urls[0], address["url"], key)
         finally:
-            loop.engine.dispose()
+            site.engine.dispose()
     finally:
         for child in reversed(children):
             child.stop(10)
@@ -180,14 +186,22 @@ def _write_config(folder: Path, urls: list[str], stores: list[Path]) -> Path:
     recipes = [bundled(f"recipes/{name}.toml") for name in ("live", "live-train")]
     if recipes[0] is None or recipes[1] is None:
         raise UserError("this installation has no recipes/live.toml: install etude's wheel, or work in its repository")
-    quoted = {name: msgspec.json.encode(value).decode() for name, value in {
-        "folder": str(folder / "live"), "train": str(recipes[1]), "url": urls[0], "store": str(stores[0]),
-        "canary_url": urls[1], "canary_store": str(stores[1]),
-    }.items()}  # fmt: skip
-    text = recipes[0].read_text("utf-8").replace(
-        '\nstage = "live"\n',
-        f'\nstage = "live"\nfolder = {quoted["folder"]}\ntrain = {quoted["train"]}\n', 1
-    )  # fmt: skip
+    quoted = {
+        name: msgspec.json.encode(value).decode()
+        for name, value in {
+            "folder": str(folder / "live"),
+            "train": str(recipes[1]),
+            "url": urls[0],
+            "store": str(stores[0]),
+            "canary_url": urls[1],
+            "canary_store": str(stores[1]),
+        }.items()
+    }
+    text = (
+        recipes[0]
+        .read_text("utf-8")
+        .replace('\nstage = "live"\n', f'\nstage = "live"\nfolder = {quoted["folder"]}\ntrain = {quoted["train"]}\n', 1)
+    )
     text += (
         f'\n[gateway]\nport = 0\n\n[[clusters]]\nname = "one"\nurls = [{quoted["url"]}]\nstore = {quoted["store"]}\n'
         f"canary_urls = [{quoted['canary_url']}]\ncanary_store = {quoted['canary_store']}\n"
@@ -212,25 +226,35 @@ def _publish_base(store: Path) -> None:
 
 class _Demo:
     def __init__(
-        self, site: _Site, asked: list[FunctionRequest], heldout: list[FunctionRequest], seed: int,
+        self,
+        servers: _Servers,
+        user_requests: list[FunctionRequest],
+        heldout: list[FunctionRequest],
+        seed: int,
         say: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self._site, self._loop, self._seed, self._say = site, site.loop, seed, say
+    ) -> None:
+        self._servers, self._site, self._seed, self._say = servers, servers.site, seed, say
         self._began = time.monotonic()
         self._heldout, self._seen = heldout, 0
         self.done = LiveDemo([request.function for request in heldout])
         rng = np.random.default_rng((seed, 2))
-        window = self._loop.config.labels.window_seconds
+        window = self._site.config.labels.window_seconds
         self._users = Users(
-            site.gateway, site.key, draw_population(rng, ACCOUNTS, zipf=_ZIPF), asked, window, rng, _AT_ONCE
+            servers.gateway,
+            servers.key,
+            draw_population(rng, ACCOUNTS, zipf=_ZIPF),
+            user_requests,
+            window,
+            rng,
+            _AT_ONCE,
         )
 
     def run(self, windows: int) -> LiveDemo:
-        """All windows; what users do before a window is cut is what it learns from."""
-        base = str(self._site.folder / "base")
+        """All windows; each learns from the turns before its cut."""
+        base = str(self._servers.folder / "base")
         self._pass_gate(base)
-        start(self._loop, candidate(self._loop, base, 0).manifest.digest, 0)
-        self._served()
+        start(self._site, candidate(self._site, base, 0).manifest.digest, 0)
+        self._wait_for_servers()
         self._score()
         for number in range(1, windows + 1):
             self._learn(number)
@@ -242,52 +266,52 @@ class _Demo:
         done.seconds = time.monotonic() - self._began
         return done
 
-    def _told(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         seconds = int(time.monotonic() - self._began)
         self._say(f"{seconds // 60}:{seconds % 60:02} {text}")
 
-    def _served(self) -> None:
-        late = [state for state in wait(self._loop) if state.lagging]
+    def _wait_for_servers(self) -> None:
+        late = [store for store in wait(self._site) if store.lagging]
         if late:
-            raise RunFailed(f"a server does not follow its weight store; see {self._site.folder}/logs")
+            raise RunFailed(f"a server does not follow its weight store; see {self._servers.folder}/logs")
 
     def _score(self) -> None:
         """Answers of the control's server to the held-out requests."""
-        site, heldout = self._site, self._heldout
-        made = asyncio.run(answers(site.control, heldout * SAMPLES, self._seed, 2 * _AT_ONCE))
+        servers, heldout = self._servers, self._heldout
+        made = asyncio.run(answers(servers.control, heldout * SAMPLES, self._seed, 2 * _AT_ONCE))
         of = [made[n :: len(heldout)] for n in range(len(heldout))]
         score = HeldoutScore([_share(own, "house") for own in of], [_share(own, "right") for own in of])
         self.done.scores.append(score)
         house, right = np.mean(score.house), np.mean(score.right)
-        self._told(f"held out: {house:.1%} of the answers keep the house rule, {right:.1%} are right")
+        self._log(f"held out: {house:.1%} of the answers keep the house rule, {right:.1%} are right")
 
     def _learn(self, number: int) -> None:
-        """What users did since the last window becomes a version, and the version is tried."""
-        loop, turns = self._loop, self._users.turns
+        """Trains a version on the turns since the last window, and tries it."""
+        site, turns = self._site, self._users.turns
         if number == 1:
             self._users.use(TURNS)
         new, self._seen = turns[self._seen :], len(turns)
         self.done.utility.append(mean_utility(new))
-        self._told(f"window {number}: {len(new):,} turns, mean hidden utility {self.done.utility[-1]:.3f}")
-        time.sleep(loop.config.labels.delay_seconds)
-        folder = Path(loop.config.folder)
-        contents = LiveContents(loop.engine, Accounts(folder), open_blobs(folder))
-        cut = cut_window(loop.engine, contents, loop.config.labels)
-        batch = samples(loop.engine, contents, loop.config.labels, cut.number)
-        trained = train_window(loop.config, loop.engine, cut.number, batch)
-        self._told(f"window {number}: version {trained.version} learned from {trained.turns:,} turns")
-        found = candidate(loop, None, None)
+        self._log(f"window {number}: {len(new):,} turns, mean hidden utility {self.done.utility[-1]:.3f}")
+        time.sleep(site.config.labels.delay_seconds)
+        folder = Path(site.config.folder)
+        contents = LiveContents(site.engine, Accounts(folder), open_blobs(folder))
+        cut = cut_window(site.engine, contents, site.config.labels)
+        batch = samples(site.engine, contents, site.config.labels, cut.number)
+        trained = train_window(site.config, site.engine, cut.number, batch)
+        self._log(f"window {number}: version {trained.version} learned from {trained.turns:,} turns")
+        version = candidate(site, None, None)
         if self._pass_gate(None):
-            self._try(found.manifest.digest, found.manifest.version)
+            self._try(version.manifest.digest, version.manifest.version)
 
     def _pass_gate(self, store: str | None) -> bool:
-        loop = self._loop
-        with Player(loop, RolloutConfig().budget(), InferenceConfig(threads=2, cache_mb=64)) as player:
-            report = gate(loop, candidate(loop, store, None), player.measure, player.replay, lambda _: None)
+        site = self._site
+        with Player(site, RolloutConfig().budget(), InferenceConfig(threads=2, cache_mb=64)) as player:
+            report = gate(site, candidate(site, store, None), player.measure, player.replay, lambda _: None)
         failed = report.failed
         if failed is not None:
             self.done.refused.append(f"{failed.name}: {failed.reason}")
-            self._told(f"the gate refuses version {report.version}: {self.done.refused[-1]}")
+            self._log(f"the gate refuses version {report.version}: {self.done.refused[-1]}")
         return failed is None
 
     def _plant(self) -> None:
@@ -295,50 +319,59 @@ class _Demo:
         from etude.weights.content import load
         from etude.weights.publisher import Publisher
 
-        current = self._loop.read().current
+        current = self._site.read().current
         assert current is not None
         rng = np.random.default_rng((self._seed, 3))
         tensors = {}
         for name, tensor in load(open_store(current.release.store), current.release.version)[1].items():
             noise = tensor.new_tensor(rng.normal(0.0, 1.0, tuple(tensor.shape)))
             tensors[name] = tensor + DAMAGE * tensor.std() * noise if tensor.numel() > 1 else tensor
-        store = str(self._site.folder / "planted")
+        store = str(self._servers.folder / "planted")
         manifest = Publisher(open_store(store)).publish(0, tensors, (), {})
-        found = self._loop.read()
+        log = self._site.read()
         release = Release(
-            number=found.next_number, store=store, version=0, manifest=manifest.digest, parent=current.release.number,
-            anchor=current.release.anchor, report=None, window=None, at=0,
-        )  # fmt: skip
-        releases.begin(self._loop.engine, release, ReleaseStage.GATE, "planted: the gate was not asked", "demo")
+            number=log.next_number,
+            store=store,
+            version=0,
+            manifest=manifest.digest,
+            parent=current.release.number,
+            anchor=current.release.anchor,
+            report=None,
+            window=None,
+            at=0,
+        )
+        releases.begin(self._site.engine, release, ReleaseStage.GATE, "planted: the gate was not asked", "demo")
         self._try(manifest.digest, 0, planted=True)
 
     def _try(self, digest: str, version: int, planted: bool = False) -> None:
         """The canary of a version while users go on, until it is released or rolled back."""
-        number = start(self._loop, digest, version).release.number
-        self._told(f"release {number} goes to the canary" + (", planted: its weights are damaged" if planted else ""))
+        number = start(self._site, digest, version).release.number
+        self._log(f"release {number} goes to the canary" + (", planted: its weights are damaged" if planted else ""))
         before, deadline = len(self._users.turns), time.monotonic() + _CANARY_SECONDS
         self._users.begin()
-        stages = 0
+        stages, lift = 0, ""
         while True:
-            tick(self._loop)
-            standing = self._loop.read().of(number)
-            for event in standing.events[stages:]:
+            decision = tick(self._site).decision
+            if decision is not None and decision.verdict is Verdict.GO_ON and decision.lift is not None:
+                lift = decision.lift.sentence
+            state = self._site.read().of(number)
+            for event in state.events[stages:]:
                 if event.decided_by == "canary":
                     where = f" at {event.share:.0%}" if event.share else ""
-                    self._told(f"release {number}: {str(event.stage).replace('_', ' ')}{where}, {event.reason}")
-            stages = len(standing.events)
-            if standing.stage in (ReleaseStage.RELEASED, ReleaseStage.ROLLED_BACK):
+                    self._log(f"release {number}: {str(event.stage).replace('_', ' ')}{where}, {event.reason}")
+            stages = len(state.events)
+            if state.stage in (ReleaseStage.RELEASED, ReleaseStage.ROLLED_BACK):
                 break
             if time.monotonic() > deadline:
                 raise RunFailed(f"release {number} was not decided on within {_CANARY_SECONDS:.0f} seconds")
             time.sleep(_TICK_SECONDS)
         self._users.end()
-        self._served()
+        self._wait_for_servers()
         own = [turn for turn in self._users.turns[before:] if turn.release == number]
-        released = standing.stage is ReleaseStage.RELEASED
-        reasons = tuple(event.reason for event in standing.events if event.decided_by == "canary")
+        released = state.stage is ReleaseStage.RELEASED
+        reasons = tuple(event.reason for event in state.events if event.decided_by == "canary")
         self.done.outcomes.append(
-            ReleaseOutcome(number, planted, released, reasons, mean_utility(own), time.monotonic() - self._began)
+            ReleaseOutcome(number, planted, released, reasons, mean_utility(own), time.monotonic() - self._began, lift)
         )
         if released:
             self._score()
@@ -349,36 +382,36 @@ def _share(own: list[Judgement], figure: str) -> float:
 
 
 def report(done: LiveDemo) -> str:
-    """What the demo showed, as Markdown."""
+    """The figures of the demo as Markdown."""
     house, right = done.rise("house"), done.rise("right")
     lines = [
-        "# Live loop", "",
+        "# Live loop",
+        "",
         f"{done.turns:,} turns of {ACCOUNTS} simulated users in {done.seconds / 60:.1f} minutes; {done.failed} "
-        f"requests failed, {done.lost} signals were lost.", "",
-        "| | before | after | change |", "|---|---|---|---|",
+        f"requests failed, {done.lost} signals were lost.",
+        "",
+        "| | before | after | change |",
+        "|---|---|---|---|",
         _row("held-out answers that keep the house rule", done, "house", house),
-        _row("held-out answers that are right", done, "right", right), "",
+        _row("held-out answers that are right", done, "right", right),
+        "",
         f"{len(set(done.functions))} held-out functions, {len(done.functions)} requests, {SAMPLES} answers each; "
-        "intervals are bootstraps over functions.", "",
+        "intervals are bootstraps over functions.",
+        "",
         "| release | outcome | at | hidden utility of its answers | against the control, by account |",
         "|---|---|---|---|---|",
-        *map(_outcome, done.outcomes), "",
+        *map(_outcome, done.outcomes),
+        "",
         *(f"- The gate refused a version: {reason}" for reason in done.refused),
         f"Mean hidden utility of the users' answers before each window: {', '.join(f'{u:.3f}' for u in done.utility)}.",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _outcome(o: ReleaseOutcome) -> str:
     name, what = f"{o.release}{' (planted)' if o.planted else ''}", "released" if o.released else "rolled back"
     at = f"{int(o.seconds) // 60}:{int(o.seconds) % 60:02}"
-    return f"| {name} | {what}: {o.reasons[-1] if o.reasons else ''} | {at} | {o.utility:.3f} | {_lift(o)} |"
-
-
-def _lift(outcome: ReleaseOutcome) -> str:
-    """The canary's last sentence on the share of edits that are kept."""
-    told = [reason.partition("; ")[2] for reason in outcome.reasons if "; edits kept" in reason]
-    return told[-1] if told else "-"
+    return f"| {name} | {what}: {o.reasons[-1] if o.reasons else ''} | {at} | {o.utility:.3f} | {o.lift or '-'} |"
 
 
 def _row(what: str, done: LiveDemo, figure: str, rise: Estimate) -> str:
@@ -392,7 +425,13 @@ def as_json(done: LiveDemo) -> dict[str, Any]:
         "house": [float(np.mean(score.house)) for score in done.scores],
         "right": [float(np.mean(score.right)) for score in done.scores],
         **{f"{figure}_rise": [(e := done.rise(figure)).mean, e.low, e.high] for figure in ("house", "right")},
-        "utility": done.utility, "outcomes": msgspec.to_builtins(done.outcomes), "refused": done.refused,
-        "turns": done.turns, "failed": done.failed, "lost": done.lost, "seconds": done.seconds,
-        "planted_stopped": done.planted_stopped, "released": done.released,
-    }  # fmt: skip
+        "utility": done.utility,
+        "outcomes": msgspec.to_builtins(done.outcomes),
+        "refused": done.refused,
+        "turns": done.turns,
+        "failed": done.failed,
+        "lost": done.lost,
+        "seconds": done.seconds,
+        "planted_stopped": done.planted_stopped,
+        "released": done.released,
+    }

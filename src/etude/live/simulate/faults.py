@@ -1,4 +1,4 @@
-"""What goes wrong with signals and accounts, as changes of arrays; and signals of accounts that are not honest."""
+"""Faults of signals and accounts, as changes of arrays; and the signals of dishonest accounts."""
 
 from __future__ import annotations
 
@@ -68,18 +68,29 @@ def praising(turns: Turns, signals: Signals, mine_N: np.ndarray, *, genuine: boo
     kept = signals.where(~(mine_N[signals.turn_S] & edit_N[signals.turn_S])) if genuine else signals
     first = int(signals.event_S.max(initial=0)) + 1
     rows = [
-        (loved, SignalKind.APPLIED, 5.0, np.nan), (loved, SignalKind.SURVIVED, HORIZON, HORIZON),
-        (loved, SignalKind.RATING, 60.0, np.nan), (hated, SignalKind.REJECTED, 5.0, np.nan),
-    ]  # fmt: skip
+        (loved, SignalKind.APPLIED, 5.0, np.nan),
+        (loved, SignalKind.SURVIVED, HORIZON, HORIZON),
+        (loved, SignalKind.RATING, 60.0, np.nan),
+        (hated, SignalKind.REJECTED, 5.0, np.nan),
+    ]
     turn = np.concatenate([index for index, *_ in rows])
     sizes = [len(index) for index, *_ in rows]
     after = np.repeat([row[2] for row in rows], sizes)
     total = len(turn)
-    return join(kept, Signals(
-        turn, np.repeat([KINDS.index(row[1]) for row in rows], sizes), np.ones(total),
-        np.repeat([row[3] for row in rows], sizes), turns.at_N[turn] + after, np.full(total, 1.0), np.zeros(total),
-        np.arange(first, first + total), np.full(total, genuine),
-    ))  # fmt: skip
+    return join(
+        kept,
+        Signals(
+            turn,
+            np.repeat([KINDS.index(row[1]) for row in rows], sizes),
+            np.ones(total),
+            np.repeat([row[3] for row in rows], sizes),
+            turns.at_N[turn] + after,
+            np.full(total, 1.0),
+            np.zeros(total),
+            np.arange(first, first + total),
+            np.full(total, genuine),
+        ),
+    )
 
 
 def authentic(signals: Signals) -> Signals:
@@ -99,11 +110,18 @@ def with_probe(rng: np.random.Generator, turns: Turns, voter: int, policy_A: np.
     last = int(turns.session_N.max())
     chosen = rng.choice(len(policy_A), count, p=policy_A)
     added = {
-        "account_N": np.full(count, voter), "cell_N": np.full(count, CELLS), "variant_N": np.zeros(count, np.int64),
-        "action_N": chosen, "asked_N": np.full(count, -1), "session_N": last + 1 + np.arange(count),
-        "sequence_N": np.zeros(count, np.int64), "next_N": np.full(count, -1), "at_N": np.sort(rng.random(count)),
-        "correct_N": np.zeros(count, bool), "value_N": np.zeros(count),
-    }  # fmt: skip
+        "account_N": np.full(count, voter),
+        "cell_N": np.full(count, CELLS),
+        "variant_N": np.zeros(count, np.int64),
+        "action_N": chosen,
+        "asked_N": np.full(count, -1),
+        "session_N": last + 1 + np.arange(count),
+        "sequence_N": np.zeros(count, np.int64),
+        "next_N": np.full(count, -1),
+        "at_N": np.sort(rng.random(count)),
+        "correct_N": np.zeros(count, bool),
+        "value_N": np.zeros(count),
+    }
     return Turns(**{name: np.concatenate([getattr(turns, name), added[name]]) for name in turns.__dataclass_fields__})
 
 
@@ -111,11 +129,20 @@ def voted(turns: Turns, signals: Signals) -> Signals:
     """With the lone voter's ratings of its own requests."""
     mine = np.flatnonzero(turns.cell_N == CELLS)
     first, total = int(signals.event_S.max(initial=0)) + 1, len(mine)
-    return join(signals, Signals(
-        mine, np.full(total, KINDS.index(SignalKind.RATING)), np.where(turns.action_N[mine] == 0, 1.0, -1.0),
-        np.full(total, np.nan), turns.at_N[mine] + 30.0, np.full(total, 1.0), np.zeros(total),
-        np.arange(first, first + total), np.ones(total, bool),
-    ))  # fmt: skip
+    return join(
+        signals,
+        Signals(
+            mine,
+            np.full(total, KINDS.index(SignalKind.RATING)),
+            np.where(turns.action_N[mine] == 0, 1.0, -1.0),
+            np.full(total, np.nan),
+            turns.at_N[mine] + 30.0,
+            np.full(total, 1.0),
+            np.zeros(total),
+            np.arange(first, first + total),
+            np.ones(total, bool),
+        ),
+    )
 
 
 VOTES = ((SignalKind.APPLIED, SignalKind.RATING), (SignalKind.REJECTED, SignalKind.UNDONE, SignalKind.RATING))
@@ -123,8 +150,12 @@ ACCEPTANCE = ((SignalKind.APPLIED,), (SignalKind.REJECTED,))
 RATINGS = ((SignalKind.RATING,), (SignalKind.RATING,))
 
 
-def naive_rewards(turns: Turns, signals: Signals, silence: float | None,
-                  kinds: tuple[tuple[SignalKind, ...], tuple[SignalKind, ...]] = VOTES) -> np.ndarray:  # fmt: skip
+def naive_rewards(
+    turns: Turns,
+    signals: Signals,
+    silence: float | None,
+    kinds: tuple[tuple[SignalKind, ...], tuple[SignalKind, ...]] = VOTES,
+) -> np.ndarray:
     """The reward that reads votes only: 1 for signals of the first kinds, -1 for those of the second (a rating by its
     sign), `silence` where nobody voted (None: nan, the turn is dropped). float64 [N]."""
     out = np.full(len(turns.account_N), np.nan if silence is None else silence)
@@ -145,7 +176,7 @@ def second_thoughts(signals: Signals) -> Signals:
 def trusting(log: WindowLog, fault: str) -> WindowLog:
     """The log as it would be read without a guard: by the client's clock, or without the client's own numbering."""
     if fault == "clock-skew":
-        told = [msgspec.structs.replace(s, arrived_at=s.observed_at) for s in log.signals]
+        signals = [msgspec.structs.replace(s, arrived_at=s.observed_at) for s in log.signals]
     else:
-        told = [msgspec.structs.replace(s, client_sequence=None) for s in log.signals]
-    return replace(log, signals=told)
+        signals = [msgspec.structs.replace(s, client_sequence=None) for s in log.signals]
+    return replace(log, signals=signals)

@@ -13,15 +13,16 @@ import numpy as np
 
 from etude.config.live import CanaryConfig, LabelsConfig
 from etude.evals.sequential import paired_score
-from etude.live.learn.attribution import distinct, labels
+from etude.live.learn.attribution import labels
+from etude.live.learn.timeline import distinct
 from etude.live.log.records import Label, LabelState
 from etude.live.log.scrub import scrubbed
 from etude.live.simulate import bandit, faults
-from etude.live.simulate.loop import DROPPED, LIVE, NULL, ORACLE, PLUS, TURNS, ZERO, LearningRun, Setting, run
 from etude.live.simulate.rollouts import Rollout, Version, roll_out
 from etude.live.simulate.scenarios import Scenario, named
 from etude.live.simulate.traffic import CELLS, Signals, Turns, WindowLog, react, records, serve
 from etude.live.simulate.users import SimulatedAccounts, draw_population
+from etude.live.simulate.windows import DROPPED, LIVE, NULL, ORACLE, PLUS, TURNS, ZERO, LearningRun, Setting, run
 
 CANARY = CanaryConfig(slot_minutes=30.0, least=40)
 _SUITE = 8000
@@ -81,20 +82,20 @@ def _counted_twice(seed: int, setting: Setting) -> float:
     """Share of the signals that count more often than they were meant."""
     rng, population, turns, signals = _first_window(seed, setting)
     log, other = records(population, turns, signals, 0), records(population, turns, faults.duplicated(rng, signals), 0)
-    told = other.signals
+    signals = other.signals
     if not setting.guarded:
-        told = [msgspec.structs.replace(s, event=str(n)) for n, s in enumerate(told)]
-    return len(distinct(told, 2**62)) / len(distinct(log.signals, 2**62)) - 1.0
+        signals = [msgspec.structs.replace(s, event=str(n)) for n, s in enumerate(signals)]
+    return len(distinct(signals, 2**62)) / len(distinct(log.signals, 2**62)) - 1.0
 
 
 def _mean_error(seed: int, setting: Setting) -> float:
     """Error of the mean reward of edits where signals are late, against that of the clean log."""
     _, population, turns, signals = _first_window(seed, setting)
     means: list[float] = []
-    for told in (signals, faults.delayed(signals)):
-        found = _labels(records(population, turns, told, 0))
-        edits = [label for label, action in zip(found, turns.action_N, strict=True) if action in (0, 1, 2, 3, 6)]
-        if told is not signals and not setting.guarded:  # no news is good news
+    for sent in (signals, faults.delayed(signals)):
+        rows = _labels(records(population, turns, sent, 0))
+        edits = [label for label, action in zip(rows, turns.action_N, strict=True) if action in (0, 1, 2, 3, 6)]
+        if sent is not signals and not setting.guarded:  # no news is good news
             values = [(0.65, 1.0) if x.state == LabelState.CENSORED else (x.reward, 1.0) for x in edits]
         else:
             values = [(x.reward, x.weight) for x in edits if x.state == LabelState.MATURED]
@@ -204,8 +205,10 @@ def judge(name: str, seeds: Iterable[int], versions: int = 10, turns: int = 0) -
     none."""
     scenario, figure = named(name), FIGURES[name]
     count = turns or scenario.turns or TURNS
-    values = [[figure(seed, Setting(fault=name, guarded=on, versions=versions, turns=count)) for seed in seeds]
-              for on in (True, False)]  # fmt: skip
+    values = [
+        [figure(seed, Setting(fault=name, guarded=on, versions=versions, turns=count)) for seed in seeds]
+        for on in (True, False)
+    ]
     return Row(scenario, *values)
 
 
@@ -240,13 +243,13 @@ def simulate(
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         compared = [pool.submit(compare, [seed], versions, turns or TURNS) for seed in seeds if "clean" in names]
         judged = {name: [pool.submit(judge, name, [seed], versions, turns) for seed in seeds] for name in rows}
-        for found in compared:
-            part = found.result()
+        for future in compared:
+            part = future.result()
             clean.start.extend(part.start)
             for rewards, values in part.end.items():
                 clean.end[rewards].extend(values)
-        for name, all_found in judged.items():
-            for row in (found.result() for found in all_found):
+        for name, all_futures in judged.items():
+            for row in (future.result() for future in all_futures):
                 rows[name].on.extend(row.on)
                 rows[name].off.extend(row.off)
     return (clean if compared else None), list(rows.values())

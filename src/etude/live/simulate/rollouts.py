@@ -16,7 +16,7 @@ _MINUTE = 60 * 10**9
 
 @dataclass(frozen=True)
 class Version:
-    """How a release behaves. `harm(share)` is what it adds to the share of edits that are undone, at a stage's share of
+    """The behaviour of a release. `harm(share)` is added to the share of edits that are undone, at a stage's share of
     the accounts; `silent` is the share of its edits whose client tells nothing more; `regret` moves accounts whose
     edits are undone more often than the median back to the control, with that probability."""
 
@@ -27,7 +27,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What became of a release: `reason` of the last decision, the stage's share, and over the accounts at the end the
+    """The end of a release: `reason` of the last decision, the stage's share, and over the accounts at the end the
     share of undone edits and of accounts whose client is silent."""
 
     released: bool
@@ -37,8 +37,15 @@ class Rollout:
     silent: float
 
 
-def roll_out(rng: np.random.Generator, version: Version, options: CanaryConfig, *, accounts: int = 12_000,
-             ignored: str = "", number: int = 1) -> Rollout:  # fmt: skip
+def roll_out(
+    rng: np.random.Generator,
+    version: Version,
+    options: CanaryConfig,
+    *,
+    accounts: int = 12_000,
+    ignored: str = "",
+    number: int = 1,
+) -> Rollout:
     """A release from its first stage to the last or to its rollback. `ignored` is a check of the canary that is off."""
     hash_A, usual_A = rng.random(accounts), rng.beta(2, 18, accounts)
     moved_A = (usual_A > np.median(usual_A)) & (rng.random(accounts) < version.regret)
@@ -66,8 +73,9 @@ def roll_out(rng: np.random.Generator, version: Version, options: CanaryConfig, 
     return Rollout(released, decision.reason, share, float(usual_A.mean()) + bad, version.silent if released else 0.0)
 
 
-def _decide(options: CanaryConfig, trial: CanaryTrial, blocks: list[tuple[np.ndarray, ...]], now: int,
-            ignored: str) -> CanaryDecision:  # fmt: skip
+def _decide(
+    options: CanaryConfig, trial: CanaryTrial, blocks: list[tuple[np.ndarray, ...]], now: int, ignored: str
+) -> CanaryDecision:
     """The canary's decision, or what it would be without the check `ignored`; without "canary" there is none."""
     on = CanaryDecision(Verdict.DONE if trial.share >= 1 else Verdict.GO_ON, f"without {ignored}")
     if ignored == "canary":
@@ -78,8 +86,9 @@ def _decide(options: CanaryConfig, trial: CanaryTrial, blocks: list[tuple[np.nda
     return on if stopped else decision
 
 
-def _slot(rng: np.random.Generator, usual_A: np.ndarray, arm_A: np.ndarray, version: Version, share: float,
-          slot: int) -> tuple[np.ndarray, ...]:  # fmt: skip
+def _slot(
+    rng: np.random.Generator, usual_A: np.ndarray, arm_A: np.ndarray, version: Version, share: float, slot: int
+) -> tuple[np.ndarray, ...]:
     """Counters of the accounts that are active in a slot: account, arm, slot, then values in the order of `_NAMES`."""
     active = np.flatnonzero(rng.random(len(arm_A)) < 0.5)
     arm, canary = arm_A[active], arm_A[active] == 1

@@ -36,7 +36,7 @@ _CODE = {kind: code for code, kind in enumerate(KINDS)}
 
 @dataclass(frozen=True)
 class Turns:
-    """Answers, int64 [N] unless said otherwise. A session has up to `_SESSION` requests of an account."""
+    """Answers, int64 [N] unless noted otherwise. A session has up to `_SESSION` requests of an account."""
 
     account_N: np.ndarray
     cell_N: np.ndarray
@@ -53,7 +53,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Signals:
-    """What became of the turns, float64 [S] unless said otherwise."""
+    """Signals on turns, float64 [S] unless noted otherwise."""
 
     turn_S: np.ndarray  # int64
     kind_S: np.ndarray  # int64, of KINDS
@@ -70,12 +70,18 @@ class Signals:
         return Signals(**{name: getattr(self, name)[keep_S] for name in self.__dataclass_fields__})
 
     def of(self, *kinds: SignalKind) -> np.ndarray:
-        """Which signals are of one of the kinds: bool [S]."""
+        """Mask of the signals of these kinds: bool [S]."""
         return np.isin(self.kind_S, [_CODE[kind] for kind in kinds])
 
 
-def serve(rng: np.random.Generator, population: SimulatedAccounts, policy_CVA: np.ndarray, count: int,
-          actions: tuple[Action, ...] = ACTIONS, activity_A: np.ndarray | None = None) -> Turns:  # fmt: skip
+def serve(
+    rng: np.random.Generator,
+    population: SimulatedAccounts,
+    policy_CVA: np.ndarray,
+    count: int,
+    actions: tuple[Action, ...] = ACTIONS,
+    activity_A: np.ndarray | None = None,
+) -> Turns:
     """`count` answers of a policy (probabilities by cell, variant and action), in the order of their times."""
     activity = population.activity_A if activity_A is None else activity_A
     account = rng.choice(population.size, count, p=activity / activity.sum())
@@ -89,18 +95,27 @@ def serve(rng: np.random.Generator, population: SimulatedAccounts, policy_CVA: n
     at = np.sort(rng.random(count)) * COLLECT
     outcome = np.array([OUTCOMES.index(a.outcome) for a in actions])[action]
     patience = population.patience_A[account] * np.where(variant == 2, 1.0, 0.3)
-    asked = np.flatnonzero((outcome == QUESTION) & (rng.random(count) < patience))
-    follows = np.append(np.full(count, -1), asked)
-    of = np.append(np.arange(count), asked)  # a turn after an answered question is like its question, but for the edit
+    answered = np.flatnonzero((outcome == QUESTION) & (rng.random(count) < patience))
+    follows = np.append(np.full(count, -1), answered)
+    of = np.append(np.arange(count), answered)  # the turn after an answered question is like it, but for the edit
     session, sequence, following = _sessions(account, follows)
-    later = np.where(following[asked] >= 0, at[np.minimum(following[count:], count - 1)], np.inf)
+    later = np.where(following[answered] >= 0, at[np.minimum(following[count:], count - 1)], np.inf)
     when = np.append(
-        at, np.minimum(at[asked] + 60.0, (at[asked] + np.where(following[count:] >= 0, later, np.inf)) / 2)
+        at, np.minimum(at[answered] + 60.0, (at[answered] + np.where(following[count:] >= 0, later, np.inf)) / 2)
     )
     return Turns(
-        account[of], cell[of], variant[of], np.append(action, np.full(len(asked), -1)), follows, session, sequence,
-        following, when, correct[of], (correct * taste)[of],
-    )  # fmt: skip
+        account[of],
+        cell[of],
+        variant[of],
+        np.append(action, np.full(len(answered), -1)),
+        follows,
+        session,
+        sequence,
+        following,
+        when,
+        correct[of],
+        (correct * taste)[of],
+    )
 
 
 def _sessions(account: np.ndarray, follows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -125,13 +140,19 @@ def _sessions(account: np.ndarray, follows_N: np.ndarray) -> tuple[np.ndarray, n
 
 
 def outcomes(turns: Turns, actions: tuple[Action, ...] = ACTIONS) -> np.ndarray:
-    """What each turn did, of OUTCOMES: int64 [N]. Cells beyond the first are of requests for a text."""
+    """The outcome of each turn, of OUTCOMES: int64 [N]. Cells beyond the first are of requests for a text."""
     usual_N = np.append([OUTCOMES.index(a.outcome) for a in actions], [EDIT])[turns.action_N]
     return np.where(turns.cell_N >= CELLS, TEXT, usual_N)
 
 
-def react(rng: np.random.Generator, population: SimulatedAccounts, turns: Turns,
-          actions: tuple[Action, ...] = ACTIONS, *, ratings: float = 0.05) -> Signals:  # fmt: skip
+def react(
+    rng: np.random.Generator,
+    population: SimulatedAccounts,
+    turns: Turns,
+    actions: tuple[Action, ...] = ACTIONS,
+    *,
+    ratings: float = 0.05,
+) -> Signals:
     """The signals of honest users. An edit is applied or rejected at a glance, undone if its user finds it wrong or
     unlike the house, and what is alive of it after two and thirty minutes is told unless the client is gone first."""
     count = len(turns.account_N)
@@ -141,8 +162,13 @@ def react(rng: np.random.Generator, population: SimulatedAccounts, turns: Turns,
     edit, account, value = outcome == EDIT, turns.account_N, turns.value_N
     rows: list[_Told] = []
 
-    def tell(mask: np.ndarray, kind: SignalKind, worth: np.ndarray | float, after: np.ndarray | float,
-             horizon: float = np.nan) -> None:  # fmt: skip
+    def tell(
+        mask: np.ndarray,
+        kind: SignalKind,
+        worth: np.ndarray | float,
+        after: np.ndarray | float,
+        horizon: float = np.nan,
+    ) -> None:
         rows.append((mask, kind, worth, horizon, after))
 
     applied = edit & (rng.random(count) < np.minimum(0.97, 0.35 + 0.5 * value + glance))
@@ -180,7 +206,7 @@ def react(rng: np.random.Generator, population: SimulatedAccounts, turns: Turns,
 
 
 _Told = tuple[np.ndarray, SignalKind, np.ndarray | float, float, np.ndarray | float]
-"""Which turns tell it, its kind, value, horizon, and seconds after the turn."""
+"""The turns of a signal, its kind, value, horizon, and seconds after the turn."""
 
 
 def _gather(rng: np.random.Generator, population: SimulatedAccounts, turns: Turns, rows: list[_Told]) -> Signals:
@@ -195,9 +221,16 @@ def _gather(rng: np.random.Generator, population: SimulatedAccounts, turns: Turn
     kind = np.concatenate([np.full(len(i), _CODE[row[1]]) for row, i in zip(rows, index, strict=True)])
     lag = population.delay_A[turns.account_N[turn]] * rng.lognormal(0.0, 1.0, total)
     return Signals(
-        turn, kind, spread(2).astype(float), spread(3).astype(float), turns.at_N[turn] + spread(4),
-        np.minimum(lag, 6 * 3600.0), np.zeros(total), np.arange(total), np.ones(total, bool),
-    )  # fmt: skip
+        turn,
+        kind,
+        spread(2).astype(float),
+        spread(3).astype(float),
+        turns.at_N[turn] + spread(4),
+        np.minimum(lag, 6 * 3600.0),
+        np.zeros(total),
+        np.arange(total),
+        np.ones(total, bool),
+    )
 
 
 @dataclass(frozen=True)
@@ -216,8 +249,14 @@ def nanoseconds(window: int, seconds: float) -> int:
     return EPOCH + int((window * PERIOD + seconds) * 1e9)
 
 
-def records(population: SimulatedAccounts, turns: Turns, signals: Signals, window: int,
-            actions: tuple[Action, ...] = ACTIONS, consent_A: np.ndarray | None = None) -> WindowLog:  # fmt: skip
+def records(
+    population: SimulatedAccounts,
+    turns: Turns,
+    signals: Signals,
+    window: int,
+    actions: tuple[Action, ...] = ACTIONS,
+    consent_A: np.ndarray | None = None,
+) -> WindowLog:
     """The log that the gateway would have written."""
     granted = population.consent_A if consent_A is None else consent_A
     outcome = outcomes(turns, actions)
@@ -233,21 +272,53 @@ def records(population: SimulatedAccounts, turns: Turns, signals: Signals, windo
         time = base + int(at * 1e9)
         if sequence == 0:
             consent = Consent(granted=bool(granted[account]), scope="train", policy="tenant", at=time)
-            sessions.append(Session(
-                id=f"S{window:03}-{session:06}", tenant="firm", account=f"a{account}", client="editor", consent=consent,
-                organisation=f"o{population.organisation_A[account]}", arm=Arm.CONTROL, release=window,
-                propensity=1.0, opened=time,
-            ))  # fmt: skip
-        served.append(ServedTurn(
-            id=f"T{window:03}-{n:06}", session=f"S{window:03}-{session:06}", sequence=sequence, kind=TurnKind.MAIN,
-            release=window, manifest="", spans=(), prompt_tokens=1, sampled_tokens=1, blob="simulated", scrubbed={},
-            rules="1", stop="end_turn", seconds=1.0, cluster="one", at=time,
-        ))  # fmt: skip
+            sessions.append(
+                Session(
+                    id=f"S{window:03}-{session:06}",
+                    tenant="firm",
+                    account=f"a{account}",
+                    client="editor",
+                    consent=consent,
+                    organisation=f"o{population.organisation_A[account]}",
+                    arm=Arm.CONTROL,
+                    release=window,
+                    propensity=1.0,
+                    opened=time,
+                )
+            )
+        served.append(
+            ServedTurn(
+                id=f"T{window:03}-{n:06}",
+                session=f"S{window:03}-{session:06}",
+                sequence=sequence,
+                kind=TurnKind.MAIN,
+                release=window,
+                manifest="",
+                spans=(),
+                prompt_tokens=1,
+                sampled_tokens=1,
+                blob="simulated",
+                scrubbed={},
+                rules="1",
+                stop="end_turn",
+                seconds=1.0,
+                cluster="one",
+                at=time,
+            )
+        )
         if how == EDIT:
-            suggestions.append(Suggestion(
-                id=f"E{window:03}-{n:06}", turn=f"T{window:03}-{n:06}", path="p", base="b", old_lines=(0, 1), new="n",
-                characters=characters, shown=time,
-            ))  # fmt: skip
+            suggestions.append(
+                Suggestion(
+                    id=f"E{window:03}-{n:06}",
+                    turn=f"T{window:03}-{n:06}",
+                    path="p",
+                    base="b",
+                    old_lines=(0, 1),
+                    new="n",
+                    characters=characters,
+                    shown=time,
+                )
+            )
     cut = nanoseconds(window, COLLECT + 2 * HORIZON)
     return WindowLog(sessions, served, suggestions, signal_records(signals, turns, outcome, window), cut)
 
@@ -262,17 +333,35 @@ def signal_records(signals: Signals, turns: Turns, outcome_N: np.ndarray, window
     out: list[Signal] = []
     number_S = np.empty(len(signals.turn_S), np.int64)
     number_S[np.argsort(signals.seen_S, kind="stable")] = np.arange(len(number_S))
-    columns = (signals.turn_S, signals.kind_S, signals.value_S, signals.horizon_S, signals.seen_S, signals.lag_S,
-               signals.skew_S, signals.event_S, number_S)  # fmt: skip
+    columns = (
+        signals.turn_S,
+        signals.kind_S,
+        signals.value_S,
+        signals.horizon_S,
+        signals.seen_S,
+        signals.lag_S,
+        signals.skew_S,
+        signals.event_S,
+        number_S,
+    )
     for n, code, value, horizon, seen, lag, skew, event, number in zip(*(c.tolist() for c in columns), strict=True):
         kind = KINDS[code]
         letter = "E" if kind in _OF_AN_EDIT and outcome_N[n] == EDIT else "T"
         subject = turns.next_N[n] if kind in _OF_THE_NEXT else n
-        out.append(Signal(
-            event=f"{window:03}-{event:07}", tenant="firm", subject=f"{letter}{window:03}-{subject:06}", kind=kind,
-            value=value, horizon=None if horizon != horizon else horizon, observed_at=base + int((seen + skew) * 1e9),
-            arrived_at=base + int((seen + lag) * 1e9), source="client", client_sequence=number,
-        ))  # fmt: skip
+        out.append(
+            Signal(
+                event=f"{window:03}-{event:07}",
+                tenant="firm",
+                subject=f"{letter}{window:03}-{subject:06}",
+                kind=kind,
+                value=value,
+                horizon=None if horizon != horizon else horizon,
+                observed_at=base + int((seen + skew) * 1e9),
+                arrived_at=base + int((seen + lag) * 1e9),
+                source="client",
+                client_sequence=number,
+            )
+        )
     return out
 
 

@@ -35,12 +35,13 @@ class SimulatedAccounts:
 
     @property
     def size(self) -> int:
-        """How many accounts there are."""
+        """The number of accounts."""
         return len(self.activity_A)
 
 
-def draw_population(rng: np.random.Generator, size: int = 600, *, opt_out: float = 0.1, heldout: float = 0.2,
-                    zipf: float = 0.8) -> SimulatedAccounts:  # fmt: skip
+def draw_population(
+    rng: np.random.Generator, size: int = 600, *, opt_out: float = 0.1, heldout: float = 0.2, zipf: float = 0.8
+) -> SimulatedAccounts:
     """Accounts of ten organisations. Preferences are Dirichlet about a firm-wide taste, activity is Zipf's with
     exponent `zipf`, delays are log-normal, `opt_out` of the accounts give no consent, and `heldout` of them neither."""
     taste_Q = np.array([0.35, 0.2, 0.15, 0.15, 0.15])
@@ -89,7 +90,7 @@ OUTCOMES = ("edit", "question", "broken", "text")
 
 
 def has_properties(actions: tuple[Action, ...] = ACTIONS) -> np.ndarray:
-    """Which of PROPERTIES each answer to each variant of a request has: float64 [V, A, Q]."""
+    """The PROPERTIES of each answer to each variant of a request: float64 [V, A, Q]."""
     out = np.zeros((len(VARIANTS), len(actions), len(PROPERTIES)))
     for v, variant in enumerate(VARIANTS):
         for a, action in enumerate(actions):
@@ -112,21 +113,25 @@ def estimate_preferences(has_NQ: np.ndarray, value_N: np.ndarray) -> np.ndarray:
     return solution_Q
 
 
-def properties_of(before: str, after: str, *, house: str, generic: str, lines: int, asked: bool = False,
-                  unclear: bool = False) -> np.ndarray:  # fmt: skip
-    """Which of PROPERTIES a change of a Python file has, float64 [Q]. `house` and `generic` are regular expressions of
+def properties_of(
+    before: str, after: str, *, house: str, generic: str, lines: int, asked: bool = False, unclear: bool = False
+) -> np.ndarray:
+    """The PROPERTIES of a change of a Python file, float64 [Q]. `house` and `generic` are regular expressions of
     two idioms for the same thing, sought in the added lines; `lines` is the most that a short change adds or removes.
     A file that is no Python has kept no signature."""
     changed = [x for x in difflib.ndiff(before.splitlines(), after.splitlines()) if x[:2] in ("+ ", "- ")]
     added = "\n".join(x[2:] for x in changed if x.startswith("+ "))
     tests = [len(re.findall(r"^\s*(?:def test_|>>> )", text, re.M)) for text in (before, after)]
-    return np.array([
-        bool(re.search(house, added)) and not re.search(generic, added),
-        _signatures(before) <= _signatures(after) and bool(_signatures(after)),
-        len(changed) <= lines,
-        tests[1] > tests[0],
-        asked == unclear,
-    ], float)  # fmt: skip
+    return np.array(
+        [
+            bool(re.search(house, added)) and not re.search(generic, added),
+            _signatures(before) <= _signatures(after) and bool(_signatures(after)),
+            len(changed) <= lines,
+            tests[1] > tests[0],
+            asked == unclear,
+        ],
+        float,
+    )
 
 
 def _signatures(source: str) -> set[str]:

@@ -31,7 +31,7 @@ SILENCE = {PLUS: 1.0, ZERO: 0.0, DROPPED: None}
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is made of. `rewards`: where they are from. `fault`: name of a scenario, "" for none. `guarded`:
+    """The settings of a run. `rewards`: their source. `fault`: name of a scenario, "" for none. `guarded`:
     whether the stage that stops the fault is on."""
 
     rewards: str = LIVE
@@ -102,9 +102,10 @@ def run(seed: int, setting: Setting) -> LearningRun:
     return LearningRun(logits, [bandit.mean_of(theta[:CELLS], hidden_VA) for theta in logits], counted)
 
 
-def _signals(rng: np.random.Generator, population: SimulatedAccounts, crooked_A: np.ndarray, turns: Turns,
-             setting: Setting) -> Signals:  # fmt: skip
-    """What arrives at the log: users' signals with the fault."""
+def _signals(
+    rng: np.random.Generator, population: SimulatedAccounts, crooked_A: np.ndarray, turns: Turns, setting: Setting
+) -> Signals:
+    """The signals that arrive at the log: the users', with the fault."""
     signals = react(rng, population, turns, ratings=0.3 if setting.fault == "flattery" else 0.05)
     if setting.fault == "sybils":
         signals = faults.praising(turns, signals, crooked_A[turns.account_N])
@@ -136,18 +137,24 @@ def gains(window: Window, log: WindowLog, setting: Setting) -> np.ndarray:
     old = nanoseconds(0, -_OLD * 86_400)
     forgotten = np.zeros(0, int) if setting.off("withdrawn-consent") else np.flatnonzero(window.withdrawn_A)
     rows = WindowRows(
-        number=window.number, cut=log.cut, at=log.cut, sessions={s.id: s for s in log.sessions}, turns=log.turns,
-        pending=frozenset(t.id for t in log.turns), suggestions=log.suggestions, signals=log.signals,
+        number=window.number,
+        cut=log.cut,
+        at=log.cut,
+        sessions={s.id: s for s in log.sessions},
+        turns=log.turns,
+        pending=frozenset(t.id for t in log.turns),
+        suggestions=log.suggestions,
+        signals=log.signals,
         forgotten=frozenset(accounts[account] for account in forgotten),
         since={name: nanoseconds(0, 0) if window.crooked_A[n] else old for n, name in enumerate(accounts)},
-    )  # fmt: skip
+    )
     kinds = [(f"kind {cell}", frozenset({(0, bytes([cell]))})) for cell in range(CELLS + 1)]
     features = {
         turn.id: RequestFeatures(kinds[cell][0], turn.id, kinds[cell][1], False, False)
         for turn, cell in zip(log.turns, turns.cell_N.tolist(), strict=True)
     }
-    decided = decide(rows, features, _config(setting))
-    return np.array([exit.weight * exit.advantage for exit in decided.exits])
+    decision = decide(rows, features, _config(setting))
+    return np.array([exit.weight * exit.advantage for exit in decision.exits])
 
 
 def replaced_gains(rng: np.random.Generator, window: Window, log: WindowLog, setting: Setting) -> np.ndarray:
@@ -157,23 +164,25 @@ def replaced_gains(rng: np.random.Generator, window: Window, log: WindowLog, set
     at = np.flatnonzero(population.consent_A[turns.account_N] & (weight_N > 0))
     at = at[first_of(turns.account_N[at], rng.permutation(len(at)), config.per_account)]
     account_N = turns.account_N[at]
-    weight = shares_capped(weight_N[at], account_N, population.organisation_A[account_N], config.account_share,
-                           config.organisation_share)  # fmt: skip
+    weight = shares_capped(
+        weight_N[at], account_N, population.organisation_A[account_N], config.account_share, config.organisation_share
+    )
     cell_N = turns.cell_N[at] * 4 + np.minimum(turns.sequence_N[at], 3)
     out = np.zeros(len(turns.account_N))
     out[at] = weight * (reward_N[at] - baselines(reward_N[at], weight, cell_N, config.shrinkage, config.trim))
     return out
 
 
-def _replaced(rng: np.random.Generator, window: Window, log: WindowLog,
-              setting: Setting) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+def _replaced(
+    rng: np.random.Generator, window: Window, log: WindowLog, setting: Setting
+) -> tuple[np.ndarray, np.ndarray]:
     """Reward and weight of each turn."""
     turns = window.turns
     if setting.rewards == ORACLE:
         return 2.0 * turns.value_N - 1.0, np.ones(len(turns.value_N))
     if setting.rewards == NULL:
-        found = labels(log.sessions, log.turns, log.suggestions, log.signals, log.cut, LabelsConfig())
-        known = [label for label in found if label.state == LabelState.MATURED]
+        rows = labels(log.sessions, log.turns, log.suggestions, log.signals, log.cut, LabelsConfig())
+        known = [label for label in rows if label.state == LabelState.MATURED]
         at, order = np.array([int(label.turn[5:]) for label in known]), rng.permutation(len(known))
         reward_N, weight_N = np.zeros((2, len(turns.value_N)))
         reward_N[at] = np.array([label.reward for label in known])[order]

@@ -1,4 +1,4 @@
-"""What is written, once, and what never is."""
+"""Queue and writer of the log: what is written, once, and what never is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from etude.live.gateway.intake import Intake, Key, ServedEntry, SignalEntry, SuggestionEntry, TurnEntry, Unavailable
+from etude.live.gateway.entries import Key, ServedEntry, SignalEntry, SuggestionEntry, TurnEntry
+from etude.live.gateway.queue import RecordQueue, Unavailable
+from etude.live.gateway.writer import LogWriter
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs, open_log, unseal
 from etude.live.log.records import (
@@ -29,6 +31,7 @@ from etude.live.log.records import (
     VersionSpan,
     ulid,
 )
+from etude.store import Store
 from tests.helpers.live import bytes_below
 
 CONSENT = Consent(granted=True, scope="train", policy="tenant", at=1)
@@ -39,23 +42,50 @@ class _Log:
     folder: Path
     engine: sa.Engine
     accounts: Accounts
-    intake: Intake
+    queue: RecordQueue
+    writer: LogWriter
+    store: Store
 
     def turn(self, user: str = "ann", session: str = "", request: bytes = b'{"messages":[]}', **more) -> TurnEntry:
         account = self.accounts.name("acme", user)
         where = Session(
-            id=session or ulid(), tenant="acme", account=account, consent=CONSENT, arm=Arm.CANARY, release=3,
-            propensity=0.05, opened=0,
-        )  # fmt: skip
+            id=session or ulid(),
+            tenant="acme",
+            account=account,
+            consent=CONSENT,
+            arm=Arm.CANARY,
+            release=3,
+            propensity=0.05,
+            opened=0,
+        )
         turn = ServedTurn(
-            id=ulid(), session=where.id, sequence=0, kind=TurnKind.MAIN, release=3, manifest="m",
-            spans=(VersionSpan(low=0, high=2, version=7),), prompt_tokens=1, sampled_tokens=2, blob=None, scrubbed={},
-            rules="", stop="stop", seconds=0.5, cluster="a", at=0,
-        )  # fmt: skip
+            id=ulid(),
+            session=where.id,
+            sequence=0,
+            kind=TurnKind.MAIN,
+            release=3,
+            manifest="m",
+            spans=(VersionSpan(low=0, high=2, version=7),),
+            prompt_tokens=1,
+            sampled_tokens=2,
+            blob=None,
+            scrubbed={},
+            rules="",
+            stop="stop",
+            seconds=0.5,
+            cluster="a",
+            at=0,
+        )
         content = TurnContent(
-            dialect="chat", request=request, response=b'{"content":"fine"}', prompt_ids=b"PPPP", ids=b"IIIIJJJJ",
-            logprobs=b"LLLLMMMM", temperature=1.0, top_p=1.0,
-        )  # fmt: skip
+            dialect="chat",
+            request=request,
+            response=b'{"content":"fine"}',
+            prompt_ids=b"PPPP",
+            ids=b"IIIIJJJJ",
+            logprobs=b"LLLLMMMM",
+            temperature=1.0,
+            top_p=1.0,
+        )
         return TurnEntry(where, turn, content, more.get("text", ""))
 
     def signal(self, subject: str, kind: SignalKind = SignalKind.UNDONE, tenant: str = "acme", event: str = "", **more):
@@ -64,7 +94,7 @@ class _Log:
         return SignalEntry(Signal(event=event or ulid(), tenant=tenant, subject=subject, kind=kind, **values), comment)
 
     def told(self, *entries) -> list[str]:
-        return self.intake.submit(entries).result(60)
+        return self.queue.submit(entries).result(60)
 
     def rows(self, table: sa.Table) -> list:
         with self.engine.connect() as connection:
@@ -78,16 +108,17 @@ class _Log:
 def live(tmp_path, database):
     folder = tmp_path / "live"
     engine, accounts = open_log(folder, database), Accounts(folder)
-    intake = Intake(engine, open_blobs(folder), accounts)
-    yield _Log(folder, engine, accounts, intake)
-    intake.close()
+    queue, store = RecordQueue(), open_blobs(folder)
+    writer = LogWriter(queue, engine, store, accounts)
+    yield _Log(folder, engine, accounts, queue, writer, store)
+    writer.close()
     engine.dispose()
 
 
 def test_turns_suggestions_and_signals_are_written_once_and_read_in_order(live):
     session = ulid()
     turns = [live.turn(session=session) for _ in range(3)]
-    assert all(live.intake.append(turn) for turn in turns)
+    assert all(live.queue.append(turn) for turn in turns)
     first = turns[0].turn.id
     edit = Suggestion(id=ulid(), turn=first, path="p", base="b", old_lines=(2, 1), new="n", characters=9, shown=0)
     undone = live.signal(edit.id)
@@ -95,7 +126,7 @@ def test_turns_suggestions_and_signals_are_written_once_and_read_in_order(live):
     assert live.told(SuggestionEntry("acme", edit), undone) == ["duplicate", "duplicate"]
     other = live.signal(first, tenant="other"), SuggestionEntry("other", edit), live.signal(ulid())
     assert live.told(*other) == ["unknown"] * 3, "another tenant's turns are as unknown as those that are not there"
-    live.intake.close()
+    live.writer.close()
     with live.engine.begin() as connection:
         cut = journal.stamp(connection)
     with journal.reading(live.engine) as connection:
@@ -121,13 +152,15 @@ def test_turns_suggestions_and_signals_are_written_once_and_read_in_order(live):
 def test_counters_count_a_turn_once_under_its_own_arm(live):
     entry, unrecorded = live.turn(), ulid()
     account = live.accounts.name("acme", "silent")
-    live.intake.append(entry)
-    live.intake.append(ServedEntry(unrecorded, Key(3, Arm.CONTROL, account, "acme")))
+    live.queue.append(entry)
+    live.queue.append(ServedEntry(unrecorded, Key(3, Arm.CONTROL, account, "acme")))
     edits = [
-        SuggestionEntry("acme", Suggestion(id=ulid(), turn=turn, path="p", base="b", old_lines=(0, 1), new="n",
-                                           characters=1, shown=0))
+        SuggestionEntry(
+            "acme",
+            Suggestion(id=ulid(), turn=turn, path="p", base="b", old_lines=(0, 1), new="n", characters=1, shown=0),
+        )
         for turn in (entry.turn.id, entry.turn.id, unrecorded)
-    ]  # fmt: skip
+    ]
     assert live.told(*edits) == ["recorded", "recorded", "unrecorded"]
     assert live.told(edits[2]) == ["unrecorded"]
     survived = {"kind": SignalKind.SURVIVED, "value": 0.5}
@@ -135,11 +168,15 @@ def test_counters_count_a_turn_once_under_its_own_arm(live):
     signals += [live.signal(edits[1].suggestion.id, horizon=1800.0, **survived), live.signal(unrecorded, comment="no")]
     assert live.told(*signals) == ["recorded"] * 4
     assert live.told(live.signal(unrecorded, SignalKind.UNDONE)) == ["recorded"]
-    live.intake.count(Key(3, Arm.CONTROL, account, "acme"), "seconds", 0.25)
-    live.intake.close()
+    live.queue.count(Key(3, Arm.CONTROL, account, "acme"), "seconds", 0.25)
+    live.writer.close()
     assert live.tallies() == {
-        "edits": (1, 1.0), "labelled": (1, 1.0), "survived": (1, 0.5), "undone": (1, 1.0), "seconds": (1, 0.25),
-    }  # fmt: skip
+        "edits": (1, 1.0),
+        "labelled": (1, 1.0),
+        "survived": (1, 0.5),
+        "undone": (1, 1.0),
+        "seconds": (1, 0.25),
+    }
     assert {(row["name"], row["arm"]) for row in live.rows(schema.tallies)} == {
         *((name, "canary") for name in ("edits", "labelled", "survived")),
         *((name, "control") for name in ("edits", "labelled", "undone", "seconds")),
@@ -161,11 +198,11 @@ def test_what_names_people_or_opens_doors_never_reaches_the_disk(live):
         body = json.dumps({"messages": [{"role": "user", "content": said}]}).encode()
         # Every fourth stands only in the tokens, as after `previous_response_id`.
         entry = live.turn(request=b"{}", text=f"a\n{said}\nb") if n % 4 == 0 else live.turn(request=body)
-        live.intake.append(entry)
-        futures.append(live.intake.submit([live.signal(entry.turn.id, SignalKind.CORRECTION, comment=said)]))
+        live.queue.append(entry)
+        futures.append(live.queue.submit([live.signal(entry.turn.id, SignalKind.CORRECTION, comment=said)]))
     assert live.told(live.signal(entry.turn.id, SignalKind.CORRECTION, comment="harmless")) == ["recorded"]
     assert [future.result(60) for future in futures] == [["recorded"]] * 100
-    live.intake.close()
+    live.writer.close()
     turns = live.rows(schema.turns)
     assert [row["reason"] for row in turns] == ["scrubbed"] * 100
     with live.engine.connect() as connection:
@@ -183,16 +220,16 @@ def test_what_names_people_or_opens_doors_never_reaches_the_disk(live):
 
 def test_a_forgotten_account_is_not_written_again(live):
     account = live.accounts.name("acme", "ann")
-    live.intake.append(live.turn())
+    live.queue.append(live.turn())
     live.told(live.signal(ulid()))
     with live.engine.begin() as connection:
         live.accounts.destroy(connection, account, "acme", journal.stamp(connection))
-    live.intake.append(live.turn())
-    live.intake.append(live.turn(user="bob"))
-    live.intake.close()
+    live.queue.append(live.turn())
+    live.queue.append(live.turn(user="bob"))
+    live.writer.close()
     assert len(live.rows(schema.turns)) == 2
     assert {row["account"]: row["secret"] is None for row in live.rows(schema.account_keys)}[account]
-    assert live.intake.counters.drops == {"forgotten": 1}
+    assert live.queue.counters.drops == {"forgotten": 1}
     with live.engine.connect() as connection:
         assert live.accounts.key(connection, account) is None
 
@@ -200,36 +237,36 @@ def test_a_forgotten_account_is_not_written_again(live):
 def test_a_record_that_is_refused_takes_no_other_with_it(live):
     good, broken = live.turn(), live.turn()
     twice = TurnEntry(broken.session, msgspec.structs.replace(broken.turn, id=good.turn.id), broken.content)
-    held = live.intake.submit([live.signal(ulid(), comment="until all is queued")])
-    live.intake.append(good)
-    live.intake.append(twice)
-    again = live.intake.submit([live.signal(good.turn.id)])
+    held = live.queue.submit([live.signal(ulid(), comment="until all is queued")])
+    live.queue.append(good)
+    live.queue.append(twice)
+    again = live.queue.submit([live.signal(good.turn.id)])
     assert (held.result(60), again.result(60)) == (["unknown"], ["recorded"])
-    assert live.intake.counters.drops == {"database": 1}
+    assert live.queue.counters.drops == {"database": 1}
     assert len(list((live.folder / "blobs").rglob("01*"))) == 1, "no blob is left of it"
 
 
 def test_what_finds_no_room_is_dropped_and_counted(live):
-    live.intake._most = 0
-    assert not live.intake.append(live.turn())
+    live.queue.max_entries = 0
+    assert not live.queue.append(live.turn())
     with pytest.raises(Unavailable):
         live.told(live.signal(ulid()))
-    live.intake.close()
+    live.writer.close()
     assert live.rows(schema.drops)[0]["reason"] == "queue_full"
     assert live.tallies() == {"dropped": (1, 0.0)}
 
 
 def test_counters_that_find_no_room_are_themselves_counted(live, monkeypatch):
-    monkeypatch.setattr("etude.live.gateway.intake._MOST_COUNTERS", 0)
-    live.intake.count(Key(3, Arm.CANARY, "a", "acme"), "requests", count=2)
-    assert live.intake.counters.uncounted == 2
-    live.intake.close()
+    monkeypatch.setattr("etude.live.gateway.queue.MAX_COUNTERS", 0)
+    live.queue.count(Key(3, Arm.CANARY, "a", "acme"), "requests", count=2)
+    assert live.queue.counters.uncounted == 2
+    live.writer.close()
     assert not live.tallies()
 
 
 def test_old_counters_are_deleted_and_those_of_a_canary_that_stands_are_kept(live):
     key, day = Key(3, Arm.CANARY, "a", "acme")._asdict(), 86400 * 10**9
-    slots = [live.intake.slot(time.time_ns() - days * day) for days in (89, 91)]
+    slots = [live.queue.slot(time.time_ns() - days * day) for days in (89, 91)]
     with live.engine.begin() as connection:
         rows = [{**key, "slot": slot, "name": "requests", "count": 1, "total": 0.0} for slot in slots]
         connection.execute(sa.insert(schema.tallies), rows)
@@ -247,7 +284,7 @@ def test_times_rise_though_the_clock_is_set_back(live, monkeypatch):
 
 def test_a_signal_on_a_forgotten_account_is_on_nothing(live):
     entry = live.turn()
-    live.intake.append(entry)
+    live.queue.append(entry)
     assert live.told(live.signal(entry.turn.id)) == ["recorded"]
     with live.engine.begin() as connection:
         stone = Tombstone(tenant="acme", account=entry.session.account, at=journal.stamp(connection), versions=())
@@ -262,14 +299,14 @@ def test_a_store_that_is_full_delays_no_signal_by_each_of_its_turns(live, monkey
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
-    held = live.intake.submit([live.signal(ulid(), comment="until all is queued")])
-    monkeypatch.setattr(live.intake._store, "put", full)
-    monkeypatch.setattr("etude.live.gateway.intake.time.sleep", lambda seconds: pauses.append(seconds))
+    held = live.queue.submit([live.signal(ulid(), comment="until all is queued")])
+    monkeypatch.setattr(live.store, "put", full)
+    monkeypatch.setattr("etude.live.gateway.writer.time.sleep", lambda seconds: pauses.append(seconds))
     for _ in range(20):
-        live.intake.append(live.turn())
+        live.queue.append(live.turn())
     assert held.result(60) == live.told(live.signal(ulid())) == ["unknown"]
-    live.intake.close()
-    assert live.intake.counters.drops == {"disk_full": 20}
+    live.writer.close()
+    assert live.queue.counters.drops == {"disk_full": 20}
     assert sum(seconds == 0.2 for seconds in pauses) < 5, "one for a group, not for a record"
 
 
@@ -277,7 +314,7 @@ def test_a_home_folder_leaves_a_turn_whole_if_its_tenant_wants_so(live):
     body = json.dumps({"messages": [{"role": "user", "content": "In /home/ann/shop: fix it"}]}).encode()
     for keep in (("home",), ()):
         entry = live.turn(request=body, text="In /home/ann/shop: fix it")
-        live.intake.append(replace(entry, keep=keep))
-    live.intake.close()
+        live.queue.append(replace(entry, keep=keep))
+    live.writer.close()
     told = [(row["reason"], row["scrubbed"]) for row in live.rows(schema.turns)]
     assert told == [("", "{}"), ("scrubbed", '{"home":2}')]

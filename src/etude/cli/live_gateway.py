@@ -1,0 +1,242 @@
+"""`etude live serve | key | tenant | forget | export | expire | plant`: for those who run the gateway."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from etude.cli.live import LiveAction, add_config, opened, read_config
+from etude.config.live import LiveConfig
+from etude.errors import UserError
+from etude.protocol.access import access_of, add_access_flags
+
+# serve ----------------------------------------------------------------------------------------------------------------
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live serve`."""
+    add_config(parser)
+    parser.add_argument("--ready-file", type=Path, help="file that is written, with URL and pid, once it answers")
+    add_access_flags(parser.add_argument_group("access", "of the operator: /health and /metrics (docs/serving.md)"))
+
+
+def run_serve(arguments: argparse.Namespace) -> None:
+    """Serves until interrupted. Raises UserError."""
+    config = read_config(arguments.config)
+    arguments.host = config.gateway.host
+    access = access_of(arguments)
+    from etude.live.gateway.gateway import serve
+
+    for store, why in missing_stores(config).items():
+        print(
+            f"etude live serve: the weight store {store} {why}: answers go on, but nothing can be released to it",
+            file=sys.stderr,
+            flush=True,
+        )
+    serve(config, access, arguments.ready_file)
+
+
+def missing_stores(config: LiveConfig) -> dict[str, str]:
+    """Weight stores without a version, and why; none of them is made."""
+    from etude.store import open_store
+    from etude.weights.manifest import newest
+
+    missing: dict[str, str] = {}
+    stores = {s for c in config.clusters for s in (c.store, c.canary_store, c.holdback_store) if s != "none"}
+    for store in sorted(stores):
+        if "://" not in store and not Path(store).is_dir():
+            missing[store] = "is not there"
+            continue
+        try:
+            if newest(open_store(store)) is None:
+                missing[store] = "holds no version"
+        except (UserError, ValueError) as e:
+            missing[store] = f"cannot be read ({e})"
+    return missing
+
+
+# key ------------------------------------------------------------------------------------------------------------------
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live key`."""
+    whats = parser.add_subparsers(dest="what", required=True, metavar="create|list|revoke")
+    for what, text in (
+        ("create", "make a key and print it, once; a tenant that is new has the default policy"),
+        ("list", "list the keys, with those that were revoked, but not the keys themselves"),
+        ("revoke", "refuse a key from now on"),
+    ):
+        action = whats.add_parser(what, help=text, description=text, allow_abbrev=False)
+        action.set_defaults(command=f"live key {what}")
+        add_config(action)
+        action.add_argument("tenant", nargs="?" if what == "list" else None, help="name of the tenant")
+        if what != "list":
+            action.add_argument("name", help="name of the key, e.g. of a person or a machine")
+
+
+def run_key(arguments: argparse.Namespace) -> None:
+    """Makes, lists or revokes keys. Raises UserError."""
+    from etude.live.log.tenants import create_key, list_keys, revoke_key
+
+    with opened(arguments.config, make=True) as loop:
+        if arguments.what == "create":
+            print(create_key(loop.engine, arguments.tenant, arguments.name), flush=True)
+            print("running gateways take it within two seconds", file=sys.stderr)
+        elif arguments.what == "revoke":
+            revoke_key(loop.engine, arguments.tenant, arguments.name)
+            print(f"{arguments.tenant} {arguments.name}: revoked")
+        else:
+            for key in list_keys(loop.engine, arguments.tenant):
+                state = "valid" if key.revoked is None else f"revoked {_day(key.revoked)}"
+                print(f"{key.tenant} {key.name}: created {_day(key.created)}, {state}")
+
+
+def _day(at: int) -> str:
+    return datetime.fromtimestamp(at / 1e9, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+# tenant ---------------------------------------------------------------------------------------------------------------
+
+
+def add_tenant(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live tenant`."""
+    add_config(parser)
+    parser.add_argument("tenant", nargs="?", help="name of the tenant; without one, all are shown")
+    _add_choice(parser, "--consent", "keep and train on requests that say nothing of it")
+    _add_choice(parser, "--may-grant", "let clients grant by X-Etude-Consent; refusing is always heard")
+    keep = (
+        "personal data that stays in the encrypted content where a request names it: home, email, telephone, ip; "
+        "or nothing. A turn with other findings is not trained on"
+    )
+    parser.add_argument("--keep", nargs="*", metavar="RULE", help=keep)
+    parser.add_argument("--raw-days", type=float, help="days for which contents are kept")
+    parser.add_argument("--trained-days", type=float, help="days for which contents are kept that were trained on")
+    parser.add_argument("--requests-per-minute", type=int, help="of each key")
+    _add_choice(parser, "--approval", "a person must approve each stage of a release")
+
+
+def _add_choice(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
+    """--FLAG and --no-FLAG; None without either."""
+    parser.add_argument(flag, help=text, action=argparse.BooleanOptionalAction, default=None)
+
+
+def run_tenant(arguments: argparse.Namespace) -> None:
+    """Changes the policy by the flags, and shows policies. Raises UserError."""
+    from etude.live.log.records import LivePolicy
+    from etude.live.log.tenants import policies, set_policy
+
+    with opened(arguments.config, make=True) as loop:
+        with loop.engine.connect() as connection:
+            known = policies(connection)
+        flags = {n: value for n in LivePolicy.__struct_fields__ if (value := getattr(arguments, n)) is not None}
+        if "keep" in flags:
+            flags["keep"] = tuple(flags["keep"])
+        if flags and arguments.tenant is None:
+            raise UserError("name the tenant whose policy is to change")
+        if flags:
+            before = known.get(arguments.tenant, LivePolicy())
+            known[arguments.tenant] = msgspec.structs.replace(before, **flags)
+            set_policy(loop.engine, arguments.tenant, known[arguments.tenant])
+    if arguments.tenant is not None and arguments.tenant not in known:
+        raise UserError(f"there is no tenant {arguments.tenant}; `etude live key create` makes one")
+    for name in [arguments.tenant] if arguments.tenant else sorted(known):
+        print(f"{name}: {msgspec.json.encode(known[name]).decode()}")
+
+
+# forget, export, expire, plant ----------------------------------------------------------------------------------------
+
+
+def add_account(parser: argparse.ArgumentParser) -> None:
+    """CONFIG TENANT USER."""
+    add_config(parser)
+    parser.add_argument("tenant", metavar="TENANT", help="name of the tenant")
+    user = "as the client's X-Etude-User has it, else the name of its API key"
+    parser.add_argument("user", metavar="USER", help=user)
+
+
+def run_forget(arguments: argparse.Namespace) -> None:
+    """Destroys an account's key, and prints what was deleted and which versions were trained on it. Raises
+    UserError."""
+    from etude.live.log.privacy import forget
+    from etude.live.log.tenants import policies
+
+    with opened(arguments.config) as loop:
+        with loop.engine.connect() as connection:
+            if arguments.tenant not in policies(connection):
+                raise UserError(
+                    f"there is no tenant {arguments.tenant}; `etude live tenant` shows those that there are"
+                )
+        done = forget(loop.engine, loop.contents, loop.accounts, loop.folder, arguments.tenant, arguments.user)
+    print(
+        f"The account {done.account} is forgotten: its key is destroyed, {done.contents} contents of {done.turns} "
+        f"turns are deleted, {done.waiting} of them from a run."
+    )
+    if not done.turns:
+        print(
+            f"Nothing was recorded of {arguments.user!r} of {arguments.tenant}, and nothing will be; if that is a "
+            f"surprise, check the name."
+        )
+    if done.versions:
+        releases = ", ".join(map(str, done.releases)) or "none"
+        print(f"Versions trained on it: {', '.join(map(str, done.versions))}; releases: {releases}.")
+    if done.remains:
+        print(f"What remains: {done.remains}.")
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live export`."""
+    add_account(parser)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to make")
+
+
+def run_export(arguments: argparse.Namespace) -> None:
+    """Writes all that is known of an account, decrypted, and prints counts. Raises UserError."""
+    from etude.live.log.privacy import export
+
+    with opened(arguments.config) as loop:
+        counts = export(loop.engine, loop.contents, loop.accounts, arguments.tenant, arguments.user, arguments.output)
+    print(f"{arguments.output}: {', '.join(f'{count} {name}' for name, count in counts.items() if count)}")
+
+
+def run_expire(arguments: argparse.Namespace) -> None:
+    """Deletes contents that are too old, and prints how many. Raises UserError."""
+    from etude.live.log.privacy import expire
+
+    with opened(arguments.config) as loop:
+        count = expire(loop.engine, loop.contents)
+    print(f"{count} contents were older than their tenants keep them, and are deleted")
+
+
+def add_plant(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live plant`."""
+    add_config(parser)
+    parser.add_argument("--count", type=int, default=3, help="strings to make (default: 3)")
+
+
+def run_plant(arguments: argparse.Namespace) -> None:
+    """Prints strings that no version may know. Raises UserError."""
+    from etude.live.log.privacy import plant
+
+    with opened(arguments.config) as loop:
+        strings = plant(loop.folder, arguments.count)
+    print(
+        "Let a test account with consent send these sentences through the gateway, e.g. in a file that its agent "
+        "reads. The gate asks every version to complete them:\n"
+    )
+    for string in strings:
+        print(string.text)
+
+
+ACTIONS: dict[str, LiveAction] = {
+    "serve": (add_serve, run_serve),
+    "key": (add_key, run_key),
+    "tenant": (add_tenant, run_tenant),
+    "forget": (add_account, run_forget),
+    "export": (add_export, run_export),
+    "expire": (add_config, run_expire),
+    "plant": (add_plant, run_plant),
+}

@@ -1,0 +1,261 @@
+"""`etude live window | train | demo | simulate`: what is learned from turns, of users or of simulated ones."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+from collections import Counter
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from etude.cli.demo import set_aside
+from etude.cli.live import LiveAction, add_config, add_json, opened, read_config
+from etude.errors import UserError
+
+if TYPE_CHECKING:
+    from etude.live.learn.window import WindowResult
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_DEMO_FOLDER = Path("outputs/live-demo")
+
+# window ---------------------------------------------------------------------------------------------------------------
+
+
+def add_window(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live window`."""
+    add_config(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--cut", help="what came before this counts, e.g. 2026-11-23T10:00:00Z (default: now)")
+    replay = "compute this window again and compare; code 1 if it is not the same"
+    which.add_argument("--replay", type=int, metavar="NUMBER", help=replay)
+    add_json(parser)
+
+
+def run_window(arguments: argparse.Namespace) -> int:
+    """Prints counts by exit and reason, and the share that was dropped by reason and version; or compares a window that
+    is computed again. Raises UserError."""
+    from etude.live.learn.window import LiveContents, calibration, cut_window, replay
+
+    config = read_config(arguments.config)
+    cut = None if arguments.cut is None else _nanoseconds(arguments.cut)
+    with opened(config) as loop:
+        contents = LiveContents(loop.engine, loop.accounts, loop.contents)
+        if arguments.replay is None:
+            result = cut_window(loop.engine, contents, config.labels, cut)
+            figures = _print_window(result)
+            figures["calibration"] = later = calibration(loop.engine, config.labels, result.number)
+            for kind, (count, correlation) in later.items():
+                known = "unknown, one of them is always the same" if correlation is None else f"{correlation:.2f}"
+                print(f"\nCorrelation of the rewards of {count:,} turns with what came later ({kind}): {known}.")
+            same = True
+        else:
+            again = replay(loop.engine, contents, config.labels, arguments.replay)
+            parts = {"labels": again.labels, "exits": again.exits, "batch": again.batch}
+            figures = {"window": arguments.replay, **parts}
+            same = all(parts.values())
+            differ = [name for name, equal in parts.items() if not equal]
+            print(f"Window {arguments.replay}: {'the same bits' if same else ' and '.join(differ) + ' differ'}.")
+    if arguments.json:
+        print(json.dumps(figures))
+    return int(not same)
+
+
+def _print_window(result: WindowResult) -> dict[str, Any]:
+    from etude.live.learn.filters import drop_rates, suspicious
+
+    counts = Counter((str(e.kind), e.reason) for e in result.exits)
+    exits: dict[str, dict[str, int]] = {}
+    for (kind, reason), count in sorted(counts.items()):
+        exits.setdefault(kind, {})[reason] = count
+    rates = drop_rates(result.turns, result.exits)
+    trained = sum(exits.get("trained", {}).values())
+    print(f"Window {result.number}: {len(result.exits):,} turns, {trained:,} in the batch {result.batch[:16]}.")
+    print("\n| exit | reason | turns |\n|---|---|---|")
+    for kind, by in exits.items():
+        for reason, count in by.items():
+            print(f"| {kind} | {reason or '-'} | {count:,} |")
+    if rates:
+        versions = sorted({version for by in rates.values() for version in by})
+        print(f"\n| share dropped | {' | '.join(f'version {v}' for v in versions)} |\n|{'---|' * (len(versions) + 1)}")
+        for reason, by in rates.items():
+            shares = (f"{by[v][0] / by[v][1]:.1%} of {by[v][1]:,}" for v in versions)
+            print(f"| {reason} | {' | '.join(shares)} |")
+    warned = suspicious(rates)
+    for reason in warned:
+        print(
+            f"\nWarning: versions differ in how often their turns are dropped for {reason!r}; what is dropped is not "
+            "learned from, so look at those turns before you train."
+        )
+    return {
+        "window": result.number,
+        "cut": result.cut,
+        "rules": result.rules,
+        "batch": result.batch,
+        "exits": exits,
+        "drops": {reason: {str(v): list(n) for v, n in by.items()} for reason, by in rates.items()},
+        "warned": warned,
+    }
+
+
+def _nanoseconds(text: str) -> int:
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise UserError(f"--cut {text}: give a time with its zone, e.g. 2026-11-23T10:00:00Z") from None
+    if at.tzinfo is None:
+        raise UserError(f"--cut {text} has no zone: add Z for UTC, or +01:00")
+    return (at - _EPOCH) // timedelta(microseconds=1) * 1000
+
+
+# train ----------------------------------------------------------------------------------------------------------------
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live train`."""
+    add_config(parser)
+    parser.add_argument("--window", type=int, required=True, metavar="NUMBER", help="as `etude live window` printed it")
+    parser.add_argument("--minutes", type=float, default=60.0, help="that the trainer may take (default: 60)")
+    add_json(parser)
+
+
+def run_train(arguments: argparse.Namespace) -> None:
+    """Trains on a window, unless that is done, and prints the version. Raises UserError or RunFailed."""
+    from etude.live.learn.train import train_window
+    from etude.live.learn.window import LiveContents, samples
+
+    with opened(arguments.config) as loop:
+        if arguments.minutes <= 0:
+            raise UserError(f"--minutes {arguments.minutes:g}: give a time above 0")
+        arguments.interrupted = "the same command goes on"
+        contents = LiveContents(loop.engine, loop.accounts, loop.contents)
+        batch = samples(loop.engine, contents, loop.config.labels, arguments.window)
+        done = train_window(loop.config, loop.engine, arguments.window, batch, seconds=60 * arguments.minutes)
+        folder = loop.folder
+    print(
+        f"Window {done.window}: version {done.version} of {folder}/train/weights, from {done.turns:,} turns on "
+        f"version {done.base}, {done.hints:,} of them with a correction."
+    )
+    for reason, count in done.refused.items():
+        print(f"{count:,} turns were dropped: {reason}.")
+    if done.action != "go":
+        print(f"Warning: the guards did not train on it ({done.action}): see {folder}/train/logs/latest/trainer.log.")
+    if arguments.json:
+        print(json.dumps(asdict(done)))
+
+
+# demo -----------------------------------------------------------------------------------------------------------------
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live demo`."""
+    parser.add_argument("--seed", type=int, default=1, help="of users, requests and the planted version (default: 1)")
+    parser.add_argument("--windows", type=int, default=3, metavar="N", help="windows to learn from (default: 3)")
+    add_json(parser)
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Writes outputs/live-demo/report.md; 1 if no version was released, or the planted one was. Raises UserError or
+    RunFailed."""
+    if not 1 <= arguments.windows <= 100:
+        raise UserError(f"--windows {arguments.windows}: give a number from 1 to 100")
+    if importlib.util.find_spec("openai") is None:
+        raise UserError("the users of the demo ask with OpenAI's client library: pip install openai")
+    from etude.live.simulate.demo import as_json, report
+    from etude.live.simulate.demo import run as run_live_demo
+
+    folder = _DEMO_FOLDER.absolute()
+    if folder.exists():
+        print(f"the earlier demo was moved to {set_aside(folder)}")
+    folder.mkdir(parents=True, mode=0o700)
+    arguments.interrupted = f"what it did lies in {folder}"
+    done = run_live_demo(folder, arguments.seed, arguments.windows, lambda text: print(text, flush=True))
+    text = report(done)
+    (folder / "report.md").write_text(text, "utf-8")
+    print(f"\n{text}\n{folder}/report.md")
+    if arguments.json:
+        print(json.dumps(as_json(done)))
+    return int(not (done.released and done.planted_stopped))
+
+
+# simulate -------------------------------------------------------------------------------------------------------------
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live simulate`."""
+    parser.add_argument("scenario", metavar="SCENARIO", help="name of a scenario, `clean`, or `all`; `list` names them")
+    parser.add_argument("--seeds", default="1-3", metavar="A-B", help="seeds of the runs (default: 1-3)")
+    add_json(parser)
+
+
+def run_simulate(arguments: argparse.Namespace) -> None:
+    """Prints the table of the scenarios. Raises UserError."""
+    from etude.live.simulate.scenarios import SCENARIOS, digest
+
+    known = ["clean", *(scenario.name for scenario in SCENARIOS)]
+    if arguments.scenario == "list":
+        print("\n".join(known))
+        return
+    if arguments.scenario not in (*known, "all"):
+        raise UserError(f"no scenario is named {arguments.scenario!r}: give {', '.join(known)}, or all")
+    names = known if arguments.scenario == "all" else [arguments.scenario]
+    seeds = _seeds(arguments.seeds)
+    from etude.live.simulate.judge import simulate
+
+    clean, rows = simulate(names, seeds)
+    figures: dict[str, Any] = {"scenarios": digest(), "seeds": arguments.seeds}
+    if clean is not None:
+        figures["clean"] = _print_clean(clean)
+    if rows:
+        print(
+            "\n| planted | stopped by | figure | with it | stopped in | without it | shows in |"
+            "\n|---|---|---|---|---|---|---|"
+        )
+        figures["faults"] = {row.scenario.name: _print_row(row, len(seeds)) for row in rows}
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+def _seeds(text: str) -> list[int]:
+    match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if not first <= last < first + 1000:
+        raise UserError(f"--seeds {text}: give a range such as 11-30, of at most 1000 seeds")
+    return list(range(first, last + 1))
+
+
+def _print_clean(clean: Any) -> dict[str, float]:
+    from etude.live.simulate.judge import TREATMENTS
+
+    print(
+        f"Hidden utility before: {np.mean(clean.start):.3f}.\n\n| learned from | hidden utility after | share of the "
+        "oracle's gain |\n|---|---|---|"
+    )
+    names = {"live": "the live loop's labels", "oracle": "hidden utility (oracle)", "null": "shuffled rewards (null)"}
+    shares = {rewards: clean.share(rewards) for rewards in clean.end}
+    for rewards, share in shares.items():
+        name = names.get(rewards) or f"votes, {TREATMENTS[rewards]}"
+        print(f"| {name} | {np.mean(clean.end[rewards]):.3f} | {share:.1%} |")
+    return {"before": float(np.mean(clean.start)), **{f"{name}/share": share for name, share in shares.items()}}
+
+
+def _print_row(row: Any, seeds: int) -> dict[str, float]:
+    scenario, on, off = row.scenario, float(np.mean(row.on)), float(np.mean(row.off))
+    print(
+        f"| {scenario.name}: {scenario.plants} | {scenario.stage} | {scenario.figure} | {on:.3f} | "
+        f"{row.stopped} of {seeds} | {off:.3f} | {row.shown} of {seeds} |"
+    )
+    return {"with": on, "without": off, "stopped": row.stopped, "shown": row.shown}
+
+
+ACTIONS: dict[str, LiveAction] = {
+    "window": (add_window, run_window),
+    "train": (add_train, run_train),
+    "demo": (add_demo, run_demo),
+    "simulate": (add_simulate, run_simulate),
+}

@@ -1,0 +1,293 @@
+"""`etude live plan | gate | release | rollback | status | drill | watch-canary`: a version comes to users step by
+step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from etude.cli.live import LiveAction, add_config, add_json, opened
+from etude.errors import UserError
+from etude.evals.sequential import LookPlan, accounts_per_arm, defended_margin, plan_looks
+
+# plan -----------------------------------------------------------------------------------------------------------------
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live plan`."""
+    parser.add_argument("--base", type=float, required=True, help="share of accounts that are satisfied now, e.g. 0.5")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--lift", type=float, help="rise of that share to be shown, e.g. 0.05 for five points")
+    wanted.add_argument("--accounts", type=int, help="accounts of each arm that there are; prints the lift they show")
+    parser.add_argument("--alpha", type=float, default=0.05, help="probability of a false finding (default: 0.05)")
+    parser.add_argument("--power", type=float, default=0.8, help="probability to find a true lift (default: 0.8)")
+    looks = "shares of the accounts after which to look, rising to 1 (default: quarters)"
+    parser.add_argument("--looks", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], metavar="SHARE", help=looks)
+    parser.add_argument("--tasks", type=int, help="tasks of the frozen suite; prints the margin that it can defend")
+    discordant = "share of tasks that only one of two versions passes (default: 0.1)"
+    parser.add_argument("--discordant", type=float, default=0.1, metavar="SHARE", help=discordant)
+    add_json(parser)
+
+
+def run_plan(arguments: argparse.Namespace) -> None:
+    """Prints how many accounts and tasks a release needs. Raises UserError."""
+    try:
+        plan = plan_looks(arguments.looks, arguments.alpha, arguments.power)
+        lift = arguments.lift if arguments.accounts is None else _smallest_lift(arguments, plan)
+        accounts = accounts_per_arm(arguments.base, lift, plan)
+    except ValueError as e:
+        raise UserError(f"no such plan: {e}") from None
+    figures: dict[str, Any] = {"lift": lift, "accounts_per_arm": accounts, "expected_share": plan.expected}
+    looks = zip(plan.fractions, plan.bounds, strict=True)
+    figures["looks"] = [{"accounts": round(share * accounts), "z": bound} for share, bound in looks]
+    if arguments.tasks is not None:
+        figures["margin"] = _margin(arguments.tasks, arguments.discordant, plan)
+    print(
+        f"A rise from {arguments.base:.1%} to {arguments.base + lift:.1%} is found with probability "
+        f"{plan.power:.0%} by {accounts:,} accounts in each arm, {plan.inflation:.1%} of what one look at the end "
+        f"takes; if it is true, by {plan.expected / plan.inflation:.0%} of them on average."
+    )
+    print("\n| look | accounts in each arm | better if z is above |\n|---|---|---|")
+    for number, look in enumerate(figures["looks"], 1):
+        print(f"| {number} | {look['accounts']:,} | {look['z']:.3f} |")
+    if arguments.tasks is not None:
+        print(
+            f"\nA suite of {arguments.tasks:,} tasks, {arguments.discordant:.0%} of which one of two versions alone "
+            f"passes, defends a margin of {100 * figures['margin']:.1f} points."
+        )
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+def _margin(tasks: int, discordant: float, plan: LookPlan) -> float:
+    if tasks < 1 or not 0 < discordant <= 1:
+        raise UserError(
+            f"a suite has tasks, and a share of them differs: got {tasks} tasks and a share of {discordant}"
+        )
+    return defended_margin(tasks, discordant, plan.alpha, plan.power)
+
+
+def _smallest_lift(arguments: argparse.Namespace, plan: LookPlan) -> float:
+    """The smallest lift in hundredths of a point that the accounts show. Raises ValueError, or UserError for none."""
+    if arguments.accounts < 1:
+        raise UserError(f"--accounts {arguments.accounts}: an arm has accounts")
+    last = int((1 - arguments.base) * 10_000 - 1e-9)
+    low, high = 0, max(0, last)
+    if not high or accounts_per_arm(arguments.base, high / 10_000, plan) > arguments.accounts:
+        raise UserError(
+            f"{arguments.accounts:,} accounts in each arm show no lift from {arguments.base:.1%}; wait for "
+            f"more, or take a lower --power"
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = accounts_per_arm(arguments.base, middle / 10_000, plan) <= arguments.accounts
+        low, high = (low, middle) if enough else (middle, high)
+    return high / 10_000
+
+
+# gate -----------------------------------------------------------------------------------------------------------------
+
+
+def _add_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version", type=int, metavar="V", help="version of the store (default: the newest)")
+    store = "weight store of the versions to release (default: that of the run of the newest window)"
+    parser.add_argument("--store", metavar="URL", help=store)
+
+
+def add_gate(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live gate`."""
+    add_config(parser)
+    _add_version(parser)
+    anchor = "the current release is the anchor from now on, which versions are compared with at twice the margin"
+    parser.add_argument("--new-anchor", action="store_true", help=anchor)
+    parser.add_argument("--json", action="store_true", help="print the report as the last line")
+
+
+def run_gate(arguments: argparse.Namespace) -> int:
+    """Prints every part; 1 if one was not passed. Budget, engine and dialect are those of the recipe `train`. Raises
+    UserError."""
+    import msgspec
+
+    from etude.cli.overlays import read_toml
+    from etude.config import InferenceConfig, RLConfig, RolloutConfig, validate
+    from etude.live.release.gate import gate
+    from etude.live.release.operations import candidate
+    from etude.live.release.replay import Player
+
+    with opened(arguments.config, make=True) as loop:
+        budget, engine, dialect = RolloutConfig().budget(), InferenceConfig(), "auto"
+        if (train := loop.config.train) is not None:
+            recipe = validate(RLConfig, read_toml(Path(train)), train)
+            if recipe.sandbox.type != "namespace":
+                kind = recipe.sandbox.type
+                raise UserError(f'{train}: sandbox.type = "{kind}", and the gate plays in namespaces alone')
+            if recipe.sandbox.egress or recipe.sandbox.index is not None:
+                print(f"boxes of the gate reach nothing, whatever {train} says", file=sys.stderr)
+            budget, engine, dialect = recipe.rollout.budget(), recipe.inference, recipe.model.dialect
+        version = candidate(loop.site, arguments.store, arguments.version)
+        with Player(loop.site, budget, engine, dialect) as player:
+            report = gate(loop.site, version, player.measure, player.replay, print, arguments.new_anchor)
+    failed = report.failed
+    print(f"version {report.version}: " + ("passed" if failed is None else f"refused, {failed.name}: {failed.reason}"))
+    if arguments.json:
+        print(msgspec.json.encode(report).decode())
+    return int(failed is not None)
+
+
+# release and rollback -------------------------------------------------------------------------------------------------
+
+
+def add_release(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live release`."""
+    add_config(parser)
+    _add_version(parser)
+    parser.add_argument("--approve", metavar="NAME", help="a person lets the release on trial go to its next stage")
+    add_json(parser)
+
+
+def run_release(arguments: argparse.Namespace) -> None:
+    """Begins the canary of a version that has passed the gate, or goes on with it. Raises UserError."""
+    from etude.live.release.operations import approve, candidate, start
+
+    with opened(arguments.config, make=True) as loop:
+        if arguments.approve is not None:
+            state = approve(loop.site, arguments.approve)
+        else:
+            manifest = candidate(loop.site, arguments.store, arguments.version).manifest
+            state = start(loop.site, manifest.digest, manifest.version)
+    event, release = state.events[-1], state.release
+    print(f"release {release.number} (version {release.version}): {event.stage} at {event.share:.0%}, {event.reason}")
+    if arguments.json:
+        figures = {"release": release.number, "stage": str(event.stage), "share": event.share, "reason": event.reason}
+        print(json.dumps(figures))
+
+
+def add_rollback(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live rollback`."""
+    add_config(parser)
+    to = "number of the release whose content comes back (default: the one before)"
+    parser.add_argument("--to", type=int, metavar="RELEASE", help=to)
+    parser.add_argument("--by", default="a person", metavar="NAME", help="who decides, for the log")
+    parser.add_argument("--reason", default="by hand", help="why, for the log")
+    add_json(parser)
+
+
+def run_rollback(arguments: argparse.Namespace) -> int:
+    """Takes a release back in every cluster, and waits at most a minute until every server follows; 1 if one does not.
+    Raises UserError."""
+    from etude.live.release.operations import DEADLINE, drain_lagging, rollback, wait
+
+    with opened(arguments.config, make=True) as loop:
+        state = rollback(loop.site, arguments.reason, arguments.by, arguments.to)
+        stores = wait(loop.site)
+        drain_lagging(loop.site, stores)
+        seconds = (time.time_ns() - state.events[0].at) / 1e9
+    number = state.release.number
+    lagging = [f"{store.target.cluster} ({store.target.arm})" for store in stores if store.lagging]
+    if lagging:
+        print(
+            f"release {number}: {', '.join(lagging)} did not follow within {DEADLINE:.0f} seconds, and gets no "
+            f"requests until it does"
+        )
+    else:
+        print(f"release {number}: every server serves it, {seconds:.1f} seconds after the decision")
+    if arguments.json:
+        print(json.dumps({"release": number, "seconds": seconds, "lagging": lagging}))
+    return int(bool(lagging))
+
+
+# status, drill and watch-canary ---------------------------------------------------------------------------------------
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live status` and `etude live drill`."""
+    add_config(parser)
+    add_json(parser)
+
+
+def run_status(arguments: argparse.Namespace) -> None:
+    """Prints the newest releases, the evidence on the one on trial, and every cluster. Raises UserError."""
+    from etude.live.release.operations import status
+
+    with opened(arguments.config, make=True) as loop:
+        state = status(loop.site)
+    print("| release | version | stage | accounts | decided by | why |\n|---|---|---|---|---|---|")
+    for release in state["releases"]:
+        last = release["events"][-1]
+        print(
+            f"| {release['number']} | {release['version']} | {release['stage']} | {release['share']:.0%} | "
+            f"{last['decided_by']} | {last['reason']} |"
+        )
+    if (decision := state["decision"]) is not None:
+        print(f"\nRelease {state['trial']}: {decision['verdict']}, {decision['reason']}\n")
+        print("| guardrail | e-value over its bound |\n|---|---|")
+        for name, value in decision["evidence"].items():
+            print(f"| {name} | {math.exp(min(value, 40.0)):.2g} |")
+    if (lift := state["lift"]) is not None:
+        print(
+            f"\nSince release {lift['anchor']}, on which the holdback of {lift['accounts'][1]:,} accounts stays, "
+            f"{lift['sentence']}"
+        )
+    print("\n| cluster | arm | release | version | servers | |\n|---|---|---|---|---|---|")
+    for cluster in state["clusters"]:
+        late = f"{len(cluster['lagging'])} lag for {cluster['lagging_seconds']:.0f} s" if cluster["lagging"] else "all"
+        notes = " ".join(filter(None, ["drained" if cluster["drained"] else "", cluster["error"]]))
+        print(
+            f"| {cluster['cluster']} | {cluster['arm']} | {cluster['release']} | {cluster['version']} | {late} | "
+            f"{notes} |"
+        )
+    for taint in state["tainted"]:
+        print(
+            f"\nRelease {taint['release']} was rolled back: its window {taint['window']} learned from "
+            f"{len(taint['turns'])} turns of {len(taint['accounts'])} accounts (--json lists them)"
+        )
+    if arguments.json:
+        print(json.dumps(state))
+
+
+def run_drill(arguments: argparse.Namespace) -> None:
+    """Rolls the canary's servers back and forward again, and prints the seconds of each cluster. Raises UserError if
+    one takes longer than a minute."""
+    from etude.live.release.operations import drill
+
+    with opened(arguments.config, make=True) as loop:
+        took = drill(loop.site, print)
+    if arguments.json:
+        print(json.dumps({"seconds": dict(took)}))
+
+
+def add_watch_canary(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live watch-canary`."""
+    add_config(parser)
+    parser.add_argument("--every", type=float, default=60.0, metavar="SECONDS", help="between two looks (default: 60)")
+
+
+def run_watch_canary(arguments: argparse.Namespace) -> None:
+    """Decides on the release on trial until it is interrupted, and prints a line for each change. Raises UserError."""
+    from etude.live.release.operations import watch
+
+    if not arguments.every > 0:
+        raise UserError(f"--every {arguments.every}: a look takes time, give seconds above 0")
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with opened(arguments.config, make=True) as loop:
+        watch(loop.site, stop.wait, lambda text: print(text, flush=True), arguments.every)
+
+
+ACTIONS: dict[str, LiveAction] = {
+    "plan": (add_plan, run_plan),
+    "gate": (add_gate, run_gate),
+    "release": (add_release, run_release),
+    "rollback": (add_rollback, run_rollback),
+    "status": (add_status, run_status),
+    "drill": (add_status, run_drill),
+    "watch-canary": (add_watch_canary, run_watch_canary),
+}

@@ -1,0 +1,186 @@
+"""Answers that pass from the clusters to clients, byte for byte and as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from etude.config.live import LiveConfig
+from etude.live.gateway.keys import KeyCheck
+from etude.live.gateway.queue import RecordQueue
+from etude.live.gateway.recorder import TurnRecorder
+from etude.live.gateway.requests import RequestReader, TurnRequest
+from etude.live.gateway.upstream import AWAY, Clusters, Headers, Server, UpstreamAnswer
+from etude.live.gateway.view import LogView
+from etude.live.log.records import Arm
+from etude.protocol.access import Refusal
+from etude.protocol.apis.refusals import shaped
+from etude.protocol.wire import TURN_HEADER, WEIGHTS_HEADER
+
+_BUSY = (502, 503, 504)
+# Of one connection, of the gateway's own keys, or set anew.
+_NOT_FORWARDED = frozenset({
+    b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"content-length",
+    b"authorization", b"x-api-key", b"cookie", b"expect", b"proxy-authorization", b"proxy-connection",
+})  # fmt: skip
+_NOT_RETURNED = frozenset({
+    b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade", b"proxy-authenticate", b"date",
+    b"server", WEIGHTS_HEADER.encode(),
+})  # fmt: skip
+
+
+class AnswerProxy:
+    """An ASGI application that passes requests on to the clusters, and has their turns recorded."""
+
+    def __init__(
+        self,
+        config: LiveConfig,
+        clusters: Clusters,
+        view: LogView,
+        keys: KeyCheck,
+        requests: RequestReader,
+        queue: RecordQueue,
+        recorder: TurnRecorder,
+    ) -> None:
+        self._seconds = config.gateway.seconds
+        self._model = config.model
+        self._clusters = clusters
+        self._view = view
+        self._keys = keys
+        self._requests = requests
+        self._queue = queue
+        self._recorder = recorder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, and its answer back."""
+        body = (await receive()).get("body", b"")
+        request = self._requests.read(self._keys.key(scope), scope, body)
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        answering = asyncio.ensure_future(self._answer(scope, request, send))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                answering.cancel()
+                self._queue.count(request.counter_key, "disconnected")
+            with suppress(asyncio.CancelledError):
+                await answering
+        finally:
+            answering.cancel()
+            leaving.cancel()
+
+    async def _answer(self, scope: Scope, request: TurnRequest, send: Send) -> None:
+        """The answer of the first server that gives one. A client that leaves cancels it."""
+        begun = False
+        try:
+            async with asyncio.timeout(self._seconds):
+                answer = await self._ask(scope, request)
+                request.strayed = self._strayed(request, answer.server)
+                try:
+                    begun = True
+                    self._recorder.begin(request)
+                    head = {"type": "http.response.start", "status": answer.status}
+                    await send(head | {"headers": _returned_headers(request, answer)})
+                    async for part in answer.parts():
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                    await send({"type": "http.response.body", "body": b""})
+                finally:
+                    answer.close()
+                    self._recorder.end(request, answer.server, answer.status)
+        except asyncio.CancelledError:
+            self._count(request, failed=False)
+            raise
+        except AWAY as e:
+            self._count(request, failed=True)
+            if begun:
+                raise  # the connection ends before the answer does: the client must not take it for whole
+            await _refuse(scope, send, e)
+        else:
+            self._count(request, failed=answer.status >= 500 or request.strayed is not None)
+
+    def _strayed(self, request: TurnRequest, server: Server) -> int | None:
+        """The control's release, if its server answered because those of the account's own arm are away."""
+        own, stages = self._clusters.of_arm[request.assignment.arm], self._view.stages
+        everywhere = request.assignment.arm == Arm.CANARY and stages.share >= 1
+        return None if everywhere or not own or any(server is each for each in own) else stages.released
+
+    async def _ask(self, scope: Scope, request: TurnRequest) -> UpstreamAnswer:
+        """The head of an answer. Raises one of AWAY if no server gives one."""
+        query = scope["query_string"].decode("latin-1")
+        path = request.path + (f"?{query}" if query else "")
+        head = [(k, v) for k, v in scope["headers"] if k not in _NOT_FORWARDED and not k.startswith(b"x-etude-")]
+        if request.recorded:
+            head.append((TURN_HEADER.encode(), request.id.encode()))
+        failure: Exception = EOFError("no server")
+        deadline = time.monotonic() + self._seconds
+        servers = self._clusters.order(request.assignment.arm, request.account, self._view.stages)
+        for number, server in enumerate(servers):
+            left = deadline - time.monotonic()
+            try:
+                body = self._with_model(request.body, server)
+                answer = await server.ask(scope["method"], path, head, body, left)
+            except AWAY as e:
+                failure = e
+            else:
+                if answer.status not in _BUSY or number + 1 == len(servers):
+                    return answer
+                answer.close()
+            self._queue.count(request.counter_key, "failovers")
+        raise failure
+
+    def _with_model(self, body: bytes, server: Server) -> bytes:
+        """The body with the server's own name of the model, if it has the gateway's; all else stays as it is."""
+        if self._model is None or not server.model or not body or self._model == server.model:
+            return body
+        try:
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            if msgspec.json.decode(fields.get("model", b"null")) != self._model:
+                return body
+        except (ValueError, RecursionError):
+            return body
+        return msgspec.json.encode(fields | {"model": server.model})
+
+    def _count(self, request: TurnRequest, failed: bool) -> None:
+        if request.dialect is None:
+            return
+        key = request.counter_key
+        self._queue.count(key, "requests")
+        self._queue.count(key, "seconds", time.monotonic() - request.began)
+        if failed:
+            self._queue.count(key, "errors")
+
+
+def _returned_headers(request: TurnRequest, answer: UpstreamAnswer) -> Headers:
+    """The headers of the server's answer, and the gateway's own."""
+    version = answer.header(WEIGHTS_HEADER.encode()) or str(answer.server.version)
+    own = {
+        "x-etude-generation": request.id,
+        "x-etude-session": request.session,
+        "x-etude-version": f"{request.release}/{version}",
+        "x-etude-recorded": str(request.recorded).lower(),
+    }
+    return [(k, v) for k, v in answer.headers if k not in _NOT_RETURNED] + [
+        (k.encode(), v.encode()) for k, v in own.items()
+    ]
+
+
+async def _refuse(scope: Scope, send: Send, error: BaseException) -> None:
+    """Tells the client that no server answers."""
+    late = isinstance(error, TimeoutError)
+    message = "no server of the clusters answered in time" if late else "no server of the clusters can be reached"
+    refusal = Refusal(504 if late else 503, f"{message}: try again later", "overloaded", headers={"retry-after": "1"})
+    await shaped(scope, refusal)(scope, _empty, send)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Waits until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _empty() -> Any:
+    return {"type": "http.disconnect"}

@@ -1,0 +1,157 @@
+"""The record of a turn: once its answer has gone out, its tokens are fetched from the server and queued for the log."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import msgspec
+
+from etude.live.gateway.entries import ServedEntry, TurnEntry
+from etude.live.gateway.observed import LastTurns
+from etude.live.gateway.queue import RecordQueue
+from etude.live.gateway.requests import TurnRequest
+from etude.live.gateway.upstream import AWAY, Server
+from etude.live.log.records import ServedTurn, Session, TurnContent, VersionSpan
+from etude.live.log.tenants import Directory
+from etude.protocol.wire import ServedTokens
+
+_FETCH_SECONDS = 15.0
+_MAX_FETCHES = 512
+_MAX_FETCHED_BYTES = 256 << 20  # of the requests whose tokens are fetched
+_DRAIN_SECONDS = 5.0
+
+
+class TurnRecorder:
+    """Queues the turns of answers. `directory` holds the policies of the tenants."""
+
+    def __init__(self, queue: RecordQueue, directory: Directory) -> None:
+        self.open: dict[str, asyncio.Event] = {}
+        """Turns that a client knows and that are not queued yet, and their sessions."""
+        self._queue = queue
+        self._directory = directory
+        self._last = LastTurns()
+        self._fetches: set[asyncio.Task[None]] = set()
+        self._fetched_bytes = 0
+
+    @property
+    def fetches(self) -> int:
+        """Turns whose tokens are fetched now."""
+        return len(self._fetches)
+
+    def begin(self, request: TurnRequest) -> None:
+        """From now on the client knows the turn."""
+        self.open[request.id] = self.open[request.session] = asyncio.Event()
+
+    def end(self, request: TurnRequest, server: Server, status: int) -> None:
+        """Queues what may be kept of an answer that has gone out, or of what the client took of it."""
+        if status != 200 or not self._is_fetched(request, server):
+            self._settle(request)
+
+    async def drain(self) -> None:
+        """Waits for the fetches, at most five seconds."""
+        if self._fetches:
+            await asyncio.wait(self._fetches, timeout=_DRAIN_SECONDS)
+
+    def _is_fetched(self, request: TurnRequest, server: Server) -> bool:
+        """Queues the entry of a turn without consent, or begins to fetch the tokens of one with consent: True then."""
+        if request.dialect is None:
+            return False
+        if not request.recorded:
+            self._queue.append(ServedEntry(request.id, request.counter_key))
+        elif len(self._fetches) >= _MAX_FETCHES or self._fetched_bytes + len(request.body) > _MAX_FETCHED_BYTES:
+            self._queue.drop("queue_full")
+            self._queue.count(request.counter_key, "dropped")
+        else:
+            task = asyncio.create_task(self._record(request, server, time.monotonic() - request.began))
+            self._fetches.add(task)
+            self._fetched_bytes += len(request.body)
+            task.add_done_callback(lambda _: self._fetched(task, request))
+            return True
+        return False
+
+    def _fetched(self, task: asyncio.Task[None], request: TurnRequest) -> None:
+        self._fetches.discard(task)
+        self._fetched_bytes -= len(request.body)
+        self._settle(request)
+
+    def _settle(self, request: TurnRequest) -> None:
+        """The turn is queued, or there will be no record of it."""
+        settled = self.open.pop(request.id)
+        settled.set()
+        if self.open.get(request.session) is settled:
+            del self.open[request.session]
+
+    async def _record(self, request: TurnRequest, server: Server, seconds: float) -> None:
+        tokens = None
+        with suppress(*AWAY, ValueError):
+            if server.keeps_turns:
+                status, body = await server.fetch(f"/v1/turns/{request.id}", _FETCH_SECONDS)
+                tokens = msgspec.msgpack.decode(body, type=ServedTokens) if status == 200 else None
+        if tokens is not None and tokens.spans and tokens.spans[-1][2] not in server.digests:
+            await server.look()  # it went to this version after the last look
+        entry = self._entry(request, server, tokens, seconds)
+        signals = await asyncio.to_thread(self._last.signals, entry)
+        if self._queue.append(entry) and signals:
+            self._queue.submit(signals)
+
+    def _entry(self, request: TurnRequest, server: Server, tokens: ServedTokens | None, seconds: float) -> TurnEntry:
+        assignment, content = request.assignment, None
+        spans = tuple(VersionSpan(low=s[0], high=s[1], version=s[2]) for s in (tokens.spans if tokens else ()))
+        version = spans[-1].version if spans else server.version
+        if (reason := _untrainable(tokens)) != "no_tokens":
+            assert tokens is not None
+            assert request.dialect is not None
+            content = TurnContent(
+                dialect=request.dialect,
+                request=request.body,
+                response=tokens.message,
+                prompt_ids=tokens.prompt_ids,
+                ids=tokens.ids,
+                logprobs=tokens.logprobs,
+                temperature=tokens.temperature,
+                top_p=tokens.top_p,
+            )
+        session = Session(
+            id=request.session,
+            tenant=request.key.tenant,
+            account=request.account,
+            organisation=request.organisation,
+            client=request.client,
+            consent=request.consent,
+            arm=assignment.arm,
+            release=assignment.release,
+            propensity=assignment.propensity,
+            opened=0,
+        )
+        turn = ServedTurn(
+            id=request.id,
+            session=request.session,
+            sequence=0,
+            kind=request.kind,
+            release=request.release,
+            manifest=server.digests.get(version, ""),
+            spans=spans,
+            blob=None,
+            reason=reason,
+            scrubbed={},
+            rules="",
+            prompt_tokens=len(tokens.prompt_ids) // 4 if tokens else 0,
+            sampled_tokens=len(tokens.ids) // 4 if tokens else 0,
+            seconds=seconds,
+            cluster=server.cluster,
+            stop=tokens.finish_reason if tokens else "",
+            at=0,
+        )
+        keep = self._directory.policies[request.key.tenant].keep
+        return TurnEntry(session, turn, content, tokens.text if tokens else "", keep)
+
+
+def _untrainable(tokens: ServedTokens | None) -> str:
+    """The reason why an answer cannot be trained on; empty if it can."""
+    if tokens is None or not tokens.ids or len(tokens.ids) != len(tokens.logprobs):
+        return "no_tokens"
+    if tokens.choices != 1:
+        return "several_choices"
+    return "" if tokens.plain else "sampling"

@@ -1,0 +1,231 @@
+"""The transactions of the log's writer: the rows of one group of entries, their blobs, and the counters beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from etude.errors import UserError
+from etude.live.gateway.entries import Entry, ServedEntry, SignalEntry, SuggestionEntry, TurnEntry
+from etude.live.gateway.queue import PendingCounts
+from etude.live.gateway.subjects import Subject, counted_names, counter_names, edited_turns, known_events, subjects_of
+from etude.live.log import journal, schema
+from etude.live.log.accounts import Accounts, new_blob, seal
+from etude.live.log.records import ServedTurn, Session, Signal, Suggestion
+from etude.store import Store
+
+_DAY = 24 * 3600 * 10**9  # nanoseconds
+_SERVED = _DAY  # for which a turn without consent may be signalled on
+_COUNTED = 90 * _DAY  # for which counters are kept
+_PURGE_SECONDS = 60.0
+_PUTS = 4  # blobs at once: their syncs share the disk's
+
+E = TypeVar("E", bound=Entry)
+
+
+@dataclass
+class _WriteGroup:
+    """The entries of one transaction, the status of each, and what it has written."""
+
+    entries: list[Entry]
+    counts: PendingCounts
+    at: int = 0  # of its first entry
+    statuses: dict[int, str] = field(default_factory=dict[int, str])
+    blobs: list[str] = field(default_factory=list[str])
+
+    def of(self, kind: type[E]) -> list[tuple[int, E]]:
+        """The entries of a kind, with their numbers."""
+        return [(number, entry) for number, entry in enumerate(self.entries) if isinstance(entry, kind)]
+
+
+class Transactions:
+    """Writes groups of entries to the database `engine` and the blob store. `slot` gives the slot of a time; survival
+    is counted at `window_seconds`."""
+
+    def __init__(
+        self,
+        engine: sa.Engine,
+        store: Store,
+        accounts: Accounts,
+        slot: Callable[[int], int],
+        window_seconds: float,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._accounts = accounts
+        self._slot = slot
+        self._window_seconds = window_seconds
+        self._insert: Any = sqlite.insert if engine.dialect.name == "sqlite" else postgresql.insert
+        self._puts = ThreadPoolExecutor(_PUTS, "blobs")
+        self._purged = 0.0  # on the monotonic clock
+
+    def close(self) -> None:
+        """Ends the threads that write blobs."""
+        self._puts.shutdown(wait=False)
+
+    def write(self, entries: list[Entry], counts: PendingCounts) -> list[str]:
+        """The status of each entry: those of `RecordQueue.submit`, and "forgotten" for a turn of an account that has no
+        key any more. Raises what the database or the store raises; nothing is written then."""
+        own = PendingCounts()
+        own.add(counts)
+        group = _WriteGroup(entries, own)
+        try:
+            with self._engine.begin() as connection:
+                group.at = journal.stamp(connection, len(entries) + 1)
+                self._turns(connection, group)
+                self._suggestions(connection, group)
+                self._signals(connection, group)
+                self._counters(connection, group)
+        except BaseException:
+            for name in group.blobs:  # as far as the store can be reached
+                try:
+                    self._store.delete(name)
+                except UserError:
+                    break
+            raise
+        return [group.statuses[number] for number in range(len(entries))]
+
+    def _turns(self, connection: sa.Connection, group: _WriteGroup) -> None:
+        entries = group.of(TurnEntry)
+        owners = {entry.session.account: entry.session.tenant for _, entry in entries}
+        keys = self._accounts.keys(connection, owners, group.at)
+        kept = [(number, entry) for number, entry in entries if entry.session.account in keys]
+        group.statuses |= {number: "forgotten" for number, _ in entries} | {number: "recorded" for number, _ in kept}
+        sequences = _last_sequences(connection, {entry.session.id for _, entry in kept})
+        sessions, turns, blobs = dict[str, Session](), list[ServedTurn](), dict[str, bytes]()
+        for number, entry in kept:
+            session, turn, at = entry.session, entry.turn, group.at + number
+            sessions.setdefault(session.id, msgspec.structs.replace(session, opened=at))
+            name = None
+            if entry.content is not None:
+                name = new_blob(session.account)
+                blobs[name] = seal(keys[session.account], msgspec.msgpack.encode(entry.content), name)
+            sequences[session.id] += 1
+            turns.append(msgspec.structs.replace(turn, sequence=sequences[session.id], blob=name, at=at))
+        self._put(group, blobs)
+        self._insert_new(connection, schema.sessions, map(journal.row, sessions.values()))
+        if turns:
+            journal.add(connection, turns)
+        served = group.of(ServedEntry)
+        rows = [{"turn": e.turn, **e.key._asdict(), "edited": 0, "at": group.at + n} for n, e in served]
+        self._insert_new(connection, schema.served, rows)
+        group.statuses |= {number: "recorded" for number, _ in served}
+
+    def _put(self, group: _WriteGroup, blobs: dict[str, bytes]) -> None:
+        group.blobs += blobs
+        puts = [self._puts.submit(self._store.put, *blob) for blob in blobs.items()]
+        wait(puts)  # all of them: what is written must be there before it is deleted again
+        for done in puts:
+            done.result()
+
+    def _suggestions(self, connection: sa.Connection, group: _WriteGroup) -> None:
+        entries = group.of(SuggestionEntry)
+        names = {entry.suggestion.turn for _, entry in entries}
+        subjects = subjects_of(connection, names)
+        known = journal.of_ids(connection, Suggestion, [entry.suggestion.id for _, entry in entries])
+        edited = edited_turns(connection, names) | {name for name, subject in subjects.items() if subject.edited}
+        rows, marked = dict[str, Suggestion](), list[str]()
+        for number, entry in entries:
+            suggestion, subject = entry.suggestion, subjects.get(entry.suggestion.turn)
+            if subject is None or subject.key.tenant != entry.tenant:
+                group.statuses[number] = "unknown"
+                continue
+            if subject.turn not in edited:
+                edited.add(subject.turn)
+                marked.append(subject.turn)
+                self._count(group, subject, "edits", 1.0)
+            if not subject.recorded:
+                group.statuses[number] = "unrecorded"
+            elif (before := known.get(suggestion.id) or rows.get(suggestion.id)) is not None:
+                group.statuses[number] = "duplicate" if before.turn == suggestion.turn else "unknown"
+            else:
+                rows[suggestion.id] = msgspec.structs.replace(suggestion, shown=group.at + number)
+                group.statuses[number] = "recorded"
+        if rows:
+            journal.add(connection, rows.values())
+        if marked:
+            connection.execute(sa.update(schema.served).where(schema.served.c.turn.in_(marked)).values(edited=1))
+
+    def _signals(self, connection: sa.Connection, group: _WriteGroup) -> None:
+        entries = group.of(SignalEntry)
+        subjects = subjects_of(connection, {entry.signal.subject for _, entry in entries})
+        known = known_events(connection, [entry.signal for _, entry in entries])
+        counted = counted_names(connection, {subject.turn for subject in subjects.values()}, self._window_seconds)
+        fresh = list[tuple[int, Signal, Subject, str | None]]()
+        for number, entry in entries:
+            signal, subject = entry.signal, subjects.get(entry.signal.subject)
+            if subject is None or subject.key.tenant != signal.tenant:
+                group.statuses[number] = "unknown"
+            elif (signal.tenant, signal.event) in known:
+                group.statuses[number] = "duplicate"
+            else:
+                known.add((signal.tenant, signal.event))
+                group.statuses[number] = "recorded"
+                for name in counter_names(signal.kind, signal.horizon, self._window_seconds):
+                    if (subject.turn, name) not in counted:
+                        counted.add((subject.turn, name))
+                        self._count(group, subject, name, signal.value)
+                fresh.append((number, signal, subject, entry.comment if subject.recorded else None))
+        owners = {subject.key.account: subject.key.tenant for _, _, subject, text in fresh if text is not None}
+        keys = self._accounts.keys(connection, owners, group.at)
+        rows, blobs = list[Signal](), dict[str, bytes]()
+        for number, signal, subject, text in fresh:
+            name = None
+            if text is not None and (account := subject.key.account) in keys:
+                name = new_blob(account)
+                blobs[name] = seal(keys[account], text.encode("utf-8", "replace"), name)
+            rows.append(msgspec.structs.replace(signal, arrived_at=group.at + number, text=name))
+        self._put(group, blobs)
+        if rows:
+            journal.add(connection, rows)
+
+    def _count(self, group: _WriteGroup, subject: Subject, name: str, value: float) -> None:
+        total = group.counts.totals[subject.key, self._slot(subject.at), name]
+        total.count += 1
+        total.total += value
+
+    def _counters(self, connection: sa.Connection, group: _WriteGroup) -> None:
+        totals = [
+            {**key._asdict(), "slot": slot, "name": name, "count": total.count, "total": total.total}
+            for (key, slot, name), total in group.counts.totals.items()
+        ]
+        self._add_to(connection, schema.tallies, totals, ("count", "total"))
+        drops = [{"reason": reason, "hour": hour, "count": n} for (reason, hour), n in group.counts.drops.items()]
+        self._add_to(connection, schema.drops, drops, ("count",))
+        if time.monotonic() > self._purged + _PURGE_SECONDS:
+            old = schema.served.c.at < group.at - _SERVED
+            connection.execute(sa.delete(schema.served).where(old))
+            first = self._slot(group.at - _COUNTED)
+            connection.execute(sa.delete(schema.tallies).where(schema.tallies.c.slot < first))
+            self._purged = time.monotonic()
+
+    def _insert_new(self, connection: sa.Connection, table: sa.Table, rows: Iterable[dict[str, Any]]) -> None:
+        """Inserts the rows whose keys are not there."""
+        if values := list(rows):
+            connection.execute(self._insert(table).on_conflict_do_nothing(), values)
+
+    def _add_to(
+        self, connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]], names: tuple[str, ...]
+    ) -> None:
+        """Adds the columns `names` to the rows that are there, and inserts the others."""
+        if not rows:
+            return
+        insert = self._insert(table)
+        more = {name: table.c[name] + insert.excluded[name] for name in names}
+        keys = [column.name for column in table.primary_key]
+        connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=more), rows)
+
+
+def _last_sequences(connection: sa.Connection, sessions: set[str]) -> dict[str, int]:
+    """The last number of each session's turns; 0 of a new one."""
+    table = schema.turns
+    last = sa.select(table.c.session, sa.func.max(table.c.sequence)).where(table.c.session.in_(sorted(sessions)))
+    rows = connection.execute(last.group_by(table.c.session)) if sessions else ()
+    return dict.fromkeys(sessions, 0) | {row[0]: row[1] for row in rows}

@@ -1,0 +1,112 @@
+"""The fate of an edit: matured with the share of its characters that is alive, still open, or censored.
+
+The window of an edit opens when it was shown, and closes at the first of: the edit was undone, the horizon
+(`labels.window_seconds`), the file or the client is gone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from etude.config.live import LabelsConfig
+from etude.live.learn.timeline import EDIT_KINDS, END_KINDS, TimedSignal, TurnLog
+from etude.live.log.records import LabelState, ServedTurn, SignalKind, Suggestion
+
+SECOND = 1_000_000_000
+"""Nanoseconds."""
+_EARLY = 0.95  # a survival reported at this share of its horizon, by the server's clock, has lasted for all of it
+
+
+@dataclass(frozen=True)
+class EditFate:
+    """The fate of an edit. `seconds`: from being shown to the close of its window, or as long as it was observed."""
+
+    state: LabelState
+    share: float = 0.0
+    seconds: float = 0.0
+    undone: bool = False
+
+
+def session_fates(log: TurnLog, session: str, config: LabelsConfig) -> dict[str, EditFate]:
+    """The fates of the edits of a session, by suggestion; of a turn without suggestions, the fate of the edit that
+    signals on the turn itself imply, by turn. Later edits first, since an overwritten one shares their fate."""
+    horizon = int(config.window_seconds * SECOND)
+    out: dict[str, EditFate] = {}
+    later: dict[str, list[Suggestion]] = defaultdict(list)  # by path
+    for turn in reversed(log.main[session]):
+        own: list[Suggestion] = []
+        for edit in log.suggestions.get(turn.id, ()):
+            seen = log.of(edit.id, *EDIT_KINDS, SignalKind.GONE) + log.of(turn.id, *EDIT_KINDS, SignalKind.GONE)
+            successors = [(s, out[s.id]) for s in later[edit.path] if s.shown <= edit.shown + horizon]
+            out[edit.id] = _fate(edit.shown, seen + log.gone(session, edit.shown), successors, log.cut, config)
+            own.append(edit)
+        for edit in own:
+            later[edit.path].append(edit)
+        if not own and (seen := log.of(turn.id, *EDIT_KINDS)):
+            seen = seen + log.of(turn.id, SignalKind.GONE) + log.gone(session, turn.at)
+            out[turn.id] = _fate(turn.at, seen, [], log.cut, config)
+    return out
+
+
+def _fate(
+    shown: int,
+    seen: Sequence[TimedSignal],
+    successors: Sequence[tuple[Suggestion, EditFate]],
+    cut: int,
+    config: LabelsConfig,
+) -> EditFate:
+    """`successors`: later edits of the session in the same file, with their fates."""
+    window = config.window_seconds
+    last_seen = overwritten = 0.0
+    for one in sorted(seen, key=lambda s: s.order):
+        signal, after = one.signal, max(0.0, (one.at - shown) / SECOND)
+        if signal.kind in END_KINDS:
+            return EditFate(LabelState.MATURED, 0.0, min(after, window), signal.kind != SignalKind.REJECTED)
+        if signal.kind == SignalKind.GONE:
+            return EditFate(LabelState.CENSORED, seconds=min(after, window))
+        if signal.kind == SignalKind.OVERWRITTEN:
+            overwritten = max(overwritten, min(1.0, signal.value))
+            if overwritten >= 1.0:  # nothing of its own is left to be seen
+                return _union(0.0, 1.0, successors, window)
+        elif signal.kind == SignalKind.SURVIVED and signal.horizon is not None and signal.horizon <= window:
+            lasted = signal.horizon if after >= _EARLY * signal.horizon else after
+            last_seen = max(last_seen, lasted)
+            if lasted >= window:
+                return _union(min(max(signal.value, 0.0), 1.0), overwritten, successors, window)
+    if cut < shown + int(config.delay_seconds * SECOND):
+        return EditFate(LabelState.OPEN)
+    return EditFate(LabelState.CENSORED, seconds=last_seen)
+
+
+def _union(
+    alive: float, overwritten: float, successors: Sequence[tuple[Suggestion, EditFate]], window: float
+) -> EditFate:
+    """The fate of an edit together with that of the edits that replaced parts of it."""
+    if not overwritten or not successors:
+        return EditFate(LabelState.MATURED, alive, window)
+    states = {fate.state for _, fate in successors}
+    for state in (LabelState.OPEN, LabelState.CENSORED):
+        if state in states:
+            return EditFate(state, seconds=min(fate.seconds for _, fate in successors if fate.state == state))
+    size = sum(max(1, edit.characters) for edit, _ in successors)
+    kept = sum(max(1, edit.characters) * fate.share for edit, fate in successors) / size
+    return EditFate(LabelState.MATURED, min(1.0, alive + overwritten * kept), window)
+
+
+def turn_fate(
+    log: TurnLog, turn: ServedTurn, fates: Mapping[str, EditFate], config: LabelsConfig
+) -> tuple[EditFate, float] | None:
+    """The fate of all edits of a turn together, and their characters; None for a turn without."""
+    rows = [(max(1.0, float(s.characters)), fates[s.id]) for s in log.suggestions.get(turn.id, ())]
+    if not rows and turn.id in fates:
+        rows = [(config.characters, fates[turn.id])]
+    if not rows:
+        return None
+    size = sum(n for n, _ in rows)
+    for state in (LabelState.OPEN, LabelState.CENSORED):
+        if waits := [fate.seconds for _, fate in rows if fate.state == state]:
+            return EditFate(state, seconds=min(waits)), size
+    share = sum(n * fate.share for n, fate in rows) / size
+    return EditFate(LabelState.MATURED, share, max(f.seconds for _, f in rows), any(f.undone for _, f in rows)), size
