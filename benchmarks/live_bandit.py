@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.live_simulation.judge import simulate
+from benchmarks.live_simulation.windows import LIVE, NULL
 from benchmarks.table import row
-from etude.live.simulate.judge import simulate
-from etude.live.simulate.windows import LIVE, NULL
 
 
 def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, bool]]:

@@ -6,14 +6,15 @@ import json
 
 import numpy as np
 import pytest
+from benchmarks.live_simulation import bandit, faults
+from benchmarks.live_simulation.__main__ import main
+from benchmarks.live_simulation.judge import FIGURES, compare, judge
+from benchmarks.live_simulation.scenarios import SCENARIOS, digest
+from benchmarks.live_simulation.traffic import HORIZON, react, records, serve
+from benchmarks.live_simulation.windows import LIVE, NULL, ORACLE, Setting, run
 
-from etude.cli.main import main
 from etude.live.log.records import SignalKind
-from etude.live.simulate import bandit, faults, users
-from etude.live.simulate.judge import FIGURES, compare, judge
-from etude.live.simulate.scenarios import SCENARIOS, digest
-from etude.live.simulate.traffic import HORIZON, react, records, serve
-from etude.live.simulate.windows import LIVE, NULL, ORACLE, Setting, run
+from etude.live.simulate import users
 
 UNTRAINED = bandit.probabilities(bandit.first_policy())
 
@@ -129,9 +130,7 @@ def test_all_scenarios_over_twenty_seeds() -> None:
 
 
 def test_the_command_prints_its_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["live", "simulate", "secret", "--seeds", "1-2", "--json"])
-    assert ended.value.code == 0
+    assert main(["secret", "--seeds", "1-2", "--json"]) == 0
     *table, last = capsys.readouterr().out.strip().splitlines()
     assert any(line.startswith("| secret") for line in table)
     assert json.loads(last)["faults"]["secret"] == {"with": 0.0, "without": 100.0, "stopped": 2, "shown": 2}
@@ -143,9 +142,7 @@ def test_the_command_prints_its_table_and_json(capsys: pytest.CaptureFixture[str
 def test_a_wrong_word_is_answered_in_one_sentence(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["live", "simulate", *words])
-    assert ended.value.code == 2
+    assert main(words) == 2
     assert said in capsys.readouterr().err
 
 

@@ -46,7 +46,6 @@ ACTIONS = {
     "drill": "roll the canary's servers back and forward again, and tell how long that takes",
     "watch-canary": "decide on the release on trial each minute, until it is interrupted",
     "demo": "let simulated users teach the nano model through all of it, on two CPU cores",
-    "simulate": "let simulated users teach a small policy, plant a fault, and tell which stage stops it",
     "window": "compute what is learned from, or compute an earlier window again",
     "train": "learn from a window: the next version, a candidate for the gate",
 }

@@ -30,7 +30,6 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
     "live drill": ("serve", "live"),
     "live watch-canary": ("serve", "live"),
     "live plan": (),
-    "live simulate": (),
     "live watch": (),  # of developers, who have no part of the loop
     "live hook": (),
 }

@@ -7,9 +7,19 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from benchmarks.live_simulation.traffic import (
+    CELLS,
+    HORIZON,
+    KINDS,
+    Signals,
+    Turns,
+    WindowLog,
+    join,
+    outcomes,
+    with_signals,
+)
 from etude.live.log.records import SignalKind
 from etude.live.log.tenants import digest_of
-from etude.live.simulate.traffic import CELLS, HORIZON, KINDS, Signals, Turns, WindowLog, join, outcomes, with_signals
 from etude.live.simulate.users import ACTIONS, EDIT, SimulatedAccounts
 
 _DAY = 86_400.0

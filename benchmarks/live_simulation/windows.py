@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.live_simulation import bandit, faults
+from benchmarks.live_simulation.traffic import CELLS, Signals, Turns, WindowLog, nanoseconds, react, records, serve
 from etude.config.live import LabelsConfig
 from etude.live.learn.attribution import labels
 from etude.live.learn.content import RequestFeatures
 from etude.live.learn.estimate import baselines, first_of, shares_capped
 from etude.live.learn.filters import WindowRows, decide
 from etude.live.log.records import LabelState, SignalKind
-from etude.live.simulate import bandit, faults
-from etude.live.simulate.traffic import CELLS, Signals, Turns, WindowLog, nanoseconds, react, records, serve
 from etude.live.simulate.users import SimulatedAccounts, draw_population, utility
 
 VERSIONS = 10

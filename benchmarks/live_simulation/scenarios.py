@@ -1,4 +1,4 @@
-"""The scenarios of `etude live simulate`: each plants one fault, names the stage that stops it, and the figure in which
+"""The scenarios of the simulation: each plants one fault, names the stage that stops it, and the figure in which
 its damage shows where that stage is off. They are frozen: `digest` is held by a test, so that no bound is moved after a
 run was looked at. Bounds were chosen on seeds 1-10; seeds 11-30 judge."""
 

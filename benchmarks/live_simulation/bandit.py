@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from etude.live.simulate.traffic import CELLS, Turns
+from benchmarks.live_simulation.traffic import CELLS, Turns
 from etude.live.simulate.users import ACTIONS, VARIANT_SHARES, Action
 
 START = (0.12, 0.3, 0.2, 0.1, 0.15, 0.08, 0.05)

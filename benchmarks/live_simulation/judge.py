@@ -11,18 +11,18 @@ from functools import cache
 import msgspec
 import numpy as np
 
+from benchmarks.live_simulation import bandit, faults
+from benchmarks.live_simulation.rollouts import Rollout, Version, roll_out
+from benchmarks.live_simulation.scenarios import Scenario, named
+from benchmarks.live_simulation.traffic import CELLS, Signals, Turns, WindowLog, react, records, serve
+from benchmarks.live_simulation.windows import DROPPED, LIVE, NULL, ORACLE, PLUS, TURNS, ZERO, LearningRun, Setting, run
 from etude.config.live import CanaryConfig, LabelsConfig
 from etude.evals.sequential import paired_score
 from etude.live.learn.attribution import labels
 from etude.live.learn.timeline import distinct
 from etude.live.log.records import Label, LabelState
 from etude.live.log.scrub import scrubbed
-from etude.live.simulate import bandit, faults
-from etude.live.simulate.rollouts import Rollout, Version, roll_out
-from etude.live.simulate.scenarios import Scenario, named
-from etude.live.simulate.traffic import CELLS, Signals, Turns, WindowLog, react, records, serve
 from etude.live.simulate.users import SimulatedAccounts, draw_population
-from etude.live.simulate.windows import DROPPED, LIVE, NULL, ORACLE, PLUS, TURNS, ZERO, LearningRun, Setting, run
 
 CANARY = CanaryConfig(slot_minutes=30.0, least=40)
 _SUITE = 8000
