@@ -29,8 +29,9 @@ def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "src/etude")
     rooms: Counter[str] = Counter()
     for path in root.rglob("*.py"):
-        room, below, _ = path.relative_to(root).as_posix().partition("/")
-        if not path.relative_to(root).as_posix().startswith(DATA):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(DATA):
+            room, below, _ = name.partition("/")
             rooms[room if below else "."] += tokens(path)
     for room, count in rooms.most_common():
         print(f"{count:9,}  {room}")

@@ -121,7 +121,7 @@ async def specification(sandbox: Sandbox, pack: AttackPack) -> str:
     with _impossible(pack) as data:
         contrary, forging = replace(pack, data=data), [p for p in pack.programs if p.item in FALSE_RESULTS]
         played = [await packs.attack(sandbox, contrary, data.tasks[0], program) for program in forging]
-    return "; ".join(f"{each.program} {each.problem}" for each in played if each.problem)
+    return "; ".join(f"{each.program.title} {each.problem}" for each in played if each.problem)
 
 
 async def history(_: Sandbox, __: AttackPack) -> str:
