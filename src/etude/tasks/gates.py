@@ -45,7 +45,7 @@ class Rejected(StrEnum):
     GOLD = "the gold answer does not pass"
     NO_OP = "scores without a change"
     DUPLICATE = "same text as another task"
-    GUESS = "the tests want what nothing says"
+    GUESS = "the tests need a name or text that is stated nowhere"
     LEAK = "the answer is elsewhere in the tree"
 
 
