@@ -50,7 +50,7 @@ class LiveGatewayConfig(Section):
 
 
 class LabelsConfig(Section):
-    """How signals become rewards (docs/live.md)."""
+    """Rules that turn signals into rewards (docs/live.md)."""
 
     window_seconds: float = option(1800.0, "attribution window after an edit was shown", gt=0)
     most_weight: float = option(10.0, "maximum of the weight by which an edit represents censored ones", ge=1)

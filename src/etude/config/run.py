@@ -115,7 +115,7 @@ class RolloutConfig(Section):
         return self
 
     def budget(self) -> Budget:
-        """The budget of an episode whose task has none of its own."""
+        """The budget of an episode whose task sets none."""
         return Budget(turns=self.turns, tokens=self.tokens, context=self.context, seconds=self.seconds)
 
 
@@ -417,7 +417,7 @@ class RLConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _only_namespaces_do_everything(self) -> RLConfig:
-        """Options that remote boxes do not have are refused before anything is started."""
+        """Options that remote boxes lack are refused before anything is started."""
         for name in ("machine_profiles", "agent"):
             if self.sandbox.type != "namespace" and getattr(self.rollout, name):
                 raise ValueError(f'boxes of sandbox.type = "{self.sandbox.type}" cannot give rollout.{name}: drop one')

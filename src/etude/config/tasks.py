@@ -1,4 +1,4 @@
-"""How tasks and tables of edits are made."""
+"""Configuration of tasks and of tables of edits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TaskKind = Literal["mutation", "removal", "combined", "class", "feature", "commi
 
 
 class BuildConfig(Section):
-    """How tasks are made from a repository: the flags of `etude tasks build`, and a part of the table [tasks]."""
+    """Options for tasks from a repository: the flags of `etude tasks build`, and a part of the table [tasks]."""
 
     seed: int = option(1, "seed of every draw; in a run, by default the run's seed")
     max_tasks: int = option(600, "tasks of a dataset, at most", ge=2)
@@ -51,7 +51,7 @@ class BuildConfig(Section):
 
 
 class TaskSource(BuildConfig):
-    """Where tasks come from: a repository they are built from, or a dataset."""
+    """The source of tasks: a repository from which they are built, or a dataset."""
 
     repository: str = option("", "folder of a repository with tests, or NAME==VERSION")
     sha256: str | None = option(None, "digest of the source package; required with NAME==VERSION")
@@ -122,7 +122,7 @@ class TasksConfig(TaskSource):
 
 
 class EditTableConfig(Section):
-    """How `etude tasks fast-apply` makes tables of edits: its flags."""
+    """The flags of `etude tasks fast-apply`, which makes tables of edits."""
 
     seed: int = option(1, "seed of every draw")
     max_lines: int = option(400, "maximum lines of a file to train on; longer files are cut into parts", ge=8, le=2500)
