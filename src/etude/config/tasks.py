@@ -131,7 +131,7 @@ class EditTableConfig(Section):
 
 
 class TracesConfig(Section):
-    """How `etude tasks traces` tells gold answers: its flags."""
+    """The flags of `etude tasks traces`, which plays gold answers as episodes to train on."""
 
     seed: int = option(1, "seed of every draw")
     per_task: int = option(1, "traces of one task", ge=1)
