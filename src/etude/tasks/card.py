@@ -80,7 +80,7 @@ def _repeated(log: TaskBuildLog) -> Iterator[str]:
     if leaked > MANY_LEAKS * max(log.candidates, 1):
         files = ", ".join(f"{file} ({n})" for file, n in Counter(dict(log.copies)).most_common(3))
         yield (
-            f"The repository holds copies: the answers of {leaked} of {log.candidates} programs stand elsewhere in "
+            f"The repository holds copies: the answers of {leaked} of {log.candidates} programs occur elsewhere in "
             f"the tree, most often in {files}. A copy can be left out with `--exclude`."
         )
 
