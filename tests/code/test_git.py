@@ -103,17 +103,17 @@ def _linked(path: Path, place: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda git: _replaced(git / "objects", git.parent), "objects is no plain folder"),
-        (lambda git: _replaced(git / "refs/heads/main", git / "HEAD"), "heads/main is no plain file"),
-        (lambda git: (git / "refs/x").symlink_to("/"), "refs/x is no plain file"),
-        (lambda git: os.mkfifo(git / "objects/pack/pack-1.idx"), "pack-1.idx is no plain file"),
-        (lambda git: (git / "index").unlink() or os.mkfifo(git / "index"), "index is no plain file"),
-        (lambda git: _replaced(git / "HEAD", git / "config"), "HEAD is no plain file"),
+        (lambda git: _replaced(git / "objects", git.parent), "objects is not a plain folder"),
+        (lambda git: _replaced(git / "refs/heads/main", git / "HEAD"), "heads/main is not a plain file"),
+        (lambda git: (git / "refs/x").symlink_to("/"), "refs/x is not a plain file"),
+        (lambda git: os.mkfifo(git / "objects/pack/pack-1.idx"), "pack-1.idx is not a plain file"),
+        (lambda git: (git / "index").unlink() or os.mkfifo(git / "index"), "index is not a plain file"),
+        (lambda git: _replaced(git / "HEAD", git / "config"), "HEAD is not a plain file"),
         (lambda git: (git / "HEAD").unlink(), "HEAD is broken"),
         (lambda git: (git / "commondir").write_text("/"), "commondir leads to a git directory elsewhere"),
         (lambda git: (git / "shallow").write_text("x"), "shallow is broken"),
         (lambda git: (git / "config").write_text("[["), "cannot read the settings"),
-        (lambda git: _linked(git, git.parent.parent / "moved"), "r/.git is no plain file"),
+        (lambda git: _linked(git, git.parent.parent / "moved"), "r/.git is not a plain file"),
     ],
 )
 def test_what_is_no_plain_clone_is_refused(root: Path, spoil, sentence: str) -> None:

@@ -241,7 +241,7 @@ def a_task(id: str = "a", **fields: Any) -> EnvironmentTask:
     ("environment", "arguments", "why"),
     [
         ("nowhere:Sums", {}, "tasks.environment: nowhere:Sums: No module named 'nowhere'; run etude in the folder"),
-        ("Sums", {}, "tasks.environment: 'Sums' is no import path; write \"module:name\""),
+        ("Sums", {}, "tasks.environment: 'Sums' is not an import path; write \"module:name\""),
         (f"{__name__}:Products", {}, "test_environment has no Products"),
         (f"{__name__}:a_task", {}, "is no subclass of etude.rollout.environment.Environment"),
         (

@@ -117,7 +117,7 @@ def test_what_a_user_may_get_wrong(tmp_path: Path) -> None:
     assert "edits/train.parquet does not exist" in done.stderr
     done = etude(tmp_path, "train", "run.toml", "--rollout.documents", "true")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "asked without documents" in done.stderr
+    assert "prompts without documents" in done.stderr
     (tmp_path / "run.toml").write_text(CONFIG.replace('edits = "edits"', "max_tasks = 9"))
     done = etude(tmp_path, "train", "run.toml")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -54,8 +54,8 @@ def test_sources_take_what_they_lack_from_the_table() -> None:
         ({"sources": [{"dataset": "b"}], "dataset": "a"}, "tasks.sources stand alone"),
         ({"repository": ["a", "b"]}, "give a table [[tasks.sources]] for each"),
         ({"sources": [{"dataset": "b", "weigth": 1}]}, "unknown key tasks.sources.0.weigth"),
-        ({"repository": "a", "heldout_fraction": 0}, "heldout_fraction = 0 leaves nothing to measure on"),
-        ({"sources": [{"repository": "a"}, {"harbor": "b"}], "heldout_fraction": 0}, "leaves nothing to measure on"),
+        ({"repository": "a", "heldout_fraction": 0}, "heldout_fraction = 0 leaves no tasks to measure on"),
+        ({"sources": [{"repository": "a"}, {"harbor": "b"}], "heldout_fraction": 0}, "leaves no tasks to measure on"),
     ],
 )
 def test_wrong_sources_are_refused(tasks: dict[str, Any], said: str) -> None:

@@ -166,7 +166,7 @@ def test_a_commit_says_what_its_message_and_its_list_of_changes_say(tmp_path: Pa
         "Accept small lengths (lib.py)\n\nLengths below 1 count as 1.\n- Parts have at least one item\n\n"
         "No visible test fails. Of 7 other tests, these fail: AssertionError (1), ValueError (1)."
     )
-    assert "| the tests want what nothing says | 1 |" in (data.root / "DATACARD.md").read_text()
+    assert "| the tests need a name or text that is stated nowhere | 1 |" in (data.root / "DATACARD.md").read_text()
 
 
 @pytest.mark.parametrize(

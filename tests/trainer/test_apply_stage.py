@@ -151,6 +151,6 @@ def test_bad_input_is_one_sentence(folder: Path) -> None:
     with pytest.raises(UserError, match="not a model folder"):
         apply.finetune(config(folder).model_copy(update={"model": FolderModelConfig(path=folder)}), folder / "run")
     (folder / "broken.parquet").write_text("no table")
-    with pytest.raises(UserError, match="no table of edits"):
+    with pytest.raises(UserError, match="not a table of edits"):
         apply.finetune(config(folder).model_copy(update={"data": folder / "broken.parquet"}), folder / "run")
     assert not (folder / "run").exists()

@@ -45,7 +45,7 @@ def extract(archive: tarfile.TarFile, entries: dict[str, tarfile.TarInfo | None]
         except OSError as e:
             if e.errno != errno.ENAMETOOLONG:
                 raise
-            raise tarfile.ExtractError(f"{path[:100]}... is too long a name") from None
+            raise tarfile.ExtractError(f"{path[:100]}... is too long as a name") from None
 
 
 def _inside(name: str) -> str:

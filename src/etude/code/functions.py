@@ -53,7 +53,7 @@ class Unit(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Function(Unit):
-    """A function or method, or a class."""
+    """A function, method or class with its syntax tree."""
 
     node: FunctionNode | ast.ClassDef
 

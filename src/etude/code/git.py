@@ -267,7 +267,7 @@ def _is_file(root: Path, path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     if not stat.S_ISREG(mode):
-        raise UserError(f"{path} is no plain file, and git's own is one: give a fresh clone of {root}.")
+        raise UserError(f"{path} is not a plain file, as git writes it: give a fresh clone of {root}.")
     return True
 
 
@@ -276,7 +276,7 @@ def _check_folder(root: Path, folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():
-        raise UserError(f"{folder} is no plain folder, and git's own is one: give a fresh clone of {root}.")
+        raise UserError(f"{folder} is not a plain folder, as git makes it: give a fresh clone of {root}.")
     left = [str(folder)]
     while left:
         with os.scandir(left.pop()) as entries:

@@ -133,7 +133,7 @@ def draw(
     source: str, function: Function, rng: random.Random, weights: Mapping[str, float], *, single_line: bool = False
 ) -> Mutant | None:
     """One random mutant: the operator drawn by `weights` among those that apply, then a site uniformly. None if no
-    operator with a weight applies. `single_line` keeps to changes inside one line."""
+    operator with a weight applies. `single_line` allows only changes inside one line."""
     place = FunctionBytes(source, function, rng)
     names = [name for name in OPERATORS if weights.get(name)]
     while names:

@@ -23,8 +23,8 @@ class EngineConfig(Section):
     max_batch: int = option(128, "sequences computed at a time; others wait", ge=1)
     prefill_tokens: int = option(1024, "prompt tokens of one pass; as many of documents, in a pass of their own", ge=1)
     cache_mb: float | None = option(
-        None, "MB for keys and values of sequences and kept prefixes; none: on the CPU what 16 long sequences take, "
-        "between 512 and an eighth of the memory, with CUDA 0.8 of what is free",
+        None, "MB for keys and values of sequences and kept prefixes; none: on the CPU the size of 16 long sequences, "
+        "between 512 and an eighth of the memory, with CUDA 0.8 of the free memory",
         gt=0,
     )  # fmt: skip
     documents_mb: float = option(256, "MB for keys and values of documents", gt=0)
@@ -47,8 +47,8 @@ Engine = Literal["etude", "vllm"]
 class InferenceConfig(EngineConfig):
     """The inference servers of a run. Their other settings follow from other tables of the run."""
 
-    engine: Engine = option("etude", "what the servers are: etude's own or vllm (docs/serving.md)")
-    urls: tuple[str, ...] = option((), "servers that others have started, in place of own ones")
+    engine: Engine = option("etude", "the engine of the servers: etude's own or vllm (docs/serving.md)")
+    urls: tuple[str, ...] = option((), "servers of yours that already run, in place of new ones")
     servers: int = option(1, "inference servers of the run", ge=1)
     port: int = option(0, "first port; 0 picks free ones", ge=0, le=65535)
     python: str | None = option(None, "Python with vLLM; none: $ETUDE_VLLM_PYTHON")
@@ -73,13 +73,13 @@ class InferenceConfig(EngineConfig):
         if self.engine != "etude" and (wrong := [name for name in changed if name in of_etude]):
             raise ValueError(f"{wrong[0]} is an option of etude's engine: for {self.engine}, give its own with args")
         if self.engine == "etude" and (wrong := [name for name in changed if name in of_others]):
-            raise ValueError(f'{wrong[0]} is no option of etude\'s engine: set engine = "vllm", or leave it out')
+            raise ValueError(f'{wrong[0]} is not an option of etude\'s engine: set engine = "vllm", or leave it out')
         if self.urls and (wrong := [name for name in changed if name in of_starting]):
             raise ValueError(f"urls are servers that others have started: drop {wrong[0]}")
         if self.engine != "etude" and self.dtype != "bfloat16":
             raise ValueError(f"{self.engine} serves the published tensors, which are bfloat16: drop dtype")
         if wrong := [url for url in self.urls if not re.fullmatch(r"https?://[^/@\s]+/?", url)]:
-            raise ValueError(f"{wrong[0]!r} is no URL like http://host:8000, without user and path")
+            raise ValueError(f"{wrong[0]!r} is not a URL like http://host:8000, without user and path")
         if len(set(self.urls)) != len(self.urls):
             raise ValueError("urls name a server twice")
         return self
@@ -94,7 +94,7 @@ class WeightSource(Section):
     """The place from which a server takes new versions of its weights."""
 
     weights: str = Field(description="URL of the store whose newest version is served")
-    relay: str | None = option(None, "URL of the cluster's relay, asked before the store")
+    relay: str | None = option(None, "URL of the cluster's relay, which is tried before the store")
     trainer_dtype: Literal["float32", "bfloat16"] = option("float32", "type that the store's trainer computes in")
     peers: tuple[str, ...] = option((), "URLs of servers that may repair this one's weights")
     coordinator: str | None = option(None, "URL of the coordinator of this server's replica")
@@ -117,7 +117,7 @@ class ServerConfig(EngineConfig):
     port: int = option(8000, "port to listen on; 0 picks a free one", ge=0, le=65535)
     threads: int = option(2, "CPU threads", ge=1)
     max_model_len: int | None = option(None, "tokens of prompt and answer together; none: the model's context", ge=64)
-    served_model_name: tuple[str, ...] = option((), "names of the model in requests; the first stands in answers")
+    served_model_name: tuple[str, ...] = option((), "names of the model in requests; the first is the name in answers")
     deterministic: bool = option(False, "the same request gives the same bits, whatever runs beside")
     routes: bool = option(False, "keep the experts of every token for requests that ask for them")
     source: WeightSource | None = None

@@ -19,7 +19,7 @@ class ClusterConfig(Section):
     store: LocalPath = Field(description="URL of the cluster's weight store: the control's version")
     canary_urls: tuple[str, ...] = option((), "servers of the canary; none: every release reaches all at once")
     canary_store: LocalPathOrNone = option("none", "URL of the canary's weight store")
-    holdback_urls: tuple[str, ...] = option((), "servers of the holdback; none: nobody stays on an old release")
+    holdback_urls: tuple[str, ...] = option((), "servers of the holdback; none: no account stays on an old release")
     holdback_store: LocalPathOrNone = option("none", "URL of the holdback's weight store")
 
     @pydantic.model_validator(mode="after")
@@ -36,7 +36,7 @@ class ClusterConfig(Section):
             for u in (*self.urls, *self.canary_urls, *self.holdback_urls)
             if not re.fullmatch(r"https?://[^/@\s]+/?", u)
         ]:
-            raise ValueError(f"{wrong[0]!r} is no URL like http://host:8000, without user and path")
+            raise ValueError(f"{wrong[0]!r} is not a URL like http://host:8000, without user and path")
         return self
 
 
@@ -50,10 +50,10 @@ class LiveGatewayConfig(Section):
 
 
 class LabelsConfig(Section):
-    """How signals become rewards (docs/live.md)."""
+    """Rules that turn signals into rewards (docs/live.md)."""
 
     window_seconds: float = option(1800.0, "attribution window after an edit was shown", gt=0)
-    most_weight: float = option(10.0, "bound of the weight that stands for censored edits", ge=1)
+    most_weight: float = option(10.0, "maximum of the weight by which an edit represents censored ones", ge=1)
     per_account: int = option(5, "samples of an account in a window", ge=1)
     account_share: float = option(0.01, "share of the weight that one account has at most", gt=0, le=1)
     organisation_share: float = option(0.05, "share of the weight that one organisation has at most", gt=0, le=1)
@@ -66,7 +66,7 @@ class LabelsConfig(Section):
     )
     least_batch: int = option(64, "turns of a window; fewer are held for the next", ge=1)
     question_cost: float = option(0.25, "of a question that no surviving edit follows", ge=0, le=1)
-    no_edit_cost: float = option(0.5, "of no edit where one was asked for", ge=0, le=1)
+    no_edit_cost: float = option(0.5, "cost of no edit where the user requested one", ge=0, le=1)
     threshold: float = option(0.25, "an edit is worth showing if it is accepted more often than this", gt=0, lt=1)
     characters: float = option(200.0, "characters kept that earn the full reward", ge=1)
     session_decay: float = option(0.8, "by which a session's outcome fades for each turn before its last", ge=0, le=1)
@@ -83,7 +83,7 @@ class GateConfig(Section):
 
     base: str = option("nano", "model that the versions began with: folder, or name of a bundled one")
     suites: tuple[LocalPath, ...] = option((), "frozen dataset folders, of which held-out tasks are played")
-    margin: float = option(0.05, "share of the tasks by which a version may be worse; the gate says what it defends",
+    margin: float = option(0.05, "share of the tasks by which a version may be worse; a gate reports its limit",
                            gt=0, lt=1)  # fmt: skip
     alpha: float = option(0.05, "probability that a version worse by the margin passes", gt=0, lt=0.5)
     samples: int = option(1, "episodes of each task", ge=1)
@@ -96,10 +96,10 @@ class CanaryConfig(Section):
     """Steps by which a version reaches users."""
 
     stages: tuple[float, ...] = option((0.01, 0.05, 0.25, 1.0), "shares of the accounts, rising to 1")
-    minutes: float = option(20.0, "that a stage lasts at least", ge=0)
+    minutes: float = option(20.0, "minimum length of a stage", ge=0)
     slot_minutes: float = option(10.0, "length of the slots that accounts are counted in and paired by", gt=0)
-    least: int = option(100, "accounts of the canary that a stage waits for", ge=1)
-    hours: float = option(24.0, "after which a stage that has too few accounts ends in a rollback", gt=0)
+    least: int = option(100, "minimum of accounts in the canary before a stage ends", ge=1)
+    hours: float = option(24.0, "time after which a stage with too few accounts ends in a rollback", gt=0)
     alpha: float = option(0.01, "probability that an equal version is stopped, over all guardrails", gt=0, lt=0.5)
     lift_alpha: float = option(0.05, "probability of a false finding that a version is better", gt=0, lt=0.5)
     slower: float = option(1.25, "latency as a multiple of the control's from which it is harm", ge=1)

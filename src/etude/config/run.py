@@ -32,7 +32,7 @@ class ModelConfig(Section):
 
     path: ModelPath = option("nano", "HF folder, GGUF file, or the name of a model such as nano", validate_default=True)
     chat_template: ChatTemplateOrNone = option(None, "in place of the model's own: a Jinja file, or chatml-hermes")
-    origin: str | None = option(None, "written by etude: what `path` was made from in the user's cache")
+    origin: str | None = option(None, "written by etude: the file from which `path` was made in the user's cache")
     dialect: str = option("auto", "how tool calls are written; auto: as the chat template writes them")
     chat_template_kwargs: dict[str, Any] = option({}, "variables of the chat template, e.g. enable_thinking = false")
 
@@ -50,7 +50,7 @@ class AgentConfig(Section):
 
     command: str = Field(min_length=1, description="shell command that starts the agent; $TASK is the instruction")
     folder: LocalPath | None = option(None, "the agent's program; boxes have it at /opt/agent")
-    environment: dict[str, str] = option({}, "variables besides those of the endpoint; $NAME: of etude's own")
+    environment: dict[str, str] = option({}, "variables besides those of the endpoint; $NAME: from etude's environment")
     memory_mb: int = option(4096, "memory of a box, also the address space of a process", ge=64)
     processes: int = option(128, "processes and threads of a box", ge=1)
 
@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     prompts: int = option(16, "P: groups per optimizer step", ge=1)
     group: int = option(16, "G: episodes per group", ge=2)
     staleness: int = option(1, "O: versions a token may lag when trained on; 0 is on-policy", ge=0)
-    max_in_flight: int | Literal["auto"] = option(128, "live episodes; auto: what keeps engines busy (docs/async.md)")
+    max_in_flight: int | Literal["auto"] = option(128, "live episodes; auto: enough for busy engines (docs/async.md)")
     temperature: float = option(1.0, "of sampling; engines take less for 0", ge=1e-4)
     turns: int = Field(default=6, ge=1)
     tokens: int = option(320, "sampled tokens of an episode", ge=1)
@@ -69,12 +69,12 @@ class RolloutConfig(Section):
     summarise_at: int = option(0, "tokens of a segment after which a summary begins a new one; 0: never", ge=0)
     summary_tokens: int = option(512, "sampled tokens of a summary, at most", ge=1)
     seconds: float = option(600.0, "wall time of an episode; a short one lets a busy machine decide", gt=0)
-    documents: bool = option(False, "show the open file, and what is read and found, as documents (docs/documents.md)")
+    documents: bool = option(False, "show open files, reads and searches as documents (docs/documents.md)")
     tools: tuple[str, ...] = option((), "the agent's tools, by name (docs/harness.md); empty: all")
     apply: str | None = option(None, "URL of a server that applies the agent's edit sketches; none: they are merged")
     agent: AgentConfig | None = option(None, "an outside agent in place of the built-in loop")
     machine_profiles: LocalPathOrNone | None = option(
-        None, 'fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "none": nothing'
+        None, 'fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "none": of no machine'
     )
     stall_seconds: float = option(
         300.0, "without progress until its cause is printed; five times as long ends the run", gt=0
@@ -97,7 +97,7 @@ class RolloutConfig(Section):
         return self
 
     def budget(self) -> Budget:
-        """The budget of an episode whose task has none of its own."""
+        """The budget of an episode whose task sets none."""
         return Budget(turns=self.turns, tokens=self.tokens, context=self.context, seconds=self.seconds)
 
 
@@ -124,7 +124,7 @@ Behaviour = Literal[
 class RewardConfig(Section):
     """Costs that are subtracted from the grade of an episode."""
 
-    refused_edits: float = option(0.0, "cost of edits that change nothing, times their share of all edits", ge=0, le=1)
+    refused_edits: float = option(0.0, "cost of edits without a change, times their share of all edits", ge=0, le=1)
     length: LengthCost = LengthCost()
     overlong: int = option(0, "last tokens of the budget over which the cost rises to 1 (DAPO)", ge=0)
     custom: str | None = option(None, '"module:name" of a function: takes an Episode, returns a number that is added')
@@ -147,7 +147,7 @@ class LossConfig(Section):
     )
     kl: Literal["none", "k1", "k2", "k3"] | None = option(None, "estimator of the KL to version 0")
     kl_beta: float | None = option(None, "its weight; 0 saves the reference model's pass", ge=0)
-    clip_low: float | None = option(None, "least ratio to the proximal policy", ge=0)
+    clip_low: float | None = option(None, "minimum ratio to the proximal policy", ge=0)
     clip_high: float | None = option(None, "greatest ratio to the proximal policy", ge=1)
     anchor: Literal["proximal", "rollout"] | None = option(None, "policy that the ratio is taken against")
     correction: Literal["none", "truncate", "band"] | None = option(
@@ -210,7 +210,7 @@ class GuardsConfig(Section):
     ess: Guard = _guard("effective share of tokens under the importance weights", 0.9, 0.3)
     weight_cut: Guard = _guard("share of importance weights that the loss cut", 0.02, 0.2)
     grad_norm: Guard = _guard("gradient norm over its median", 5.0, 50.0, "rollback")
-    zero_variance: Guard = _guard("share of groups that teach nothing", 0.5, 0.9, "warn")
+    zero_variance: Guard = _guard("share of groups without a gradient", 0.5, 0.9, "warn")
     empty: Guard = _guard("share of episodes that sampled no token", 0.0, None, "warn")
     non_finite: Guard = _guard("1 if the gradient is not finite", None, 0.0)
     routes_missing: Guard = _guard("share of tokens without recorded experts to replay", None, 0.0)
@@ -269,7 +269,7 @@ class TrainerConfig(Section):
     offload_activations: bool = option(False, "these inputs of layers wait in the host's memory; needs a GPU")
     offload_optimizer: bool = option(False, "master weights and moments are in the host's memory; needs a GPU")
     device_memory_gb: float | None = option(
-        None, "GiB of a GPU that the run must fit into; unless given, those of the GPU that is there", gt=0
+        None, "GiB of a GPU that the run must fit into; by default, those of the machine's GPU", gt=0
     )
     checkpoint_every: int = option(1, "versions from one checkpoint to the next; a resume computes those since", ge=1)
     keep_checkpoints: int = option(2, "newest checkpoints that stay on the disk", ge=2)
@@ -316,7 +316,7 @@ class CheatsConfig(Section):
     decoys: float = option(0.05, "share of tasks in whose boxes decoys lie", ge=0, le=1)
     impossible: float = option(0.01, "episodes of impossible tasks per training episode,; not trained on", ge=0, le=0.5)
     contrast: bool = option(True, "withhold the grade of members whose change is unlike the rest's")
-    window: int = option(10, "steps over which behaviour is compared with those before", ge=3)
+    window: int = option(10, "steps whose behaviour is compared with that of the steps before", ge=3)
 
 
 def _absolute_sources(tasks: TasksConfig) -> TasksConfig:
@@ -344,8 +344,8 @@ class RLConfig(Section):
     sandbox: SandboxConfig = NamespaceSandboxConfig()
     reward: RewardConfig = RewardConfig()
     cheats: CheatsConfig = CheatsConfig()
-    loss: LossConfig = option(LossConfig(), "the loss; what is null is the preset's (docs/losses.md)")
-    distill: OnPolicyDistillConfig | None = option(None, "learn from a teacher, too")
+    loss: LossConfig = option(LossConfig(), "the loss; null values are those of the preset (docs/losses.md)")
+    distill: OnPolicyDistillConfig | None = option(None, "also learn from a teacher")
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -366,7 +366,7 @@ class RLConfig(Section):
     @pydantic.model_validator(mode="after")
     def _edits_are_one_answer(self) -> RLConfig:
         if self.tasks.edits is not None and self.rollout.documents:
-            raise ValueError("tasks.edits are asked without documents: set rollout.documents to false")
+            raise ValueError("tasks.edits have prompts without documents: set rollout.documents to false")
         return self
 
     @pydantic.model_validator(mode="after")
@@ -389,14 +389,14 @@ class RLConfig(Section):
         held_out = any(source.dataset or source.heldout_fraction for source in tasks.sources or (tasks,))
         if own and measured and not held_out:
             raise ValueError(
-                "tasks.heldout_fraction = 0 leaves nothing to measure on: raise it for one source at least, or set "
+                "tasks.heldout_fraction = 0 leaves no tasks to measure on: raise it for one source at least, or set "
                 "eval.before and eval.after to false"
             )
         return self
 
     @pydantic.model_validator(mode="after")
     def _only_namespaces_do_everything(self) -> RLConfig:
-        """Options that remote boxes do not have are refused before anything is started."""
+        """Options that remote boxes lack are refused before anything is started."""
         for name in ("machine_profiles", "agent"):
             if self.sandbox.type != "namespace" and getattr(self.rollout, name):
                 raise ValueError(f'boxes of sandbox.type = "{self.sandbox.type}" cannot give rollout.{name}: drop one')

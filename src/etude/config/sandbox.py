@@ -20,7 +20,7 @@ class NamespaceSandboxConfig(Section):
 
     type: Literal["namespace"] = "namespace"
     egress: tuple[str, ...] = option(
-        (), "hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for one that is not resolved"
+        (), "hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for a name that is not resolved"
     )
     index: str | None = option(None, "URL of a simple package index that boxes may install from")
     index_before: date | None = option(None, "files uploaded on this day (UTC) or later are left out")

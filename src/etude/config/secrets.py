@@ -37,7 +37,7 @@ def without_secrets(config: RLConfig) -> RLConfig:
 
 
 def secrets(config: RLConfig) -> list[str]:
-    """All that `without_secrets` leaves out, longest first."""
+    """The secrets that `without_secrets` leaves out, longest first."""
     values = {match["password"] for text in _texts(config.model_dump(mode="json")) for match in _URL.finditer(text)}
     values.add(ledger_password(config) or "")
     if config.rollout.agent is not None:

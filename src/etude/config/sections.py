@@ -170,7 +170,7 @@ def error_sentence(
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(key, [k.name for k in keys(kind)] if kind else [], 1, 0.7)
         stage = kind.model_fields["stage"].default if kind and "stage" in kind.model_fields else "rl"
-        hint = f"did you mean {close[0]}?" if close else f"`etude train --keys {stage}` prints the known ones"
+        hint = f"did you mean {close[0]}?" if close else f"`etude train --keys {stage}` prints the known keys"
         return f"{where}: unknown key {key}{shape}; {hint}"
     if first["type"] in ("model_type", "dict_type") and kind:
         below = [k.name for k in keys(kind) if k.name.startswith(f"{key}.")]
@@ -189,7 +189,7 @@ def import_object(path: str, what: str) -> Any:
     imported."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
-        raise UserError(f'{what}: {path!r} is no import path; write "module:name"')
+        raise UserError(f'{what}: {path!r} is not an import path; write "module:name"')
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

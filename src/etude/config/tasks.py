@@ -1,4 +1,4 @@
-"""How tasks and tables of edits are made."""
+"""Configuration of tasks and of tables of edits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TaskKind = Literal["mutation", "removal", "combined", "class", "feature", "commi
 
 
 class BuildConfig(Section):
-    """How tasks are made from a repository: the flags of `etude tasks build`, and a part of the table [tasks]."""
+    """Options for tasks from a repository: the flags of `etude tasks build`, and a part of the table [tasks]."""
 
-    seed: int = option(1, "seed of every draw; in a run the run's own, unless given")
+    seed: int = option(1, "seed of every draw; in a run, by default the run's seed")
     max_tasks: int = option(600, "tasks of a dataset, at most", ge=2)
     kinds: tuple[TaskKind, ...] = option(
         ("mutation", "removal"), "how programs are broken (docs/tasks.md)", min_length=1
@@ -24,13 +24,13 @@ class BuildConfig(Section):
     min_lines: int = option(3, "shortest function that is broken, docstring left out", ge=1)
     max_lines: int = option(30, "longest function that is broken, docstring left out", ge=1)
     max_functions: int | None = option(None, "functions to try, drawn by the seed; default: all", ge=1)
-    requires: tuple[str, ...] = option((), "packages that the tests need besides those that the repository names")
+    requires: tuple[str, ...] = option((), "packages that the tests need and the repository does not name")
     exclude: tuple[str, ...] = option((), "files left out of the dataset: paths, folders or patterns")
     heldout_fraction: float = option(0.25, "share of functions kept for evaluation; 0: none", ge=0, lt=1)
     bootstrap: str = option("declared", "dependencies: declared, rules, or the URL of a model that proposes them")
     visible: Literal["auto", "doctests", "half"] = option("auto", "tests that the agent may run")
     visible_failure: bool = option(False, "only tasks in which a test fails that the agent may run")
-    symptoms: bool = option(True, "say in a task's statement what fails, not only what to mend")
+    symptoms: bool = option(True, "describe the failure in a task's statement, not only the function to repair")
     repeats: int = option(3, "times that each gate must hold", ge=1)
     workers: int = option(2, "boxes at a time", ge=1)
     hang_seconds: float = option(5.0, "a broken program that runs longer is dropped", gt=0)
@@ -51,7 +51,7 @@ class BuildConfig(Section):
 
 
 class TaskSource(BuildConfig):
-    """Where tasks come from: a repository they are built from, or a dataset."""
+    """The source of tasks: a repository from which they are built, or a dataset."""
 
     repository: str = option("", "folder of a repository with tests, or NAME==VERSION")
     sha256: str | None = option(None, "digest of the source package; required with NAME==VERSION")
@@ -110,7 +110,7 @@ class TasksConfig(TaskSource):
     @pydantic.model_validator(mode="after")
     def _one_kind_of_source(self) -> TasksConfig:
         if self.sources and (self.where or self.edits or self.environment):
-            raise ValueError("tasks.sources stand alone: make what is given beside them one of the sources")
+            raise ValueError("tasks.sources stand alone: make each other kind of tasks one of the sources")
         if not (self.where or self.sources or self.edits or self.environment):
             raise ValueError(
                 "give tasks.repository, tasks.dataset, tasks.harbor, tables [[tasks.sources]], tasks.edits or "
@@ -122,16 +122,16 @@ class TasksConfig(TaskSource):
 
 
 class EditTableConfig(Section):
-    """How `etude tasks fast-apply` makes tables of edits: its flags."""
+    """The flags of `etude tasks fast-apply`, which makes tables of edits."""
 
     seed: int = option(1, "seed of every draw")
-    max_lines: int = option(400, "longest file to train on; longer ones give parts", ge=8, le=2500)
+    max_lines: int = option(400, "maximum lines of a file to train on; longer files are cut into parts", ge=8, le=2500)
     synthetic: float = option(4.0, "synthetic edits for each real one", ge=0)
-    held_out_edits: int = option(450, "edits made of the held-out repositories", ge=1)
+    held_out_edits: int = option(450, "edits made from the held-out repositories", ge=1)
 
 
 class TracesConfig(Section):
-    """How `etude tasks traces` tells gold answers: its flags."""
+    """The flags of `etude tasks traces`, which plays gold answers as episodes to train on."""
 
     seed: int = option(1, "seed of every draw")
     per_task: int = option(1, "traces of one task", ge=1)

@@ -61,8 +61,8 @@ def build_corpus(
     path = cache / f"functions-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.json"
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))
-        train, tested = (tuple(FunctionText(**row) for row in stored[part]) for part in ("train", "evaluation"))
-        return Corpus(train, tested, stored["report"])
+        train, evaluated = (tuple(FunctionText(**row) for row in stored[part]) for part in ("train", "evaluation"))
+        return Corpus(train, evaluated, stored["report"])
     sources = collect(packages, cache, standard=standard)
     rng = random.Random(seed)
     extracted: list[FunctionText] = []

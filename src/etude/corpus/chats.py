@@ -66,7 +66,7 @@ def encode(chat: Chat, renderer: Renderer) -> Encoded:
     if not any(chat.messages[i].get("weight", 1) for i in turns):
         raise ValueError("no message of the assistant is to be learned")
     if turns[0] == 0:
-        raise ValueError("it begins with the assistant: something must be asked first")
+        raise ValueError("it begins with the assistant: a message of the user must come first")
     ids, learned = list(renderer.prompt(chat.messages[: turns[0]], chat.tools)), list[tuple[int, int]]()
     for at, following in zip(turns, [*turns[1:], None], strict=True):
         turn = renderer.turn(chat.messages[at])
@@ -222,7 +222,7 @@ def _segments(name: str, steps: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         ids += [*seen, *sampled]
         mask += [0] * len(seen) + [1] * len(sampled)
     if not segments:
-        raise ValueError("the agent said nothing")
+        raise ValueError("it holds no message of the agent")
     for number, (ids, mask) in enumerate(segments, 1):
         one = name if len(segments) == 1 else f"{name}, segment {number}"
         yield LearnedRow(one, (np.array(ids, dtype=np.uint32), np.array(mask, dtype=np.uint8)))

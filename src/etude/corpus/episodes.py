@@ -55,7 +55,7 @@ def edit_between(before: str, after: str) -> StringEdit:
     """The smallest whole-line edit that turns `before` into `after`, grown to neighbours until it is unique. Raises
     ValueError when the texts are equal."""
     if before == after:
-        raise ValueError("the two texts are equal; there is nothing to edit")
+        raise ValueError("the two texts are equal; there is no edit")
     a, b = before.split("\n"), after.split("\n")
     head = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     tail = 0

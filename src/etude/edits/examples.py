@@ -67,7 +67,7 @@ def load(path: Path) -> list[Example]:
         rows = parquet.read_table(path).to_pylist()
         return [Example(**{**row, "noise": tuple(row["noise"])}) for row in rows]
     except (arrow.ArrowInvalid, TypeError, KeyError):
-        raise UserError(f"{path} is no table of edits: make it with `etude tasks fast-apply REPO... -o DIR`") from None
+        raise UserError(f"{path} is not a table of edits: make one with `etude tasks fast-apply`") from None
 
 
 def _pyarrow() -> tuple[Any, Any]:

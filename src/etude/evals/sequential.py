@@ -71,9 +71,9 @@ class LookPlan:
 
 
 def plan_looks(fractions: Sequence[float], alpha: float = 0.05, power: float = 0.8) -> LookPlan:
-    """Bounds that spend alpha as O'Brien and Fleming's test does, in the form of Lan and DeMets 1983: each side has
+    """Bounds that spend alpha like the test of O'Brien and Fleming, in the form of Lan and DeMets 1983: each side has
     spent 2 - 2 Phi(z / sqrt(t)) at the share t, with z the 1 - alpha/4 quantile. Raises ValueError for fractions that
-    do not rise to 1, or for an alpha or a power that is no probability."""
+    do not rise to 1, or for an alpha or a power that is not a probability."""
     t = tuple(float(x) for x in fractions)
     if not t or t[0] <= 0 or any(b <= a for a, b in pairwise(t)) or abs(t[-1] - 1) > 1e-12:
         raise ValueError(f"looks are shares of the largest sample that rise to 1, got {list(fractions)}")

@@ -50,7 +50,7 @@ class HiddenTests:
 
 
 def hidden_tests(image: RunImage, folder: Path) -> HiddenTests:
-    """The hidden tests of a folder, none of them recorded yet."""
+    """The hidden tests of a folder, not yet recorded."""
     return HiddenTests(image, folder, verdict.new_sentinels(), library_names(image.repository, folder))
 
 

@@ -124,7 +124,7 @@ async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> Bootstrap
     finally:
         for folder in work.glob("site-*"):
             shutil.rmtree(folder)
-    command, output = tries[-1].missed[0] if tries else ("", "nothing was proposed")
+    command, output = tries[-1].missed[0] if tries else ("", "no requirements were proposed")
     raise UserError(
         f"{kit.repository} is left out after {len(tries)} tries: `{command[:200]}` does not hold. It printed: "
         f"{last_lines(output)}. Leave test files that fail out with `--exclude FILE`, or mend the suite."

@@ -53,7 +53,7 @@ _RECORDED = BuildConfig.model_fields.keys() - {"write_tests"}  # options that a 
 _ADVICE = {
     Rejected.LEAK.value: "the repository holds this code twice: leave the copy out with `--exclude FOLDER`",
     Rejected.HANGS.value: "its tests are slow: give more time with `--hang-seconds 30`",
-    Rejected.SILENT.value: "take also what no visible test notices with `--no-visible-failure`",
+    Rejected.SILENT.value: "accept programs that no visible test notices with `--no-visible-failure`",
 }
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
 

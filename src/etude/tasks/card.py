@@ -57,7 +57,7 @@ def warnings(tasks: Sequence[Task], log: TaskBuildLog, options: BuildConfig) -> 
         width = min(100, 196 * (0.25 / max(heldout, 1)) ** 0.5)  # half of a 95 % interval, a function being one draw
         messages.append(
             f"Too small to measure: {count['heldout']} held-out tasks of {heldout} functions; differences below some "
-            f"{width:.0f} points cannot be told from chance. {_wider(options)}"
+            f"{width:.0f} points may be chance. {_wider(options)}"
         )
     return (*messages, *_by_kind(tasks, options), *_repeated(log))
 
@@ -80,7 +80,7 @@ def _repeated(log: TaskBuildLog) -> Iterator[str]:
     if leaked > MANY_LEAKS * max(log.candidates, 1):
         files = ", ".join(f"{file} ({n})" for file, n in Counter(dict(log.copies)).most_common(3))
         yield (
-            f"The repository repeats itself: the answers of {leaked} of {log.candidates} programs stand elsewhere in "
+            f"The repository holds copies: the answers of {leaked} of {log.candidates} programs occur elsewhere in "
             f"the tree, most often in {files}. A copy can be left out with `--exclude`."
         )
 
@@ -146,7 +146,7 @@ def datacard(manifest: Manifest, tasks: Sequence[Task], history: TaskBuildLog) -
         f"{accepted} tasks were kept. Each one: the broken tree fails, no change scores 0, and the gold answer passes, "
         f"{manifest.options['repeats']} times each, in the grading box.\n",
         "Duplicates: no two tasks have the same broken text. Leaks: a program is dropped if nine tenths of the "
-        "runs of eight tokens that it lost stand elsewhere in the tree.\n",
+        "runs of eight tokens that it lost occur elsewhere in the tree.\n",
         "## Difficulty\n",
         *(_histogram(name, width, [task.difficulty.get(name, 0.0) for task in tasks]) for name, width in _FACTS),
     ]
@@ -172,7 +172,7 @@ def _files(taken: Inventory) -> list[str]:
         return ["## Files\n", f"{whole} and archives.{left_out}{_named(_POINTERS, taken.pointers)}\n"]
     return [
         "## Files\n",
-        f"{len(taken.files)} files that git tracks, as they stand in the working tree; none looks like a secret."
+        f"{len(taken.files)} files that git tracks, in their state in the working tree; none looks like a secret."
         f"{_named(' With changes since the last commit', taken.changed)}"
         f"{_named(' Left out, since git does not track them', taken.untracked)}"
         f"{_named(' Left out by `exclude`', taken.excluded)}"
@@ -215,7 +215,7 @@ def _decided(tasks: Sequence[Task]) -> list[str]:
         mean, low = sum(shares) / len(shares), sum(share < 0.5 for share in shares)
         sentences.append(
             f"Decided outside of the tested process: {mean:.0%} of a task's tests on average. Below half: {low} tasks, "
-            "which are not trained on unless `tasks.min_decided` says so.\n"
+            "which are not trained on unless `tasks.min_decided` allows it.\n"
         )
     if shares := [task.difficulty["covered"] for task in tasks if "covered" in task.difficulty]:
         none, mean = sum(share == 0 for share in shares), sum(shares) / len(shares)

@@ -122,7 +122,7 @@ def refuse_changes(root: Path, manifest: Manifest) -> None:
     """Raises UserError for a dataset that has changed since it was built."""
     if changed := changes(root, manifest):
         raise UserError(
-            f"{root / changed[0]} has changed since the dataset was built (its digest stands in dataset.json): restore "
+            f"{root / changed[0]} has changed since the dataset was built (its digest is in dataset.json): restore "
             "it from a copy, or build the dataset again."
         )
 

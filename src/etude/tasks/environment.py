@@ -162,7 +162,7 @@ def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserErr
     if links:
         advice = links[0]
     elif lacking:
-        advice = f"name what is missing: add `--requires {' '.join(lacking[:5])}` to the command"
+        advice = f"name the missing packages: add `--requires {' '.join(lacking[:5])}` to the command"
     else:
         advice = "run its suite by hand (`python -m pytest`) and mend it, or leave test files out with `--exclude FILE`"
     why = f" {refused[0].upper()}{refused[1:]}" if refused else ""

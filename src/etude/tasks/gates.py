@@ -45,7 +45,7 @@ class Rejected(StrEnum):
     GOLD = "the gold answer does not pass"
     NO_OP = "scores without a change"
     DUPLICATE = "same text as another task"
-    GUESS = "the tests want what nothing says"
+    GUESS = "the tests need a name or text that is stated nowhere"
     LEAK = "the answer is elsewhere in the tree"
 
 
@@ -255,7 +255,7 @@ async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], worker
 
 
 async def stable_tests(bench: Bench, tests: Sequence[str], batch: int = 200) -> tuple[set[str], set[str]]:
-    """(stable, dropped) of `tests` on the unbroken tree: those that pass each time, and the rest."""
+    """(stable, dropped) of `tests` on the unbroken tree: stable tests pass each time."""
     batches = _batches(tests, batch) * bench.options.repeats
     limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
 

@@ -133,7 +133,7 @@ def _checked(repository: Path, inventory: Inventory) -> Inventory:
     more = f" and {len(secrets) - _SHOWN} more" if len(secrets) > _SHOWN else ""
     option = " ".join(f"'{path}'" for path in secrets)
     raise UserError(
-        f"{repository} holds what looks like secrets, which a dataset would pass on: {shown}{more}; "
+        f"{repository} holds likely secrets, which a dataset would pass on: {shown}{more}; "
         f"remove them, or leave these files out with `--exclude {option}`."
     )
 

@@ -96,7 +96,7 @@ def test_modules(repository: Path, tests: Sequence[str]) -> list[str]:
     modules = [path for path, text in texts.items() if javascript.holds_tests(path, text) and path not in foreign]
     if modules:
         return modules
-    runs = "etude runs those of node:test, mocha, tape, jest and vitest"
+    runs = "etude runs tests of node:test, mocha, tape, jest and vitest"
     if foreign:
         names = " and ".join(sorted(set(foreign.values())))
         raise UserError(f"the tests of {repository} are written for {names}, which is not supported: {runs}.")

@@ -66,8 +66,8 @@ def mix(parts: Sequence[Dataset], weights: Sequence[float], *, more: bool = Fals
     twice = next((name for name, count in projects.items() if count > 1), None)
     if twice is not None:
         raise UserError(
-            f"two sources of tasks are of the project {twice}, and one would train on what the other holds out: keep "
-            "one of them"
+            f"two sources of tasks are of the project {twice}, and one would train on held-out functions of the "
+            "other: keep one of them"
         )
     if len(parts) == 1 and not more:
         return parts[0]

@@ -153,7 +153,7 @@ def _words(text: str) -> list[str]:
 
 
 def _folders(paths: Sequence[str]) -> tuple[str, ...]:
-    """The folders that lie below the repository; others are no part of a dataset."""
+    """The folders that lie below the repository; a dataset holds no others."""
     plain = (str(PurePosixPath(path)) for path in paths)
     return tuple(path for path in plain if not path.startswith("/") and ".." not in PurePosixPath(path).parts)
 

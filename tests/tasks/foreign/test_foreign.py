@@ -46,7 +46,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> ForeignDataset:
     data, trials = foreign.build([root / "in"], root / "out", silent)
     assert {trial.folder: trial.why for trial in trials.trials} == {
         "in/greeting": "",
-        "in/unsolved": "it has no solution/solve.sh, so nothing proves that it can be solved",
+        "in/unsolved": "it has no solution/solve.sh, so no run can prove that it is solvable",
         "in/compose": "it needs several containers (docker-compose)",
     }
     assert trials.share == "1 of 3 folders work (33 %)"

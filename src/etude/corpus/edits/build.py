@@ -53,7 +53,7 @@ def build(
     clean, flagged, worst = _decontaminated(train, tests)
     tested = _drawn(tests, options, HELD_OUT_LINES, options.held_out_edits, counter, report) if tests else []
     if not clean or (tests and not tested):
-        raise UserError("no edit could be made of these repositories: give ones with more code, or a history")
+        raise UserError("no edit could be made from these repositories: give repositories with more code, or a history")
     clean, tested = tables.weighted(clean), tables.weighted(tested)
     history = EditBuildLog(
         repositories=tuple(

@@ -68,7 +68,7 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: EditTable
         f"0.8). Draws that gave no edit (nothing parses, no determined sketch): {history.tried - history.kept} "
         f"of {history.tried}. Training edits that share a tenth of their 12-token shingles with a held-out repository: "
         f"{history.contaminated}; the largest share left is {history.worst_overlap:.1%}. "
-        + (f"Languages that nothing parses here: {missing}.\n" if missing else "Every language was parsed.\n"),
+        + (f"Languages without a parser here: {missing}.\n" if missing else "Every language was parsed.\n"),
     ]  # fmt: skip
     return "\n".join(sections)
 

@@ -17,8 +17,8 @@ NOTES: dict[str, str] = {
     "outside-roots": "files outside of the source roots were changed; the change was set aside",
     "crash": "the tested process died",
     "timeout": "the tests did not end",
-    "egress": "the box asked for what the allow-list or the package index does not hold",
-    "history": "patches of earlier commits or unreachable objects were asked for, in a history without the answer",
+    "egress": "the box requested a host or package outside of the allow-list and the index",
+    "history": "patches of earlier commits or unreachable objects were requested, in a history without the answer",
     "gap": "the visible tests passed, the hidden ones did not",
     "effort": "passed with a quarter, or four times, of the tokens that others of its group needed",
 }

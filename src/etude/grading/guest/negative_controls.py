@@ -79,7 +79,7 @@ def _wrapped(node: ast.expr) -> ast.expr:
 
 
 def wrong(value: object, depth: int = 8) -> object:
-    """A value of the same type and size in which everything differs from `value`."""
+    """A value of the same type and size whose every part differs from `value`."""
     kind = type(value)
     if kind is bool:
         return not value

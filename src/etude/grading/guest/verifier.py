@@ -85,7 +85,7 @@ class Verifier(Wire):
     # Decisions
 
     def decides(self, operation: str) -> bool:
-        """Whether the library may decide here. While recording it may, and the place is kept."""
+        """Whether the library may decide at this place. A recording allows all decisions and keeps their places."""
         place = f"{self._place()} {operation}"
         if self.recording:
             if not self.silent and len(self.places) < MAX_PLACES:

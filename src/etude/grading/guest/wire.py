@@ -122,7 +122,7 @@ class Wire:
         try:
             message = json.loads(self._read(size))
         except (ValueError, RecursionError):
-            raise Garbage("a message is no JSON") from None
+            raise Garbage("a message is not JSON") from None
         if type(message) is not list or not message or type(message[0]) is not str:
             raise Garbage("a message has no operation")
         return message

@@ -103,7 +103,7 @@ def read(text: str, bases: Sequence[str] = ()) -> Recipe:
             workdir = posixpath.normpath(posixpath.join(workdir, _replaced(rest.strip("\"'"), variables)))
         elif name in ("COPY", "ADD"):
             if heredoc:
-                raise FolderRefused("its Dockerfile copies a text that stands in it")
+                raise FolderRefused("its Dockerfile copies a text from a heredoc")
             steps.append(_copy(_replaced(rest, variables), workdir))
         elif name == "RUN":
             steps.append(RunStep(_script(rest, heredoc), workdir))

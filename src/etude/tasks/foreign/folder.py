@@ -84,7 +84,7 @@ def load(path: Path, bases: Sequence[str] = ()) -> Folder:
     )
 
 
-_MISSING = {"solution/solve.sh": "it has no solution/solve.sh, so nothing proves that it can be solved"}
+_MISSING = {"solution/solve.sh": "it has no solution/solve.sh, so no run can prove that it is solvable"}
 
 
 def _check(path: Path, config: dict[str, Any], environment: dict[str, Any], verifier: dict[str, Any]) -> None:
