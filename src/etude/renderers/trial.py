@@ -67,16 +67,12 @@ class TemplateForm:
 
     def call(self, name: str, arguments: Any, number: int, call_id: str = "") -> dict[str, Any]:
         """A call in the template's form; `arguments` is an object, `call_id` its id from the model or a client."""
-        call_id = (
-            self.dialect.call_id(name, number, call_id) if self.dialect.call_id else call_id or f"call{number:05d}"
-        )
+        if self.dialect.call_id is not None:
+            call_id = self.dialect.call_id(name, number, call_id)
         if self.text_arguments:
             arguments = json.dumps(arguments, ensure_ascii=False)
-        return {
-            "id": call_id or f"call{number:05d}",
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
+        function = {"name": name, "arguments": arguments}
+        return {"id": call_id or f"call{number:05d}", "type": "function", "function": function}
 
     def turn(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """An assistant message with calls only."""
