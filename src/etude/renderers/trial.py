@@ -102,7 +102,7 @@ class Openings:
     def after(self, text: str) -> str:
         """`text` behind the opening, without tags of an empty thought. Raises TemplateRefused."""
         if not text.startswith(self.text):
-            raise TemplateRefused("it changes what stands before a turn")
+            raise TemplateRefused("it changes the text before a turn")
         return text[len(self.text) :]
 
 

@@ -170,8 +170,8 @@ def _recorded_advantages(members: Sequence[Episode], baseline: Baseline) -> list
     recorded = [e.given.advantage * e.given.weight for e in members if e.given is not None]
     if recorded and (baseline != "given" or len(recorded) < len(members)):
         raise RunFailed(
-            f"the episodes of group {members[0].group_id} come with advantages, and not all of them or not in a run "
-            'with trainer.baseline = "given": who wrote them?'
+            f"episodes of group {members[0].group_id} come with advantages, but others of the group do not, or the run "
+            'does not have trainer.baseline = "given": check the program that wrote them'
         )
     return recorded
 
@@ -186,7 +186,7 @@ def _check(episode: Episode) -> None:
     if not all(segment.intact for segment in episode.segments):
         raise RunFailed(
             f"episode {episode.id} does not hold the tokens that were sampled: the digest of their ids and positions "
-            "is another; find what rewrites or tokenises episodes again after they are played"
+            "differs; find the program that rewrites or tokenises episodes again after they are played"
         )
 
 

@@ -176,7 +176,7 @@ def _sizes_of(path: str, dtype: str) -> PreTrainedModel:
     try:
         return on_meta(AutoConfig.from_pretrained(folder, local_files_only=True), getattr(torch, dtype))
     except (OSError, ValueError, KeyError, RuntimeError) as e:
-        raise UserError(f"{folder / 'config.json'} is no causal language model that transformers knows: {e}") from None
+        raise UserError(f"{folder / 'config.json'} is no causal language model of transformers: {e}") from None
 
 
 def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -435,7 +435,7 @@ def _learner(config: RLConfig) -> Learner:
     """The model of the run with its optimizer, and the reference, value head and teacher that its loss needs."""
     options, preset = config.trainer, loss_preset(config.loss)
     if options.device != "cpu" and (refusal := memory_table(config).refusal()):
-        raise UserError(f"{refusal} (trainer.device_memory_gb overrides what the device says)")
+        raise UserError(f"{refusal} (trainer.device_memory_gb overrides the detected size)")
     model = load_model(config.model.path, dtype=getattr(torch, options.dtype), device=options.device)
     model.train()
     execution = allowed(model, "rows" if config.deterministic else options.execution)
