@@ -170,8 +170,8 @@ def _recorded_advantages(members: Sequence[Episode], baseline: Baseline) -> list
     recorded = [e.given.advantage * e.given.weight for e in members if e.given is not None]
     if recorded and (baseline != "given" or len(recorded) < len(members)):
         raise RunFailed(
-            f"episodes of group {members[0].group_id} come with advantages, but others of the group do not, or the run "
-            'does not have trainer.baseline = "given": check the program that wrote them'
+            f"the episodes of group {members[0].group_id} come with advantages, but not all of them, or the run does "
+            'not have trainer.baseline = "given": check the program that wrote them'
         )
     return recorded
 
