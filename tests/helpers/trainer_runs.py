@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import blake3
 import msgspec
@@ -24,7 +26,7 @@ from etude.protocol.wire import SequenceScores
 from etude.records import Episode, EpisodeBlob, Generation, Outcome, StopReason, segment_digest
 from etude.rollout import probes
 from etude.store import open_store
-from etude.trainer.rl.process import Trainer
+from etude.trainer.rl.process import Trainer, main
 from etude.trainer.rl.rescoring import set_weights
 from etude.trainer.rl.step import train_step
 from etude.weights.publisher import Publisher
@@ -47,6 +49,12 @@ def new_run(
     config = RLConfig.model_validate(values | tables)
     runfolder.create(root / "run", config, None)
     return root / "run", config
+
+
+def run_trainer(run: Path, *version: int) -> None:
+    """The trainer process, in this one: all steps that are ready, from the newest version or from `version`."""
+    with patch.object(sys, "argv", ["process", str(run), *map(str, version)]):
+        main()
 
 
 def publish_versions(run: Path, config: RLConfig, count: int, groups: dict[int, tuple[int, ...]]) -> None:

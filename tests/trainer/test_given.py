@@ -7,16 +7,16 @@ import torch
 
 from etude import runfolder
 from etude.config import RLConfig
-from etude.errors import RunFailed, UserError
+from etude.errors import RunFailed
 from etude.inference.engine.requests import Request
 from etude.records import GivenAdvantage, Hint, StepRecord
 from etude.store import open_store
 from etude.trainer.rl.batch import make_batch
-from etude.trainer.rl.process import Trainer, run
+from etude.trainer.rl.process import Trainer
 from etude.trainer.rl.step import train_step
 from etude.weights.content import load
 from etude.weights.manifest import manifests, read
-from tests.helpers.trainer_runs import admit_alone, engine_of, episode, new_run, play, prompt, sampled
+from tests.helpers.trainer_runs import admit_alone, engine_of, episode, new_run, play, prompt, run_trainer, sampled
 
 GIVEN = {"lr": 1e-2, "warmup_steps": 0, "baseline": "given"}
 
@@ -91,14 +91,14 @@ def test_the_gradient_is_that_of_the_plain_formula(played):
 def test_a_batch_is_one_step_of_the_ordinary_process(tmp_path):
     """All that is ready is trained on by one version, the process ends, and the next batch goes on from there."""
     folder, config = new_run(tmp_path, trainer=GIVEN, rollout={"prompts": 1, "group": 4, "tokens": 40, "context": 128})
-    run(folder)  # version 0; there is nothing to train on
+    run_trainer(folder)  # version 0; there is nothing to train on
     for window in range(2):
         _, tensors = load(open_store(str(folder / "weights")), window)
         engine = engine_of(config, tensors, window)
         numbers = range(5 * window, 5 * window + 5)
         played = [given(play(engine, group, 1)[0], (-1.0) ** group) for group in numbers]
         admit_alone(folder, config, numbers[0], window, played)
-        run(folder)
+        run_trainer(folder)
         published = manifests(open_store(str(folder / "weights")))
         assert [m.groups for m in published[1:]] == [tuple(range(5 * w, 5 * w + 5)) for w in range(window + 1)]
     trainer = Trainer(folder)
@@ -127,7 +127,7 @@ def test_what_was_given_raises_what_was_wanted(tmp_path):
     """Users keep answers that begin with an even token: three batches of 48 raise their probability by 20 points."""
     folder, config = new_run(tmp_path, trainer=GIVEN | {"lr": 2e-2}, guards={"act": False}, deterministic=False,
                              rollout={"prompts": 1, "group": 4, "tokens": 1, "context": 128})  # fmt: skip
-    run(folder)
+    run_trainer(folder)
     ids, shares = prompt(0), []
     for version in range(4):
         _, tensors = load(open_store(str(folder / "weights")), version)
@@ -140,11 +140,11 @@ def test_what_was_given_raises_what_was_wanted(tmp_path):
         ]
         admit_alone(folder, config, 48 * version, version, played)
         if version < 3:
-            run(folder)
+            run_trainer(folder)
     assert shares[-1] > shares[0] + 0.2, shares
 
 
-def test_a_batch_that_is_given_has_an_end(tmp_path):
+def test_a_batch_that_is_given_has_an_end(tmp_path, capsys):
     for tables, why in (
         ({"trainer": GIVEN | {"minutes": 3.0}}, "ends with its batch"),
         ({"trainer": GIVEN, "loss": {"preset": "ppo"}}, "computes all advantages itself"),
@@ -152,6 +152,7 @@ def test_a_batch_that_is_given_has_an_end(tmp_path):
         with pytest.raises(ValueError, match=why):
             RLConfig.model_validate({"tasks": {"repository": "unused"}, **tables})
     folder, _ = new_run(tmp_path, trainer=GIVEN)
-    run(folder)
-    with pytest.raises(UserError, match="no version 7"):
-        run(folder, 7)
+    run_trainer(folder)
+    with pytest.raises(SystemExit):
+        run_trainer(folder, 7)
+    assert "no version 7" in capsys.readouterr().err

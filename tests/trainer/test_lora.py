@@ -202,7 +202,7 @@ def test_targets_that_cannot_have_adapters_are_refused_by_name(folder):
     for model, target, why in (
         (dense, "q_prj", "no layer q_prj; choose among down_proj"),
         (dense, "lm_head", "is the head"),
-        (dense, "embed_tokens", "no plain linear layer"),
+        (dense, "embed_tokens", "not a plain linear layer"),
         (sparse, "gate_up_proj", "fused weight of all experts"),
         (sparse, "down_proj", "fused weight of all experts"),  # of dense layers, too: "mlp.down_proj" means those alone
     ):

@@ -11,15 +11,16 @@ import pytest
 from etude.trainer.rl.memory import bound_kernels
 
 PRODUCTS = """
+import os
 import torch
-from etude.trainer.rl.memory import resident_bytes
+from etude.processes import resident_bytes
 
 weight, x = torch.randn(512, 256, dtype=torch.bfloat16), torch.randn(600, 256, dtype=torch.bfloat16)
 torch.nn.functional.linear(x[:50], weight)
-before = resident_bytes()
+before = resident_bytes(os.getpid())
 for rows in range(100, 500):
     torch.nn.functional.linear(x[:rows], weight)
-print(resident_bytes() - before)
+print(resident_bytes(os.getpid()) - before)
 """
 
 

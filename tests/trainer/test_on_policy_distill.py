@@ -17,13 +17,13 @@ from etude.trainer.rl.distill import LEAST_PAIRS, bound, judged_by_teacher, rele
 from etude.trainer.rl.execution import evaluate
 from etude.trainer.rl.guards import GuardVerdict
 from etude.trainer.rl.plan import plan, shape_of
-from etude.trainer.rl.process import _learner, run
+from etude.trainer.rl.process import _learner
 from etude.trainer.rl.reference import Reference
 from etude.trainer.rl.rescoring import set_weights
 from etude.trainer.rl.step import Learner, train_step
 from etude.weights.content import load
 from tests.helpers.tiny_models import random_model
-from tests.helpers.trainer_runs import admit_alone, engine_of, episode, new_run, play, prompt, sampled
+from tests.helpers.trainer_runs import admit_alone, engine_of, episode, new_run, play, prompt, run_trainer, sampled
 
 SELF = OnPolicyDistillConfig(share=1.0, clip=100.0, cap=1e9)
 
@@ -235,7 +235,7 @@ def test_corrections_raise_what_users_wanted(tmp_path):
         distill={"share": 1.0, "clip": 3.0},
     )  # fmt: skip
     teach_to_read(config)
-    run(folder)
+    run_trainer(folder)
     draw = np.random.default_rng(7)
     wanted = int(draw.choice(WORDS))
     shares: list[float] = []
@@ -258,6 +258,6 @@ def test_corrections_raise_what_users_wanted(tmp_path):
             note = Hint(ids=np.array([ids[-1], wanted], "<i4").tobytes(), at=4)
             played.append(taught(episode(ids, answer, first + i, 0, i), note))
         admit_alone(folder, config, first, version, played)
-        run(folder)
+        run_trainer(folder)
     assert 0.05 < shares[0] < 0.2, "nobody has said anything yet"
     assert shares[-1] > shares[0] + 0.3, shares

@@ -102,7 +102,7 @@ def test_what_cannot_be_had_is_gone_around_and_named_when_nothing_is_left():
     skip = manifests[4].skips[0].parts[0].key
     assert [p.version for p in plan(manifests.get, 0, 4, {skip})] == [1, 2, 3, 4]
     assert [p.kind for p in plan(manifests.get, 2, 4, {manifests[3].delta[0].key})] == ["anchor", "skip"]
-    with pytest.raises(NoPath, match="to version 3: the delta of version 2 cannot be had"):
+    with pytest.raises(NoPath, match="to version 3: the delta of version 2 is missing or damaged"):
         plan(manifests.get, 1, 3, {manifests[2].delta[0].key})
     with pytest.raises(NoPath, match="to version 3: the manifest of version 2 is gone"):
         plan({k: v for k, v in manifests.items() if k != 2}.get, 1, 3)

@@ -70,7 +70,7 @@ def test_a_version_in_use_stays_and_can_catch_up(chain):
     retention.collect(store, prune=True, in_use=[3], grace=0)
     assert same(load(store, 3)[1], made[3])
     assert retention.collect(store, prune=True, grace=0).keys, "let go, it goes"
-    with pytest.raises(UserError, match="version 3 is said to be in use, but"):
+    with pytest.raises(UserError, match="version 3 is listed as in use, but"):
         retention.collect(store, prune=True, in_use=[3], grace=0)
     assert same(load(store, VERSIONS - 1)[1], made[VERSIONS - 1])
 

@@ -181,9 +181,9 @@ def test_gc_says_and_takes_what_nobody_needs(copy, capsys):
         ("verify m0", "has no version at all"),
         ("fetch weights --base nowhere -o out", "is not a folder"),
         ("fetch weights --base m0 --version 77 -o out", "has no version 77; the newest is 13"),
-        ("fetch weights --base m0 --public-key run.key -o out", "is no Ed25519 public key"),
+        ("fetch weights --base m0 --public-key run.key -o out", "is not an Ed25519 public key"),
         ("publish weights nowhere", "is not a folder"),
-        ("publish weights m0 --key m0", "is no Ed25519 private key"),
+        ("publish weights m0 --key m0", "is not an Ed25519 private key"),
         ("keygen run.key", "exists already"),
     ],
 )

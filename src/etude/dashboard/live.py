@@ -48,7 +48,7 @@ class LiveView:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console()
-        self._draws = self._console.is_terminal and not self._console.is_dumb_terminal  # TERM=dumb asks for lines
+        self._draws = self._console.is_terminal and not self._console.is_dumb_terminal  # TERM=dumb: plain lines
         self._clock = clock
         self._title = inert(title)
         self._stages = tuple(stages)
@@ -167,7 +167,7 @@ class LiveView:
         return elapsed / self._done * max(0.0, self._total - self._done)
 
     def _screen(self) -> RenderableType:
-        # Drawn from another thread: every container is copied before it is walked.
+        # Another thread draws, so every container is copied before the iteration.
         body: list[RenderableType] = [self._stage_row(), self._progress_row()]
         if self._note:
             body.append(Text(self._note, "dim", no_wrap=True, overflow="ellipsis"))

@@ -18,7 +18,7 @@ from etude.rollout.drift import Shift
 if TYPE_CHECKING:
     from etude.ledger.ledger import GroupResult
 
-CLOCKED = 0.02  # share of episodes ended by the wall time from which a report says so
+CLOCKED = 0.02  # a report mentions a larger share of episodes ended by the wall time
 LATER = 10  # from this step on groups are counted separately: before, the curriculum knows no task
 
 
@@ -42,7 +42,7 @@ class CheatingFigures(Record, frozen=True):
 
     flags: dict[str, int]  # episodes by flag
     violations: int  # episodes with at least one violation
-    rewarded: int  # of them, with a reward above zero; always 0
+    rewarded: int  # violations with a reward above zero; always 0
     flagged: tuple[FlaggedEpisode, ...]  # the last episodes with a violation
     impossible: ImpossibleCounts
     impossible_bound: float | None  # share of cheats that is still possible at 95 %; null if some were passed
@@ -103,7 +103,7 @@ class TrainingFigures(Record, frozen=True):
 
     tasks: int  # that were played
     groups: int
-    new: tuple[float, float] | None  # pass rate of the first groups of tasks: of the first and the last quarter of them
+    new: tuple[float, float] | None  # pass rate of the first group of each task: first and last quarter of the tasks
     again: int  # tasks of two groups or more
     first: float | None  # pass rate of the first group of a task that was played again, mean over the tasks
     last: float | None  # the same of its last group

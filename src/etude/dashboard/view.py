@@ -125,7 +125,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     start = 0  # first token of the character being put together
     for position in range(len(ids)):
         text = tokenizer.decode(list(ids[start : position + 1]), skip_special_tokens=False)
-        # four bytes make the longest UTF-8 character; what is still broken then is broken for good
+        # a UTF-8 character has at most four bytes, so these are invalid
         complete = not text.endswith("\ufffd") or position - start >= 3
         texts.append(text if complete else "")
         start = position + 1 if complete else start

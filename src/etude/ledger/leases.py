@@ -24,7 +24,7 @@ class LeaseWatch:
         self._lock = threading.Lock()
 
     def over(self, rows: Iterable[sa.Row[Any, Any, Any, Any, Any]]) -> set[_Held]:
-        """Those of `rows`, which are all present leases, that nobody has renewed in time."""
+        """The leases in `rows`, which are all present leases, that nobody has renewed in time."""
         with self._lock:
             now, seen = time.monotonic(), self._since
             held = {(row.group_id, row.member, row.attempt, row.renewals): row.lease_seconds for row in rows}

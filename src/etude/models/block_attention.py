@@ -76,7 +76,7 @@ def tiles(graph: Graph, above: int, window: int | None = None) -> tuple[Tile, ..
     for i, node in enumerate(graph.nodes):
         if node.start != above + sum(len(graph.nodes[j]) for j in node.sees):
             raise ValueError("a sliding window needs a prefix tree: documents cannot be seen through it")
-        # Ranges of a node's keys, and the position of the first: its own, those it sees, those above.
+        # Ranges of a node's keys with the position of the first: of the node, of the nodes it sees, and above.
         parts = [(at[i] + above, node.start, len(node))]
         parts += [(at[j] + above, graph.nodes[j].start, len(graph.nodes[j])) for j in node.sees]
         parts += [(0, 0, above)] if above else []

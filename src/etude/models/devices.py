@@ -22,5 +22,5 @@ def check_device(name: str, option: str) -> None:
         if name.startswith("cuda") and torch.version.cuda is None:
             why = f"PyTorch {torch.__version__} is built without CUDA, so install a build with it"
         elif "device type" in why:  # followed by a list of all that PyTorch knows
-            why = "PyTorch knows no such device"
+            why = "PyTorch has no such device"
         raise UserError(f"{option} = {name!r} is not there: {why}; or take cpu") from None

@@ -163,7 +163,7 @@ class PlacedDocuments:
     def __init__(self, model: PreTrainedModel, graph: Graph) -> None:
         *self._documents, self._tail = graph.nodes
         if any(node.sees for node in self._documents) or self._tail.sees != tuple(range(len(self._documents))):
-            raise ValueError("only a row of documents and what sees them all can be placed")
+            raise ValueError("only a row of documents and a tail that sees them all can be placed")
         self._rotation = Rotation(model)
         self._angles = self._rotation.angles(self._tail.start)
         self.positions_T = np.concatenate([np.zeros(self._tail.start, np.int64), graph.positions_T[self._tail.start :]])

@@ -119,7 +119,7 @@ def block_mask(graph: Graph, above: int, device: torch.device | str, window: int
         visible(graph, above, device, window),
         (graph.length, above + graph.length),
     )
-    # Else the numbers of tiles of the first graph would be compiled in, and the single tile of a short one again:
+    # Otherwise the number of tiles of the first graph would be compiled in, and every other number compiled again:
     # after eight compilations PyTorch gives up, and writes the scores out.
     for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
         for table in (getattr(mask, name), getattr(mask, f"full_{name}")):

@@ -120,7 +120,7 @@ def _convert(file: Path, folder: Path, card: str) -> None:
     unread += [tensor.name for tensor in GGUFReader(file).tensors if tensor.name.startswith("rope_")]
     if unread:
         raise UserError(
-            f"{file.name} does not fit what transformers makes of it: {len(unread)} tensors, e.g. {unread[0]}"
+            f"{file.name} does not fit the model that transformers makes of it: {len(unread)} tensors, e.g. {unread[0]}"
         )
     # transformers does not save a model that it read from a GGUF file, so the values go into a plain one.
     left_out = ("quantization_config", "dtype", "torch_dtype")

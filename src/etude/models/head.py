@@ -1,4 +1,5 @@
-"""From hidden states to logits, as the model's own class does it after its last product.
+"""The head of a model: from hidden states to logits, with the operations of the model's own class after its last
+product.
 
     granite          logits / logits_scaling
     cohere           logits * logit_scale
@@ -6,7 +7,7 @@
     gemma, nanochat  cap * tanh(logits / cap), cap = final_logit_softcapping
     phi              + bias of the output embeddings
 
-These are read from the configuration; the trial of `etude.models.support` finds a class that does anything else.
+These are read from the configuration; the trial of `etude.models.support` refuses a class that does anything else.
 """
 
 from __future__ import annotations

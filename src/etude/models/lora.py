@@ -71,7 +71,7 @@ def _why_not(model: PreTrainedModel, target: str, linear: Mapping[str, Any]) -> 
     if model.get_output_embeddings() in modules:
         return f"{target} is the head, which has no adapters; {instead}"
     if modules:
-        return f"{target} is no plain linear layer ({type(modules[0]).__name__}); {instead}"
+        return f"{target} is not a plain linear layer ({type(modules[0]).__name__}); {instead}"
     return f"{type(model).__name__} has no layer {target}; {instead}"
 
 

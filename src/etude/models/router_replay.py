@@ -148,13 +148,13 @@ class _Hook:
     def __call__(self, layer: int, router: nn.Module, _args: object, output: object) -> tuple[Tensor, ...]:
         """The router's output with the recorded experts in place of its own."""
         if not (isinstance(output, tuple) and len(output) == 3):
-            raise UserError(f"{type(router).__name__} is no known kind of router: set trainer.router_replay to false")
+            raise UserError(f"{type(router).__name__} is an unknown kind of router: set trainer.router_replay to false")
         logits_TE, own_weight_TK, own_TK = output
         recorded_TK = self.routes_TLK[:, layer]
         if recorded_TK.shape != own_TK.shape or int(recorded_TK.max()) >= logits_TE.shape[1]:
             raise RunFailed(
                 f"recorded experts {list(recorded_TK.shape)}, highest id {int(recorded_TK.max())}, do not fit a router "
-                f"that gives {list(own_TK.shape)} of {logits_TE.shape[1]} experts"
+                f"that chooses {list(own_TK.shape)} of {logits_TE.shape[1]} experts"
             )
         scores, normalised = _formula(router, logits_TE, own_TK, own_weight_TK)
         scores_TE = _scores(logits_TE, scores)

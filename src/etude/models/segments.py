@@ -110,7 +110,7 @@ class Graph:
         for i, node in enumerate(self.nodes):
             for j in node.sees:
                 seen_by[j].append(i)
-        open_blocks: dict[tuple[int, int], Block] = {}  # by query range: those that end where the next key begins
+        open_blocks: dict[tuple[int, int], Block] = {}  # blocks that end where the next key begins, by query range
         rectangles: list[Block] = []
         for j, viewers in enumerate(seen_by):
             if not len(self.nodes[j]):

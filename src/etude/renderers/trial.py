@@ -67,16 +67,12 @@ class TemplateForm:
 
     def call(self, name: str, arguments: Any, number: int, call_id: str = "") -> dict[str, Any]:
         """A call in the template's form; `arguments` is an object, `call_id` its id from the model or a client."""
-        call_id = (
-            self.dialect.call_id(name, number, call_id) if self.dialect.call_id else call_id or f"call{number:05d}"
-        )
+        if self.dialect.call_id is not None:
+            call_id = self.dialect.call_id(name, number, call_id)
         if self.text_arguments:
             arguments = json.dumps(arguments, ensure_ascii=False)
-        return {
-            "id": call_id or f"call{number:05d}",
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
+        function = {"name": name, "arguments": arguments}
+        return {"id": call_id or f"call{number:05d}", "type": "function", "function": function}
 
     def turn(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """An assistant message with calls only."""
@@ -106,7 +102,7 @@ class Openings:
     def after(self, text: str) -> str:
         """`text` behind the opening, without tags of an empty thought. Raises TemplateRefused."""
         if not text.startswith(self.text):
-            raise TemplateRefused("it changes what stands before a turn")
+            raise TemplateRefused("it changes the text before a turn")
         return text[len(self.text) :]
 
 

@@ -1,10 +1,10 @@
 """Exact-resume checkpoints: `checkpoints/step_N/`, written by any number of ranks and read by any other number.
 
-    step_N/rank_R.safetensors    of each tensor a range of rows (of its first dimension)
-    step_N/manifest.json         the files with their BLAKE3 digests, which rows they hold, and the digest of all this
+    step_N/rank_R.safetensors    a range of rows (of the first dimension) of each tensor
+    step_N/manifest.json         the files with their BLAKE3 digests and rows, and the digest of the manifest
 
-Every rank writes its file. Rank 0 waits for the others', writes the manifest, and renames the folder to `step_N`; all
-is synced before. So a checkpoint is whole or not there, and what is loaded is every bit that was saved.
+Every rank writes its file. Rank 0 waits for the others', syncs all to the disk, writes the manifest, and renames the
+folder to `step_N`. So a checkpoint is complete or absent, and every loaded bit equals the saved one.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from etude.store import sync, write_durably
 from etude.weights.ranks import Ranks
 
 Take = Callable[[str, int], range]
-RANK_SECONDS = 1800.0  # that rank 0 waits for the files of the others
+RANK_SECONDS = 1800.0  # rank 0's wait for the files of the others
 _FORMAT = 1
 
 
 class CheckpointDamaged(UserError):
-    """A checkpoint is missing, or not what was saved."""
+    """A checkpoint is missing, or differs from the saved one."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a tensor that has `total` of them, from row `first` on. A tensor without dimensions is one row."""
+    """Rows of a tensor with `total` rows, from row `first` on. A tensor without dimensions is one row."""
 
     rows: Tensor
     first: int
@@ -55,7 +55,7 @@ class _RowRange(Record, frozen=True, kw_only=True):
 
 
 class _RankFile(Record, frozen=True, kw_only=True):
-    """What one rank wrote."""
+    """The file of one rank."""
 
     digest: str
     rows: dict[str, _RowRange]  # by tensor
@@ -74,7 +74,7 @@ class _CheckpointManifestFile(Record, frozen=True, kw_only=True):
 
 
 def parts_of(tensors: Mapping[str, Tensor], rank: int = 0, count: int = 1) -> dict[str, Part]:
-    """The rows of whole tensors that a rank writes; those without dimensions are rank 0's."""
+    """The rows of whole tensors that a rank writes; rank 0 writes those without dimensions."""
     parts: dict[str, Part] = {}
     for name, tensor in tensors.items():
         total = tensor.shape[0] if tensor.ndim else 1
@@ -85,21 +85,21 @@ def parts_of(tensors: Mapping[str, Tensor], rank: int = 0, count: int = 1) -> di
 
 
 def every_row(name: str, total: int) -> range:
-    """What `load` takes of a tensor unless told otherwise."""
+    """The default of `load`: all rows of a tensor."""
     return range(total)
 
 
 def rows_of(total: int, rank: int, count: int) -> range:
-    """The rows of a rank: consecutive, ceil(total / count) each as long as there are some, as FSDP2 and `torch.chunk`
-    share out the first dimension."""
+    """The rows of a rank: consecutive, ceil(total / count) each while rows remain, which is the division of the first
+    dimension in FSDP2 and `torch.chunk`."""
     each = -(-total // count)
     return range(min(rank * each, total), min((rank + 1) * each, total))
 
 
 def write(folder: Path, version: int, parts: Mapping[str, Part], ranks: Ranks, about: Mapping[str, str]) -> None:
-    """Writes this rank's file of a checkpoint, and on rank 0 completes the checkpoint. Each row of each tensor is one
-    rank's. `about` are further facts, which `load` returns. Raises UserError if the disk is full, RunFailed if another
-    rank's file is not there after half an hour."""
+    """Writes this rank's file of a checkpoint, and on rank 0 completes the checkpoint. Each row of each tensor belongs
+    to one rank. `about` are further facts, which `load` returns. Raises UserError if the disk is full, RunFailed if
+    another rank's file is missing after half an hour."""
     partial, final = folder / f"step_{version}.{ranks.session}.incomplete", _path(folder, version)
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def write(folder: Path, version: int, parts: Mapping[str, Part], ranks: Ranks, a
         whole = _CheckpointManifestFile(digest=blake3.blake3(body).hexdigest(), manifest=msgspec.Raw(body))
         write_durably(partial / "manifest.json", msgspec.json.encode(whole))
         failpoint("checkpoint.manifest")
-        # One of the same number is damaged: the run went on below it.
+        # An existing checkpoint of this number is damaged: the run resumed from an earlier one.
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         sync(folder)
@@ -132,13 +132,12 @@ def write(folder: Path, version: int, parts: Mapping[str, Part], ranks: Ranks, a
 
 
 def load(folder: Path, version: int, take: Take = every_row) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The rows of each tensor that `take` asks for by name and number of rows, tensors without any left out, and what
-    was written `about` them. Raises CheckpointDamaged if a file with one of these rows is missing or has other bytes
-    than were written."""
+    """The rows of each tensor that `take` selects by name and number of rows, without tensors that have none, and the
+    facts in `about`. Raises CheckpointDamaged if a file with one of these rows is missing or its bytes have changed."""
     path = _path(folder, version)
     manifest = _read_manifest(path, version)
     own = {name: take(name, rows.total) for file in manifest.files for name, rows in file.rows.items()}
-    found: dict[str, list[tuple[int, Tensor]]] = {name: [] for name, rows in own.items() if rows}
+    parts: dict[str, list[tuple[int, Tensor]]] = {name: [] for name, rows in own.items() if rows}
     for rank, file in enumerate(manifest.files):
         wanted = {name: rows for name, held in file.rows.items() if (rows := _overlap(held, own[name]))}
         if not wanted:
@@ -149,14 +148,14 @@ def load(folder: Path, version: int, take: Take = every_row) -> tuple[dict[str, 
                 held = file.rows[name]
                 part = slice(rows.start - held.first, rows.stop - held.first)
                 all_of_it = len(rows) == held.count
-                found[name].append((rows.start, stored.get_tensor(name) if all_of_it else stored.get_slice(name)[part]))
+                parts[name].append((rows.start, stored.get_tensor(name) if all_of_it else stored.get_slice(name)[part]))
     missing = f"checkpoint {version} is damaged ({path} does not have each row of a tensor once)"
-    return {name: _joined(pieces, own[name], missing) for name, pieces in found.items()}, manifest.about
+    return {name: _joined(pieces, own[name], missing) for name, pieces in parts.items()}, manifest.about
 
 
 def load_newest(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, str]] | None:
-    """The newest whole checkpoint: its number and what `load` gives; None if there was never one. Prints why a newer
-    one is not taken. Raises UserError if none is whole."""
+    """The newest complete checkpoint: its number and the result of `load`; None if there was never a checkpoint. Prints
+    why a newer one is not used. Raises UserError if none is complete."""
     damage: CheckpointDamaged | None = None
     for version in reversed(versions(folder)):
         try:
@@ -173,31 +172,31 @@ def load_newest(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, str]] |
 
 
 def versions(folder: Path) -> list[int]:
-    """Those that have a checkpoint, ascending."""
+    """The versions that have a checkpoint, ascending."""
     names = [p.name.removeprefix("step_") for p in folder.glob("step_*")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> None:
-    """Drops all checkpoints but the newest `keep` and those in `protect`."""
+    """Deletes all checkpoints except the newest `keep` and those in `protect`."""
     drop(folder, [old for old in versions(folder)[:-keep] if old not in protect])
 
 
 def drop(folder: Path, versions: Collection[int]) -> None:
-    """Drops these checkpoints."""
+    """Deletes these checkpoints."""
     for version in versions:
         shutil.rmtree(_path(folder, version))
 
 
 def drop_after(folder: Path, version: int) -> None:
-    """Drops checkpoints of later versions, which were never published, and what killed writers have left."""
+    """Deletes checkpoints of later versions, which were never published, and leftovers of killed writers."""
     drop(folder, [later for later in versions(folder) if later > version])
     for partial in folder.glob("step_*.incomplete"):
         shutil.rmtree(partial)
 
 
 def _gather(partial: Path, version: int, ranks: Ranks) -> list[_RankFile]:
-    """What the other ranks wrote, in order; their announcements are taken away."""
+    """The announcements of the other ranks, in order; deletes them."""
     deadline = time.monotonic() + RANK_SECONDS
     files: list[_RankFile] = []
     for rank in range(1, ranks.count):
@@ -231,17 +230,17 @@ def _read_manifest(path: Path, version: int) -> _CheckpointManifest:
 
 def _check(path: Path, digest: str, version: int) -> None:
     try:
-        found = _digest(path)
+        actual = _digest(path)
     except FileNotFoundError:
         raise CheckpointDamaged(f"checkpoint {version} is damaged ({path} is missing)") from None
     except OSError as e:
         raise CheckpointDamaged(f"checkpoint {version} cannot be read ({path}: {e.strerror})") from None
-    if found != digest:
+    if actual != digest:
         raise CheckpointDamaged(f"checkpoint {version} is damaged ({path} does not have the digest of its manifest)")
 
 
 def _joined(pieces: list[tuple[int, Tensor]], own: range, missing: str) -> Tensor:
-    """The rows `own` of a tensor. Raises CheckpointDamaged unless each is there once."""
+    """The rows `own` of a tensor. Raises CheckpointDamaged unless each occurs once."""
     pieces.sort(key=lambda piece: piece[0])
     row = own.start
     for first, rows in pieces:

@@ -18,46 +18,46 @@ from etude.trainer.checkpoint import Part
 from etude.weights.ranks import Ranks
 
 WRITE_SECONDS = 3600.0
-_TRIES = 2  # failures in a row that end the run
+_TRIES = 2  # consecutive failures that end the run
 
 
 class CheckpointWriter:
-    """Keeps the newest `keep` checkpoints in `folder`. One is on its way at a time: `start` waits for the one before.
-    One that fails is said at once and the run goes on, since it can be resumed from the one before; the second in a
-    row is raised. Host memory: one copy of what is saved, kept from one time to the next."""
+    """Keeps the newest `keep` checkpoints in `folder`. One is written at a time: `start` waits for the previous one. A
+    failure is reported at once and the run goes on, since it can resume from an earlier checkpoint; a second
+    consecutive failure is raised. Host memory: one copy of the saved tensors, reused by the next checkpoint."""
 
     def __init__(self, folder: Path, keep: int, ranks: Ranks | None = None):
         self._folder, self._keep = folder, keep
         self._ranks = ranks or Ranks(0, 1, token_hex(8))
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the last one; None: it was written
-        self._failures = 0  # in a row
-        self.started = -1  # version of the newest that was begun
+        self._error: BaseException | None = None  # of the last checkpoint; None: it was written
+        self._failures = 0  # consecutive
+        self.started = -1  # version of the newest begun checkpoint
 
     def start(
         self, version: int, parts: Mapping[str, Part], protect: Collection[int] = (),
         about: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """Copies what this rank holds of a checkpoint and begins to write it; those in `protect` are not dropped for
-        it. Raises UserError if two in a row failed, RunFailed after an hour."""
+        """Copies this rank's part of a checkpoint and begins to write it. Checkpoints in `protect` are not deleted for
+        it. Raises UserError after two consecutive failures, RunFailed after an hour."""
         self.wait()
         if self._error is not None and (self._failures >= _TRIES or not isinstance(self._error, UserError)):
             raise self._error
         copied = self._copied(parts)
         arguments = (version, copied, frozenset(protect), dict(about or {}))
         self.started = version
-        # A daemon: a process that ends leaves the folder without its name.
+        # A daemon: if the process ends, the folder never gets its final name.
         self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint-{version}", daemon=True)
         self._thread.start()
 
     @property
     def failed(self) -> bool:
-        """Whether the last one that ended could not be written."""
+        """Whether the last ended checkpoint could not be written."""
         return self._error is not None
 
     def wait(self) -> float:
-        """Until none is on its way; the seconds that this took. Raises RunFailed after an hour."""
+        """Waits until none is being written. Returns the seconds of the wait. Raises RunFailed after an hour."""
         began = time.monotonic()
         if self._thread is not None:
             self._thread.join(WRITE_SECONDS)
@@ -69,7 +69,7 @@ class CheckpointWriter:
         return time.monotonic() - began
 
     def close(self) -> None:
-        """Waits for the last one, and raises its error."""
+        """Waits for the last checkpoint, and raises its error."""
         self.wait()
         if self._error is not None:
             raise self._error

@@ -1,7 +1,7 @@
-"""Log-probabilities of a model's head, some positions at a time: logits of all positions never lie side by side.
+"""Log-probabilities of a model's head, some positions at a time: logits of all positions are never in memory together.
 
-Of 8,192 positions and a vocabulary of 151,936, float32 logits are 5 GB, and a plain backward pass holds four such
-tensors. Here a chunk of positions is computed, used and let go; the backward pass computes it again.
+For 8,192 positions and a vocabulary of 151,936, float32 logits are 5 GB, and a plain backward pass holds four such
+tensors. Here a chunk of positions is computed, used and freed; the backward pass computes it again.
 
 Suffixes: S positions, M tokens predicted at them, C positions of a chunk, V vocabulary, D hidden, E every 16th of S.
 """
@@ -21,7 +21,7 @@ from etude.models import batch_invariant
 from etude.models.head import Head
 
 CHUNK = 1024  # positions
-ENTROPY_STRIDE = 16  # a mean over some thousand tokens is exact enough, and a tenth of the step's time otherwise
+ENTROPY_STRIDE = 16  # exact enough for a mean over some thousand tokens; entropies of all take a tenth of the step
 _WIDENED = 2**14  # rows of a narrow head that are widened to float32 at a time
 
 
@@ -31,9 +31,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probability [M] of token `target_M[m]` in the distribution of position `of_M[m]`, and the entropies [E] of
     every 16th position, without gradient. Logits and softmax are float32, after the division by the temperature, as in
-    the engine. In batch-invariant mode all positions are one chunk, and autograd does the rest: its bits are the
-    engine's, and those of its gradients do not depend on `chunk`. Raises ValueError for a chunk that is no multiple of
-    16."""
+    the engine. In batch-invariant mode all positions are one chunk, and autograd computes the gradients: the bits are
+    the engine's, and the gradients' bits do not depend on `chunk`. Raises ValueError for a chunk that is not a multiple
+    of 16."""
     if chunk < 1 or chunk % ENTROPY_STRIDE:
         raise ValueError(f"a chunk is a multiple of {ENTROPY_STRIDE} positions, not {chunk}")
     order = of_M.argsort(kind="stable")
@@ -79,7 +79,7 @@ def _entropies(logprobs_SV: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    """`cuts[i]` is the first of the M tokens, sorted by position, that chunk i or a later one predicts."""
+    """`cuts[i]` is the first of the M tokens, sorted by position, that chunk i or a later chunk predicts."""
 
     head: Head
     cuts: tuple[int, ...]
@@ -87,7 +87,7 @@ class _Plan:
     temperature: float
 
     def scaled(self, product_CV: Tensor) -> Tensor:
-        """Logits divided by the temperature; in the product's memory where the head is plain and nothing is kept."""
+        """Logits divided by the temperature; in the product's memory if the head is plain and nothing is kept."""
         logits_CV = self.head.finish(product_CV)
         if self.temperature == 1.0:
             return logits_CV
@@ -100,7 +100,8 @@ class _Plan:
 
 
 class _Chunks(torch.autograd.Function):
-    """Of a single chunk the log-probabilities are kept for the backward pass, several are computed again."""
+    """The product in chunks. The backward pass reuses the log-probabilities of a single chunk, and computes several
+    again."""
 
     @staticmethod
     def forward(
@@ -116,7 +117,7 @@ class _Chunks(torch.autograd.Function):
             entropies.append(_entropies(logprobs_CV))
             if len(plan.cuts) == 2 and plan.head.plain and any(ctx.needs_input_grad):
                 kept_CV = logprobs_CV
-            del logprobs_CV  # before the next chunk's are made
+            del logprobs_CV  # free it before the next chunk's is made
         ctx.plan = plan
         ctx.save_for_backward(hidden_SD, weight_VD, bias_V, of_M, target_M, kept_CV)
         entropy_E = torch.cat(entropies)
@@ -125,8 +126,8 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of a position's logits is g(target) - softmax * sum of g. Gradients are summed in float32, and
-        returned so: the weight's `grad_dtype` decides what is kept."""
+        """The gradient of a position's logits is g(target) - softmax * sum of g. Gradients are summed and returned in
+        float32; the weight's `grad_dtype` decides their final type."""
         hidden_SD, weight_VD, bias_V, of_M, target_M, kept_CV = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_SD) if wants_hidden else None
@@ -144,7 +145,7 @@ class _Chunks(torch.autograd.Function):
             if grad_weight is not None:
                 for block in _blocks(weight_VD):
                     grad_weight[block].addmm_(grad_CV[:, block].t(), own_CD)
-            del grad_CV  # before the next chunk's is made
+            del grad_CV  # free it before the next chunk's is made
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
@@ -158,7 +159,7 @@ def _of_softmax(softmax_CV: Tensor, of: Tensor, target: Tensor, grad: Tensor) ->
 def _of_product(
     plan: _Plan, product_CV: Tensor, bias_V: Tensor | None, grad_bias: Tensor | None, *tokens: Tensor
 ) -> Tensor:
-    """The gradient of h W^T, and that of the bias on top of `grad_bias`."""
+    """The gradient of h W^T; adds the gradient of the bias to `grad_bias`."""
     if plan.head.plain:
         return _of_softmax(torch.softmax(plan.scaled(product_CV), dim=-1), *tokens).div_(plan.temperature)
     with torch.enable_grad():

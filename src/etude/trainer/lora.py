@@ -1,7 +1,7 @@
 """The trainer's half of LoRA: adapters are the float32 masters, and the model's weights follow them.
 
 After construction and after each update the weights of the adapted layers are `etude.models.lora.merged`, rounded to
-the types that are published: trainer and engines compute with the same bits, as they do where all weights are trained.
+the published types. So trainer and engines compute with the same bits, as in training of all weights.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from etude.weights.ulpd.schema import Schema, schema_of
 
 
 class Adapters:
-    """Freezes a model and gives layers of it adapters. `tensors` are A and B by their PEFT names, float32 leaves with
-    gradients. `types` are those of published tensors; bfloat16 for one that is not named. The base of the adapted
-    layers is kept beside the model, with `on_host` in the host's memory. Raises UserError for targets that cannot have
+    """Freezes a model and gives some of its layers adapters. `tensors` are A and B by their PEFT names, float32 leaves
+    with gradients. `types` are the types of published tensors; bfloat16 by default. The base of the adapted layers is
+    kept beside the model, with `on_host` in the host's memory. Raises UserError for targets that cannot have
     adapters."""
 
     def __init__(
@@ -49,13 +49,13 @@ class Adapters:
         }
         for name in layers:
             with torch.no_grad():
-                self._weights[name].copy_(self._base[name])  # as `merge` would: B is zero
+                self._weights[name].copy_(self._base[name])  # equal to `merge`, since B is zero
             module = cast(torch.nn.Linear, model.get_submodule(name))
             module.forward = partial(adapted, module, self.tensors[name + DOWN], self.tensors[name + UP], self.scale)
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Brings the model's weights to what the adapters are now."""
+        """Updates the model's weights from the adapters."""
         for name, weight in self._weights.items():
             base = self._base[name].to(weight.device, non_blocking=True)
             pair = self.tensors[name + DOWN], self.tensors[name + UP]
@@ -67,28 +67,28 @@ class Adapters:
         return {name: tensor for name, tensor in named_tensors(self._model).items() if name not in adapted}
 
     def base(self) -> dict[str, Tensor]:
-        """The base of the adapted layers, in the types that are published."""
+        """The base of the adapted layers, in the published types."""
         return {f"{name}.weight": tensor for name, tensor in self._base.items()}
 
     def live(self) -> dict[str, Tensor]:
-        """The weights of the adapted layers as they are now."""
+        """The present weights of the adapted layers."""
         return {f"{name}.weight": tensor for name, tensor in self._weights.items()}
 
     @property
     def types(self) -> Types:
-        """In which each of the model's tensors is published."""
+        """The published type of each of the model's tensors."""
         return self._types
 
 
 def _copied(weight: Tensor, dtype: torch.dtype, on_host: bool) -> Tensor:
-    """A copy in another type; `on_host` in the host's memory, pinned where that speeds up the way back."""
+    """A copy in another type; `on_host` in the host's memory, pinned if that speeds up the copy back."""
     if not on_host:
         return weight.to(dtype, copy=True)
     return torch.empty_like(weight, dtype=dtype, device="cpu", pin_memory=weight.device.type == "cuda").copy_(weight)
 
 
 class AdapterAdamW(MasterAdamW):
-    """AdamW on adapters, whose model follows them. Versions hold the adapters in float32: the masters themselves."""
+    """AdamW on adapters, whose model follows them. Versions hold the float32 masters of the adapters."""
 
     def __init__(self, adapters: Adapters, settings: AdamWSettings, *, offload: bool = False):
         self.adapters = adapters
@@ -96,7 +96,7 @@ class AdapterAdamW(MasterAdamW):
         super().__init__(adapters.tensors, settings, types=types, offload=offload)
         frozen, kinds = adapters.frozen(), adapters.types
         with torch.no_grad():
-            for name, tensor in frozen.items():  # as a version of whole weights would hold it
+            for name, tensor in frozen.items():  # as in a version of whole weights
                 if tensor.is_floating_point():
                     tensor.copy_(tensor.to(kinds[name]))
         self._frozen = int(digest(frozen, {name: kinds[name] for name in frozen}), 16)
@@ -105,7 +105,7 @@ class AdapterAdamW(MasterAdamW):
         self._base_digest = self._with_frozen(adapters.base())
 
     def apply(self, lr: float) -> None:
-        """Updates the adapters that had a gradient, and the model's weights. Raises AssertionError if one had none."""
+        """Updates the adapters that have a gradient, and the model's weights. Raises AssertionError if one has none."""
         missing = [name for name in self._live if name not in self._grads] if self._grads else []
         assert not missing, f"no gradient reached {missing[0]}: its layer is not computed by its forward"
         super().apply(lr)
@@ -120,17 +120,17 @@ class AdapterAdamW(MasterAdamW):
         self.adapters.merge()
 
     def follow(self, published: Mapping[str, Tensor]) -> None:
-        """Moves the adapters to a version, as it was published, and the model's weights."""
+        """Moves the adapters to a published version, and updates the model's weights."""
         super().follow(published)
         self.adapters.merge()
 
     @property
     def base_schema(self) -> Schema:
-        """Of the model's tensors."""
+        """The schema of the model's tensors."""
         return self._schema
 
     def adapted(self) -> AdaptedBase:
-        """What the adapters are added to, and the digest of the model's weights as they are now."""
+        """The base of the adapters, and the digest of the model's present weights."""
         live = self._with_frozen(self.adapters.live())
         return AdaptedBase(scale=self.adapters.scale, schema=self._schema.id, base=self._base_digest, live=live)
 

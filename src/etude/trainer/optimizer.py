@@ -1,5 +1,5 @@
-"""AdamW on float32 master weights; the model holds their rounding, in bfloat16 for most checkpoints, which is what is
-published and served."""
+"""AdamW on float32 master weights; the model holds their rounding, in bfloat16 for most checkpoints, which is published
+and served."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -19,29 +19,28 @@ from etude.records import AdaptedBase
 from etude.weights.ulpd.schema import Schema
 
 EPSILON = 1e-8
-BUCKET = 2**26  # elements that are updated at a time: so many have a root of the second moment, or are on their way
+BUCKET = 2**26  # elements updated at a time, which bounds the memory of temporary tensors and copies
 
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """The options of an update. `order` is where the second moment's bias is taken out: after the root, as
-    torch.optim.AdamW does, or before it, as the paper writes it (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2).
-    The two differ in the last bit, and runs must repeat bit for bit; with "paper" the clipping factor is a float64 as
-    well."""
+    """The options of an update. `order` is the place of the second moment's bias correction: after the root, as in
+    torch.optim.AdamW, or before it, as in the paper (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2). The two
+    differ in the last bit, and runs must repeat bit for bit; with "paper" the clipping factor is a float64, too."""
 
     betas: tuple[float, float]
     weight_decay: float
     clip: float
     order: Literal["torch", "paper"] = "torch"
-    decay_vectors: bool = True  # norms and biases too
+    decay_vectors: bool = True  # norms and biases, too
 
 
 class MasterAdamW:
-    """Owns the master copy of every trained tensor; used as `collect`, then `apply` or `drop`. After construction and
-    after each update the live tensors hold exactly the master rounded to its type in `types` (bfloat16 if it has none),
-    upcast to their own, so trainer and engine run on the same numbers. The order of `live` is that of the sum in the
-    gradient's norm. `fixed` tensors are published and not trained. `offload`: masters and moments are in the host's
-    memory, pinned for a GPU; a bucket of them at a time is updated on the device, with the same kernels and bits."""
+    """Owns the master copy of every trained tensor; call `collect`, then `apply` or `drop`. After construction and
+    after each update the live tensors hold exactly the master rounded to its type in `types` (bfloat16 by default),
+    upcast to their own, so trainer and engine compute with the same numbers. The order of `live` is that of the sum in
+    the gradient's norm. `fixed` tensors are published and not trained. `offload`: masters and moments are in the host's
+    memory, pinned for a GPU; the device updates a bucket of them at a time, with the same kernels and bits."""
 
     def __init__(
         self, live: Mapping[str, torch.Tensor], settings: AdamWSettings,
@@ -64,7 +63,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def collect(self) -> float:
-        """Takes the gradients over from the live tensors; returns their norm before clipping, which may be NaN."""
+        """Takes the gradients from the live tensors. Returns their norm before clipping, which may be NaN."""
         self._grads = {name: t.grad.float() for name, t in self._live.items() if t.grad is not None}
         for tensor in self._live.values():
             tensor.grad = None
@@ -74,7 +73,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def apply(self, lr: float) -> None:
-        """Updates the tensors that had a gradient, and lets the collected gradients go."""
+        """Updates the tensors that have a gradient, and frees the collected gradients."""
         settings, names = self._settings, list(self._grads)
         if not names:
             return
@@ -110,7 +109,7 @@ class MasterAdamW:
         settings = self._settings
         grads = [self._grads[name].reshape(-1)[part] for name, part in bucket]
         hosts = [[state[name].view(-1)[part] for name, part in bucket] for state in self._states]
-        # Without offload these are the states themselves.
+        # Without offload these are the states themselves, not copies.
         masters, first, second = (
             [host.to(grad.device, non_blocking=True) for host, grad in zip(state, grads, strict=True)]
             for state in hosts
@@ -149,7 +148,7 @@ class MasterAdamW:
         return torch.zeros(tensor.shape, dtype=torch.float32, device=where, pin_memory=pinned)
 
     def drop(self) -> None:
-        """Lets the collected gradients go without an update."""
+        """Frees the collected gradients without an update."""
         self._grads = {}
 
     @torch.no_grad()
@@ -164,20 +163,20 @@ class MasterAdamW:
 
     @property
     def base_schema(self) -> Schema | None:
-        """Of the base that the trained tensors are adapters of; None where they are the model's weights."""
+        """The schema of the base, if the trained tensors are adapters; None if they are the model's weights."""
         return None
 
     def adapted(self) -> AdaptedBase | None:
-        """What a version's manifest says of that base."""
+        """The base of adapters as recorded in a version's manifest."""
         return None
 
     def published(self) -> dict[str, torch.Tensor]:
-        """The tensors of the current version, each in its type; saved buffers are published with the trained tensors.
-        One whose type is float32 is the master itself."""
+        """The tensors of the current version, each in its type; saved buffers are published with the trained tensors. A
+        float32 tensor is the master itself."""
         return {name: t.detach().to(self._types[name]) for name, t in (self._master | self._fixed).items()}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything that exact resume needs, as named float32 tensors."""
+        """The complete state for exact resume, as named float32 tensors."""
         parts = {"master": self._master, "exp_avg": self._first, "exp_avg_sq": self._second}
         tensors = {f"{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
         return tensors | {f"step/{name}": torch.tensor(float(n)) for name, n in self._steps.items()}
@@ -194,8 +193,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def follow(self, published: Mapping[str, torch.Tensor]) -> None:
-        """Moves the master weights to a version, as it was published; those that round to it already stay as they
-        are."""
+        """Moves the master weights to a published version; masters that round to it already stay unchanged."""
         for name, master in self._master.items():
             target = published[name].to(master.device)
             whole = torch.int16 if target.element_size() == 2 else torch.int32
@@ -206,10 +204,10 @@ class MasterAdamW:
 
 def for_policy(model: PreTrainedModel, config: TrainerConfig, types: Types | None = None) -> MasterAdamW:
     """The optimizer of an RL run, over all parameters of the model, whose gradients are summed in float32 from now on.
-    `types` are those of its versions."""
+    `types` are the types of its versions."""
     live = dict(sorted(model.named_parameters()))
     for parameter in live.values():
-        parameter.grad_dtype = torch.float32  # hundreds of passes are summed: in bfloat16 small gradients would be lost
+        parameter.grad_dtype = torch.float32  # sums of hundreds of passes would lose small gradients in bfloat16
     fixed = {name: t for name, t in named_tensors(model).items() if name not in live}
     settings = AdamWSettings(config.betas, config.weight_decay, config.grad_clip)
     return MasterAdamW(live, settings, fixed, types, offload=config.offload_optimizer)

@@ -1,7 +1,7 @@
 """The chain of weight versions between the trainer and the engines.
 
     publisher, snapshots, ranks      the trainer's side: copies of the tensors, written as deltas and anchors
-    manifest, signature              a version's manifest, which is its commit point, and whom to trust
+    manifest, signature              a version's manifest, which is its commit point, and the readers' trust in it
     payloads, content                the payloads that lead to a version, their bytes, and the bits on the host
     receiver, live, repair, replica  the engine's side: versions staged, swapped in by a whole replica, repaired
     relay, coordinator, service      the small servers of a cluster

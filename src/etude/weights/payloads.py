@@ -88,7 +88,7 @@ def plan(
             continue
         for payload in _payloads(manifest):
             if any(part.key in broken for part in payload.parts):
-                faults.append(f"the {payload.kind} of version {payload.version} cannot be had")
+                faults.append(f"the {payload.kind} of version {payload.version} is missing or damaged")
             elif payload.base is None:
                 if payload.version <= target:
                     anchors[payload.version] = payload
@@ -174,7 +174,7 @@ class PayloadSource:
                 stop = min(start + PIECE, part.bytes)
                 answer = http.get(url, params=query, headers={"range": f"bytes={start}-{stop - 1}"})
                 if answer.status_code != 206 or len(answer.content) != stop - start:
-                    why = answer.text[:200] if answer.status_code >= 400 else "not the range that was asked for"
+                    why = answer.text[:200] if answer.status_code >= 400 else "not the requested range"
                     raise ValueError(f"{answer.status_code} with {len(answer.content)} bytes: {why}")
                 pieces.append(answer.content)
         payload = b"".join(pieces)

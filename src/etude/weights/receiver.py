@@ -136,7 +136,7 @@ class Receiver:
             for name in update.before:
                 self._live.tensors[name].copy_(tensors[name])
         wrong = [change.spec.name for change in update.changes or () if not self._live.holds(change)]
-        why = f"{wrong[0]} does not hold what was written" if wrong else None
+        why = f"{wrong[0]} does not hold the written values" if wrong else None
         if why is None and (whole or update.changes is None):
             why = _difference(self._live.tensors, update)
         if why is not None:

@@ -62,7 +62,7 @@ def needed(published: Sequence[PolicyVersion], in_use: Collection[int] = (), gon
                 for payload in plan(by_number.get, start, target, gone):
                     kept |= {part.key for part in payload.parts}
         except NoPath as e:
-            raise UserError(f"version {held} is said to be in use, but {e}; leave it out") from None
+            raise UserError(f"version {held} is listed as in use, but {e}; leave it out") from None
     return kept
 
 

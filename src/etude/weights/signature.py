@@ -61,7 +61,7 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PrivateKey):
-        raise UserError(f"{path} is no Ed25519 private key; make one with `etude weights keygen`")
+        raise UserError(f"{path} is not an Ed25519 private key; make one with `etude weights keygen`")
     return key
 
 
@@ -76,7 +76,7 @@ def public_key(path: Path) -> Ed25519PublicKey:
     except (OSError, ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PublicKey):
-        raise UserError(f"{path} is no Ed25519 public key; `etude weights keygen` writes it with the ending .pub")
+        raise UserError(f"{path} is not an Ed25519 public key; `etude weights keygen` writes it with the ending .pub")
     return key
 
 

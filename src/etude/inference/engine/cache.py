@@ -29,7 +29,7 @@ _SCANNED_SIBLINGS = 64  # how many children of a node are compared token by toke
 
 
 class CacheTooSmall(ValueError):
-    """The memory of a cache is too small for what it must hold."""
+    """The memory of a cache is too small for its purpose."""
 
 
 @dataclass(eq=False)

@@ -123,7 +123,7 @@ class LearnedCosts:
         self._passes += 1
         size = tokens.bit_length()
         n, t, _ = self._kept.get(size, (tokens, seconds, 0))
-        # An outlier, which something else delayed, counts as at most three times the mean.
+        # An outlier counts as at most three times the mean.
         share = 0.2
         mean = t + share * (min(seconds, 3.0 * t) - t)
         self._kept[size] = (n + share * (tokens - n), mean, self._passes)

@@ -77,8 +77,8 @@ def _joined(first_version: int, parts: list[Future[Any]]) -> Future[Scored]:
 class Engine:
     """Runs requests on one model. Start it with `start` (a thread) or call `step` yourself. `max_length` bounds prompt
     and answer below the model's context. With `routes`, the experts of every token are kept for requests that ask for
-    them. Raises CacheTooSmall if the cache of `config` is too small, and ValueError for a model whose layers keep state
-    that this engine cannot hold."""
+    them. Raises CacheTooSmall if the cache of `config` is too small, and ValueError for a model whose layers keep no
+    keys and values, or different ones."""
 
     def __init__(
         self,

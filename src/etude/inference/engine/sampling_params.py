@@ -164,8 +164,8 @@ TopLogprobs = list[tuple[int, float]]
 
 
 def top_logprobs(log_probs_V: np.ndarray, count: int, floor: float, shift: float) -> TopLogprobs:
-    """The `count` most probable tokens of float32 log-probabilities [V], as far as they are at least `floor`; `shift`
-    is added to each, to renormalise over what a nucleus keeps."""
+    """The `count` most probable tokens of float32 log-probabilities [V], without those below `floor`; `shift` is added
+    to each, to renormalise over a nucleus."""
     count = min(count, len(log_probs_V))
     best = np.argpartition(-log_probs_V, count - 1)[:count]
     best = best[np.lexsort((best, -log_probs_V[best]))]

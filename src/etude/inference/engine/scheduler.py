@@ -68,7 +68,7 @@ class Scheduler:
             kept,
             num_bytes=cache_bytes(config, device, kept, max_length),
             max_length=max_length,
-            # The CPU kernel computes in float32 whatever the weights' type.
+            # The CPU kernel computes in float32 for weights of any type.
             dtype=torch.float32 if device.type == "cpu" else model.dtype,
             device=device,
         )

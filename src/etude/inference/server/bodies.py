@@ -279,7 +279,7 @@ def refuse_others(fields: Mapping[str, Any], done: frozenset[str], neutral: Mapp
     """Raises Refusal for a field that is not in `done` and could change the answer."""
     for name in sorted(fields.keys() - done - HARMLESS):
         if name not in neutral:
-            raise invalid(f"{name[:100]} is no field of this route", name[:100])
+            raise invalid(f"{name[:100]} is not a field of this route", name[:100])
         if fields[name] is not None and fields[name] not in neutral[name]:
             raise invalid(f"{name} is not supported: leave it out", name)
 

@@ -142,7 +142,7 @@ class Choice:
                 turn.grow(self.ids[shown:])
                 shown = len(self.ids)
             if self.reason == "abort":
-                turn.refuse(RequestRefused("lost", "the server was told to end its running requests"))
+                turn.refuse(RequestRefused("lost", "the server was paused and ended its running requests"))
             else:
                 turn.settle(await self.settled())
         except RequestFailed as e:

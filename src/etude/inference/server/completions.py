@@ -88,7 +88,7 @@ class Completions:
         scored = [prompt for prompt in prompts if len(prompt.ids) > 1]
         longest = _SCORED // engine.vocab_size
         if any(len(prompt.ids) > longest for prompt in scored):
-            raise invalid(f"log-probabilities are told of prompts of at most {longest} tokens", "prompt")
+            raise invalid(f"log-probabilities are limited to prompts of at most {longest} tokens", "prompt")
         futures = [asyncio.wrap_future(engine.score_prompt(prompt.ids, top)) for prompt in scored]
         for prompt, (_, scores) in zip(scored, await asyncio.gather(*futures), strict=True):
             prompt.scores = scores

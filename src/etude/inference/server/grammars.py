@@ -182,7 +182,7 @@ def answer_rule(body: Body) -> tuple[str, str] | None:
         if (value := getattr(body, f"guided_{name}")) is not None:
             rules += _structured({name: value}, f"guided_{name}")
     if len(rules) > 1:
-        raise invalid("several fields say what the answer must look like: leave all but one out", rules[1][1])
+        raise invalid("several fields constrain the answer: leave all but one out", rules[1][1])
     return rules[0] if rules else None
 
 
@@ -223,7 +223,7 @@ def _structured(outputs: Mapping[str, Any], param: str) -> list[tuple[str, str]]
             case ("grammar", str()):
                 rules.append(_renamed(value, param))
             case _:
-                raise invalid(f"{param}: {kind[:100]!r} is not supported so", param)
+                raise invalid(f"{param}: {kind[:100]!r} with this value is not supported", param)
     return [(rule, param) for rule in rules]
 
 

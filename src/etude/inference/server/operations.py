@@ -88,7 +88,7 @@ class OperationRoutes:
     async def _chunk(self, http: HTTPRequest) -> Response:
         number, version = http.path_params["number"], http.query_params.get("version", "")
         if not _NUMBER.fullmatch(number) or not _NUMBER.fullmatch(version):
-            return error(400, "name the chunk by its number, and the version that it is wanted of", param="version")
+            return error(400, "name the chunk and its version by their numbers", param="version")
         data = await asyncio.to_thread(self._watcher.chunk, int(number), int(version))
         if data is None:
             return error(404, f"this server has no such chunk of version {version}", code="not_found")

@@ -83,7 +83,7 @@ def run(config: ServerConfig, access: Access = LOOPBACK) -> None:
 
 @contextmanager
 def _stage(what: str) -> Iterator[None]:
-    """Prints what the server is doing before it answers, and the seconds it took."""
+    """Prints a stage of the start, and the seconds it took."""
     print(f"{what} ...", flush=True)
     start = time.monotonic()
     yield

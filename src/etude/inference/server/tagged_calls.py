@@ -138,7 +138,7 @@ def _parameters(name: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[st
         or not all(isinstance(key, str) for key in required)
         or not all(isinstance(each, dict) or each is True for each in properties.values())
     ):
-        raise invalid(f"the parameters of {name} are no JSON schema of an object", "tools")
+        raise invalid(f"the parameters of {name} are not a JSON schema of an object", "tools")
     known = {key: {} if each is True else each for key, each in properties.items()}
     return known | {key: {} for key in required if key not in known}, set(required)
 

@@ -1,8 +1,8 @@
 """Fine-tuning on applied edits: from a file and a sketch of its edit to the new file, or to another format's answer.
 
-Only the answer is learned (formats: `edits/formats.py`). The hard part for a small model is to copy without a slip, so
-short files come first. With every checkpoint the likelihood of some held-out edits is measured: an answer is right
-under greedy decoding exactly if each of its tokens is the most likely one after those before it, so one pass decides.
+Only the answer is learned (formats: `edits/formats.py`). Small models mainly fail to copy without a slip, so short
+files come first. With every checkpoint the likelihood of some held-out edits is measured: greedy decoding gives an
+answer exactly if each of its tokens is the most likely one after those before it, so one pass decides.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def finetune(
 ) -> Path:
     """Fine-tunes a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input. `resume`
     continues from the saved state; `stop_after` ends after that many steps in all."""
-    optim, form, given = config.trainer, config.format, config.model
+    optim, form, source = config.trainer, config.format, config.model
     pretrain.refuse(output, config, resume)
-    folders = [*([] if isinstance(given, NewModelConfig) else [given.path])]
+    folders = [*([] if isinstance(source, NewModelConfig) else [source.path])]
     folders += [config.distill.teacher] if config.distill else []
     distillation.check_tokenizers(folders)
     train, held_out = tables.load(config.data), tables.load(config.held_out)
@@ -55,8 +55,8 @@ def finetune(
     if config.distill is not None:
         teacher = distillation.teacher(config.distill, optim, kind)
         size = teacher.config.get_text_config().vocab_size
-        if isinstance(given, NewModelConfig) and given.vocab_size != size:
-            raise UserError(f"model.vocab_size = {given.vocab_size}, and {folders[0]} has {size}: use the latter")
+        if isinstance(source, NewModelConfig) and source.vocab_size != size:
+            raise UserError(f"model.vocab_size = {source.vocab_size}, and {folders[0]} has {size}: use the latter")
         compute = distillation.loss_function(model, teacher, config.distill.share)
     renderer = renderer_for(folders[0], tools=False)
     words = pretrain.vocabulary_of(folders[0], folder.pad_of(model), lambda: renderer)
@@ -73,7 +73,7 @@ def finetune(
 
 
 def _student(config: ApplyConfig) -> tuple[PreTrainedModel, dict[str, torch.dtype]]:
-    """The model to train, of a folder or new, and the types in which it is saved."""
+    """The model to train, from a folder or new, and the types in which it is saved."""
     if isinstance(config.model, NewModelConfig):
         return pretrain.new_model(config.model, config.seed).to(config.trainer.device), {}  # pyright: ignore
     model = folder.load(config.model.path, config.trainer)
@@ -81,25 +81,25 @@ def _student(config: ApplyConfig) -> tuple[PreTrainedModel, dict[str, torch.dtyp
 
 
 def encode(examples: Sequence[Example], renderer: Renderer, form: str = "rewrite") -> list[packing.Encoded]:
-    """Ids and mask of every example, as `/v1/apply` asks: the answer, its closing tag and the end of the turn are
-    learned."""
+    """Ids and mask of every example, with the prompt of `/v1/apply`: the answer, its closing tag and the end of the
+    turn are learned."""
     encoded: list[packing.Encoded] = []
     for example in examples:
         prompt = formats.question(example.file, example.sketch, example.instruction, form)
         seen = [*renderer.prompt([{"role": "user", "content": prompt.content}]), *renderer.plain(prompt.opening)]
-        said = renderer.plain(formats.answer(example.file, example.result, form) + prompt.close)
-        ids = np.array([*seen, *said, renderer.stop_ids[0]], dtype=np.uint32)
+        answer = renderer.plain(formats.answer(example.file, example.result, form) + prompt.close)
+        ids = np.array([*seen, *answer, renderer.stop_ids[0]], dtype=np.uint32)
         encoded.append((ids, (np.arange(len(ids)) >= len(seen)).astype(np.uint8)))
     return encoded
 
 
 def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, config: ApplyConfig) -> packing.Rows:
-    """Packed rows, phase after phase. In each phase examples come by weight, those not seen yet before the others, and
-    a share of them under other names. An edit is as long as its whole-file answer, if not longer, so that every format
-    is taught the same edits in the same order, for as long as the tokens last. Raises UserError if a phase has no
-    example short enough."""
+    """Packed rows, phase after phase. In each phase examples come by weight, unused ones first, and a share of them
+    with other names. The length of an edit is that of its whole-file answer or of its answer, whichever is longer, so
+    that every format is taught the same edits in the same order, as long as the tokens suffice. Raises UserError if a
+    phase has no example short enough."""
     rng = random.Random(config.seed)
-    # An answer is not read as the result if the file itself holds lines of the format.
+    # If the file itself has lines of the format, an answer is not read as the result.
     answers = [formats.answer(e.file, e.result, config.format) for e in examples]
     pairs = zip(examples, answers, strict=True)
     examples = [e for e, answer in pairs if formats.read_answer(e.file, answer, config.format) == e.result]
@@ -135,7 +135,7 @@ def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, 
 
 @dataclass(frozen=True)
 class HeldOutEdit:
-    """A held-out edit, encoded; `changed_T` marks the answer's tokens that are not the file's at their place."""
+    """A held-out edit, encoded; `changed_T` marks the answer's tokens that differ from the file's at their place."""
 
     ids_T: np.ndarray
     label_T: np.ndarray
@@ -144,7 +144,7 @@ class HeldOutEdit:
 
 @dataclass(frozen=True)
 class AnswerLikelihood:
-    """Whether greedy decoding gives the answer, how many of its tokens come before the first slip, and the losses."""
+    """Whether greedy decoding gives the answer, the share of right tokens, and the losses."""
 
     exact: bool
     right: float  # share of the answer's tokens that are the most likely ones
@@ -157,7 +157,7 @@ class AnswerLikelihood:
 def measured(
     examples: Sequence[Example], renderer: Renderer, count: int, longest: int, seed: int, form: str = "rewrite"
 ) -> list[HeldOutEdit]:
-    """Up to `count` of the examples that have at most `longest` tokens, both with an answer of `form` and whole."""
+    """Up to `count` of the examples whose answers, in `form` and as a whole file, have at most `longest` tokens."""
     chosen = random.Random(seed).sample(list(examples), len(examples))
     tests: list[HeldOutEdit] = []
     for example in chosen:
@@ -179,7 +179,7 @@ def measured(
 
 @torch.no_grad()
 def likelihoods(model: PreTrainedModel, tests: Sequence[HeldOutEdit]) -> list[AnswerLikelihood]:
-    """One pass per edit."""
+    """The likelihood of each held-out edit, in one pass per edit."""
     results = []
     for test in tests:
         ids_T = torch.from_numpy(test.ids_T).to(model.device)

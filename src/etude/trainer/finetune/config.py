@@ -1,4 +1,4 @@
-"""Configuration of the stages that come before reinforcement learning. No torch here."""
+"""Configuration of the stages before reinforcement learning. No torch here."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from etude.corpus.retrieval import KINDS, RetrievalOptions
 from etude.errors import UserError
 
 
-def _model_folder(given: Any) -> Any:
-    """The folder of a model that has a name; any other path as it is, for it may be made later. The text counts:
-    `./nano` is a folder here, and as a path it would be the name."""
+def _model_folder(value: Any) -> Any:
+    """The folder of a named model; any other path unchanged, since it may be made later. The text decides: `./nano` is
+    a folder here, although as a path it would equal the name."""
     try:
-        return str(find_model(given)) if isinstance(given, str) else given
+        return str(find_model(value)) if isinstance(value, str) else value
     except UserError:
-        return given
+        return value
 
 
 ModelFolder = Annotated[Path, BeforeValidator(_model_folder)]
-LR = 2e-3  # of a new model
-FOLDER_LR = 2e-5  # of a model that has learned; ten times as much for adapters, which begin at zero
+LR = 2e-3  # for a new model
+FOLDER_LR = 2e-5  # for a trained model; ten times as much for adapters, which begin at zero
 
 
 class FolderModelConfig(Section):
-    """The model that training goes on from."""
+    """A folder with the model that training continues from."""
 
     path: ModelFolder = Field(description="HF folder, run folder, GGUF file, or the name of a model such as nano")
     origin: Path | None = option(None, "written by etude: what `path` was made from in the user's cache")
@@ -65,7 +65,7 @@ AnyModel = Annotated[
 
 
 class CorpusConfig(Section):
-    """Where functions come from. `held_out` packages are never trained on, nor is any function that overlaps them."""
+    """The source of functions. `held_out` packages are never trained on, nor is any function that overlaps them."""
 
     packages: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
@@ -107,10 +107,10 @@ class ShapesConfig(Section):
 
 
 class DocumentsConfig(Section):
-    """Prompts with documents instead of repair episodes, for a `share` of the tokens: cross-file retrieval, with from
-    `least` to `most` excerpts, and up to `questions` prompts that see them. In a share
-    `own` of the samples each document sees itself only, as the engine's documents do; there the loss has, by weight
-    `kl`, the divergence from the same weights with all documents visible to each other."""
+    """Prompts with documents in place of repair episodes, for a `share` of the tokens: cross-file retrieval, with
+    `least` to `most` excerpts, and up to `questions` prompts that see them. In a share `own` of the samples each
+    document sees only itself, as in the engine; their loss includes, with weight `kl`, the divergence from the same
+    weights with all documents visible to each other."""
 
     least: int = Field(default=4, ge=2)
     most: int = Field(default=10, le=30)
@@ -132,14 +132,14 @@ class DocumentsConfig(Section):
         return self
 
     def options(self) -> RetrievalOptions:
-        """What the samples of cross-file retrieval are made by."""
+        """The options for samples of cross-file retrieval."""
         return RetrievalOptions(self.least, self.most, self.questions, self.kinds)
 
 
 class OptimConfig(Section):
     """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero. The schedule
-    runs on max(tokens / `tokens`, elapsed / `minutes`), so a run ends on time with a decayed learning rate however
-    busy the machine is. Without `minutes` it depends on tokens alone and the run is reproducible."""
+    runs on max(tokens / `tokens`, elapsed / `minutes`), so a run ends on time with a decayed learning rate on a machine
+    of any speed. Without `minutes` it depends on tokens alone and the run is reproducible."""
 
     tokens: int | None = option(None, "padding included; default: all of data.files, or 10 million of a corpus", gt=0)
     minutes: float | None = option(None, "the learning rate has decayed by then", gt=0)
@@ -183,13 +183,13 @@ class OptimConfig(Section):
 
     @property
     def corpus_tokens(self) -> int:
-        """Tokens to make from a corpus, which has no end."""
+        """Number of tokens to make from a corpus, which has no end."""
         return self.tokens or 10_000_000
 
 
 class DataConfig(Section):
     """Files in place of the corpus: rows of `messages` (OpenAI's format), ATIF trajectories, and, in mid-training, rows
-    of `text`. Rows that cannot be used are counted and named in data.json of the run folder."""
+    of `text`. Unusable rows are counted and named in data.json of the run folder."""
 
     files: tuple[Path, ...] = Field(min_length=1, description=".jsonl and .json files, or folders of them")
     held_out: tuple[Path, ...] = option((), "files whose loss is measured with every checkpoint")
@@ -202,7 +202,7 @@ def _name(default: str) -> Any:
 
 
 class _Stage(Section):
-    """What the stages have in common."""
+    """The common options of the stages."""
 
     seed: int = 0
     trainer: OptimConfig = OptimConfig()
@@ -210,21 +210,21 @@ class _Stage(Section):
     @model_validator(mode="before")
     @classmethod
     def _rate_of_the_model(cls, data: Any) -> Any:
-        """The learning rate that suits what is trained, unless one is given."""
+        """The default learning rate for the kind of model and training, unless it is configured."""
         if not isinstance(data, dict):
             return data
         table = data.get("trainer", {})
-        given = table.model_dump(exclude_unset=True) if isinstance(table, OptimConfig) else table
-        if not isinstance(given, dict):
+        configured = table.model_dump(exclude_unset=True) if isinstance(table, OptimConfig) else table
+        if not isinstance(configured, dict):
             return data
         model = data.get("model", cls.model_fields["model"].get_default())
-        rate = LR if _kind_of_model(model) == "new" else FOLDER_LR * (1 if given.get("lora") is None else 10)
-        return data | {"trainer": {"lr": rate} | given}
+        rate = LR if _kind_of_model(model) == "new" else FOLDER_LR * (1 if configured.get("lora") is None else 10)
+        return data | {"trainer": {"lr": rate} | configured}
 
 
 class MidtrainConfig(_Stage):
-    """Mid-training on code: of the model of a folder, or of a new one (its shape) with a tokenizer of its own. With
-    `data`, on its texts and conversations instead, of which every token is learned."""
+    """Mid-training on code, of a folder's model or of a new one (its shape) with a new tokenizer. With `data`, on its
+    texts and conversations instead, of which every token is learned."""
 
     stage: Literal["midtrain"] = "midtrain"
     name: str = _name("midtrain")
@@ -243,16 +243,17 @@ class MidtrainConfig(_Stage):
 
 
 class DistillConfig(Section):
-    """`teacher` is a model folder of the same vocabulary; `share` of the loss is the divergence from it."""
+    """`teacher` is a model folder of the same vocabulary; `share` is the weight of the divergence from it in the
+    loss."""
 
     teacher: ModelFolder
     share: float = Field(default=0.5, gt=0, le=1)
 
 
 class SftConfig(_Stage):
-    """`model.path` is the model to start from. It learns from `data`, or from
-    repair episodes of the corpus; functions of more than `max_lines` lines are left out of these. With `documents`,
-    rows of batch * length tokens hold prompts with documents, too. With `distill` it also learns from a teacher."""
+    """`model.path` is the model to start from. It learns from `data`, or from repair episodes of the corpus, without
+    functions of more than `max_lines` lines. With `documents`, rows of batch * length tokens hold prompts with
+    documents, too. With `distill` it also learns from a teacher."""
 
     stage: Literal["sft"] = "sft"
     name: str = _name("sft")
@@ -278,7 +279,7 @@ class SftConfig(_Stage):
     def _one_kind(self) -> SftConfig:
         if self.documents is None:
             return self
-        # Every row has a mask of its own, and each would be compiled.
+        # Every row has its own mask, and each would be compiled.
         if self.trainer.compile:
             raise ValueError("prompts with documents are trained without compilation: set trainer.compile to false")
         if self.data is not None or self.distill is not None:
@@ -287,8 +288,8 @@ class SftConfig(_Stage):
 
 
 class PhaseConfig(Section):
-    """A part of a run: its share of the tokens, the most tokens that an example in it may have, and the share of the
-    examples whose names are replaced by others, so that they can't be known by heart."""
+    """A phase of a run: its share of the tokens, the largest number of tokens of an example, and the share of examples
+    whose names are replaced by others, so that they cannot be memorised."""
 
     share: float = Field(gt=0, le=1)
     longest: int = Field(gt=0)
@@ -297,8 +298,8 @@ class PhaseConfig(Section):
 
 class ApplyConfig(_Stage):
     """Fine-tuning on applied edits. `model.path` is the model to start from, or `model` the shape of a new one, which
-    has the teacher's tokenizer; `data` and `held_out` are tables that `etude tasks fast-apply` made; `format` is how
-    edits are answered (edits/formats.py); the phases follow each other, and their shares sum to 1."""
+    has the teacher's tokenizer. `data` and `held_out` are tables made by `etude tasks fast-apply`; `format` is the
+    format of answers (edits/formats.py). The phases follow each other, and their shares sum to 1."""
 
     stage: Literal["apply"] = "apply"
     name: str = _name("apply")

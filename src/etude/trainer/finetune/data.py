@@ -20,11 +20,11 @@ from etude.trainer.finetune.config import DataConfig, OptimConfig
 
 log = logging.getLogger(__name__)
 
-_NAMED = 10  # refused rows in the log; all of them are in the report
+_NAMED = 10  # number of refused rows in the log; the report has all
 
 
 def check(data: DataConfig | None) -> None:
-    """Raises UserError for a path of a user's files that is not there."""
+    """Raises UserError if a path of a user's files does not exist."""
     for path in () if data is None else (*data.files, *data.held_out):
         chats.files_of(path)
 
@@ -32,8 +32,8 @@ def check(data: DataConfig | None) -> None:
 def conversations(
     data: DataConfig, renderer: Callable[[], Renderer], optim: OptimConfig, output: Path, seed: int, *, pad: int
 ) -> tuple[Rows, Rows | None]:
-    """Rows to train on, `epochs` times in other orders, and held-out ones. Conversations that are longer than a row are
-    refused. Raises UserError if nothing is left."""
+    """Rows to train on, `epochs` times in different orders, and held-out ones. Conversations longer than a row are
+    refused. Raises UserError if none is left."""
     return _rows(data, renderer, optim, output, seed, pad, None, None)
 
 
@@ -41,7 +41,7 @@ def texts(
     data: DataConfig, renderer: Callable[[], Renderer], optim: OptimConfig, output: Path, seed: int, *,
     words: Vocabulary,
 ) -> tuple[Rows, Rows | None]:  # fmt: skip
-    """As `conversations`, with rows of text as well, cut where they are longer than a row. Every token is learned."""
+    """Like `conversations`, also with rows of text, which are cut at the length of a row. Every token is learned."""
 
     def encode(text: str) -> Encoded:
         return words.encode([(TextPiece(text),)])[0]
@@ -56,25 +56,25 @@ def _rows(
     report: dict[str, object] = {}
     kept: list[list[Encoded]] = []
     for part, files in (("files", data.files), ("held_out", data.held_out)):
-        found: list[Encoded] = []
+        encoded: list[Encoded] = []
         refused: list[chats.RefusedRow] = []
         for row in chats.rows(files, renderer, text=text, min_reward=data.min_reward):
             if isinstance(row, chats.LearnedRow) and (text is not None or len(row.tokens[0]) <= optim.length):
                 ids, mask = row.tokens
-                found.append((ids, mask if text is None else np.ones_like(mask)))
+                encoded.append((ids, mask if text is None else np.ones_like(mask)))
             elif isinstance(row, chats.LearnedRow):
                 why = f"it has {len(row.tokens[0]):,} tokens, more than trainer.length = {optim.length:,}"
                 refused.append(chats.RefusedRow(row.name, why))
             else:
                 refused.append(row)
-        _say(part, found, refused)
+        _log(part, encoded, refused)
         report[part] = {
-            "rows": len(found),
-            "tokens": sum(len(ids) for ids, _ in found),
-            "learned": sum(int(mask.sum()) for _, mask in found),
+            "rows": len(encoded),
+            "tokens": sum(len(ids) for ids, _ in encoded),
+            "learned": sum(int(mask.sum()) for _, mask in encoded),
             "refused": [{"row": one.name, "why": one.why} for one in refused],
         }
-        kept.append(found)
+        kept.append(encoded)
     (output / "data.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     train, held_out = (
         packing.pack(some, optim.length, pad=pad, separator=separator, label_separator=True) if some else None
@@ -86,8 +86,8 @@ def _rows(
     return packing.joined(orders), held_out
 
 
-def _say(part: str, found: Sequence[Encoded], refused: Sequence[chats.RefusedRow]) -> None:
-    log.info("data.%s: %d rows to learn from, %d refused", part, len(found), len(refused))
+def _log(part: str, encoded: Sequence[Encoded], refused: Sequence[chats.RefusedRow]) -> None:
+    log.info("data.%s: %d rows to learn from, %d refused", part, len(encoded), len(refused))
     for one in refused[:_NAMED]:
         log.warning("refused: %s: %s", one.name, one.why)
     if len(refused) > _NAMED:

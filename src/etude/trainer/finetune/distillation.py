@@ -1,11 +1,11 @@
-"""Distillation: a smaller model learns a teacher's distribution at every token of the answer, beside the answer.
+"""Distillation: a smaller model learns a teacher's distribution at every token of the answer, besides the answer.
 
 The loss is that of word-level knowledge distillation (Kim & Rush 2016, arXiv:1606.07947, section 3.1; Hinton et al.
 2015, arXiv:1503.02531, without a temperature), a mean over the K labelled tokens of a batch:
 
     (1 - share) * -log p_student(label)  +  share * KL(p_teacher || p_student)
 
-Both models read the same tokens, the right ones. The divergence is 0, and so is its gradient, where they agree.
+Both models read the same tokens, the right ones. Where they agree, the divergence and its gradient are 0.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from etude.trainer.finetune.loop import Loss
 from etude.trainer.finetune.packed import PackedPass, hidden_states
 from etude.trainer.finetune.routers import Routers
 
-_LOGITS = 2**27  # of student and teacher each that lie side by side: 512 MiB in float32
+_LOGITS = 2**27  # logits of student and of teacher in memory at a time: 512 MiB each in float32
 
 
 def check_tokenizers(folders: Sequence[Path]) -> None:
-    """Raises UserError unless all are model folders whose tokenizers know the same tokens."""
+    """Raises UserError unless all are model folders whose tokenizers have the same tokens."""
     for one in folders:
         folder.check(one)
     known = [load_tokenizer(one).get_vocab(with_added_tokens=True) for one in folders]
@@ -42,8 +42,8 @@ def check_tokenizers(folders: Sequence[Path]) -> None:
 
 
 def teacher(config: DistillConfig, optim: OptimConfig, kind: Packing) -> PreTrainedModel:
-    """The frozen teacher, on the student's device, with rows packed as the student's are. Raises UserError if its
-    context is too short, or if it cannot compute such rows."""
+    """The frozen teacher, on the student's device, for rows packed like the student's. Raises UserError if its context
+    is too short, or if it cannot compute such rows."""
     model = folder.load(config.teacher, optim).requires_grad_(False)
     folder.packing_of(model, kind)
     folder.cast(model, folder.computed(model, optim))
@@ -64,7 +64,7 @@ def mixed(
 
 def loss_function(model: PreTrainedModel, teacher: PreTrainedModel, share: float) -> Callable[[PackedPass], Loss]:
     """Like `packed.loss_function`, with the teacher's share and the figure `loss/kl`. Embeddings may be padded to
-    different sizes: tokens beyond the smaller one do not exist."""
+    different sizes: tokens beyond the smaller size are ignored."""
     routers = Routers.of(model)
 
     def compute(part: PackedPass) -> Loss:
@@ -95,6 +95,6 @@ def loss_function(model: PreTrainedModel, teacher: PreTrainedModel, share: float
 
 
 def _logits(model: PreTrainedModel, hidden_KD: Tensor, size: int) -> Tensor:
-    """Float32 [K, size]."""
+    """Float32 logits [K, size]."""
     head = head_of(model)
     return head.finish(F.linear(hidden_KD, head.weight_VD))[:, :size].float()

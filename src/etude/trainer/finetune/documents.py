@@ -1,9 +1,9 @@
-"""Fine-tuning on prompts with documents, under the mask of each document seeing itself only, and under the full one.
+"""Fine-tuning on prompts with documents, under two masks: each document sees only itself, or all of them are one text.
 
 A sample is some documents and tails that see all of them, but not each other: the documents are computed once for all
-its tails. For a share of the samples each document is a node of the segment graph of its own ("own"), for the others
-all are one plain causal node ("full"), so that the model stays usable in both ways (Block-Attention, arXiv:2409.15355).
-The loss on the tails' answers is
+its tails. For a share of the samples each document is its own node of the segment graph ("own"), for the others all are
+one plain causal node ("full"), so that the model stays usable in both ways (Block-Attention, arXiv:2409.15355). The
+loss on the tails' answers is
 
     cross-entropy  +  kl * KL(full || own)  on the samples of the first kind,
 
@@ -34,14 +34,14 @@ from etude.trainer.finetune import folder
 from etude.trainer.finetune.loop import Loss
 from etude.trainer.finetune.routers import Routers
 
-_WIDTH = 64  # labelled positions are padded to a multiple of it: oneDNN compiles for each shape
-_TEACHER = 256  # and the tokens of a pass without gradient
+_WIDTH = 64  # labelled positions are padded to a multiple of this: oneDNN compiles for each shape
+_TEACHER = 256  # the same for the tokens of a pass without gradient
 _CHUNK = 256  # samples encoded at a time
 
 
 @dataclass(frozen=True)
 class DocumentSample:
-    """Token ids of documents, and tails (ids, mask): mask is 1 where a token is learned, never at a tail's first."""
+    """Token ids of documents, and tails (ids, mask): mask is 1 for learned tokens, never for a tail's first."""
 
     documents: tuple[np.ndarray, ...]
     tails: tuple[Encoded, ...]
@@ -51,23 +51,23 @@ class DocumentSample:
 
 
 def encode(renderer: Renderer, retrieved: Sequence[Questions]) -> list[DocumentSample]:
-    """Samples of cross-file retrieval as the engine's chat route renders them, one tail for each question."""
+    """Samples of cross-file retrieval, rendered like the engine's chat route, one tail per question."""
     return [
         DocumentSample(
             tuple(np.array(renderer.document(title, text), dtype=np.uint32) for title, text in sample.documents),
-            tuple(chats.encode(_asked(question.text, question.answer), renderer) for question in sample.questions),
+            tuple(chats.encode(_chat(question.text, question.answer), renderer) for question in sample.questions),
         )
         for sample in retrieved
     ]
 
 
-def _asked(question: str, answer: str) -> chats.Chat:
+def _chat(question: str, answer: str) -> chats.Chat:
     return chats.Chat(question, ({"role": "user", "content": question}, {"role": "assistant", "content": answer}))
 
 
 def take(retrieved: Iterator[Questions], renderer: Renderer, tokens: int, longest: int) -> list[DocumentSample]:
-    """Encoded samples until their tokens reach `tokens`; longer ones than `longest` are left out. Raises ValueError if
-    hundreds on end are longer."""
+    """Encoded samples until their tokens reach `tokens`, without those longer than `longest`. Raises ValueError after
+    hundreds of consecutive long ones."""
     taken: list[DocumentSample] = []
     total = 0
     while total < tokens:
@@ -84,7 +84,7 @@ def take(retrieved: Iterator[Questions], renderer: Renderer, tokens: int, longes
 
 
 def nodes_of(sample: DocumentSample, own: bool, seen: int = 0) -> list[Node]:
-    """The nodes of one sample, `seen` nodes before it in the graph; ids and positions are the same for either mask."""
+    """The nodes of one sample, after `seen` nodes in the graph; ids and positions are the same for either mask."""
     starts = list(accumulate(map(len, sample.documents), initial=0))
     ids = [np.asarray(document, dtype=np.int64) for document in sample.documents]
     nodes = [Node(document, start) for document, start in zip(ids, starts, strict=False)]
@@ -95,7 +95,7 @@ def nodes_of(sample: DocumentSample, own: bool, seen: int = 0) -> list[Node]:
 
 
 def graph_of(samples: Sequence[DocumentSample], own: Sequence[bool], length: int = 0, pad: int = 0) -> Graph:
-    """Samples beside each other in one row, padded to `length` tokens with a node that no other node sees."""
+    """Samples side by side in one row, padded to `length` tokens with a node that no other node sees."""
     nodes: list[Node] = []
     for sample, alone in zip(samples, own, strict=True):
         nodes += nodes_of(sample, alone, len(nodes))
@@ -121,7 +121,7 @@ def predicting(samples: Sequence[DocumentSample]) -> tuple[np.ndarray, np.ndarra
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """One row of samples. `teacher` holds those whose documents see themselves only, under the full mask."""
+    """One row of samples. `teacher` holds its "own" samples under the full mask."""
 
     graph: Graph
     index_K: Tensor
@@ -139,7 +139,7 @@ class DocumentBatch:
 
     @classmethod
     def of(cls, samples: Sequence[DocumentSample], own: Sequence[bool], length: int = 0, pad: int = 0) -> DocumentBatch:
-        """Padded to `length` tokens, if they are fewer."""
+        """The batch of these samples, padded to `length` tokens."""
         index_K, targets_K, of_K = predicting(samples)
         own = [alone and bool(sample.documents) for alone, sample in zip(own, samples, strict=True)]
         own_M, teacher, teacher_M = np.flatnonzero(np.array(own)[of_K]), None, np.zeros(0, np.int64)
@@ -153,7 +153,7 @@ class DocumentBatch:
 
 @dataclass(frozen=True)
 class DocumentBatches(Sequence[tuple[DocumentBatch]]):
-    """Rows of `length` tokens, each filled with whole samples; which of them see themselves only follows `seed`."""
+    """Rows of `length` tokens, each filled with whole samples; `seed` decides which samples are "own"."""
 
     samples: Sequence[DocumentSample]
     rows: Sequence[Sequence[int]]
@@ -164,7 +164,7 @@ class DocumentBatches(Sequence[tuple[DocumentBatch]]):
 
     @classmethod
     def of(cls, samples: Sequence[DocumentSample], length: int, own: float, seed: int, pad: int = 0) -> DocumentBatches:
-        """No sample may be longer than a row."""
+        """The rows of these samples, none of which may be longer than a row."""
         rows = packing.best_fit([len(sample) for sample in samples], length)
         order = np.random.default_rng(seed).permutation(len(rows))
         return cls(samples, [rows[i] for i in order], length, own, seed, pad)
@@ -211,8 +211,9 @@ def loss_function(model: PreTrainedModel, kl: float) -> Callable[[DocumentBatch]
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, samples: Sequence[DocumentSample], own: bool, length: int) -> dict[str, float]:
-    """Of all answers under one mask: `nll`, nats per labelled token, and `exact`, the share that greedy decoding gives.
-    Greedy decoding gives an answer exactly if each of its tokens is the likeliest after those before it."""
+    """The figures of all answers under one mask: `nll`, nats per labelled token, and `exact`, the share that greedy
+    decoding gives. Greedy decoding gives an answer exactly if each of its tokens is the likeliest after those before
+    it."""
     nll, tokens, right, answers = 0.0, 0, 0, 0
     for row in packing.best_fit([len(sample) for sample in samples], length):
         members = [samples[i] for i in row]

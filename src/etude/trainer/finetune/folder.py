@@ -1,7 +1,8 @@
-"""The folder that a stage starts from and the one that it writes: same architecture, tokenizer, template and types.
+"""The model folder that a stage starts from and the one that it writes: same architecture, tokenizer, template and
+types.
 
-Weights are loaded in the types of the files and saved in them, from the float32 masters, whatever the stage computes
-in. Attention is ours where examples share a row and must not see each other, otherwise transformers' own.
+Weights are loaded in the types of the files and saved in them, from the float32 masters, in whatever type the stage
+computes. Attention is ours if examples share a row and must not see each other, otherwise transformers' own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from etude.errors import UserError
 from etude.models import attention, dtypes, experts, support
 from etude.models.attention import SegmentLayout
-from etude.models.files import check_folder
+from etude.models.files import check_folder, first_line
 from etude.models.head import head_of
 from etude.models.loading import load_model
 from etude.models.segments import Graph, Node
@@ -54,26 +55,26 @@ def load(folder: Path, config: OptimConfig) -> PreTrainedModel:
         raise UserError('adapters leave weights as they are, and trainer.dtype = "bfloat16" would round them: drop it')
     try:
         return load_model(folder, dtype=own, device=config.device)
-    except (RuntimeError, AssertionError) as e:  # no such device, or too little memory on it
-        raise UserError(f"{folder} cannot be loaded on trainer.device = {config.device!r}: {_first_line(e)}") from e
+    except (RuntimeError, AssertionError) as e:  # no such device, or too little memory
+        raise UserError(f"{folder} cannot be loaded on trainer.device = {config.device!r}: {first_line(e)}") from e
 
 
 def check(folder: Path) -> None:
-    """Raises UserError unless the folder holds a whole model and a tokenizer."""
+    """Raises UserError unless the folder has a complete model and a tokenizer."""
     if not (folder / "tokenizer.json").is_file() or not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a model folder: give one with a config.json and a tokenizer.json")
     check_folder(folder)
 
 
 def types_of(folder: Path, model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """The types of the files of a folder, by the names of the model's tensors."""
+    """The types in a folder's files, by the names of the model's tensors."""
     return dtypes.published_dtypes(folder, model, torch.float32)
 
 
 def packing_of(model: PreTrainedModel, wanted: str) -> Packing:
-    """How rows are packed: as wanted, or for "auto" isolated where our forward pass over several examples agrees with
-    transformers' over each. Then the model gets our attention and experts, otherwise transformers'. Raises UserError if
-    what is wanted, or the logits of the model, cannot be computed exactly."""
+    """The packing of rows: `wanted`, or for "auto" isolated if our forward pass over several examples agrees with
+    transformers' over each. An isolated model gets our attention and experts, any other transformers'. Raises UserError
+    if the wanted packing, or the logits of the model, cannot be computed exactly."""
     if wanted in ("auto", "isolated"):
         _use(model, attention.NAME, experts.NAME)
         reason = support.refusal(model.config, "shared prompts")
@@ -100,17 +101,18 @@ def _use(model: PreTrainedModel, attending: str, mixing: str) -> None:
 
 
 def _log_probs(model: PreTrainedModel, isolated: bool, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Log-probabilities [T - 1] of each row's ids but the first, as the stages compute them: together or one by one."""
+    """Log-probabilities [T - 1] of each row's ids after the first, as the stages compute them: together or one by
+    one."""
     graphs = [Graph(tuple(map(Node, rows)))] if isolated else [Graph((Node(row),)) for row in rows]
-    found: list[np.ndarray] = []
+    log_probs: list[np.ndarray] = []
     for graph in graphs:
         hidden_TD = hidden_of(model, graph, isolated=isolated)
         for node, start in zip(graph.nodes, graph.offsets.tolist(), strict=False):
             at = slice(start, start + len(node) - 1)
             targets = node.ids_n[1:]
             logprobs, _ = token_logprobs(head_of(model), hidden_TD[at], np.arange(len(targets)), targets)
-            found.append(logprobs.float().cpu().numpy())
-    return found
+            log_probs.append(logprobs.float().cpu().numpy())
+    return log_probs
 
 
 def hidden_of(model: PreTrainedModel, graph: Graph, *, isolated: bool) -> Tensor:
@@ -124,12 +126,12 @@ def hidden_of(model: PreTrainedModel, graph: Graph, *, isolated: bool) -> Tensor
 
 
 def few_shapes(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Inside, experts in bfloat16 on a CPU take few shapes; see `experts.few_shapes`."""
+    """A context in which experts in bfloat16 on a CPU have few shapes; see `experts.few_shapes`."""
     return experts.few_shapes() if model.dtype == torch.bfloat16 and model.device.type == "cpu" else nullcontext()
 
 
 def pad_of(model: PreTrainedModel) -> int:
-    """An id for padding, which is never seen or learned."""
+    """An id for padding, which no token sees and no loss includes."""
     config = model.config.get_text_config()
     ids = [config.pad_token_id, config.eos_token_id]
     first = next((i for i in ids if i is not None), 0)
@@ -137,7 +139,7 @@ def pad_of(model: PreTrainedModel) -> int:
 
 
 def computed(model: PreTrainedModel, config: OptimConfig) -> torch.dtype:
-    """The type in which the weights are computed with."""
+    """The type that the stage computes in."""
     own = main_dtype(model)
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
@@ -145,13 +147,13 @@ def computed(model: PreTrainedModel, config: OptimConfig) -> torch.dtype:
 
 
 def main_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The type of most of the parameters: some classes keep a few in float32."""
+    """The type of most parameters: some classes keep a few in float32."""
     return max(model.parameters(), key=lambda parameter: parameter.numel()).dtype
 
 
 @torch.no_grad()
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Gives the parameters of the model's own type another one; those that its class keeps in float32 stay."""
+    """Converts the parameters of the model's main type to another; those that its class keeps in float32 stay."""
     own = main_dtype(model)
     for parameter in model.parameters():
         if parameter.dtype == own:
@@ -163,7 +165,7 @@ def save(
     tokenizer: Path,
 ) -> None:  # fmt: skip
     """Replaces the folder `target` by the model, with `masters` as its weights, each in its type of `types`, and the
-    files of the folder `tokenizer` that belong to one. A reader never sees half of a folder. Raises UserError if it
+    tokenizer's files from the folder `tokenizer`. A reader never sees an incomplete folder. Raises UserError if it
     cannot be written."""
     part, old = (target.with_name(target.name + end) for end in (".incomplete", ".old"))
     shutil.rmtree(part, ignore_errors=True)
@@ -187,7 +189,7 @@ def save(
                 (shutil.copytree if file.is_dir() else shutil.copy)(file, part / file.name)
     except (OSError, SafetensorError) as e:
         shutil.rmtree(part, ignore_errors=True)
-        why = (e.strerror if isinstance(e, OSError) else None) or _first_line(e)
+        why = (e.strerror if isinstance(e, OSError) else None) or first_line(e)
         size = sum(tensor.nbytes for tensor in made.values()) / 1e6
         raise UserError(f"the model cannot be written to {target} ({why}); it takes {size:,.1f} MB") from None
     shutil.rmtree(old, ignore_errors=True)
@@ -195,7 +197,3 @@ def save(
         target.rename(old)
     part.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

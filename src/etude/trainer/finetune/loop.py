@@ -1,8 +1,8 @@
 """The loop of the stages before reinforcement learning: batches in order, a schedule, checkpoints, and `resume`.
 
-AdamW (Loshchilov & Hutter 2019) keeps float32 master weights and copies them down to the type that is computed in after
-each step, because updates smaller than a bfloat16 rounding step would otherwise be lost. The gradients of several
-passes are added up in float32.
+AdamW (Loshchilov & Hutter 2019) keeps float32 master weights and rounds them to the computed type after each step,
+because updates smaller than a bfloat16 rounding step would otherwise be lost. The gradients of several passes are added
+up in float32.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from etude.trainer.lora import AdapterAdamW, Adapters
 from etude.trainer.optimizer import AdamWSettings, MasterAdamW
 
 Show = Callable[..., None]
-"""Takes the progress for people: `done` of `total` steps, `seconds_left`, and figures by name."""
+"""Receives the progress for people: `done` of `total` steps, `seconds_left`, and figures by name."""
 Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """(loss, router balance, expert load [L, E], parts of the loss by the name of their metric)."""
 
 
 class TrainingPass(Protocol):
-    """What is computed at once."""
+    """The input of one forward and backward pass."""
 
     def to(self, device: torch.device) -> Any:
         """The same on a device."""
@@ -44,8 +44,8 @@ class TrainingPass(Protocol):
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """What a stage trains on: `steps[i]` are the passes of an optimizer step, about `tokens` tokens together, each an
-    argument of `compute`; `evaluate` gives the figures of a checkpoint."""
+    """The work of a stage: `steps[i]` are the passes of an optimizer step, about `tokens` tokens together, each an
+    argument of `compute`; `evaluate` returns the figures of a checkpoint."""
 
     steps: Sequence[Sequence[TrainingPass]]
     tokens: int
@@ -55,10 +55,10 @@ class TrainingWork:
 
 @dataclass(frozen=True)
 class StageRun:
-    """Where a stage writes, the folder of its tokenizer, and which part of it runs. `types` are those that the weights
-    are saved in, by name; bfloat16 where it has none. `resume` continues from the saved state; `stop_after` ends after
-    that many steps in all, with the state saved and the schedule unfinished, as a preempted run would. `seed` is that
-    of dropout, where a model has it; `show` is told of the progress."""
+    """The output folder of a stage, the folder of its tokenizer, and the limits of this run. `types` are the types of
+    saved weights, by name; bfloat16 by default. `resume` continues from the saved state; `stop_after` ends after that
+    many steps in all, with the state saved and the schedule unfinished, like a preempted run. `seed` is that of
+    dropout, if the model has it; `show` receives the progress."""
 
     output: Path
     tokenizer: Path
@@ -73,7 +73,7 @@ def optimizer_of(
     model: PreTrainedModel, config: OptimConfig, saved: Mapping[str, torch.dtype] | None = None, seed: int = 0
 ) -> MasterAdamW:
     """AdamW over float32 masters of the trained parameters, or of adapters whose sums with the weights have the types
-    `saved`; the parameters then have the type that is computed in. Matrices decay, vectors (norms) do not."""
+    `saved`; the parameters then get the computed type. Matrices decay, vectors (norms) do not."""
     if config.lora is not None:
         settings = AdamWSettings(config.betas, config.weight_decay, config.grad_clip, "paper")
         folder.cast(model, folder.computed(model, config))
@@ -154,7 +154,7 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
 
 
 def _resume(states: Path, optimizer: MasterAdamW) -> tuple[int, float]:
-    """Steps and seconds that the saved run has behind it; 0 if it was killed before it saved anything."""
+    """Steps and seconds of the saved run so far; 0 if it was killed before its first save."""
     newest = checkpoints.load_newest(states)
     if newest is None:
         return 0, 0.0
@@ -167,8 +167,8 @@ def _step(
     model: PreTrainedModel, compute: Callable[[Any], Loss], passes: Sequence[TrainingPass], optimizer: MasterAdamW,
     lr: float, router_aux: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Backward and update, which is left out if the gradient is not finite; figures, as tensors where they are ones:
-    sums over the passes of the parts of the loss, means of the rest."""
+    """Backward pass and update, which is left out if the gradient is not finite. Returns the figures, tensors where
+    computed on the device: sums over the passes of the parts of the loss, means of the rest."""
     losses: list[torch.Tensor] = []
     balances: list[torch.Tensor] = []
     loads: list[torch.Tensor] = []
@@ -197,23 +197,23 @@ def _step(
 
 
 class _TrainingRecord:
-    """The clock of a run and its metrics.jsonl; `elapsed` seconds and `steps` lie behind it already."""
+    """The clock of a run and its metrics.jsonl; `elapsed` seconds and `steps` belong to earlier attempts."""
 
     def __init__(self, path: Path, tokens: int, steps: int, elapsed: float, show: Show | None) -> None:
         self._path, self._tokens, self._show = path, tokens, show
-        if path.is_file():  # a killed run wrote lines of steps that are taken again
+        if path.is_file():  # a killed run wrote lines of steps that are repeated now
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             path.write_text("".join(line for line in lines if _step_of(line) <= steps), encoding="utf-8")
         self._started = time.monotonic() - elapsed
         self._saved = self._logged = time.monotonic()
-        self._steps = steps  # when the last line was written
+        self._steps = steps  # at the last line
 
     def elapsed(self) -> float:
-        """Seconds of the run, those before a resume included."""
+        """Seconds of the run, including those before a resume."""
         return time.monotonic() - self._started
 
     def checkpoint_due(self, minutes: float) -> bool:
-        """Whether the last checkpoint is older than `minutes`; if so, counts from now on."""
+        """Whether the last checkpoint is older than `minutes`; if so, the count starts again."""
         due = time.monotonic() - self._saved > 60 * minutes
         if due:
             self._saved = time.monotonic()
@@ -250,7 +250,7 @@ def _masters(optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of metrics; infinite for one that was cut."""
+    """The step of a line of metrics; infinite for a truncated line."""
     try:
         return json.loads(line)["step"]
     except ValueError:

@@ -1,9 +1,9 @@
-"""Training on packed rows: what is computed at once, and the loss of it.
+"""Training on packed rows: the passes over them, and their loss.
 
-    isolated   the examples of some rows in one row, each under its own causal mask; what several begin with is
+    isolated   the examples of some rows in one row, each under its own causal mask; a prefix that several share is
                computed once
-    crossing   rows as they are: an example sees those before it. All passes have one shape, so they can be compiled
-    none       one example at a time, for architectures that the first cannot compute
+    crossing   rows unchanged: an example sees those before it. All passes have one shape, so they can be compiled
+    none       one example at a time, for architectures that cannot compute isolated rows
 
 Suffixes: B rows, T tokens of a row, N tokens of a pass, K labelled tokens of a pass, V vocabulary, D hidden.
 """
@@ -30,13 +30,13 @@ from etude.trainer.finetune.loop import Loss, StageRun, TrainingWork, fit
 from etude.trainer.finetune.routers import Routers
 from etude.trainer.head import token_logprobs
 
-_PADDED = 256  # tokens: oneDNN compiles for each shape
+_PADDED = 256  # rows are padded to a multiple of so many tokens: oneDNN compiles for each shape
 
 
 @dataclass(frozen=True)
 class PackedPass:
-    """What is computed at once: `rows` [B, T], or the nodes of `graph`, isolated or one. `index_K` are the flat
-    positions that predict the tokens `targets_K`; `weights_K` is 0 on padding, `total` the sum of weights of the whole
+    """The input of one pass: `rows` [B, T], or the nodes of `graph`, isolated or a single one. `index_K` are the flat
+    positions that predict the tokens `targets_K`; `weights_K` is 0 for padding, `total` the sum of weights of the whole
     optimizer step."""
 
     ids_BT: Tensor
@@ -55,9 +55,9 @@ class PackedPass:
 
 @dataclass(frozen=True)
 class PackedSteps(Sequence[Sequence[PackedPass]]):
-    """The passes of every optimizer step over `rows`, `batch` rows each, the last one with what is left; no pass where
-    nothing is learned. `pad` is an id for padding; `width` the labelled positions that a pass of crossing rows is
-    padded to, so that all have one shape."""
+    """The passes of every optimizer step over `rows`, `batch` rows each, fewer in the last step; no pass where nothing
+    is learned. `pad` is an id for padding; `width` the padded number of labelled positions in a pass of crossing rows,
+    so that all have one shape."""
 
     rows: packing.Rows
     batch: int
@@ -68,7 +68,7 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
 
     @classmethod
     def of(cls, rows: packing.Rows, config: OptimConfig, kind: Packing, pad: int) -> PackedSteps:
-        """Raises UserError if there is no row."""
+        """The steps over these rows. Raises UserError if there is no row."""
         if not len(rows.ids):
             raise UserError("there is nothing to train on: the data gives no row")
         at_once = config.micro_batch or config.batch
@@ -84,7 +84,7 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
             raise IndexError(index)
         first = index * self.batch
         last = min(first + self.batch, len(self.rows.ids))
-        # The first token of a document is predicted by nothing, or by another document.
+        # No position, or one of another document, predicts the first token of a document.
         labelled = self.rows.mask[first:last, 1:] > 0
         if self.kind != "crossing":
             labelled &= self.rows.starts[first:last, 1:] == 0
@@ -119,7 +119,7 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
         return PackedPass(ids, index, targets, weights, total)
 
     def _examples(self, row: int) -> list[packing.Encoded]:
-        """The examples of a row that have a token to learn, without the padding."""
+        """The examples of a row with a token to learn, without the padding."""
         starts = [*np.flatnonzero(self.rows.starts[row]).tolist(), self.rows.ids.shape[1]]
         spans = [(a, b) for a, b in pairwise(starts) if self.rows.starts[row, a] == 1]
         parts = [(self.rows.ids[row, a:b].astype(np.int64), self.rows.mask[row, a:b]) for a, b in spans]
@@ -127,8 +127,8 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
 
 
 def _of_nodes(examples: Sequence[packing.Encoded], total: Tensor, pad: int, *, isolated: bool) -> PackedPass:
-    """A pass of one row [1, N]. Isolated, it is the prefix tree of the examples: what several begin with, such as the
-    definitions of tools, is computed once; else it is one example."""
+    """A pass of one row [1, N]. Isolated, it is the prefix tree of the examples: a common prefix, such as the
+    definitions of tools, is computed once. Otherwise it is one example."""
     rows = [ids for ids, _ in examples]
     tree = trie(rows) if isolated else Trie(Graph((Node(rows[0]),)), ((0,),))
     nodes = list(tree.graph.nodes)
@@ -152,8 +152,8 @@ def hidden_states(model: PreTrainedModel, part: PackedPass) -> Tensor:
 
 
 def loss_function(model: PreTrainedModel, *, compiled: bool = False) -> Callable[[PackedPass], Loss]:
-    """A function pass -> (its part of the step's token loss, router balance, expert load [L, E], {}). Logits are
-    computed only where a labelled token is predicted; some at a time, but all at once if it is compiled."""
+    """A function pass -> (its part of the step's token loss, router balance, expert load [L, E], {}). It computes
+    logits only at positions that predict a labelled token; some at a time, but all at once if it is compiled."""
     routers = Routers.of(model)
 
     def compute(part: PackedPass) -> Loss:
@@ -195,7 +195,7 @@ def train(
     measure: Callable[[PreTrainedModel], dict[str, float]] | None = None,
     compute: Callable[[PackedPass], Loss] | None = None,
 ) -> PreTrainedModel:
-    """Trains on all rows once, in order, by `compute` if it is given, else by `loss_function`. See `loop.fit`. With
+    """Trains on all rows once, in order, with the loss `compute` or by default `loss_function`. See `loop.fit`. With
     every checkpoint the loss on the rows `held_out` is measured, and `measure` adds its figures."""
     torch.set_num_threads(config.threads)
     tests = PackedSteps.of(held_out, config, kind, pad) if held_out is not None else None

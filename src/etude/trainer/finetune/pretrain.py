@@ -84,8 +84,8 @@ def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
 
 
 def refuse(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
-    """Raises UserError if the folder holds a run and `resume` is off, or if it is on and the folder holds none, or one
-    of another configuration; also if the device is not there."""
+    """Raises UserError if the folder holds a run and `resume` is off, or if `resume` is on and the folder holds no run,
+    or one of another configuration; also if the device does not exist."""
     path = output / "config.json"
     if path.exists() and not resume:
         raise UserError(f"{output} already holds a run; choose another name, or continue the run with --resume")
@@ -97,16 +97,16 @@ def refuse(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resum
 
 
 def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
-    """Makes the run folder and records its configuration; see `refuse`. A run that was killed before it saved a state
-    is resumed from its beginning."""
+    """Makes the run folder and records its configuration; see `refuse`. A run that was killed before its first save is
+    resumed from its beginning."""
     refuse(output, config, resume)
     runfolder.make(output)
     (output / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
 
 
 def vocabulary_of(model: Path, pad: int, renderer: Callable[[], Renderer]) -> Vocabulary:
-    """How the corpus is written in the tokens of a folder. `renderer` is asked for conversations only: a base model has
-    none."""
+    """The vocabulary of a folder's tokenizer for the corpus. `renderer` is called for conversations only: a base model
+    has none."""
     tokenizer = load_tokenizer(model)
     if all(tokenizer.token_to_id(token) is not None for token in SPECIALS[:13]):
         return vocabulary.compact(tokenizer)
@@ -118,20 +118,21 @@ def _held_out_rows(
 ) -> packing.Rows | None:
     if not corpus.evaluation:
         return None
-    # The same rows whatever the batch, so that losses of different runs can be compared.
+    # The same rows for every size of batch, so that losses of different runs can be compared.
     return build.sft_rows(corpus.evaluation, words, shapes, operators, HELD_OUT_TOKENS, length, seed=7)
 
 
 def rows_once(
     output: Path, make: Callable[[], tuple[packing.Rows, packing.Rows | None]]
 ) -> tuple[packing.Rows, packing.Rows | None]:
-    """What `make` gives, made once: a resumed run trains on the rows that were saved, whatever became of the files."""
+    """The rows of `make`, which is called once: a resumed run trains on the saved rows, even if the files have
+    changed."""
     train, held_out, done = (output / name for name in ("rows.safetensors", "heldout.safetensors", "rows.done"))
     if not done.is_file():
         try:
             rows, tests = make()
         except UserError:
-            (output / "config.json").unlink()  # no run has begun
+            (output / "config.json").unlink()  # the run has not begun
             raise
         log.info("rows: %s, %d labelled tokens", rows.ids.shape, rows.labelled)
         if tests is not None:
@@ -142,7 +143,7 @@ def rows_once(
 
 
 def _check_mix(model: Path, config: MidtrainConfig, words: Vocabulary, renderer: Callable[[], Renderer]) -> None:
-    """Raises UserError if the folder's tokenizer or template has no place for a part of the mix."""
+    """Raises UserError if the folder's tokenizer or template cannot represent a part of the mix."""
     if config.mix.fim:
         names = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
         words.encode([tuple(piece for name in names for piece in (special(name), TextPiece("a")))])
@@ -164,30 +165,30 @@ def midtrain(
     """Trains a model, new or of a folder, on code, fill-in-the-middle and repair episodes, or on texts; returns its
     Hugging Face folder. `resume` continues from the saved state; `stop_after` ends after that many steps in all. Raises
     UserError."""
-    optim, given = config.trainer, config.model
+    optim, wanted = config.trainer, config.model
     refuse(output, config, resume)
     data.check(config.data)
     model, types = None, dict[str, torch.dtype]()
-    if not isinstance(given, NewModelConfig):
-        model = folder.load(given.path, optim)
-        types = folder.types_of(given.path, model)
+    if not isinstance(wanted, NewModelConfig):
+        model = folder.load(wanted.path, optim)
+        types = folder.types_of(wanted.path, model)
         if config.data is None:
-            renderer = cache(partial(renderer_for, given.path, tools=False))
-            _check_mix(given.path, config, vocabulary_of(given.path, folder.pad_of(model), renderer), renderer)
+            renderer = cache(partial(renderer_for, wanted.path, tools=False))
+            _check_mix(wanted.path, config, vocabulary_of(wanted.path, folder.pad_of(model), renderer), renderer)
     prepare(output, config, resume)
     corpus = None
     if config.data is None:
         corpus = _corpus(config.corpus, config.seed)
         (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
-    if isinstance(given, NewModelConfig):
+    if isinstance(wanted, NewModelConfig):
         assert corpus is not None, "a new model is not trained on data"
         source = output / "tokenizer"
         if not (source / "tokenizer.json").is_file():
             texts = build.tokenizer_texts(corpus.train, random.Random(config.seed))
-            save_tokenizer(bpe.train(texts, given.vocab_size), source, given.max_positions)
-        model = new_model(given, config.seed).to(optim.device)  # pyright: ignore[reportArgumentType]
+            save_tokenizer(bpe.train(texts, wanted.vocab_size), source, wanted.max_positions)
+        model = new_model(wanted, config.seed).to(optim.device)  # pyright: ignore[reportArgumentType]
     else:
-        source = given.path
+        source = wanted.path
     assert model is not None
     pad, renderer = folder.pad_of(model), cache(partial(renderer_for, source, tools=False))
     words = vocabulary_of(source, pad, renderer)
@@ -217,17 +218,17 @@ def sft(
     """Fine-tunes a model on conversations, on repair episodes with its tools, or on prompts with documents. Returns its
     Hugging Face folder. `resume` continues from the saved state; `stop_after` ends after that many steps in all. Raises
     UserError."""
-    optim, given = config.trainer, config.model.path
+    optim, source = config.trainer, config.model.path
     refuse(output, config, resume)
-    folder.check(given)
+    folder.check(source)
     data.check(config.data)
     if config.distill is not None:
-        distillation.check_tokenizers([given, config.distill.teacher])
-    renderer = cache(partial(renderer_for, given, tools=False))
-    say_dropped(renderer())  # or what is wrong with a template, before anything is written
-    model = folder.load(given, optim)
+        distillation.check_tokenizers([source, config.distill.teacher])
+    renderer = cache(partial(renderer_for, source, tools=False))
+    say_dropped(renderer())  # reports a wrong template before anything is written
+    model = folder.load(source, optim)
     kind, pad = folder.packing_of(model, optim.packing), folder.pad_of(model)
-    run = StageRun(output, given, resume, stop_after, folder.types_of(given, model), config.seed, show)
+    run = StageRun(output, source, resume, stop_after, folder.types_of(source, model), config.seed, show)
     compute = None
     if config.distill is not None:
         teacher = distillation.teacher(config.distill, optim, kind)
@@ -240,11 +241,11 @@ def sft(
         )
         packed.train(model, rows, held_out, optim, run, kind=kind, pad=pad, compute=compute)
         return output / "checkpoint"
-    corpus, words = _corpus(config.corpus, config.seed), vocabulary_of(given, pad, renderer)
+    corpus, words = _corpus(config.corpus, config.seed), vocabulary_of(source, pad, renderer)
     (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
     if config.documents is not None:
         if kind != "isolated":
-            raise UserError(f'{given} cannot be trained on documents: trainer.packing is "{kind}", not "isolated"')
+            raise UserError(f'{source} cannot be trained on documents: trainer.packing is "{kind}", not "isolated"')
         work = _document_work(model, config, config.documents, corpus, words, renderer())
         fit(model, work, optim, run)
         return output / "checkpoint"
@@ -289,8 +290,8 @@ def _document_work(
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Write the tokenizer files of a Hugging Face model folder, with the chat template in chat_template.jinja."""
-    # Texts given to the saved tokenizer (a rendered chat template) do hold special tokens.
+    """Writes the tokenizer files of a Hugging Face model folder, with the chat template in chat_template.jinja."""
+    # Texts for the saved tokenizer (a rendered chat template) may contain special tokens.
     tokenizer.encode_special_tokens = False
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=None, eos_token="<|end|>", pad_token="<|pad|>",

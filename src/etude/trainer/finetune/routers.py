@@ -1,4 +1,4 @@
-"""The routers of a sparse model during training: their logits in a pass, and how evenly they spread the tokens."""
+"""The routers of a sparse model during training: their logits in a pass, and the balance of tokens over experts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Routers:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Routers:
-        """The routers of a model; from now on every pass leaves their logits here. None for a dense model, and for one
-        whose routers are balanced by a bias in place of a loss (DeepSeek-V3, GLM, MiniMax)."""
+        """The routers of a model, which record their logits in every pass from now on. They record nothing for a dense
+        model, and for one whose routers are balanced by a bias instead of a loss (DeepSeek-V3, GLM, MiniMax)."""
         config = model.config.get_text_config()
         routers = cls(getattr(config, "num_experts_per_tok", None) or 1)
         by_loss = hasattr(config, "router_aux_loss_coef")
         if not by_loss or any("e_score_correction" in name for name in model.state_dict()):
             return routers
         recorded = {id(one): one for m in model.modules() if (one := _recorded(m)) is not None}.values()
-        found = {(getattr(one, "target_class", one), getattr(one, "index", 0)) for one in recorded}
-        for kind, index in found:
+        kinds = {(getattr(one, "target_class", one), getattr(one, "index", 0)) for one in recorded}
+        for kind, index in kinds:
             for module in model.modules():
                 if isinstance(module, kind):
                     module.register_forward_hook(partial(routers._keep, index))
@@ -40,7 +40,7 @@ class Routers:
         self.logits.append(output[index] if isinstance(output, tuple) else output)
 
     def clear(self) -> None:
-        """Forgets the last pass."""
+        """Drops the logits of the last pass."""
         self.logits.clear()
 
     def balance(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,5 +60,5 @@ class Routers:
 
 
 def _recorded(module: nn.Module) -> Any:
-    """Where transformers itself finds the logits of a model's routers."""
+    """transformers' own description of where a model's routers leave their logits."""
     return (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")

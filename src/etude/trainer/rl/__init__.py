@@ -1,12 +1,14 @@
 """The trainer process of a reinforcement-learning run.
 
-    process, clock               the loop: groups in, a version out; what is durable when
+    process, clock               the loop: groups in, a version out; the order of durable writes
     restore                      a version again, from a checkpoint and the steps since
     step, batch, loss, presets   one optimizer step: rows with `advantages`, the loss and its table of presets
-    plan, execution              which forward passes a batch is computed in, and the passes
-    policies, value, selfcheck   masks over tokens and episodes, the value head of ppo, a check of the gradients
-    guards, figures, mismatch    what is measured of a step, and what is done when a figure is out of bounds
-    probes, rescoring, memory    scores of fixed sequences, of recorded episodes, and the memory that a step took
+    plan, execution              the choice of forward passes for a batch, and the passes
+    trial, selfcheck             checks of a model's rows against transformers, and of the gradients
+    policies, value, distill     masks over tokens and episodes, the value head of ppo, a teacher's judgement
+    guards, figures, mismatch    figures of a step, and the reaction to figures out of bounds
+    probes, rescoring            scores of fixed sequences, and of recorded episodes
+    memory, memory_table         the memory of a step, measured and estimated
 
 Imports models, weights, ledger, and of rollout the audit of groups, drift and probes. Public: `process.main`,
 `step.train_step`, and `loss.LossTokens` for losses of the user's.

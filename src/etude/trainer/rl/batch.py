@@ -1,4 +1,4 @@
-"""Groups of episodes -> rows of tokens with advantages, and what the loss needs of each sampled token.
+"""Groups of episodes -> rows of tokens with advantages, and the inputs of the loss for each sampled token.
 
 Suffixes: T tokens of a row, P of its prompt, C of a completion, N sampled (trained) tokens of the batch, row by row.
 """
@@ -26,24 +26,24 @@ Taught = Literal["none", "hinted", "all"]
 
 @dataclass(frozen=True)
 class Completion:
-    """What follows the prompt in one segment: sampled tokens (mask 1) and tool output (mask 0)."""
+    """The tokens after the prompt in one segment: sampled tokens (mask 1) and tool output (mask 0)."""
 
     ids_C: np.ndarray
     mask_C: np.ndarray
     logprobs_C: np.ndarray
     versions_C: np.ndarray
     advantages_C: np.ndarray
-    episode: int = 0  # its episode's index among those of the batch
+    episode: int = 0  # index of its episode in the batch
     before: int = 0  # sampled tokens of the episode in earlier segments
     length: int = 0  # sampled tokens of the whole episode
-    routes_TLK: np.ndarray | None = None  # experts to replay, of the prompt's tokens too: its members' may differ
-    hint: Hint | None = None  # what a teacher reads besides
-    weight: float = 1.0  # that the advantages have been multiplied by
+    routes_TLK: np.ndarray | None = None  # experts to replay, also of the prompt's tokens, which may differ by member
+    hint: Hint | None = None  # additional context for a teacher
+    weight: float = 1.0  # factor that the advantages include
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt and the completions of it: as many rows of tokens. The prompt begins with its documents."""
+    """A prompt and its completions, which make as many rows of tokens. The prompt begins with its documents."""
 
     prompt_P: np.ndarray
     completions: tuple[Completion, ...]
@@ -53,14 +53,14 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Samples:
-    """What the loss needs of the sampled tokens, [N] each, in the order of `token_rows`."""
+    """The inputs of the loss for the sampled tokens, [N] each, in the order of `token_rows`."""
 
     logprobs_N: torch.Tensor
     versions_N: torch.Tensor
     advantages_N: torch.Tensor
     episode_N: torch.Tensor  # index of the token's episode in the batch
-    order_N: torch.Tensor  # how many tokens its episode sampled before it
-    length_N: torch.Tensor  # how many its episode sampled in all
+    order_N: torch.Tensor  # number of tokens that its episode sampled before
+    length_N: torch.Tensor  # number of all tokens that its episode sampled
 
     def select(self, item_M: torch.Tensor) -> Samples:
         """The tokens with these indices, [M]."""
@@ -69,14 +69,14 @@ class Samples:
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of one step, after advantages. Groups that teach nothing carry no row: their rewards do not differ
-    enough, or the advantage that they were given is 0."""
+    """The groups of one step, after advantages. Groups without a gradient have no rows: their rewards do not differ
+    enough, or their recorded advantages are 0."""
 
     groups: tuple[Group, ...]
     episodes: tuple[tuple[Episode, ...], ...]
     rows: tuple[PromptRow, ...]
     zero_variance: int
-    rewards: tuple[float, ...] = ()  # of the episodes that carry rows, by `Completion.episode`
+    rewards: tuple[float, ...] = ()  # of the episodes with rows, by `Completion.episode`
 
     @property
     def flat(self) -> list[Episode]:
@@ -97,12 +97,12 @@ def make_batch(
     """Rows with advantages, of groups whose rewards have a standard deviation above `min_std`.
 
     "zscore" divides by the group's standard deviation plus 1e-6 (arXiv:2402.03300, section 4.1.2). Under "value" every
-    group has rows: a value head takes the baseline's place, and the advantages are still 0. With the baseline "given"
-    the episodes that come with an advantage have that, times their weight, and groups without are compared as ever.
-    Groups in which a teacher judges an episode (`taught`: one with a hint, or any) have rows, too. Members lost to
+    group has rows: a value head takes the baseline's place, and the advantages are still 0. With the baseline "given",
+    episodes with a recorded advantage have that, times their weight, and groups without are compared as usual. Groups
+    in which a teacher judges an episode (`taught`: one with a hint, or any) have rows, too. Members lost to
     infrastructure are already absent from `episodes`. `routes`: the model's MoE layers and experts per token, if
-    recorded experts are to be replayed; raises RunFailed for episodes that recorded another model's, that do not hold
-    the tokens which were sampled, or that were lost to infrastructure and scored.
+    recorded experts are to be replayed. Raises RunFailed for episodes that recorded another model's experts, whose
+    sampled tokens have changed, or that were lost to infrastructure and yet scored.
     """
     rows: list[PromptRow] = []
     kept: list[float] = []
@@ -111,9 +111,9 @@ def make_batch(
         for member in members:
             _check(member)
         rewards = [e.reward for e in members]
-        given = _given(members, baseline)
-        if given:
-            flat = not any(given)
+        recorded = _recorded_advantages(members, baseline)
+        if recorded:
+            flat = not any(recorded)
         else:
             flat = not rewards or max(rewards) == min(rewards) or pstdev(rewards) <= min_std
         judged = taught == "all" or (taught == "hinted" and any(e.hint is not None for e in members))
@@ -121,31 +121,31 @@ def make_batch(
         if not rewards or (flat and advantage != "value" and not judged):
             continue
         turns = [max(1, sum(len(segment.turn_starts) for segment in e.segments)) for e in members]
-        if given:
-            per_turn = [np.full(n, a) for a, n in zip(given, turns, strict=True)]
+        if recorded:
+            per_turn = [np.full(n, a) for a, n in zip(recorded, turns, strict=True)]
         elif advantage == "value":
             per_turn = [np.zeros(n) for n in turns]
         elif baseline == "turn":
             per_turn = turn_advantages(rewards, turns)
         else:
             per_turn = [np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]
-        if advantage == "zscore" and not given:
+        if advantage == "zscore" and not recorded:
             per_turn = [a / (pstdev(rewards) + 1e-6) for a in per_turn]
         rows.extend(_rows(members, per_turn, index, len(kept), routes))
         kept.extend(rewards)
     return Batch(tuple(groups), tuple(map(tuple, episodes)), tuple(rows), zero_variance, tuple(kept))
 
 
-def _given(members: Sequence[Episode], baseline: Baseline) -> list[float]:
-    """The weighted advantages that the members come with; empty for a group to be compared. Raises RunFailed for
-    advantages that the run has no use for."""
-    given = [e.given.advantage * e.given.weight for e in members if e.given is not None]
-    if given and (baseline != "given" or len(given) < len(members)):
+def _recorded_advantages(members: Sequence[Episode], baseline: Baseline) -> list[float]:
+    """The weighted advantages recorded in the members; empty for a group to be compared. Raises RunFailed if the run
+    cannot use them."""
+    recorded = [e.given.advantage * e.given.weight for e in members if e.given is not None]
+    if recorded and (baseline != "given" or len(recorded) < len(members)):
         raise RunFailed(
-            f"the episodes of group {members[0].group_id} come with advantages, and not all of them or not in a run "
-            'with trainer.baseline = "given": who wrote them?'
+            f"the episodes of group {members[0].group_id} come with advantages, but not all of them, or the run does "
+            'not have trainer.baseline = "given": check the program that wrote them'
         )
-    return given
+    return recorded
 
 
 def _check(episode: Episode) -> None:
@@ -158,7 +158,7 @@ def _check(episode: Episode) -> None:
     if not all(segment.intact for segment in episode.segments):
         raise RunFailed(
             f"episode {episode.id} does not hold the tokens that were sampled: the digest of their ids and positions "
-            "is another; find what rewrites or tokenises episodes again after they are played"
+            "differs; find the program that rewrites or tokenises episodes again after they are played"
         )
 
 
@@ -166,8 +166,8 @@ def _rows(
     members: Sequence[Episode], advantages_G: Sequence[np.ndarray], group: int, first: int,
     routes: tuple[int, int] | None,
 ) -> Iterator[PromptRow]:  # fmt: skip
-    """Segments of one group, merged by equal prompt; a member's advantages are given per turn of its episode. `first`
-    is the index in the batch of the group's first episode."""
+    """Segments of one group, merged by equal prompt; a member has one advantage per turn of its episode. `first` is the
+    index in the batch of the group's first episode."""
     by_prompt: dict[tuple[tuple[int, ...], bytes], tuple[np.ndarray, list[Completion]]] = {}
     for number, (episode, advantage_of_turn) in enumerate(zip(members, advantages_G, strict=True), first):
         turns_before, sampled_before = 0, 0
@@ -179,7 +179,7 @@ def _rows(
             assert not mask_T[:p].any(), "the prompt holds sampled tokens"
             if not mask_T.any():
                 continue
-            # Tokens after the last sampled one (a final tool result) predict nothing that is trained.
+            # Tokens after the last sampled one (a final tool result) predict no trained token.
             end = int(np.flatnonzero(mask_T)[-1]) + 1
             turn_C = np.searchsorted(segment.turn_starts, np.arange(p, end), side="right") - 1 + turns_before
             turns_before += len(segment.turn_starts)
@@ -206,15 +206,15 @@ def _rows(
 
 
 def recorded_documents(segment: Segment) -> tuple[int, ...]:
-    """Lengths of the documents that a segment begins with, so that the graph the engine computed can be made again.
-    Raises RunFailed if it cannot be."""
+    """Lengths of the documents at the beginning of a segment, from which the engine's graph can be made again. Raises
+    RunFailed for invalid ones."""
     if wrong := document_fault(segment):
         raise RunFailed(f"an episode has {wrong}: were its engines of another etude, or its blob damaged?")
     return tuple(document.length for document in segment.documents)
 
 
 def document_fault(segment: Segment) -> str:
-    """What is wrong with the documents that a segment has recorded; "" if nothing is."""
+    """The fault of the documents recorded in a segment; "" if there is none."""
     if segment.documents and segment.recipe != RECIPE:
         return f"documents computed by the recipe {segment.recipe!r}, not {RECIPE!r}"
     ids_T, *_ = segment.arrays()
@@ -228,8 +228,8 @@ def document_fault(segment: Segment) -> str:
 
 
 def recorded_routes(segment: Segment, end: int, shape: tuple[int, int]) -> np.ndarray:
-    """int16 [end, MoE layers, K]: the experts that the engine recorded of the first `end` tokens; see `models.replay`.
-    Raises RunFailed if they are of another shape."""
+    """int16 [end, MoE layers, K]: the experts that the engine recorded for the first `end` tokens; see
+    `models.router_replay`. Raises RunFailed for another shape."""
     out = np.full((end, *shape), MISSING, np.int16)
     stored = segment.routes
     if stored is not None:
@@ -246,7 +246,7 @@ def recorded_routes(segment: Segment, end: int, shape: tuple[int, int]) -> np.nd
 
 
 def token_rows(rows: Sequence[PromptRow]) -> TokenRows:
-    """Every completion behind its prompt. Which of them share a prefix, the plan finds out."""
+    """Every completion after its prompt. The plan finds their shared prefixes."""
     pairs = [(row.prompt_P, c) for row in rows for c in row.completions]
     routes = tuple(c.routes_TLK for _, c in pairs if c.routes_TLK is not None)
     documents = tuple(row.documents for row in rows for _ in row.completions)

@@ -1,4 +1,4 @@
-"""Where the seconds of a run's training go: into timeline.jsonl, into metrics, and against the limit of minutes."""
+"""Accounts for the seconds of a run's training: in timeline.jsonl, in metrics, and against the limit of minutes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from etude import runfolder
 
 
 class TrainingClock:
-    """Counts the seconds of training over all attempts of a run; `minutes` is their limit, None: there is none. A step
-    goes `begin` (its groups are there), `loaded`, `trained`, `end`; between steps the trainer waits. Before an
-    attempt's first groups are ready, tasks are built and the model is measured: that is no training."""
+    """Counts the seconds of training over all attempts of a run; `minutes` is their limit, or None. A step calls
+    `begin` (its groups are ready), `loaded`, `trained`, `end`; between steps the trainer waits. The time before an
+    attempt's first groups are ready, in which tasks are built and the model is measured, does not count as training."""
 
     def __init__(self, run: Path, minutes: float | None):
         self._run = run
@@ -19,7 +19,7 @@ class TrainingClock:
         lines = runfolder.read_jsonl(run / "metrics.jsonl", ("time/spent",))
         self._spent: float = lines[-1]["time/spent"] if lines else 0.0
         self._first = True
-        self._waiting = runfolder.now()  # since
+        self._waiting = runfolder.now()  # start of the wait
         self._waited = 0.0
         self._began = self._loaded = self._trained = 0.0
 
@@ -29,21 +29,21 @@ class TrainingClock:
         return self._spent >= self._limit
 
     def progress(self, published: int, steps: int) -> float:
-        """The share of the run that lies behind, in [0, 1]: of its steps or of its minutes, whichever is more."""
+        """The completed share of the run, in [0, 1]: of its steps or of its minutes, whichever is more."""
         return max(published / steps, self._spent / self._limit)
 
     def begin(self) -> None:
-        """The wait for groups is over."""
+        """Ends the wait for groups."""
         self._waited = self._note("wait", self._waiting)
         self._spent += 0.0 if self._first else self._waited
         self._began = runfolder.now()
 
     def loaded(self) -> None:
-        """The batch is in memory."""
+        """Marks that the batch is in memory."""
         self._loaded = runfolder.now()
 
     def trained(self) -> None:
-        """The weights are updated, or left as they are."""
+        """Marks that the weights are updated, or left unchanged."""
         self._trained = runfolder.now()
 
     def until_trained(self) -> dict[str, float]:
@@ -55,11 +55,12 @@ class TrainingClock:
         }
 
     def repeated(self, since: float) -> None:
-        """A step of an earlier attempt was computed again. It counts as no training of this one."""
+        """Records that a step of an earlier attempt was computed again, which does not count as training of this
+        one."""
         self._note("repeat", since)
 
     def end(self) -> dict[str, float]:
-        """The step is over, the next wait begins. The metrics of the whole step."""
+        """Ends the step and begins the next wait. Returns the metrics of the whole step."""
         self._note("train", self._began, self._trained)
         figures = self.figures(self._note("publish", self._trained))
         self._spent = figures["time/spent"]
@@ -67,7 +68,7 @@ class TrainingClock:
         return figures
 
     def figures(self, publishing: float = 0.0) -> dict[str, float]:
-        """The metrics of the whole step, if it publishes for so many seconds."""
+        """The metrics of the whole step, if its publication takes so many seconds."""
         now = self._trained + publishing
         busy = now - self._began
         return {
@@ -79,7 +80,7 @@ class TrainingClock:
         }
 
     def _note(self, state: str, start: float, end: float | None = None) -> float:
-        """Appends a stretch that ends now, or at `end`, to the timeline. Its seconds."""
+        """Appends a period that ends now, or at `end`, to the timeline. Returns its seconds."""
         end = runfolder.now() if end is None else end
         record = {"process": "trainer", "state": state, "start": start, "end": end}
         runfolder.append_json(self._run / "timeline.jsonl", record)

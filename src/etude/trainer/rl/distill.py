@@ -1,23 +1,23 @@
-"""On-policy distillation: a teacher judges, token by token, what the model itself has sampled.
+"""On-policy distillation: a teacher judges the model's own samples, token by token.
 
-The teacher reads more than the student (a hint, such as what a user wanted instead) or has other weights (an earlier
-checkpoint). To come closer to it is to lower the reverse divergence at the student's own tokens y ~ S(.|x):
+The teacher reads more than the student (a hint, such as a user's correction) or has other weights (an earlier
+checkpoint). Training lowers the reverse divergence from the teacher at the student's own tokens y ~ S(.|x):
 
     KL(S(.|x, y_<t) || T(.|x, o, y_<t)) = E[log S(y_t) - log T(y_t)]
     its gradient                        = E[(log S(y_t) - log T(y_t)) grad log S(y_t)]      since E[grad log S] = 0
 
 so that   a_t = log T(y_t|x, o, y_<t) - log S(y_t|x, y_<t)   without gradient is the advantage of a token, and is added
-to that of the reward. What a token changes of later states is left out (a discount of 0), as in Thinking Machines' "On-
+to that of the reward. A token's effect on later states is left out (a discount of 0), as in Thinking Machines' "On-
 policy distillation". OPCD (arXiv:2602.12275) has the same divergence with the teacher's context as o, SDPO
 (arXiv:2603.12273) with the user's next message as o.
 
-Added to an advantage without bounds this has made answers short and confused in public, hence the guards:
+Without bounds, this term has made answers short and confused in published experiments, hence the guards:
 
     relevance  a hint counts if the mean of a_t differs from those under hints of other episodes more than 95 % of
                these differ from each other
     clip       of every a_t
-    baseline   less the mean of the a_t of other rows. It is below 0, since E[a_t] = -KL: without it every token that
-               was sampled becomes less likely, and answers end early. It depends on no token of the row, so the
+    baseline   minus the mean of the a_t of other rows. That mean is below 0, since E[a_t] = -KL: without a baseline
+               every sampled token becomes less likely, and answers end early. It depends on no token of the row, so the
                expected gradient stays.
     cap        of the sum of |a_t| over a segment: long answers gain nothing by their length
     share      of the episodes of a batch that are judged at all
@@ -38,9 +38,9 @@ from etude.records import Hint
 from etude.trainer.rl.batch import Batch, Completion, PromptRow
 from etude.trainer.rl.plan import TokenRows
 
-SHUFFLES = 4  # hints of other episodes that a row is scored with
+SHUFFLES = 4  # number of other episodes' hints that a row is scored with
 PERCENTILE = 0.95
-LEAST_PAIRS = 20  # of a row with another's hint: of fewer, the 95th percentile is not known
+LEAST_PAIRS = 20  # pairs of a row and another's hint; with fewer, the 95th percentile is unknown
 
 Scorer = Callable[[TokenRows], Tensor]
 """Log-probabilities of the sampled tokens of rows, [N]."""
@@ -51,7 +51,7 @@ class JudgedRow:
     """A row that the teacher may judge: its place in the batch, and its prompt."""
 
     row: int
-    number: int  # of the completion in its row
+    number: int  # index of the completion in its row
     prompt_P: np.ndarray
     completion: Completion
     documents: tuple[int, ...]
@@ -65,8 +65,8 @@ class JudgedRow:
 def judged_by_teacher(
     batch: Batch, config: OnPolicyDistillConfig, student: Scorer, teacher: Scorer, longest: int | None = None
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch with the teacher's log-ratios, bounded and weighted, in the advantages of its tokens, and the figures
-    of that. A row that is longer than `longest` tokens with its hint is not judged."""
+    """The batch with the teacher's bounded, weighted log-ratios added to the advantages of its tokens, and their
+    figures. A row longer than `longest` tokens with its hint is not judged."""
     judged, left_out = _chosen(batch, config, longest)
     figures = {"distill/rows": float(len(judged)), "distill/left_out": float(left_out)}
     if not judged:
@@ -90,15 +90,15 @@ def judged_by_teacher(
             "distill/clipped": float((np.abs(all_N) > config.clip).mean()),
             "distill/advantage": float(np.abs(taken_N).mean()),
             "distill/tokens": float(len(all_N)),
-            # Above or below 1: what is taught is not as long as what is generated, and lengths will follow it.
+            # Other than 1, if judged rows are longer or shorter than generated ones; lengths will follow them.
             "distill/length_ratio": len(all_N) / len(bounded) / float(np.mean(generated)),
         }
     return _with_advantages(batch, {(judged[i].row, judged[i].number): a for i, a in bounded.items()}, config), figures
 
 
 def bound(ratios: Mapping[int, np.ndarray], clip: float, cap: float) -> dict[int, np.ndarray]:
-    """The log-ratios of segments, each within `clip` of 0, less the mean of those of the other segments; all of a
-    segment scaled down where their absolute sum exceeds `cap`."""
+    """The log-ratios of segments, each within `clip` of 0, minus the mean of the other segments' ratios; a whole
+    segment is scaled down if its absolute sum exceeds `cap`."""
     clipped = {i: np.clip(ratio_N, -clip, clip) for i, ratio_N in ratios.items()}
     total, tokens = (sum(f(c) for c in clipped.values()) for f in (np.sum, len))
     bounded: dict[int, np.ndarray] = {}
@@ -111,19 +111,20 @@ def bound(ratios: Mapping[int, np.ndarray], clip: float, cap: float) -> dict[int
 
 
 def relevant(own_E: np.ndarray, others_EK: np.ndarray) -> np.ndarray:
-    """bool [E]: whose mean log-ratio is farther from the mean of those under others' hints than these are from each
-    other, at the 95th percentile. Any note makes an answer that was given without one less likely, some answers more
-    than others; the mean of a row takes that away. With fewer than 20 pairs, none is."""
+    """bool [E]: whether a row's mean log-ratio differs from the mean under others' hints by more than these differ from
+    each other, at the 95th percentile. Any note makes an answer that was sampled without it less likely, for some
+    answers more than for others; subtracting the row's mean removes that. With fewer than 20 pairs, none is
+    relevant."""
     shuffles = others_EK.shape[1]
     if others_EK.size < LEAST_PAIRS or shuffles < 2:
         return np.zeros(len(own_E), bool)
     mean_E1 = others_EK.mean(axis=1, keepdims=True)
-    apart_EK = np.abs(others_EK - mean_E1) * shuffles / (shuffles - 1)  # from the mean of the row's other pairs
+    apart_EK = np.abs(others_EK - mean_E1) * shuffles / (shuffles - 1)  # from the mean of the other pairs
     return np.abs(own_E - mean_E1[:, 0]) > np.quantile(apart_EK, PERCENTILE, method="higher")
 
 
 def _chosen(batch: Batch, config: OnPolicyDistillConfig, longest: int | None) -> tuple[list[JudgedRow], int]:
-    """The rows of as many episodes as the share allows, in the order of the batch; and how many were too long."""
+    """The rows of as many episodes as the share allows, in the order of the batch, and the number of too long ones."""
     most = int(config.share * len(batch.flat) + 1e-9)
     judged: list[JudgedRow] = []
     episodes: set[int] = set()
@@ -159,15 +160,15 @@ def _rows(judged: Sequence[JudgedRow], hints: Sequence[Hint | None]) -> TokenRow
 
 
 def _split(values_N: Tensor, judged: Sequence[JudgedRow]) -> list[np.ndarray]:
-    """float64, one array per row."""
+    """The values as one array per row, float64."""
     return np.split(values_N.double().cpu().numpy(), np.cumsum([j.sampled for j in judged])[:-1])
 
 
 def _shuffled(
     hinted: Sequence[JudgedRow], student_N: Tensor, judged: Sequence[JudgedRow], teacher: Scorer, longest: int | None
 ) -> np.ndarray:
-    """Mean log-ratios of each hinted row under the hints of K others, [E, K]. These are far from it in the batch, since
-    neighbours may be of one conversation. A hint is cut where the row would become too long."""
+    """Mean log-ratios of each hinted row under the hints of K others, [E, K]. The others are far away in the batch,
+    since neighbours may belong to one conversation. A hint is cut if the row would become too long."""
     kept = {(j.row, j.number): own for j, own in zip(judged, _split(student_N, judged), strict=True)}
     students = [kept[j.row, j.number] for j in hinted]
     columns: list[list[float]] = []
@@ -180,7 +181,7 @@ def _shuffled(
 
 
 def _placed(row: JudgedRow, other: JudgedRow, longest: int | None) -> Hint:
-    """The hint of another row where this row has its own."""
+    """The hint of another row at the place of this row's own."""
     assert row.completion.hint is not None
     assert other.completion.hint is not None
     ids = other.completion.hint.ids

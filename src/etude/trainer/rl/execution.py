@@ -1,7 +1,7 @@
 """Runs the passes of a plan: loss, gradients and log-probabilities do not depend on how the batch was cut.
 
     forward of a part ──> loss of the tokens it predicts ──> passes below it, on its detached keys and values
-         └───────────────── backward: that loss, and what the passes below left in the keys' and values' gradients
+         └───────────────── backward: that loss, and the passes' contributions to the keys' and values' gradients
 
 The gradient of a shared prefix's keys and values is gathered in float32 and goes back through the prefix once.
 """
@@ -27,26 +27,25 @@ from etude.trainer.head import token_logprobs
 from etude.trainer.rl.plan import ForwardPass
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(log-probabilities [M] with gradient, indices [M] among the batch's sampled tokens) -> scalar.
-
-Called once per pass and added up, which is right for a loss that is a sum over tokens; any other is called once, with
-the tokens of the whole batch (`separable=False`). No token is given to it twice."""
+"""(log-probabilities [M] with gradient, indices [M] among the batch's sampled tokens) -> scalar. A loss that is a sum
+over tokens is called once per pass; any other is called once, with the tokens of the whole batch (`separable=False`).
+It sees every token once."""
 
 
 @dataclass(frozen=True)
 class ValueHead:
-    """A second prediction at the same positions: hidden states [S, D] to values [S]; `loss` of them is separable."""
+    """A second prediction at the same positions: hidden states [S, D] to values [S]; its `loss` is separable."""
 
     head: Callable[[Tensor], Tensor]
-    loss: Loss | None = None  # in values [M] instead of log-probabilities; None in passes without gradient
+    loss: Loss | None = None  # of values [M]; None in passes without gradient
 
 
 @dataclass
 class BatchResult:
-    """What a batch gave: value of the loss, log-probabilities [N] without gradient, entropies of some positions.
-    `values_N` are the value head's, 0 without one. `counts_LE` are the tokens that went to each expert, over all rows;
-    empty for a dense model. `aux` is the router's balance loss, 0 where it is off; `replayed` is what became of
-    recorded experts."""
+    """The result of a batch: value of the loss, log-probabilities [N] without gradient, entropies of some positions.
+    `values_N` are the value head's, 0 without one. `counts_LE` are the tokens per expert, over all rows; empty for a
+    dense model. `aux` is the router's balance loss, 0 if it is off; `replayed` are the statistics of recorded
+    experts."""
 
     logprobs_N: Tensor
     values_N: Tensor
@@ -60,7 +59,7 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class _Pass:
-    """The state of one walk over the parts. `loss` is None when only log-probabilities and counts are wanted."""
+    """The state of one walk over the parts. `loss` is None if only log-probabilities and counts are needed."""
 
     model: PreTrainedModel
     out: BatchResult
@@ -68,9 +67,9 @@ class _Pass:
     value: ValueHead | None
     loss: Loss | None
     aux: float
-    share_LE: Tensor | None  # of every expert among the batch's tokens; known when `aux` is not 0
+    share_LE: Tensor | None  # share of every expert in the batch's tokens; known if `aux` is not 0
     weight: float  # tokens of all rows
-    replays: bool = True  # the experts that the parts carry
+    replays: bool = True  # whether recorded experts are replayed
 
 
 def evaluate(
@@ -83,7 +82,7 @@ def evaluate(
     replays: bool = True,
 ) -> BatchResult:
     """Log-probabilities of the `count` sampled tokens, and values if there is a head for them, without gradients.
-    `replays` off: the model takes its own experts, whatever the parts carry."""
+    Without `replays` the model chooses its own experts."""
     out = _blank(model, count)
     walk = _Pass(model, out, temperature, value, None, 0.0, None, _weight(parts), replays)
     with torch.no_grad():
@@ -104,8 +103,8 @@ def run(
     aux: float = 0.0,
 ) -> BatchResult:
     """Adds the gradients of `loss + value.loss + aux * balance` to the model's parameters. The loss sees
-    log-probabilities at `temperature`: of the distribution that the tokens were drawn from. A loss that is not a sum
-    over tokens, and a balance loss, need to know the whole batch before the first backward: then a pass over all parts
+    log-probabilities at `temperature`, of the distribution that the tokens were drawn from. A loss that is not a sum
+    over tokens, and a balance loss, need the whole batch before the first backward pass, so a pass over all parts
     without gradients comes first. Raises UserError for `aux` on a dense model."""
     share_LE, whole = None, None
     if aux or not separable:
@@ -130,7 +129,7 @@ def _blank(model: PreTrainedModel, count: int) -> BatchResult:
 
 
 def _linear(loss: Loss, logprobs_N: Tensor) -> tuple[Loss, float]:
-    """The loss as its first-order term at `logprobs_N`, which has its gradient there; and its value."""
+    """The loss as its first-order term at `logprobs_N`, with the same gradient there; and its value."""
     leaf_N = logprobs_N.clone().requires_grad_()
     value = loss(leaf_N, torch.arange(len(leaf_N), device=leaf_N.device))
     (gradient_N,) = torch.autograd.grad(value, leaf_N)
@@ -138,13 +137,13 @@ def _linear(loss: Loss, logprobs_N: Tensor) -> tuple[Loss, float]:
 
 
 def _run_part(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> None:
-    """Forward, the passes below, backward."""
+    """Forward pass, the passes below, backward pass."""
     learns = walk.loss is not None
     again = learns and part.recompute
     with torch.set_grad_enabled(learns and not again):
         scalar, kept, choices = _forward(walk, part, above)
 
-    def leaf(x: Tensor) -> Tensor:  # in float32, where gradients from many passes below are summed without rounding
+    def leaf(x: Tensor) -> Tensor:  # in float32, to sum gradients from many passes below without rounding
         return x.detach().float().requires_grad_(learns)
 
     leaves = {layer: (leaf(key), leaf(value)) for layer, (key, value) in kept.items()}
@@ -158,7 +157,7 @@ def _run_part(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> N
     if scalar is not None:
         roots = [x for layer in kept for x in kept[layer] if part.children]
         grads = [x.grad for layer in leaves for x in leaves[layer]]
-        # Below the first adapter of a model nothing has a gradient.
+        # Before the first adapter of a model nothing has a gradient.
         pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         wanted = [(root, grad.to(root.dtype)) for root, grad in pairs if root.requires_grad]
         tensors = [scalar, *(root for root, _ in wanted)]
@@ -168,8 +167,8 @@ def _run_part(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> N
 def _forward(
     walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...], first: bool = True
 ) -> tuple[Tensor | None, KeyValues, Choices]:
-    """The part's term of the loss, its keys and values if a pass below needs them, and the experts it went through. The
-    loss is computed in the pass that has a backward, everything else is noted in the first one."""
+    """The part's term of the loss, its keys and values if a pass below needs them, and its chosen experts. The loss is
+    computed in the pass with a backward, everything else is recorded in the first pass."""
     device = _device(walk.model)
     layout, positions_T = None, part.positions_T
     if part.graph is not None and batch_invariant.is_on():
@@ -229,8 +228,8 @@ def _predict(walk: _Pass, hidden_TD: Tensor, part: ForwardPass) -> tuple[Tensor,
 
 def _balance(router_logits: Sequence[Tensor], weight_T: Tensor, walk: _Pass) -> Tensor:
     """This pass's share of the balance loss: E * sum over experts of (share of tokens) * (mean probability). Switch
-    Transformer (arXiv:2101.03961, equation 4) over the tokens of all rows, mean over layers: a token that stands for w
-    rows weighs w, as if each row had computed it."""
+    Transformer (arXiv:2101.03961, equation 4) over the tokens of all rows, mean over layers: a token that w rows share
+    has weight w, as if each row had computed it."""
     assert walk.share_LE is not None
     terms = []
     for layer, logits_TE in enumerate(router_logits):
@@ -241,7 +240,7 @@ def _balance(router_logits: Sequence[Tensor], weight_T: Tensor, walk: _Pass) -> 
 
 
 def _weight(parts: Sequence[ForwardPass]) -> float:
-    """Tokens of all rows, however they were shared."""
+    """Number of tokens of all rows, however they are shared."""
     return sum(float(part.weight_T.sum()) + _weight(part.children) for part in parts)
 
 

@@ -1,6 +1,6 @@
-"""The figures of a step: sums over its updates, what its episodes looked like, and what the guards judge of both.
+"""The figures of a step: sums over its updates, statistics of its episodes, and the input of the guards.
 
-`docs/metrics.md` explains each metric. Metrics are for display; what decides anything is a field of `StepFigures`.
+`docs/metrics.md` explains each metric. Metrics are for display; decisions use the fields of `StepFigures`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from etude.trainer.rl.plan import Execution, ExecutionPlan, TokenRows
 class StepSums:
     """Running sums over the updates of a step."""
 
-    fresh: Mismatch = field(default_factory=Mismatch)  # tokens sampled by the version that trains on them
+    fresh: Mismatch = field(default_factory=Mismatch)  # of tokens sampled by the version that trains on them
     all_lags: Mismatch = field(default_factory=Mismatch)
     stats: LossStats = field(default_factory=LossStats)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -40,13 +40,13 @@ class StepSums:
     entropies: int = 0
     executions: Counter[Execution] = field(default_factory=Counter)
     apart: int = 0  # tokens of separate rows
-    computed: int = 0  # of the passes that the updates run
-    held: int = 0  # most at a time
-    split: int = 0  # tokens computed apart only because rows went through other experts
+    computed: int = 0  # tokens of the passes that the updates run
+    held: int = 0  # most tokens held at a time
+    split: int = 0  # tokens computed apart only because rows have different experts
     replayed: ReplayStatistics = field(default_factory=ReplayStatistics)
 
     def plan(self, tokens: TokenRows, passes: ExecutionPlan) -> None:
-        """Adds what the passes of an update will compute."""
+        """Adds the sizes of the passes of an update."""
         self.executions[passes.execution] += 1
         self.apart += sum(map(len, tokens.rows))
         self.computed += passes.cost.tokens
@@ -60,7 +60,7 @@ class StepSums:
         self.fresh.add(proximal_N[on_policy], samples.logprobs_N[on_policy])
 
     def add(self, result: BatchResult) -> None:
-        """Adds what the passes of an update gave."""
+        """Adds the result of the passes of an update."""
         self.updates += 1
         self.loss += result.loss
         self.aux += result.aux
@@ -71,7 +71,7 @@ class StepSums:
             self.counts_LE = result.counts_LE if self.counts_LE is None else self.counts_LE + result.counts_LE
 
     def judged(self, of_batch: StepFigures, grad_norm: float | None) -> StepFigures:
-        """`of_batch` with the figures of the updates until now."""
+        """`of_batch` with the figures of the updates so far."""
         replayed = self.replayed
         return replace(
             of_batch,
@@ -84,7 +84,7 @@ class StepSums:
         )
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of all updates until now."""
+        """The metrics of all updates so far."""
         metrics = {"loss/policy": self.loss, "entropy/mean": self.entropy / max(self.entropies, 1)}
         if self.value_loss is not None:
             metrics["loss/value"] = self.value_loss
@@ -104,7 +104,7 @@ class StepSums:
 
 
 def batch_figures(batch: Batch, version: int) -> StepFigures:
-    """What the guards judge of a batch before it is trained on."""
+    """The guards' figures of a batch before it is trained on."""
     episodes = batch.flat
     return StepFigures(
         lag=float(max(token_lags(episodes, version), default=0)),
@@ -115,7 +115,7 @@ def batch_figures(batch: Batch, version: int) -> StepFigures:
 
 
 def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int]]:
-    """What the episodes of a batch looked like, including the groups that carry no gradient."""
+    """Statistics of the episodes of a batch, including the groups without a gradient."""
     episodes = batch.flat
     lag = token_lags(episodes, version)
     tokens = sum(lag.values())
@@ -154,7 +154,7 @@ def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int
 
 
 def token_lags(episodes: Iterable[Episode], version: int) -> Counter[int]:
-    """How many sampled tokens are so many versions older than `version`."""
+    """Number of sampled tokens by the number of versions that they are older than `version`."""
     lags: Counter[int] = Counter()
     for episode in episodes:
         for segment in episode.segments:

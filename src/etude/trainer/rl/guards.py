@@ -1,13 +1,13 @@
-"""Thresholds on the figures of a step, and what is done when one is crossed: warn, skip, roll back, halt.
+"""Thresholds on the figures of a step, and the actions when one is crossed: warn, skip, roll back, halt.
 
     warn      an event in metrics.jsonl and the log; the step goes on
     skip      the gradients are dropped: the next version has the weights of this one, its groups are consumed
     rollback  the weights and the optimizer of the last good version are published as the next version
     halt      nothing is consumed or published: the run stops with its state saved
 
-A version is good once the step from it crossed no `stop` threshold. Skips in a row lead to a rollback, rollbacks in a
-row to a halt, so that no run goes on for ever without learning. All memory comes from the `StepRecord`s in the
-manifests of the versions, so a resumed run judges as an uninterrupted one. No torch here.
+A version is good once the step from it crossed no `stop` threshold. Consecutive skips lead to a rollback, consecutive
+rollbacks to a halt, so that no run goes on for ever without learning. All memory comes from the `StepRecord`s in the
+manifests of the versions, so a resumed run judges like an uninterrupted one. No torch here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from etude.trainer.rl.mismatch import MismatchMeans
 
 _ORDER: tuple[StepAction, ...] = ("go", "skip", "rollback", "halt")
-ROLLBACK_AFTER = 3  # skipped steps in a row that lead to a rollback
+ROLLBACK_AFTER = 3  # consecutive skipped steps that lead to a rollback
 _LOW = frozenset({"correlation", "ess"})  # these must not fall, all others must not rise
-_FLOOR = 5e-5  # k2 at a standard deviation of .01: growth below it is growth of rounding
-_UNKNOWN = 10 * _FLOOR  # k2 of probes that is taken for usual while fewer than 5 have been seen
+_FLOOR = 5e-5  # k2 at a standard deviation of .01; growth below it is due to rounding
+_UNKNOWN = 10 * _FLOOR  # assumed usual k2 of probes until 5 are known
 _SENTENCES = {
     "lag": "tokens lag {value:.0f} versions behind the trainer, the bound is {threshold:.0f}",
     "kv_lag": "a token saw keys {value:.0f} versions older than its own, {threshold:.0f} can be: a stale prefix cache?",
@@ -54,9 +54,9 @@ _SENTENCES = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What the guards judge of a step. None: not measured, so no threshold is crossed."""
+    """The figures of a step for the guards. None: not measured, so no threshold is crossed."""
 
-    lag: float | None = None  # versions; the largest of any trained token
+    lag: float | None = None  # versions; the largest of all trained tokens
     kv_lag: float | None = None  # versions between a token and the oldest keys that it saw; the largest
     empty: float | None = None  # share of the episodes that sampled no token
     zero_variance: float | None = None  # share of the groups without enough reward variance
@@ -70,7 +70,8 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class ProbeComparison:
-    """How an engine scored the logprob probes under a version, against the trainer: k2, and the largest difference."""
+    """An engine's scores of the logprob probes under a version against the trainer's: k2, and the largest
+    difference."""
 
     engine: str
     version: int
@@ -80,7 +81,7 @@ class ProbeComparison:
 
 @dataclass(frozen=True)
 class GuardEvent:
-    """A threshold that a step crossed. `action` is what the threshold asks for."""
+    """A threshold that a step crossed. `action` is the action of the threshold."""
 
     guard: str
     level: Literal["warn", "stop"]
@@ -92,7 +93,7 @@ class GuardEvent:
 
 @dataclass(frozen=True)
 class GuardVerdict:
-    """What happens to a step, and why."""
+    """The action for a step, and its reasons."""
 
     action: StepAction
     events: tuple[GuardEvent, ...]
@@ -103,13 +104,13 @@ class GuardVerdict:
         return self.action == "go"
 
     def count(self, level: Literal["warn", "stop"]) -> int:
-        """How many events have this level."""
+        """Number of events of this level."""
         return sum(event.level == level for event in self.events)
 
 
 class Guards:
-    """Judges the steps of a run. `history` holds the record of every step that was published, oldest first. `exact`:
-    trainer and engine promise equal bits."""
+    """Judges the steps of a run. `history` has the record of every published step, oldest first. `exact`: trainer and
+    engine promise equal bits."""
 
     def __init__(
         self, config: GuardsConfig, staleness: int, history: Sequence[StepRecord] = (), *, exact: bool = False
@@ -126,8 +127,8 @@ class Guards:
             self.remember(record)
 
     def judge(self, figures: StepFigures, probes: Sequence[ProbeComparison] = ()) -> GuardVerdict:
-        """What to do with a step that measured `figures`. `probes` are those that have arrived since the step before:
-        of versions that may be older than the step's."""
+        """The verdict on a step with these figures. `probes` are those that have arrived since the previous step,
+        perhaps of older versions."""
         events = [event for name, value in self._values(figures).items() for event in self._crossed(name, value)]
         usual = max(median(self._probes), _FLOOR) if len(self._probes) >= 5 else _UNKNOWN
         events += [e for p in probes for e in self._crossed("probe_growth", p.k2 / usual, **vars(p))]
@@ -143,7 +144,7 @@ class Guards:
     def record(
         self, version: int, verdict: GuardVerdict, figures: StepFigures, probes: Sequence[ProbeComparison] = ()
     ) -> StepRecord:
-        """The record of the step from `version`, for the manifest of the next one and for `remember`."""
+        """The record of the step from `version`, for the manifest of the next version and for `remember`."""
         norm, mismatch = figures.grad_norm, figures.mismatch
         return StepRecord(
             action=verdict.action,
@@ -154,7 +155,7 @@ class Guards:
         )
 
     def remember(self, record: StepRecord) -> None:
-        """Takes in the record of a step whose version is published."""
+        """Adds the record of a step whose version is published to the history."""
         self.good = record.good
         self._skips = self._skips + 1 if record.action == "skip" else 0
         self._rollbacks = 0 if record.action == "go" else self._rollbacks + (record.action == "rollback")
@@ -169,7 +170,7 @@ class Guards:
         return mismatch.tokens >= self._config.min_tokens
 
     def _values(self, figures: StepFigures) -> dict[str, float]:
-        """The guarded figures that this step has, by the name of their guard."""
+        """The guarded figures of this step, by the name of their guard."""
         mismatch, norm = figures.mismatch, figures.grad_norm
         names = ("lag", "kv_lag", "empty", "weight_cut", "routes_missing", "routes_refused", "zero_variance")
         values: dict[str, float | None] = {name: getattr(figures, name) for name in names}
@@ -196,10 +197,10 @@ class Guards:
         return {name: value for name, value in values.items() if value is not None}
 
     def _crossed(self, name: str, value: float, **details: object) -> list[GuardEvent]:
-        """One event if a threshold is crossed: the harder one. `details` are for its sentence."""
+        """At most one event, the more severe one, if a threshold is crossed. `details` are for its sentence."""
         guard: Guard = getattr(self._config, name)
         stop = float(self._staleness) if name == "lag" and guard.stop is None else guard.stop
-        # What an episode saw is no older than its admission, which its last token is at most the bound away from.
+        # An episode's keys are no older than its admission, from which its last token is at most the bound away.
         warn = float(self._staleness) if name == "kv_lag" and guard.warn is None else guard.warn
         for level, threshold in (("stop", stop), ("warn", warn)):
             if threshold is not None and (value < threshold if name in _LOW else value > threshold):

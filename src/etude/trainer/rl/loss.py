@@ -1,8 +1,8 @@
-"""The loss: one function whose presets are rows of a table, and what it did to the tokens.
+"""The loss: one function whose presets are rows of a table, and statistics of its effect on the tokens.
 
 Three policies meet here: the one that sampled (`rollout`, mu), the one at the start of the step (`proximal`, o), and
 the one with a gradient (`current`, l); besides them the reference of the KL term. All tensors are [N]: the sampled
-tokens of a forward pass. r = exp(l - o) is what the step has done, q = exp(o - mu) what staleness and mismatch have.
+tokens of a forward pass. r = exp(l - o) is the change by the step, q = exp(o - mu) that by staleness and mismatch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.trainer.rl.presets import LossPreset
 
 @dataclass(frozen=True)
 class LossTokens:
-    """What the loss needs of the sampled tokens of a forward pass, [N] each; only `current` carries a gradient.
+    """The inputs of the loss for the sampled tokens of a forward pass, [N] each; only `current` has a gradient.
     `current`, `proximal`, `rollout` and `reference` are log-probabilities of the tokens under the four policies."""
 
     current: Tensor
@@ -40,7 +40,7 @@ class LossStats:
     sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, values_N: dict[str, Tensor], tokens: int) -> None:
-        """Adds the sums of the tensors [N], and `tokens` to the count that means are taken over."""
+        """Adds the sums of the tensors [N], and `tokens` to the count for means."""
         self.tokens += tokens
         for name, value_N in values_N.items():
             self.sums[name] = self.sums.get(name, 0.0) + value_N.double().sum().item()
@@ -67,9 +67,9 @@ class LossStats:
 def policy_loss(t: LossTokens, preset: LossPreset, divisor: float, stats: LossStats | None = None) -> Tensor:
     """-(1/divisor) * sum of keep * W * S, plus the KL term, for the tokens of a forward pass. A scalar.
 
-    k1 enters the advantage, A - beta * sg(l - ref): as a term of its own its expected gradient would be zero. k2 and k3
+    k1 enters the advantage, A - beta * sg(l - ref): as a separate term its expected gradient would be zero. k2 and k3
     (Schulman, "Approximating KL divergence") are terms of the loss, under the same divisor and mask but without W. A
-    loss of the user's takes the place of W * S. Raises UserError if that is not one number per token.
+    loss of the user's replaces W * S. Raises UserError if its result is not one number per token.
     """
     if preset.kl == "k1" and t.reference is not None:
         t = replace(t, advantage=t.advantage - preset.kl_beta * (t.current.detach() - t.reference))
@@ -89,7 +89,7 @@ def policy_loss(t: LossTokens, preset: LossPreset, divisor: float, stats: LossSt
     if preset.divisor == "episodes":
         terms = terms / t.length
     if t.keep is not None:
-        # Not a product: what is masked may be infinite, and must be exactly absent.
+        # Not a product: masked values may be infinite, and must be exactly absent.
         terms = terms[t.keep]
     if stats is not None:
         _count(t, weight, stats)
@@ -137,7 +137,7 @@ def _surrogate(t: LossTokens, preset: LossPreset, stats: LossStats | None) -> Te
 
 
 def _weight(t: LossTokens, preset: LossPreset) -> Tensor | None:
-    """W of every token; None where it is 1: without a correction, or when the ratio is against the rollout policy."""
+    """W of every token; None if it is 1: without a correction, or if the ratio is relative to the rollout policy."""
     if preset.correction == "none" or preset.anchor == "rollout":
         return None
     q = _log_ratio(t.proximal, t.rollout).exp()
@@ -152,7 +152,7 @@ def _kept(values: Tensor, t: LossTokens) -> Tensor:
 
 
 def _count(t: LossTokens, weight: Tensor | None, stats: LossStats) -> None:
-    """Adds the tokens and what was done to them; means are over the tokens that were kept."""
+    """Adds the tokens and the effects on them to the statistics; means are over the tokens that were kept."""
     kept = t.current.numel() if t.keep is None else int(t.keep.sum())
     values: dict[str, Tensor] = {}
     if weight is not None:

@@ -1,4 +1,4 @@
-"""The most memory that a stretch of work has taken: of the accelerator, or of this process."""
+"""Measures the largest memory of a period of work, on the accelerator or of this process."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_KERNELS = 64  # more than the shapes of one pass, so that its layers share them
+_KERNELS = 64  # more than the shapes of one pass, so that its layers share kernels
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def bound_kernels(environment: MutableMapping[str, str]) -> None:
-    """Bounds what a process keeps of oneDNN's kernels, which are made for each shape of a product: 1024 of them unless
-    told otherwise, while batches hardly repeat a shape. Counts only before the process's first product."""
-    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's own, and PyTorch's of it
+    """Bounds the number of oneDNN's kernels that a process keeps, one for each shape of a product: by default 1024,
+    although batches hardly repeat a shape. Has no effect after the process's first product."""
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's own, and PyTorch's for it
         environment.setdefault(variable, str(_KERNELS))
 
 
 def reset_peak(device: str) -> None:
-    """Begin a stretch. A kernel that refuses lets the process's peak count from its start on."""
+    """Begins a period. If the kernel refuses, the process's peak counts from its start on."""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -34,25 +34,17 @@ def reset_peak(device: str) -> None:
 
 
 def peak_bytes(device: str) -> int:
-    """Since `reset_peak`: allocated on the accelerator, or resident here; 0 where the system does not report it."""
+    """Largest memory since `reset_peak`: allocated on the accelerator, or resident here; 0 if the system does not
+    report it."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _status("VmHWM")
-
-
-def resident_bytes() -> int:
-    """Memory of this process now; 0 where the system does not report it."""
-    return _status("VmRSS")
-
-
-def _status(field: str) -> int:
-    match = re.search(rf"{field}:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
+    match = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
     return int(match[1]) * 1024 if match else 0
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, counts the bytes of tensors that operations make, until they are let go; `peak` is the most. Works on
-    real tensors and on those without memory: of the meta device, or in FakeTensorMode."""
+    """A context that counts the bytes of tensors made by operations until they are freed; `peak` is the largest count.
+    Works on real tensors and on those without memory: of the meta device, or in FakeTensorMode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,10 +52,10 @@ class LiveBytes(TorchDispatchMode):
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        inputs = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in given:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in inputs:
                 self._made(tensor.untyped_storage())
         return out
 

@@ -1,4 +1,4 @@
-"""What a run needs of each device's memory, from its configuration alone; no weights are read.
+"""Estimates the memory that a run needs on each device, from its configuration alone; no weights are read.
 
 States are counted by parameter. Activations and head are measured: one pass of the configured size goes through the
 model on PyTorch's meta device, forward and backward, where tensors have sizes and no memory. Bytes of GiB = 2^30 each.
@@ -39,17 +39,17 @@ from etude.trainer.rl.memory import LiveBytes
 from etude.trainer.rl.presets import loss_preset
 
 GIB = 2**30
-_CONTEXT = 1.0 * GIB  # of a process on a GPU: driver, libraries, workspaces of products; 0.5 to 1 as a rule
+_CONTEXT = 1.0 * GIB  # of a process on a GPU: driver, libraries, workspaces of products; usually 0.5 to 1
 _NARROW, _WIDE, _READS = 989e12, 67e12, 3.35e12  # H100 SXM: products in bfloat16 and float32, bytes read; per second
-_USED = 0.4  # of them: what large models are trained with as a rule
+_USED = 0.4  # usual share of these limits in the training of large models
 _SHARE = "--gpu-memory-utilization"  # of vLLM
 _NARROWER = 'set trainer.dtype = "bfloat16"'
-_SIZES = "etude-sizes"  # experts that only have the sizes of ours
+_SIZES = "etude-sizes"  # name of an experts function with only the sizes of ours
 
 
 @dataclass(frozen=True)
 class Term:
-    """A part of the memory of a device, and what makes it smaller; "" where nothing does."""
+    """A part of the memory of a device, and advice that makes it smaller, or ""."""
 
     device: str
     name: str
@@ -59,11 +59,11 @@ class Term:
 
 @dataclass(frozen=True)
 class MemoryTable:
-    """All terms, and how much memory the devices have, as far as that is known."""
+    """All terms, and the memory of the devices, as far as it is known."""
 
     terms: tuple[Term, ...]
     limits: dict[str, float]
-    time: str = ""  # of a step at best; "" without a GPU
+    time: str = ""  # least time of a step; "" without a GPU
 
     def needed(self, device: str) -> float:
         """Bytes of all terms of a device."""
@@ -81,7 +81,7 @@ class MemoryTable:
         return "\n".join([*lines, self.time] if self.time else lines)
 
     def refusal(self) -> str:
-        """Which device is too small, for which term, and what to do, in one sentence; "" if all fit."""
+        """A sentence with the device that is too small, its largest term, and advice; "" if all fit."""
         for device, limit in self.limits.items():
             needed = self.needed(device)
             if needed <= limit:
@@ -98,7 +98,7 @@ class MemoryTable:
 
 
 def memory_table(config: RLConfig) -> MemoryTable:
-    """The table of a run. Raises UserError for a model folder without a configuration that transformers knows."""
+    """The table of a run. Raises UserError for a model folder without a configuration that transformers supports."""
     trainer, engines = _device(config.trainer.device), _device(config.inference.device)
     model = _sizes_of(config.model.path, config.trainer.dtype)
     lora = config.trainer.lora
@@ -119,14 +119,14 @@ def memory_table(config: RLConfig) -> MemoryTable:
 
 
 def _time(config: RLConfig, model: PreTrainedModel) -> str:
-    """What a step takes if every episode is as long as it may be: products of the trainer, reads of the engines."""
+    """Time of a step with episodes of full length: products of the trainer, reads of the engines."""
     rollout, trainer, text = config.rollout, config.trainer, model.config.get_text_config()
     tokens, sampled = (rollout.prompts * rollout.group * n for n in (rollout.context, rollout.tokens))
     head = head_of(model).weight_VD.numel()
     share = (getattr(text, "num_experts_per_tok", None) or 1) / (getattr(text, "num_experts", None) or 1)
     layers = cast(Any, model.get_decoder()).layers
     active = sum(p.numel() * (share if p.ndim == 3 else 1) for p in layers.parameters())
-    products = 3 + trainer.activation_checkpointing - (trainer.lora is not None)  # none for a frozen weight's gradient
+    products = 3 + trainer.activation_checkpointing - (trainer.lora is not None)  # frozen weights need one less
     linear = 2 * active * tokens * products / _NARROW
     last = 2 * head * sampled * 4 / _WIDE
     size = _engine_dtype(config).itemsize
@@ -146,24 +146,24 @@ def _device(name: str) -> str:
     return name if ":" in name else f"{name}:0"
 
 
-def _limits(devices: set[str], given_gb: float | None) -> dict[str, float]:
-    """The host's memory counts only where no other machine's is given."""
+def _limits(devices: set[str], configured_gb: float | None) -> dict[str, float]:
+    """Bytes of each device. The host's own memory counts only if none is configured."""
     limits: dict[str, float] = {}
     for device in sorted(devices - {"host"}):
-        if given_gb is not None:
-            limits[device] = given_gb * GIB
+        if configured_gb is not None:
+            limits[device] = configured_gb * GIB
         elif device.startswith("cuda") and torch.cuda.is_available():
             limits[device] = torch.cuda.mem_get_info(device)[1]
-    if given_gb is None and (here := _host_bytes()):
+    if configured_gb is None and (here := _host_bytes()):
         limits["host"] = here
     return limits
 
 
 def _host_bytes() -> float:
-    """Memory of this machine, or of the control group that the process is in."""
+    """Memory of this machine, or of the process's control group."""
     machine, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    found = re.search(r"MemTotal:\s+(\d+) kB", machine.read_text()) if machine.exists() else None
-    total = int(found[1]) * 1024.0 if found else 0.0
+    match = re.search(r"MemTotal:\s+(\d+) kB", machine.read_text()) if machine.exists() else None
+    total = int(match[1]) * 1024.0 if match else 0.0
     limit = group.read_text().strip() if group.exists() else "max"
     return min(total, float(limit)) if limit.isdigit() and total else total
 
@@ -176,12 +176,11 @@ def _sizes_of(path: str, dtype: str) -> PreTrainedModel:
     try:
         return on_meta(AutoConfig.from_pretrained(folder, local_files_only=True), getattr(torch, dtype))
     except (OSError, ValueError, KeyError, RuntimeError) as e:
-        raise UserError(f"{folder / 'config.json'} is no causal language model that transformers knows: {e}") from None
+        raise UserError(f"{folder / 'config.json'} is no causal language model of transformers: {e}") from None
 
 
 def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a configuration on the meta device, in training mode, as `activation_bytes` takes
-    it."""
+    """The causal language model of a configuration on the meta device, in training mode, for `activation_bytes`."""
     with torch.device("meta"):
         model = cast(Any, AutoModelForCausalLM).from_config(
             config, dtype=dtype, attn_implementation=attention.NAME, experts_implementation=_SIZES
@@ -204,7 +203,7 @@ def _states(config: RLConfig, model: PreTrainedModel, adapters: Adapters | None,
             "" if trainer.offload_optimizer or device == "host" else "set trainer.offload_optimizer = true",
         ),
         Term(device, "a bucket of the update", (16 if trainer.offload_optimizer else 4) * min(BUCKET, count)),
-        # Of the version published last and of the one on its way; a GPU has a third, to find changes there.
+        # Copies of the last and of the next version; on a GPU a third, to find changes there.
         Term("host", "published weights", 2 * size * count),
         Term("host", "checkpoint on its way to the disk", 12 * count),
     ]  # fmt: skip
@@ -224,28 +223,28 @@ def _states(config: RLConfig, model: PreTrainedModel, adapters: Adapters | None,
 
 
 def _beside_adapters(config: RLConfig, adapters: Adapters, live: int, device: str) -> list[Term]:
-    """What adapters need besides their states: the base, here and where engines add to it."""
+    """The memory of adapters besides their states: the base, here and in engines that add to it."""
     base, offload = [t.nbytes for t in adapters.base().values()], config.trainer.offload_optimizer
     advice = "" if offload or device == "host" else "set trainer.offload_optimizer = true"
     engines = 0 if config.inference.urls else config.inference.servers
     return [
         Term("host" if offload else device, "base of the adapted layers", sum(base), advice),
         Term(device, "adapters, and a sum with the base", sum(t.nbytes for t in adapters.tensors.values()) + max(base)),
-        # The base, the sums that are served and the next ones.
+        # The base, the served sums and the next ones.
         Term("host", "base and sums of the engines", engines * (live + 2 * sum(base))),
     ]
 
 
 def pass_tokens(config: RLConfig) -> int:
-    """Tokens of the largest pass: the budget, or one whole row that exceeds it; no more than a batch has."""
+    """Tokens of the largest pass: the budget, or a whole row that exceeds it, but at most those of a batch."""
     rollout = config.rollout
     rows = 1 if config.deterministic or config.trainer.execution == "rows" else rollout.prompts * rollout.group
     return max(rollout.context, min(config.trainer.micro_tokens, rows * rollout.context))
 
 
 def _pass(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term]:
-    """Activations, head and kept keys of the largest pass. Where the model's own code cannot run without memory, its
-    layers' inputs and nothing else are counted, and the name says so."""
+    """Activations, head and kept keys of the largest pass. If the model's own code cannot run without memory, only the
+    inputs of its layers are counted, and the name says so."""
     trainer, text = config.trainer, model.config.get_text_config()
     tokens = pass_tokens(config)
     lower = f"lower trainer.micro_tokens = {trainer.micro_tokens} or rollout.context = {config.rollout.context}"
@@ -270,7 +269,7 @@ def _pass(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term]:
         Term(device, "head, or a layer's backward pass", max(head, peak - kept), lower),
     ]
     if not config.deterministic and trainer.execution not in ("rows", "packed"):
-        # As they were computed, and in float32 with their gradients.
+        # As computed, and in float32 with their gradients.
         streamed = tokens * configured(text).elements * (model.dtype.itemsize + 2 * 4)
         what = 'set trainer.execution = "packed", or ' + lower
         terms.append(Term(device, "keys and values of shared prefixes", streamed, what))
@@ -278,8 +277,8 @@ def _pass(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term]:
 
 
 def activation_bytes(model: PreTrainedModel, tokens: int, *, narrow: bool = True) -> tuple[int, int]:
-    """Bytes that the decoder's forward pass over a row of so many tokens leaves for the backward pass, and the most
-    that either takes, weights' gradients left out but for the one being made. Of layers alike one is measured. `model`
+    """Bytes that the decoder's forward pass over a row of so many tokens keeps for the backward pass, and the peak of
+    either, including the weight gradient that is being computed but no other. Of equal layers one is measured. `model`
     is on the meta device; `narrow`: attention computes in the model's type, as on a GPU."""
     decoder = cast(Any, model.get_decoder())
     layers = decoder.layers
@@ -293,7 +292,7 @@ def activation_bytes(model: PreTrainedModel, tokens: int, *, narrow: bool = True
             once, peak = _measured(model, tokens, narrow)
             decoder.layers = torch.nn.ModuleList(alike[:1] * 2)
             of_layer = _measured(model, tokens, narrow)[0] - once
-            # The first kind's pass tells what is kept outside of layers.
+            # The first kind's pass measures what is kept outside of layers.
             kept += len(alike) * of_layer + (0 if kept else once - of_layer)
             most = max(most, peak - once)
         return kept, kept + most
@@ -321,7 +320,7 @@ def _measured(model: PreTrainedModel, tokens: int, narrow: bool) -> tuple[int, i
 
 
 def head_bytes(model: PreTrainedModel, positions: int) -> int:
-    """Most bytes of the head's forward and backward passes over so many positions, of a model on the meta device."""
+    """Peak bytes of the head's forward and backward passes over so many positions, of a model on the meta device."""
     head = head_of(model)
     hidden_SD = torch.empty(
         positions, head.weight_VD.shape[1], dtype=head.weight_VD.dtype, device="meta", requires_grad=True
@@ -340,7 +339,7 @@ def _engine_dtype(config: RLConfig) -> torch.dtype:
 
 def _engines(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term]:
     inference, text = config.inference, model.config.get_text_config()
-    if inference.urls:  # on devices of others
+    if inference.urls:  # on other devices
         return []
     if inference.engine != "etude" and device != "host":
         share = _share(inference.args)
@@ -356,7 +355,7 @@ def _engines(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term
     cache = (inference.cache_mb or least) * 2**20
     cached = f"cache of the engines, {int(cache // per_token):,} tokens each"
     other = "lower inference.cache_mb, or give the engines another inference.device"
-    # A pass of a prompt's chunk, and the logits of a batch with their softmax.
+    # A pass over a chunk of a prompt, and the logits of a batch with their softmax.
     work = inference.prefill_tokens * 8 * text.hidden_size * size + 3 * 4 * inference.max_batch * text.vocab_size
     terms = [
         Term(device, "weights of the engines", inference.servers * count * size, "give them another inference.device"),
@@ -370,7 +369,7 @@ def _engines(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term
 
 
 def _share(arguments: Sequence[str]) -> float:
-    """The share of a device that vLLM takes: as its arguments say, else what it takes by itself."""
+    """The share of a device that vLLM takes: by its arguments, else its default."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
     for name, value in itertools.pairwise(words):
         if name == _SHARE and re.fullmatch(r"0?\.\d+|1(\.0*)?", value):
@@ -379,7 +378,7 @@ def _share(arguments: Sequence[str]) -> float:
 
 
 class _Sizes:
-    """A layout whose attention keeps what a flash kernel keeps: queries, keys, values, outputs, log-sum-exps."""
+    """A layout whose attention keeps the tensors of a flash kernel: queries, keys, values, outputs, log-sum-exps."""
 
     kept = None
 
@@ -406,7 +405,7 @@ class _SizedAttention(torch.autograd.Function):
 
 
 def _sized_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """The sizes of `etude.models.experts.etude_experts`; which expert a token goes to changes nothing."""
+    """The sizes of `etude.models.experts.etude_experts`, which do not depend on the choice of experts."""
     K = index_TK.shape[1]
     up_ED, down_DE = module.gate_up_proj[0], module.down_proj[0]
     if module.is_transposed:

@@ -1,4 +1,5 @@
-"""Statistics of the mismatch: the trainer's log-probabilities of sampled tokens against those the engine recorded."""
+"""Statistics of the mismatch between the trainer's log-probabilities of sampled tokens and the engine's recorded
+ones."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class MismatchMeans:
     corr: float | None
 
     def filled(self, tokens: int) -> MismatchMeans:
-        """The means with tokens that agree exactly added, up to `tokens` in all; those of low probability and the
-        correlation are unknown then."""
+        """The means with exactly agreeing tokens added, up to `tokens` in all; those of low probability and the
+        correlation become unknown."""
         n, added = self.tokens, tokens - self.tokens
         squares = n * (self.chi2 + 1)
         weights = math.sqrt(self.ess * n * squares) + added
@@ -44,7 +45,7 @@ class MismatchMeans:
         return replace(self, tokens=float(tokens), ess=ess, chi2=chi2, k2_lowp=None, corr=None, **means)
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """`PREFIX/NAME` of every figure that is known."""
+        """`PREFIX/NAME` of every known figure."""
         return {f"{prefix}/{name}": value for name, value in asdict(self).items() if value is not None}
 
 
@@ -87,7 +88,7 @@ class Mismatch:
             self.sums[name] = self.sums.get(name, 0.0) + value_N.sum().item()
 
     def means(self) -> MismatchMeans | None:
-        """The statistics of all tokens added so far; None without tokens, so that "unknown" is never taken for 0."""
+        """The statistics of all tokens so far; None without tokens, so that "unknown" is never taken for 0."""
         if self.tokens == 0:
             return None
         n, s = self.tokens, self.sums

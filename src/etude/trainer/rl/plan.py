@@ -1,6 +1,6 @@
 """The forward passes of a batch: four executions with the same gradient, and the cost model that picks one.
 
-    rows         one pass per row, every prompt again: the reference, and what deterministic mode runs
+    rows         one pass per row, every prompt again: the reference, and the execution of deterministic mode
     packed       the prefix trees of the rows, several in one pass up to a budget of tokens
     streaming    a tree's shared prefix once, kept; then the branches below it, in passes up to the budget; the
                  prefix's backward last
@@ -21,15 +21,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from etude.models.segments import Graph, Trie, row_graph, trie
 
 Execution = Literal["rows", "packed", "streaming", "recompute"]
-PASS_TOKENS = 48  # what a pass costs besides its tokens, in tokens: launching kernels, small products
+PASS_TOKENS = 48  # fixed cost of a pass, in tokens: launching kernels, small products
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The rows of a batch, and in each the offsets (>= 1) of its sampled tokens, increasing; the last token is one.
-    `routes` are experts to replay, int16 [tokens, MoE layers, K] per row (`etude.models.router_replay`), `documents`
-    the lengths of those that each row begins with. Raises ValueError for rows of another kind: what follows the last
-    sampled token would be computed for nothing."""
+    """The rows of a batch, and for each the offsets (>= 1) of its sampled tokens, increasing; the last token must be
+    sampled, since later tokens would be computed for nothing. `routes` are experts to replay, int16 [tokens, MoE
+    layers, K] per row (`etude.models.router_replay`), `documents` the lengths of those at the beginning of each row.
+    Raises ValueError for invalid rows."""
 
     rows: tuple[np.ndarray, ...]
     sampled: tuple[np.ndarray, ...]
@@ -46,11 +46,11 @@ class TokenRows:
 
     @property
     def count(self) -> int:
-        """N: sampled tokens of all rows."""
+        """N: number of sampled tokens of all rows."""
         return sum(map(len, self.sampled))
 
     def tree(self) -> Trie:
-        """What the rows share. A token that two rows route to other experts is two tokens: the tree splits there."""
+        """The prefix tree of the rows. It splits at a token that two rows route to different experts."""
         return trie(self.rows, marks=self.routes, documents=self.documents)
 
     def some(self, chosen: Sequence[int]) -> TokenRows:
@@ -63,14 +63,14 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """One forward pass, the passes that need its keys and values, and what is predicted from its hidden states. `graph`
-    is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`. `routes_TLK` are
-    experts to replay, or None."""
+    """One forward pass, the passes that need its keys and values, and the tokens predicted from its hidden states.
+    `graph` is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`.
+    `routes_TLK` are experts to replay, or None."""
 
     graph: Graph | None
     ids_T: np.ndarray
     positions_T: np.ndarray
-    weight_T: np.ndarray  # rows that a token stands for
+    weight_T: np.ndarray  # number of rows that contain a token
     item_M: np.ndarray
     source_S: np.ndarray
     of_M: np.ndarray
@@ -90,7 +90,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cost:
-    """`work` in tokens' worth of linear layers, both ways; `held`: most tokens whose activations are kept at a time."""
+    """`work` in tokens' worth of linear layers, forward and backward; `held`: largest number of tokens with kept
+    activations."""
 
     work: float
     held: int
@@ -98,7 +99,7 @@ class Cost:
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
-    """From the sizes of the model's parameters; of a layer's experts only those that a token goes through count."""
+    """The costs by the sizes of the model's parameters; of a layer's experts only those of one token count."""
     config = model.config.get_text_config()
     decoder = model.get_decoder()
     active, slots = 0.0, getattr(config, "num_experts_per_tok", None) or 1
@@ -113,13 +114,14 @@ def shape_of(model: PreTrainedModel) -> Shape:
 def _head_size(config: PretrainedConfig) -> int | None:
     try:
         return getattr(config, "head_dim", None)
-    except RuntimeError:  # transformers' word for one that differs from layer to layer
+    except RuntimeError:  # transformers' error for a value that differs from layer to layer
         return None
 
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """An execution, its passes, what they are expected to cost, and how many tokens only other routes keep apart."""
+    """An execution, its passes, their expected cost, and the number of tokens that are separate only by their
+    routes."""
 
     execution: Execution
     parts: tuple[ForwardPass, ...]
@@ -128,8 +130,8 @@ class ExecutionPlan:
 
 
 def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int, shape: Shape) -> ExecutionPlan:
-    """The passes of a batch. `auto` takes the cheapest execution that holds at most `budget` tokens at a time. Where
-    none does, the one that holds the fewest. Any other execution is obeyed whatever it holds."""
+    """The passes of a batch. `auto` takes the cheapest execution that holds at most `budget` tokens at a time, or if
+    there is none, the one that holds the fewest. Any other execution is used regardless of the budget."""
     tree = tokens.tree()
     build: dict[Execution, Callable[[], tuple[ForwardPass, ...]]] = {
         "packed": lambda: packed(tokens, tree, budget),
@@ -183,14 +185,15 @@ def rows(tokens: TokenRows) -> tuple[ForwardPass, ...]:
 
 
 def packed(tokens: TokenRows, tree: Trie, budget: int) -> tuple[ForwardPass, ...]:
-    """Whole trees, several in one pass while they hold at most `budget` tokens; a larger one gets a pass of its own."""
+    """Whole trees, several in one pass while they have at most `budget` tokens; a larger one gets a pass of its own."""
     make = _PassBuilder(tokens, tree)
     return tuple(make.pass_of(heads) for heads in make.packs(make.roots, budget))
 
 
 def streaming(tokens: TokenRows, tree: Trie, budget: int, *, recompute: bool = False) -> tuple[ForwardPass, ...]:
-    """Trees that branch: the shared prefix, then the passes below it. A branch that fits no pass is streamed in turn.
-    Documents are part of the prefix of the one tree that sees them, or a prefix of their own over several trees."""
+    """Trees that branch: the shared prefix, then the passes below it. A branch that is too large for a pass is streamed
+    in turn. Documents are part of the prefix of the one tree that sees them, or a prefix of their own over several
+    trees."""
     make = _PassBuilder(tokens, tree)
     siblings: dict[tuple[int, ...], list[int]] = {}
     for root in make.roots:
@@ -210,14 +213,14 @@ def streaming(tokens: TokenRows, tree: Trie, budget: int, *, recompute: bool = F
 
 
 class _PassBuilder:
-    """Builds the passes of one prefix tree; has for every sampled token the place of its source."""
+    """Builds the passes of one prefix tree; knows the place of every sampled token's source."""
 
     def __init__(self, tokens: TokenRows, tree: Trie) -> None:
         self.tree = tree
         self.roots = [i for i, n in enumerate(tree.graph.nodes) if i >= tree.documents > max(n.sees, default=-1)]
         where = [tree.where(i) for i in range(len(tokens.rows))]
         self.routes_TLK = None
-        if tokens.routes is not None:  # by place in the layout; rows that share a place agree there
+        if tokens.routes is not None:  # by place in the layout; rows that share a place have equal routes there
             of_token = tokens.routes[0].shape[1:] if tokens.routes else (0, 0)
             self.routes_TLK = np.zeros((tree.graph.length, *of_token), np.int16)
             for at, row in zip(where, tokens.routes, strict=True):
@@ -239,7 +242,7 @@ class _PassBuilder:
         return {j for j in self.tree.graph.nodes[head].sees if j < self.tree.documents}
 
     def size(self, nodes: Iterable[int]) -> int:
-        """Tokens of the nodes."""
+        """Number of tokens of the nodes."""
         return sum(len(self.tree.graph.nodes[n]) for n in nodes)
 
     def subtree(self, node: int) -> range:
@@ -247,8 +250,8 @@ class _PassBuilder:
         return range(node, self.tree.ends[node])
 
     def packs(self, heads: Sequence[int], budget: int, *, alone: bool = True) -> list[list[int]]:
-        """Heads whose subtrees are computed in one pass, put together in order up to the budget; `alone`: with the
-        documents that they see, each once per pass, else those are in a pass above."""
+        """Heads grouped by passes for their subtrees, in order up to the budget. `alone`: including the documents that
+        they see, each once per pass; otherwise the documents are in a pass above."""
         packs: list[list[int]] = []
         held, inside = 0, set[int]()
         for head in heads:
@@ -263,7 +266,7 @@ class _PassBuilder:
         return packs
 
     def prefix(self, nodes: Sequence[int], below: Sequence[int], budget: int, recompute: bool) -> ForwardPass:
-        """The pass of `nodes`, which all of `below` see, and those of what begins with these."""
+        """The pass of `nodes`, which all of `below` see, and the passes of the nodes in `below`."""
         room = max(1, budget - (0 if recompute else self.size(nodes)))
         large = [h for h in below if self.size(self.subtree(h)) > room and self.tree.ends[h] > h + 1]
         small = [h for h in below if h not in large]
@@ -282,7 +285,8 @@ class _PassBuilder:
     def part(
         self, chosen: Sequence[int], heads: Sequence[int], below: tuple[ForwardPass, ...] = (), recompute: bool = False
     ) -> ForwardPass:
-        """`chosen` in one pass; a document among them stands for the rows of those `heads` that see it."""
+        """The pass of the `chosen` nodes; a document among them has the weight of the rows of those `heads` that see
+        it."""
         tree = self.tree
         graph = tree.graph.part(chosen)
         items = _join([self.order_N[self.cuts[n] : self.cuts[n + 1]] for n in chosen])

@@ -1,4 +1,4 @@
-"""The three policies of a step, token by token: which tokens are left out, and how far an episode has drifted.
+"""The three policies of a step, token by token: the masks over tokens, and the drift of episodes.
 
     rollout   mu, recorded by the engine with the version that sampled the token
     proximal  o, the weights at the start of the step, without gradient
@@ -25,7 +25,7 @@ from etude.trainer.rl.presets import LossPreset
 IPO, DPPO = 0.1, 0.2  # difference of probabilities; PrimeIntellect-ai/prime-rl, docs/ipo.md and #2808
 GEO_RS = (0.999, 1.001)  # geometric mean of an episode's ratio; verl docs/algo/rollout_corr.md
 OPSM = 1e-4  # mean of mu - o of an episode with a negative advantage; THUDM/slime
-VETO = math.log(1e-4)  # of one token's ratio, ends the whole episode; verl docs/algo/rollout_corr.md
+VETO = math.log(1e-4)  # of one token's ratio; below, the episode is masked; verl docs/algo/rollout_corr.md
 OF_EPISODES: frozenset[Mask] = frozenset({"geo_rs", "opsm", "veto"})
 
 
@@ -57,8 +57,8 @@ def drift(samples: Sequence[Samples], above: Sequence[Tensor], below: Sequence[T
 def keep(
     samples: Samples, proximal_N: Tensor, of_episode: PolicyDrift | None, masks: Sequence[Mask], dropped: Counter[str]
 ) -> Tensor | None:
-    """bool [N]: the tokens that no mask leaves out; None without masks. Counts what each mask drops, each by itself.
-    `of_episode` is the drift of the proximal from the rollout policy; the masks of whole episodes need it."""
+    """bool [N]: the tokens that no mask leaves out; None without masks. Counts the tokens of each mask separately.
+    `of_episode` is the drift of the proximal from the rollout policy, which the masks of whole episodes need."""
     if not masks:
         return None
     keep_N = torch.ones_like(proximal_N, dtype=torch.bool)
@@ -67,7 +67,7 @@ def keep(
         if mask == "ipo":
             drop_N = change_N.abs() > IPO
         elif mask == "dppo":
-            # Only what the advantage would push further away.
+            # Only tokens that the advantage would push further away.
             drop_N = (change_N * samples.advantages_N.sign()) > DPPO
         else:
             assert of_episode is not None, "the proximal pass comes before masks of whole episodes"

@@ -54,7 +54,7 @@ PRESETS = {
     "tis": LossPreset("zscore", "clip", "tokens", clip=(0.8, 1.28), correction="truncate"),
     # arXiv:2510.18855, section 3
     "icepop": LossPreset("zscore", "clip", "tokens", correction="band", cap=(0.5, 5.0)),
-    # MiniMax-M1, arXiv:2506.13585, equations 4 and 5: the old policy there is the one that sampled
+    # MiniMax-M1, arXiv:2506.13585, equations 4 and 5, whose old policy is the sampling policy
     "cispo": LossPreset("zscore", "stopped", "tokens", clip=(0.0, 5.0), anchor="rollout"),
     # arXiv:2507.18071, equations 5, 7 and 13 to 16
     "gspo": LossPreset("zscore", "sequence", "episodes", clip=(1 - 3e-4, 1 + 4e-4)),
@@ -64,8 +64,8 @@ PRESETS = {
 
 
 def loss_preset(config: LossConfig) -> LossPreset:
-    """The preset with what the configuration replaces in it. Raises UserError for what cannot be combined, and for a
-    custom loss that cannot be imported or called."""
+    """The preset with the values that the configuration replaces. Raises UserError for an impossible combination, and
+    for a custom loss that cannot be imported or called."""
     preset = PRESETS[config.preset]
     preset = replace(
         preset,
@@ -91,8 +91,7 @@ def _band(preset: tuple[float, float], low: float | None, high: float | None) ->
 
 
 def divisor(preset: LossPreset, episodes: float, budget: int, tokens: int) -> float:
-    """N of the loss, for an update on `tokens` sampled tokens of so many episodes, each with a `budget`. A constant of
-    the run where these are the configuration's, except under "tokens": a batch's own lengths would otherwise change
-    the meaning of a step."""
+    """N of the loss, for an update on `tokens` sampled tokens of so many episodes, each with a `budget`. It is a
+    constant of the run, except under "tokens": with a batch's own lengths the meaning of a step would vary."""
     choices = {"budget": episodes * budget, "episodes": episodes, "one": 1.0, "tokens": max(tokens, 1)}
     return float(choices[preset.divisor])

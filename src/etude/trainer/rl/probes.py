@@ -1,4 +1,4 @@
-"""The trainer's half of the logprob probes (`etude.rollout.probes`): its own scores, and the engines' against them."""
+"""The trainer's half of the logprob probes (`etude.rollout.probes`): its own scores, compared with the engines'."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from etude.trainer.rl.plan import TokenRows, rows
 
 
 class TrainerProbes:
-    """Scores of the probe sequences under the trainer's versions; nothing is ever scored without sequences. `exactly`:
-    in the engine's bits, where both sides promise that."""
+    """Scores of the probe sequences under the trainer's versions; without sequences nothing is scored. `exactly`: in
+    the engine's bits, if both sides promise equal bits."""
 
     def __init__(self, store: Store, model: PreTrainedModel, *, exactly: bool) -> None:
         self._store, self._model, self._exactly = store, model, exactly
@@ -28,7 +28,7 @@ class TrainerProbes:
         self._seconds = 0.0
 
     def score(self, version: int) -> None:
-        """Scores the sequences with the model's weights, which are those of `version`, unless that is done."""
+        """Scores the sequences with the model's weights, those of `version`, unless they have been scored."""
         if version in self._scores or not self._tokens.rows:
             return
         started = time.perf_counter()
@@ -40,7 +40,7 @@ class TrainerProbes:
         self._seconds += time.perf_counter() - started
 
     def arrived(self) -> list[ProbeComparison]:
-        """The engines' scores that have arrived since the last call, of versions that were scored here."""
+        """The engines' scores since the last call, of versions that were scored here."""
         if not self._tokens.rows:
             return []
         started = time.perf_counter()
@@ -49,7 +49,7 @@ class TrainerProbes:
             own_N = self._scores.get(answer.scored.version)
             theirs_N = np.concatenate([np.array(part, np.float64) for part in answer.scored.logprobs])
             if own_N is not None and len(own_N) == len(theirs_N):
-                # A score that is no number counts as the largest difference.
+                # NaN counts as the largest difference.
                 d_N = np.nan_to_num(own_N - theirs_N, nan=LOG_RATIO_LIMIT).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
                 k2, largest = float(np.square(d_N).mean() / 2), float(np.abs(d_N).max())
                 comparisons.append(ProbeComparison(answer.engine, answer.scored.version, k2, largest))
@@ -57,6 +57,6 @@ class TrainerProbes:
         return comparisons
 
     def seconds(self) -> float:
-        """What the probes have cost since the last call."""
+        """Seconds spent on probes since the last call."""
         spent, self._seconds = self._seconds, 0.0
         return spent

@@ -1,8 +1,7 @@
 """The trainer process: consumes complete groups, steps, publishes a version. `python -m etude.trainer.rl.process RUN`.
 
-consumes     ready groups (ledger) and their token blobs (store)
-waits for    P ready groups
-unblocks     admission and the engines, by publishing version N+1
+consumes ready groups (ledger) and their token blobs (store) waits for P ready groups unblocks admission and the
+engines, by publishing version N+1
 
 One step, in the order of this file:
 
@@ -11,13 +10,14 @@ One step, in the order of this file:
     train_step    gradients, guards, optimizer (step.py)
     commit        publication, checkpoint, and the step's line of metrics
 
-Order of what is durable, which makes `kill -9` harmless anywhere: payload N+1, manifest N+1 (the commit point), ledger,
-payload N+2. They are written in the background while step N+2 computes, on groups that N+1 has not had; nothing of step
-N+2 is published before version N+1 is settled. A ledger behind the manifests is caught up.
+The order of durable writes makes `kill -9` harmless at any point: payload N+1, manifest N+1 (the commit point), ledger,
+payload N+2. They are written in the background while step N+2 computes, on groups that version N+1 was not trained on;
+nothing of step N+2 is published before version N+1 is settled. A resume brings a ledger that lags behind the manifests
+up to date.
 
-Checkpoints, one every `trainer.checkpoint_every` versions, are written beside that (checkpoint_writer.py). A resume
-takes the newest one, and computes the steps since again from the groups that the manifests name (restore.py); one of a
-version without a manifest is dropped.
+Checkpoints, one every `trainer.checkpoint_every` versions, are written at the same time (checkpoint_writer.py). A
+resume takes the newest one, and computes the later steps again from the groups that the manifests name (restore.py). A
+checkpoint of a version without a manifest is deleted.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ from etude.weights.manifest import manifests, newest, read
 from etude.weights.publisher import Publication, Publisher
 from etude.weights.signature import private_key
 
-MAX_GIVEN = 100_000
-"""Groups of a batch whose advantages are given."""
+MAX_RECORDED_GROUPS = 100_000
+"""Largest number of groups in a batch with recorded advantages (`trainer.baseline = "given"`)."""
 
 
 @dataclass(frozen=True)
 class Unsettled:
-    """A version that is being published: what is to be noted once its manifest is durable."""
+    """A version that is being published, and the entries for ledger and metrics once its manifest is durable."""
 
     publication: Publication
     groups: tuple[int, ...]
@@ -88,18 +88,18 @@ class Unsettled:
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """What a step trains on, and what was observed while it was loaded."""
+    """The batch of a step, and the metrics and probes that were collected while it was loaded."""
 
     batch: Batch
     observed: dict[str, Any]  # metrics of the batch and of the ledger
-    probes: list[ProbeComparison]  # that have arrived since the step before
+    probes: list[ProbeComparison]  # since the previous step
 
 
 def main() -> None:
-    """Trains the run in the folder argv[1], from the version argv[2] if one is given, else from the newest.
+    """Trains the run in the folder argv[1], from the newest version or from the version argv[2].
 
-    Steps until the configured number of versions is published or the minutes of training are spent; a batch whose
-    advantages are given is one step. Exits with 2 for what a user can fix, with 1 for a failed run.
+    Steps until the configured number of versions is published or the minutes of training are spent; a batch with
+    recorded advantages is one step. Exits with 2 for an error that the user can fix, with 1 for a failed run.
     """
     bound_kernels(os.environ)
     try:
@@ -125,14 +125,15 @@ def main() -> None:
 
 
 def use_deterministic_algorithms() -> None:
-    """PyTorch's, for the rest of the process. On a GPU it refuses products unless cuBLAS keeps a workspace."""
+    """Makes PyTorch deterministic for the rest of the process. On a GPU, PyTorch then refuses products unless cuBLAS
+    has a fixed workspace."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 class Trainer:
-    """State of the trainer process: the model, its optimizer, and the version they stand at. Raises UserError if the
-    run folder's newest version cannot be continued."""
+    """State of the trainer process: the model, its optimizer, and their version. Raises UserError if the run folder's
+    newest version cannot be continued."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -147,7 +148,7 @@ class Trainer:
         self.weights = weights = open_store(f"{root}/weights", durable=True)
         self._checkpoints = run / "checkpoints"
         self.writer = CheckpointWriter(self._checkpoints, config.trainer.keep_checkpoints)
-        self._line = run / "metrics.next.json"  # of the version on its way
+        self._line = run / "metrics.next.json"  # of the version in publication
         self.ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name)
         self.learner = _learner(config)
         model = self.learner.model
@@ -178,18 +179,18 @@ class Trainer:
             checkpoint.drop_after(self._checkpoints, -1)
             self._publish(0, (), {}, {})
             self.settle(wait=True)
-            self.writer.close()  # a run that cannot write its first checkpoint ends here
+            self.writer.close()  # raises the error if the first checkpoint cannot be written
 
     def _resume(self, last: PolicyVersion) -> None:
-        """Goes on from the newest manifest. Raises UserError."""
+        """Continues from the newest manifest. Raises UserError."""
         self._check_base(last)
         checkpoint.drop_after(self._checkpoints, last.version)
         self.restorer.restore(last.version, fresh=True)
         self.publisher.resume(last, self.learner.optimizer.published())
 
     def _check_base(self, last: PolicyVersion) -> None:
-        """Raises UserError unless the run's versions are of what the optimizer trains: all weights, or adapters of this
-        base."""
+        """Raises UserError unless the run's versions match the optimizer: all weights, or adapters of the same base and
+        scale."""
         ours, theirs = self.learner.optimizer.adapted(), last.adapted
         if isinstance(theirs, msgspec.UnsetType) or ours is None:
             if ours is not None or not isinstance(theirs, msgspec.UnsetType):
@@ -202,16 +203,16 @@ class Trainer:
 
     @property
     def in_publication(self) -> tuple[int, ...]:
-        """Groups that the version on its way was trained on; the ledger may still call them ready."""
+        """Groups of the version in publication, which the ledger may still call ready."""
         return self._unsettled.groups if self._unsettled else ()
 
     def go_back(self, version: int) -> None:
-        """Publishes weights and optimizer state of an earlier version as the next one, unless these are the newest's.
-        Raises UserError if they cannot be had."""
-        last, wanted = newest(self.weights), read(self.weights, version)
-        if last is None or wanted is None:
+        """Publishes weights and optimizer state of an earlier version as the next one, unless they equal the newest's.
+        Raises UserError if they cannot be restored."""
+        last, target = newest(self.weights), read(self.weights, version)
+        if last is None or target is None:
             raise UserError(f"{self.weights.url} has no version {version} to go on from")
-        if wanted.digest == last.digest:
+        if target.digest == last.digest:
             return
         self.restorer.restore(version)
         step = StepRecord(action="rollback", good=version)
@@ -223,13 +224,14 @@ class Trainer:
     # --- before the step --------------------------------------------------------------------------------------------
 
     def next_groups(self) -> list[Group] | None:
-        """Waits for the groups of the next step; None once all versions are published or the minutes are spent. Where
-        advantages are given, the batch is there as a whole: all ready groups are one step, and none is the end."""
+        """Waits for the groups of the next step; None once all versions are published or the minutes are spent. A batch
+        with recorded advantages is complete from the start: all ready groups are one step, and without any the run
+        ends."""
         config = self.config
         if config.trainer.baseline == "given":
             self.settle(wait=True)
             self.clock.begin()
-            return self.ledger.ready_groups(MAX_GIVEN, in_order=True) or None
+            return self.ledger.ready_groups(MAX_RECORDED_GROUPS, in_order=True) or None
         while self.version < config.trainer.steps and not self.clock.over:
             self.settle(wait=False)
             groups = self.ledger.ready_groups(
@@ -241,19 +243,19 @@ class Trainer:
             if len(groups) == config.rollout.prompts:
                 self.clock.begin()
                 return None if self.clock.over else groups
-            self.probes.score(self.version)  # while there is nothing else to do
+            self.probes.score(self.version)  # uses the wait
             time.sleep(0.05)
         return None
 
     def load(self, groups: list[Group]) -> LoadedStep:
-        """The episodes of the groups, audited, as rows with advantages; flags that the audit found go to the ledger."""
+        """The audited episodes of the groups as rows with advantages. New flags of the audit go to the ledger."""
         config = self.config
         batch = self._batch(groups)
         self.probes.score(self.version)
         probes = self.probes.arrived()
         self.clock.loaded()
         for episode in batch.flat:
-            if {"contrast", "effort"} & set(episode.flags):  # the other flags were there before
+            if {"contrast", "effort"} & set(episode.flags):  # the audit's flags; all others are in the ledger already
                 self.ledger.flag(episode)
         impossible = self.ledger.impossible()
         observed: dict[str, Any] = dict(batch_metrics(batch, self.version))
@@ -285,7 +287,7 @@ class Trainer:
         """Acts on the guards' verdict, publishes the next version, and writes one line of metrics. Raises RunFailed if
         the guards halt the run; nothing is consumed or published then."""
         verdict, probes = result.verdict, loaded.probes
-        self._obey(verdict)
+        self._act_on(verdict)
         record = self.guards.record(self.version, verdict, result.figures, probes)
         record = msgspec.structs.replace(record, lr=result.lr, updates=result.updates)
         self.clock.trained()
@@ -311,8 +313,8 @@ class Trainer:
         line |= self.clock.end()  # written when the version is settled
         self.version += 1
 
-    def _obey(self, verdict: GuardVerdict) -> None:
-        """Reports what the guards found, and rolls back or raises RunFailed if that is the verdict."""
+    def _act_on(self, verdict: GuardVerdict) -> None:
+        """Reports the guards' events, and carries out a rollback, or raises RunFailed for a halt."""
         for event in verdict.events:
             print(f"guard {event.guard}, {event.level}, step {self.version + 1}: {event.sentence}", file=sys.stderr)
         if verdict.action == "halt":
@@ -338,7 +340,7 @@ class Trainer:
         lr: float | None = None,
         step: StepRecord | None = None,
     ) -> None:
-        """Settles the version before this one, and leaves publication and checkpoint to their threads."""
+        """Settles the previous version, and starts publication and checkpoint on their threads."""
         self.settle(wait=True)
         waited = 0.0
         if version % self.config.trainer.checkpoint_every == 0:
@@ -352,8 +354,8 @@ class Trainer:
         self._unsettled = Unsettled(publication, groups, line)
 
     def _save(self, version: int, good: set[int]) -> float:
-        """Begins the checkpoint of a version; the seconds that it waited for the one before. What a rollback needs
-        stays: until the manifest exists, the guards' good version is the one from before it."""
+        """Begins the checkpoint of a version. Returns the seconds of the wait for the previous one. Checkpoints for a
+        rollback are kept: until the manifest exists, the guards' good version is still the previous one."""
         optimizer, critic = self.learner.optimizer, self.learner.critic
         state = optimizer.state() | (critic.state() if critic is not None else {})
         waited = self.writer.wait()
@@ -362,7 +364,7 @@ class Trainer:
         return waited
 
     def finish(self) -> None:
-        """Settles the last version, and saves it unless it is saved. Raises what went wrong."""
+        """Settles the last version, and saves its checkpoint if it has none. Raises the errors of the threads."""
         self.settle(wait=True)
         self.writer.wait()
         if self.version not in checkpoint.versions(self._checkpoints):
@@ -370,8 +372,8 @@ class Trainer:
         self.writer.close()
 
     def settle(self, *, wait: bool) -> None:
-        """Notes the version on its way in the ledger, then in metrics.jsonl, once its manifest is durable. Without
-        `wait`, nothing happens before that. Raises the error of a publication that failed."""
+        """Records the version in publication in the ledger, then in metrics.jsonl, once its manifest is durable.
+        Without `wait`, it returns if the manifest is not durable yet. Raises the error of a failed publication."""
         unsettled = self._unsettled
         if unsettled is None or not (wait or unsettled.publication.done()):
             return
@@ -396,7 +398,7 @@ class Trainer:
         self._line.unlink(missing_ok=True)
 
     def _check_lines(self) -> None:
-        """Says which lines of metrics.jsonl are not as they were written. They are for people: the run goes on."""
+        """Reports lines of metrics.jsonl that have been altered. They are only for people, so the run goes on."""
         proofs = runfolder.read_jsonl(self.run / "metrics.digests.jsonl", ["step"], ["digest"])
         known = {proof["step"]: proof["digest"] for proof in proofs}
         lines = {line["step"]: line for line in runfolder.read_jsonl(self.run / "metrics.jsonl", ["step"])}
@@ -405,11 +407,11 @@ class Trainer:
             print(f"note: figures of step {steps} in metrics.jsonl have been altered", file=sys.stderr, flush=True)
 
     def _write_lost_line(self, last: PolicyVersion) -> None:
-        """The line of the newest version, if the trainer was killed between its manifest and its line."""
+        """Writes the line of the newest version, if the trainer was killed between its manifest and its line."""
         lines = runfolder.read_jsonl(self.run / "metrics.jsonl")
         if not self._line.exists() or (lines and lines[-1]["step"] >= last.version):
             return
-        with suppress(ValueError):  # the file is damaged: the line stays lost
+        with suppress(ValueError):  # the file is damaged, so the line stays lost
             line = json.loads(self._line.read_bytes())
             if line["step"] == last.version:
                 self._write_line(line, last, 0.0)
@@ -420,7 +422,7 @@ def _line_digest(line: dict[str, Any]) -> str:
 
 
 def guard_metrics(verdict: GuardVerdict, record: StepRecord) -> dict[str, float]:
-    """The guards' part of a line of metrics; the action as its number: 0 go, 1 skip, 2 rollback, 3 halt."""
+    """The guards' part of a line of metrics; the action as a number: 0 go, 1 skip, 2 rollback, 3 halt."""
     return {
         "guard/warned": float(verdict.count("warn")),
         "guard/stopped": float(verdict.count("stop")),
@@ -430,10 +432,10 @@ def guard_metrics(verdict: GuardVerdict, record: StepRecord) -> dict[str, float]
 
 
 def _learner(config: RLConfig) -> Learner:
-    """The model of the run with its optimizer, and the reference and the value head that its loss needs."""
+    """The model of the run with its optimizer, and the reference, value head and teacher that its loss needs."""
     options, preset = config.trainer, loss_preset(config.loss)
     if options.device != "cpu" and (refusal := memory_table(config).refusal()):
-        raise UserError(f"{refusal} (trainer.device_memory_gb overrides what the device says)")
+        raise UserError(f"{refusal} (trainer.device_memory_gb overrides the detected size)")
     model = load_model(config.model.path, dtype=getattr(torch, options.dtype), device=options.device)
     model.train()
     execution = allowed(model, "rows" if config.deterministic else options.execution)
@@ -442,8 +444,8 @@ def _learner(config: RLConfig) -> Learner:
     reference = Reference(model) if preset.kl_beta else None
     teacher = None
     if config.distill is not None and config.distill.teacher != "self":
-        other = load_model(config.distill.teacher, dtype=getattr(torch, options.dtype))
-        teacher = Reference(model, dict(other.named_parameters()))
+        teacher_model = load_model(config.distill.teacher, dtype=getattr(torch, options.dtype))
+        teacher = Reference(model, dict(teacher_model.named_parameters()))
     types = published_dtypes(Path(config.model.path), model, getattr(torch, options.dtype))
     if options.lora is None:
         optimizer = for_policy(model, options, types)

@@ -1,5 +1,5 @@
-"""Other weights than those that learn, which wait in the host's memory until they are asked: version 0's as the
-reference policy of the KL term, or a teacher's."""
+"""Weights that are not trained and wait in the host's memory between uses: version 0 as the reference policy of the KL
+term, or a teacher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etude.errors import UserError
 
 
 class Reference:
-    """The weights that `model` has now, or `others` of the same names and shapes. A second model would take its size
+    """The present weights of `model`, or `others` of the same names and shapes. A second model would take its size
     again of the device's memory; here the two change places for a pass, tensor by tensor, over the bus. Raises
     UserError for weights of another model."""
 
@@ -31,7 +31,7 @@ class Reference:
 
     @contextmanager
     def weights(self) -> Iterator[PreTrainedModel]:
-        """Inside, the model has the reference's weights; afterwards its own again, bit for bit."""
+        """A context in which the model has the reference's weights; afterwards it has its own again, bit for bit."""
         self._change_places()
         try:
             yield self._model

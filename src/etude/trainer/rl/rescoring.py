@@ -1,7 +1,7 @@
-"""Scoring recorded tokens again, as the trainer does, under suppositions about what the engine did.
+"""Scores recorded tokens again with the trainer's code, under hypotheses about the engine.
 
-Each supposition is a change of one thing: the weights, the temperature, top-p, the head's precision, the experts, or
-stale keys and values under the prompt. Suffixes: T tokens of a piece, N of them sampled, V vocabulary.
+Each hypothesis changes one thing: the weights, the temperature, top-p, the head's precision, the experts, or stale keys
+and values under the prompt. Suffixes: T tokens of a piece, N of them sampled, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.models.segments import Graph, row_graph
 
 @dataclass(frozen=True)
 class VersionPiece:
-    """The leading tokens of an episode's segment that one version sampled, nothing of another version before them."""
+    """The leading tokens of an episode's segment that a single version sampled."""
 
     episode: str
     group: int
@@ -36,12 +36,12 @@ class VersionPiece:
     at_N: np.ndarray  # positions of the sampled tokens
     recorded_N: np.ndarray  # log-probability by the engine
     seed_N: np.ndarray  # of the turn that sampled the token
-    routes_TLK: np.ndarray | None = None  # the experts that the engine recorded, if it did
-    documents: tuple[int, ...] = ()  # lengths of those that the prompt begins with
+    routes_TLK: np.ndarray | None = None  # experts recorded by the engine, if any
+    documents: tuple[int, ...] = ()  # their lengths at the beginning of the prompt
 
     @property
     def graph(self) -> Graph | None:
-        """Which tokens see which; None: all earlier ones."""
+        """Which tokens see which; None: each sees all earlier tokens."""
         return row_graph(self.ids_T, self.documents) if self.documents else None
 
 
@@ -55,7 +55,8 @@ def set_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class Keys:
-    """An attention layout that keeps the keys and values of a row, or puts kept ones under the beginning of another."""
+    """An attention layout that keeps the keys and values of a row, or puts kept ones under the beginning of another
+    row."""
 
     graph: Graph | None = None  # of the row; None: every token sees all earlier ones
     under: int = 0  # positions whose keys and values come from `kept`
@@ -89,7 +90,7 @@ def logits(
     plausible: float = PLAUSIBLE,
 ) -> Tensor:
     """Logits of the sampled tokens' distributions, float32 [N, V]. `head` is the precision of the last product; with
-    `replays` tokens go through the experts that the piece carries."""
+    `replays` the piece's recorded experts are used."""
     device = next(model.parameters()).device
     ids_1T = torch.from_numpy(piece.ids_T.astype(np.int64)).to(device)[None]
     positions_1T = torch.arange(ids_1T.shape[1], device=device)[None]
@@ -117,16 +118,15 @@ def chosen(logits_NV: Tensor, piece: VersionPiece, *, temperature: float = 1.0, 
 
 @dataclass(frozen=True)
 class Flips:
-    """How easily the choice of experts changes under bfloat16 products. `share` of the tokens go through other experts
-    in some layer; `difference_N` is by how much that alone changes the log-probability of the sampled tokens, float64
-    [N]."""
+    """The sensitivity of the choice of experts to bfloat16 products. `share` of the tokens change experts in some
+    layer; `difference_N` is the resulting change of the log-probability of the sampled tokens, float64 [N]."""
 
     share: float
     difference_N: np.ndarray
 
 
 def route_flips(model: PreTrainedModel, piece: VersionPiece) -> Flips | None:
-    """What replaying the experts of bfloat16 products does; None if the model is dense."""
+    """The effect of replaying the experts of bfloat16 products; None if the model is dense."""
     routes = []
     for dtype in (torch.float32, torch.bfloat16):
         device = next(model.parameters()).device

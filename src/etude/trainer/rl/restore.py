@@ -1,9 +1,9 @@
-"""Brings the trainer back to a version: the newest whole checkpoint before it, then the steps since, computed again.
+"""Brings the trainer back to a version: the newest complete checkpoint before it, then the later steps, computed again.
 
-A published version stays: engines anywhere may serve it, and its groups are trained on. What made it is on record: its
-manifest names the groups and what the guards decided, and the store has their episodes. So the step is computed again
-from the same batch, and the version's digest proves it. Where the bits differ (a GPU adds in another order, or an
-episode is gone), the published weights take their place, with the optimizer as it was computed.
+A published version stays: engines may serve it, and its groups are trained on. Its manifest names the groups and the
+guards' decision, and the store has their episodes. So the step is computed again from the same batch, and the version's
+digest proves the result. If the bits differ (a GPU adds in another order, or an episode is missing), the published
+weights take their place, with the optimizer as computed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from etude.weights.ulpd.schema import schema_of
 
 @dataclass(frozen=True)
 class Restorer:
-    """Restores the learner of a run. `batch` gives the batch of groups by their ids, and may raise BlobDamaged."""
+    """Restores the learner of a run. `batch` returns the batch of groups by their ids, and may raise BlobDamaged."""
 
     learner: Learner
     config: RLConfig
@@ -49,7 +49,7 @@ class Restorer:
 
     def restore(self, version: int, *, fresh: bool = False) -> None:
         """Gives the learner the weights, optimizer and value head of a published version. `fresh`: it holds the base
-        model. Raises UserError if no checkpoint at or before it is whole."""
+        model. Raises UserError if no checkpoint at or before the version is complete."""
         saved, damage, damaged = set(checkpoint.versions(self.checkpoints)), "", list[int]()
         while (path := self._path(version, saved)) is not None:
             base, steps = path
@@ -75,7 +75,7 @@ class Restorer:
         return None
 
     def base(self, version: int) -> int | None:
-        """The checkpoint that `restore` begins with, as far as there are no damaged ones."""
+        """The checkpoint that `restore` would begin with, if none is damaged."""
         path = self._path(version, checkpoint.versions(self.checkpoints))
         return None if path is None else path[0]
 
@@ -94,7 +94,7 @@ class Restorer:
         return version, steps[::-1]
 
     def _load(self, version: int) -> None:
-        """Raises CheckpointDamaged also for a checkpoint of other weights than were published."""
+        """Loads a checkpoint. Raises CheckpointDamaged also if its weights differ from the published ones."""
         tensors, _ = checkpoint.load(self.checkpoints, version)
         self.learner.optimizer.load(tensors)
         if self.learner.critic is not None:
@@ -108,8 +108,8 @@ class Restorer:
         return digest(tensors, schema_of(tensors).types) == manifest.digest
 
     def _repeat(self, manifest: PolicyVersion, published: _PublishedWeights, *, last: bool) -> bool:
-        """Computes the step that made a version, from the version before it; false if the bits are others. After the
-        `last` one the weights are those that were published; between two they are where these can be had."""
+        """Computes the step that made a version, from the previous version; false if the bits differ. After the `last`
+        version the weights are the published ones; before it they are, if these can be read."""
         step, began = manifest.step, runfolder.now()
         if isinstance(step, StepRecord) and step.updates:
             try:
@@ -145,7 +145,7 @@ class _PublishedWeights:
 
 
 def _as_recorded(step: StepRecord) -> Callable[[StepFigures], GuardVerdict]:
-    """What the guards said before each update."""
+    """The guards' recorded verdict before each update."""
     judged = count()
     return lambda _: GuardVerdict("go" if next(judged) < step.updates else step.action, ())
 

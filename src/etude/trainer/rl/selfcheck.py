@@ -1,4 +1,4 @@
-"""Are the gradients of an execution those of separate rows, on this model and machine? Opt-in, at its first use."""
+"""Compares the gradients of an execution with those of separate rows, at its first use on this machine. Opt-in."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def check(
     model: PreTrainedModel, tokens: TokenRows, execution: Execution, trained: Collection[Tensor] | None = None
 ) -> float:
     """Relative L2 distance of the two gradients of `trained`, or of all parameters, on a few rows. Raises RunFailed
-    beyond the limit. Under float32 the execution is compared with rows. Narrower types round either of them by more
-    than they differ, so there both are compared with rows in float32, on a copy of the model. Leaves these without
-    gradients."""
+    beyond the limit. In float32 the execution is compared with separate rows. Narrower types round both by more than
+    they differ, so there both are compared with separate rows in float32, on the model's widened weights. Leaves the
+    parameters without gradients."""
     leaves = tuple(trained if trained is not None else model.parameters())
     sample = _sample(tokens)
     # A budget below the sample, so that a streamed prefix has several passes below it.
@@ -52,8 +52,8 @@ def check(
 
 @contextmanager
 def _widened(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the weights are float32; then they are as before, since widening is exact. A copy of the model would take
-    twice the device's memory of this."""
+    """A context in which the weights are float32; afterwards they are as before, since widening is exact. A copy of the
+    model would take twice the memory."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     types = [t.dtype for t in tensors]
     try:

@@ -1,4 +1,4 @@
-"""One optimizer step: batch in, updated weights and metrics out. The whole of the algorithm is on this page.
+"""One optimizer step: batch in, updated weights and metrics out. The whole algorithm is in this file.
 
 rows ──> updates, a plan of passes each ──> proximal log-probabilities, values, advantages; only if they are needed
      ──> per update: gradients of the loss, summed over its passes ──> judged ──> optimizer
@@ -41,11 +41,11 @@ class Learner:
     optimizer: MasterAdamW
     reference: Reference | None = None  # scores the KL term; None: the loss has none
     critic: Critic | None = None  # the value head of the ppo preset
-    execution: Execution | Literal["auto"] | None = None  # that the model allows; None: the configuration's
+    execution: Execution | Literal["auto"] | None = None  # allowed by the model; None: the configuration's
     teacher: Reference | None = None  # of [distill]; None: the model itself
 
     def drop(self) -> None:
-        """Lets the collected gradients go without an update."""
+        """Frees the collected gradients without an update."""
         self.optimizer.drop()
         if self.critic is not None:
             self.critic.drop()
@@ -53,8 +53,8 @@ class Learner:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: its metrics (docs/metrics.md, for display), the guards' verdict, and the figures they judged.
-    `lr` is the learning rate of its `updates`; None if the batch held nothing to train on."""
+    """The result of a step: its metrics (docs/metrics.md, for display), the guards' verdict, and the figures they
+    judged. `lr` is the learning rate of its `updates`; None if the batch had no rows to train on."""
 
     metrics: dict[str, float]
     verdict: GuardVerdict
@@ -65,16 +65,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
-    """The rows of one optimizer update, and what was computed of them before the step's first update."""
+    """The rows of one optimizer update, and the values computed for them before the step's first update."""
 
     tokens: TokenRows
     samples: Samples
     passes: ExecutionPlan
-    planned: float  # episodes that an update of this share of the batch has
+    planned: float  # expected number of episodes in this share of the batch
     episodes: int  # of the whole batch
     proximal_N: Tensor | None = None  # None: the current policy is the proximal one
     target_N: Tensor | None = None  # of the value head
-    of_episode: PolicyDrift | None = None  # how far episodes have drifted from the rollout policy, if a mask asks
+    of_episode: PolicyDrift | None = None  # drift of episodes from the rollout policy, if a mask needs it
 
 
 def train_step(
@@ -88,12 +88,12 @@ def train_step(
     checked: set[str] | None = None,
     lr: float | None = None,
 ) -> StepResult:
-    """Trains on `batch` with the weights of `version`. `progress` in [0, 1] is the share of the run behind the step.
-    `judge` gets the figures before every update; without its "go" the gradients are dropped and the step ends.
-    `checked` are the executions that the self-check has passed, and grows; None: no self-check. In deterministic mode
-    each row is its own forward pass, so gradients do not depend on how episodes were packed, and batch-invariant where
-    the model can be, so log-probabilities have the engine's bits. `lr` is that of a step that is computed again. Raises
-    RunFailed if the self-check fails."""
+    """Trains on `batch` with the weights of `version`. `progress` in [0, 1] is the completed share of the run before
+    the step. `judge` gets the figures before every update; without its "go" the gradients are dropped and the step
+    ends. `checked` are the executions that have passed the self-check, which adds to them; None: no self-check. In
+    deterministic mode each row is its own forward pass, so gradients do not depend on the packing of episodes, and
+    batch-invariant if the model allows, so log-probabilities have the engine's bits. `lr` is the learning rate of a
+    step that is computed again. Raises RunFailed if the self-check fails."""
     preset, of_batch = loss_preset(config.loss), batch_figures(batch, version)
     with batch_invariant(config.deterministic and possible(learner.model)):
         reset_peak(config.trainer.device)
@@ -144,13 +144,13 @@ def _update(
     tokens = token_rows(rows)
     passes = plan(tokens, execution, options.micro_tokens, shape_of(learner.model))
     sums.plan(tokens, passes)
-    # A batch that is given is as large as it is; otherwise an episode that was lost leaves a hole.
+    # A batch with recorded advantages has no planned size; any other counts lost episodes, too.
     played = len(batch.flat) if options.baseline == "given" else config.rollout.prompts * config.rollout.group
     return OptimizerUpdate(tokens, collate(rows, options.device), passes, played * share, len(batch.rewards))
 
 
 def _distilled(learner: Learner, batch: Batch, config: RLConfig) -> tuple[Batch, dict[str, float]]:
-    """The batch with what a teacher thinks of its tokens, and the figures of that."""
+    """The batch with the teacher's judgement in its advantages, and the figures of the judgement."""
     if config.distill is None:
         return batch, {}
     execution = "rows" if config.deterministic else learner.execution or config.trainer.execution
@@ -186,7 +186,8 @@ def _self_check(learner: Learner, updates: list[OptimizerUpdate], checked: set[s
 def _prepare(
     learner: Learner, updates: list[OptimizerUpdate], batch: Batch, config: RLConfig, sums: StepSums, version: int
 ) -> list[OptimizerUpdate]:
-    """The updates with what the step needs of the proximal policy, in a pass of its own only if it must be."""
+    """The updates with the proximal log-probabilities, values and drifts that the step needs, computed in a pass of its
+    own only if necessary."""
     if not needs_proximal(config.loss, loss_preset(config.loss)):
         return updates
     critic = learner.critic
@@ -211,7 +212,8 @@ def _prepare(
 def _backward(
     learner: Learner, update: OptimizerUpdate, config: RLConfig, preset: LossPreset, moved: bool, sums: StepSums
 ) -> BatchResult:
-    """Adds the gradient of an update's loss, and its figures; `moved`: the step has updated the weights before."""
+    """Adds the gradient of an update's loss, and its figures. `moved`: an earlier update of the step has changed the
+    weights."""
     count, parts, temperature = update.tokens.count, update.passes.parts, config.rollout.temperature
     n = divisor(preset, update.planned, config.rollout.tokens, count)
     reference_N = None

@@ -1,4 +1,4 @@
-"""Which executions a model allows: asked once, before the first step, by trial against transformers' own forward."""
+"""Decides by trial, before the first step, which executions of a model agree with transformers' own forward pass."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from etude.models.experts import observe
 from etude.trainer.rl.execution import evaluate
 from etude.trainer.rl.plan import Execution, TokenRows, plan, shape_of
 
-_BUDGET = 30  # tokens: less than the trial's rows, so that a streamed prefix has several passes below it
+_BUDGET = 30  # tokens of a pass; less than the trial's rows, so that a streamed prefix has several passes below it
 
 
 def log_probs(model: PreTrainedModel, execution: Execution, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Log-probabilities [T - 1] of each row's ids [T] but the first, in the passes of an execution."""
+    """Log-probabilities [T - 1] of each row's ids [T] after the first, in the passes of an execution."""
     tokens = TokenRows(tuple(rows), tuple(np.arange(1, len(row)) for row in rows))
     passes = plan(tokens, execution, _BUDGET, shape_of(model))
-    given_N = evaluate(model, passes.parts, tokens.count).logprobs_N.cpu().numpy()
-    return np.split(given_N, np.cumsum([len(row) - 1 for row in rows])[:-1])
+    log_probs_N = evaluate(model, passes.parts, tokens.count).logprobs_N.cpu().numpy()
+    return np.split(log_probs_N, np.cumsum([len(row) - 1 for row in rows])[:-1])
 
 
 def refusal(model: PreTrainedModel, use: Literal["rows", "shared prompts"]) -> str:
-    """Why the model's rows are not computed exactly, or not where they share prompts; "" if they are."""
+    """The reason why the model's rows, or its shared prompts, are not computed exactly; "" if they are."""
     executions: tuple[Execution, ...] = ("rows",) if use == "rows" else ("packed", "streaming")
-    said = support.refusal(model.config, use)
+    reason = support.refusal(model.config, use)
     for execution in executions:
-        said = said or support.trial(model, use, partial(log_probs, model, execution))
-    return said
+        reason = reason or support.trial(model, use, partial(log_probs, model, execution))
+    return reason
 
 
 def allowed(model: PreTrainedModel, wanted: Execution | Literal["auto"]) -> Execution | Literal["auto"]:
-    """`wanted`; in place of auto "rows", with a note, where prompts cannot be shared exactly. Raises UserError for an
-    execution, or a model, that would not be computed exactly."""
+    """The execution `wanted`, or in place of "auto", with a note, "rows" if prompts cannot be shared exactly. Raises
+    UserError for an execution, or a model, that would not be computed exactly."""
     if why := refusal(model, "rows"):
         raise UserError(why)
     if wanted == "rows" or not (why := refusal(model, "shared prompts")):
@@ -53,7 +53,7 @@ def allowed(model: PreTrainedModel, wanted: Execution | Literal["auto"]) -> Exec
 
 @dataclass(frozen=True)
 class Replayed:
-    """Log-probabilities of rows whose tokens took recorded experts, and the share of those that were taken."""
+    """Log-probabilities of rows under recorded experts, and the share of recorded experts that were used."""
 
     log_probs: list[np.ndarray]
     kept: float
@@ -62,8 +62,8 @@ class Replayed:
 def replayed(
     model: PreTrainedModel, rows: Sequence[np.ndarray], routes: Sequence[np.ndarray] | None = None
 ) -> Replayed:  # fmt: skip
-    """Rows as separate passes under recorded experts, int16 [T - 1 or T, layers, K] each; without `routes`, under those
-    that a pass without replay goes through. Raises UserError for routers that cannot be replayed."""
+    """Rows as separate passes under recorded experts, int16 [T - 1 or T, layers, K] each; without `routes`, under the
+    experts of a pass without replay. Raises UserError for routers that cannot be replayed."""
     layers, slots = router_replay.shape(model)
     if routes is None:
         routes = [_own_routes(model, row) for row in rows]
@@ -73,9 +73,9 @@ def replayed(
         whole.append(np.concatenate([route.astype(np.int16), unfed]))
     tokens = TokenRows(tuple(rows), tuple(np.arange(1, len(row)) for row in rows), tuple(whole))
     result = evaluate(model, plan(tokens, "rows", _BUDGET, shape_of(model)).parts, tokens.count)
-    given_N, sums = result.logprobs_N.cpu().numpy(), result.replayed
-    given = np.split(given_N, np.cumsum([len(row) - 1 for row in rows])[:-1])
-    return Replayed(given, 1 - sums.refused / sums.slots if sums.slots else 0.0)
+    log_probs_N, sums = result.logprobs_N.cpu().numpy(), result.replayed
+    by_row = np.split(log_probs_N, np.cumsum([len(row) - 1 for row in rows])[:-1])
+    return Replayed(by_row, 1 - sums.refused / sums.slots if sums.slots else 0.0)
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def _own_routes(model: PreTrainedModel, row: np.ndarray) -> np.ndarray:
 
 
 def replay_refusal(model: PreTrainedModel) -> str:
-    """Why recorded experts cannot be replayed in this model, "" if they can: tried with its own."""
+    """The reason why recorded experts cannot be replayed in this model, or "": tried with its own experts."""
     try:
         return support.trial(model, "rows", lambda rows: replayed(model, rows).log_probs)
     except (UserError, RunFailed) as e:

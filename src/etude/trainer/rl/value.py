@@ -1,8 +1,8 @@
 """The value head of the ppo preset: one linear layer on the policy's last hidden state, which shares its layers.
 
 PPO with shared parameters (arXiv:1707.06347, equation 9) and generalised advantage estimation (arXiv:1506.02438,
-equation 16). A state is what the policy has before it samples a token; a tool's answer belongs to the transition
-between two states. The head is never published: engines have no use for it.
+equation 16). A state is the policy's context before it samples a token; a tool's answer belongs to the transition
+between two states. The head is never published, since engines do not use it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from etude.trainer.rl.batch import Samples
 
 PREFIX = "value/"
-WEIGHT = 0.5  # of the value error in the loss
+WEIGHT = 0.5  # weight of the value error in the loss
 LEARNING_RATE = 1e-3
 
 
@@ -47,7 +47,7 @@ class Critic:
         self._adam = torch.optim.Adam(self.head.parameters(), lr=LEARNING_RATE)
 
     def values(self, hidden_SD: Tensor) -> Tensor:
-        """The value [S] of the states whose last hidden states these are."""
+        """The values [S] of states with these last hidden states."""
         return self.head(hidden_SD.float()).squeeze(-1)
 
     def loss(self, values_M: Tensor, targets_M: Tensor, divisor: float) -> Tensor:
@@ -60,11 +60,11 @@ class Critic:
         self.drop()
 
     def drop(self) -> None:
-        """Lets the collected gradients go."""
+        """Frees the collected gradients."""
         self._adam.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """What exact resume needs, for the checkpoint of the step."""
+        """The complete state for exact resume, for the checkpoint of the step."""
         tensors = {f"{PREFIX}{name}": p.detach() for name, p in self.head.named_parameters()}
         for name, parameter in self.head.named_parameters():
             for key, value in self._adam.state.get(parameter, {}).items():
@@ -85,7 +85,7 @@ class Critic:
 def estimate(
     samples: Sequence[Samples], values: Sequence[Tensor], rewards_E: Sequence[float], lam: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """Per part of a batch the advantages and value targets of its tokens, [N] each, by GAE over whole episodes."""
+    """For each part of a batch the advantages and value targets of its tokens, [N] each, by GAE over whole episodes."""
     of_episode: dict[int, np.ndarray] = {}
     for some, value_N in zip(samples, values, strict=True):
         for e, at, length, value in zip(

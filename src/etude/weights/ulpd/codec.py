@@ -359,7 +359,7 @@ def _record(data: bytes, chunk: int) -> ChunkRecord:
     payload = data[_RECORD.size :]
     record = ChunkRecord(number, packed >> 24, packed & 0xFFFFFF, base, target, payload)
     if number != chunk or size != len(payload) or size % 4:
-        raise Damaged(f"the record of chunk {chunk} is not what its index says")
+        raise Damaged(f"the record of chunk {chunk} does not match its index")
     if xxhash.xxh3_64_intdigest(_record_head(record, 0) + payload) & 0xFFFFFFFF != check:
         raise Damaged(f"the record of chunk {chunk} was altered")
     return record
