@@ -34,6 +34,7 @@ ROOTS = {
     "run/episodes.py:play_leased": "episode",
     "inference/server/token_routes.py:_generate": "request",
     "inference/engine/engine.py:step": "request",
+    "inference/engine/engine.py:_apply_swaps": "version",  # between two steps
     "trainer/rl/process.py:commit": "version",
     "weights/publisher.py:_run": "version",
     "inference/server/weights.py:poll": "version",
@@ -69,7 +70,7 @@ HOOK = """
 import contextvars, json, os, sys, threading
 SOURCE, OUT, ROOTS, STEP, LAUNCH = json.loads(os.environ["ETUDE_PATHS"])
 walk = contextvars.ContextVar("walk", default=None)
-names, seen, last, marked = {}, set(), {}, set()
+names, seen, last, marked, before = {}, set(), {}, set(), {}  # `before`: a walk -> the walk that it interrupts
 log = os.open(os.path.join(OUT, "%d.jsonl" % os.getpid()), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 def note(*row):
@@ -92,7 +93,7 @@ def stack(frame):
 def profile(frame, event, arg):
     if event == "return" and (at := walk.get()) is not None and at[1] == id(frame):
         if not frame.f_code.co_flags & 0x80:  # a function ends here, a coroutine may go on
-            walk.set(None)
+            walk.set(before.pop(at, None))
     if event != "call":
         return
     code = frame.f_code
@@ -102,6 +103,7 @@ def profile(frame, event, arg):
     if name is None:
         return
     if name in ROOTS and (walk.get() is None or ROOTS[name] != walk.get()[0]):
+        before[(ROOTS[name], id(frame))] = walk.get()
         walk.set((ROOTS[name], id(frame)))
     if name in (STEP, LAUNCH) and (name == LAUNCH or name not in marked):
         marked.add(name)
