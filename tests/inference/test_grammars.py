@@ -205,7 +205,7 @@ def test_what_an_answer_may_look_like(hermes, fields, pattern):
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "must be a JSON schema"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "several fields"),
         ({"structured_outputs": {"structural_tag": "x"}}, "'structural_tag' is not supported"),
-        ({"guided_choice": []}, "'choice' with this value is not supported"),
+        ({"guided_choice": []}, "'choice' is not supported with this value"),
         ({"guided_json": "{"}, "the schema is not JSON"),
         ({"guided_grammar": 'first: "x"'}, "guided_grammar: the grammar"),
         ({"guided_json": {"not": {}}}, "cannot be followed: .*not"),
