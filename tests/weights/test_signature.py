@@ -126,7 +126,7 @@ def test_a_private_key_is_its_owner_s_alone(tmp_path):
     assert stat.S_IMODE((tmp_path / "folder" / "key").stat().st_mode) == 0o600
     with pytest.raises(UserError, match="exists already"):
         keygen(tmp_path / "folder" / "key")
-    with pytest.raises(UserError, match="no Ed25519 private key"):
+    with pytest.raises(UserError, match="not an Ed25519 private key"):
         private_key(public)
-    with pytest.raises(UserError, match="no Ed25519 public key"):
+    with pytest.raises(UserError, match="not an Ed25519 public key"):
         public_key(tmp_path / "folder" / "key")

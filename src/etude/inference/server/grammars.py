@@ -223,7 +223,7 @@ def _structured(outputs: Mapping[str, Any], param: str) -> list[tuple[str, str]]
             case ("grammar", str()):
                 rules.append(_renamed(value, param))
             case _:
-                raise invalid(f"{param}: {kind[:100]!r} with this value is not supported", param)
+                raise invalid(f"{param}: {kind[:100]!r} is not supported with this value", param)
     return [(rule, param) for rule in rules]
 
 
