@@ -8,6 +8,7 @@ from etude.errors import UserError
 from etude.models.loading import load_model
 from etude.store import open_store
 from etude.trainer.optimizer import for_policy
+from etude.trainer.rl import value
 from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.presets import PRESETS, loss_preset
 from etude.trainer.rl.process import _learner
@@ -46,7 +47,7 @@ def stepped(played, config, **options):
     chosen = loss_preset(config.loss)
     batch = make_batch((), groups, advantage=chosen.advantage)
     reference = Reference(load_model(config.model.path)) if chosen.kl_beta else None
-    critic = Critic(model, 1e-2) if chosen.advantage == "value" else None
+    critic = Critic(model) if chosen.advantage == "value" else None
     result = train_step(Learner(model, optimizer, reference, critic), batch, config, 1, 0.0, **options)
     assert result.verdict.trains
     return result.metrics, optimizer, critic
@@ -147,20 +148,21 @@ def test_a_custom_loss_that_cannot_be_used_is_refused_in_a_sentence(played, path
     assert "\n" not in str(error.value)
 
 
-def test_the_value_head_learns_the_returns(played):
+def test_the_value_head_learns_the_returns(played, monkeypatch):
     """Thirty steps on one batch, lambda 1: the error falls towards the variance of the returns, 1.25 of 3.5.
 
     The head survives a checkpoint."""
+    monkeypatch.setattr(value, "LEARNING_RATE", 2e-2)
     config = with_loss(played[0], preset="ppo", lam=1.0)
     _, tensors, groups = played
     model = load_model(config.model.path)
     set_weights(model, tensors)
-    critic, optimizer = Critic(model, 2e-2), for_policy(model, config.trainer.model_copy(update={"lr": 1e-5}))
+    critic, optimizer = Critic(model), for_policy(model, config.trainer.model_copy(update={"lr": 1e-5}))
     learner, batch = Learner(model, optimizer, critic=critic), make_batch((), groups, advantage="value")
     assert batch.zero_variance == 0
     errors = [train_step(learner, batch, config, n, 0.0).metrics["loss/value"] for n in range(1, 31)]
     assert errors[-1] < 0.6 * errors[0]
-    other = Critic(model, 2e-2)
+    other = Critic(model)
     other.load(critic.state())
     assert all(torch.equal(other.state()[name], t) for name, t in critic.state().items())
 
