@@ -37,7 +37,7 @@ from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from etude.config import EngineConfig
 from etude.corpus.retrieval import RetrievalSample
-from etude.evals.documents import measure, questions
+from etude.evals.document_suite import measure, questions
 from etude.inference.engine.cache import NO_MATCH
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.forward import logits_of

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from etude.edits.edit import Edit
 from etude.inference.engine.requests import Request
-from etude.inference.server.apply import Applier
+from etude.inference.server.fast_apply import Applier
 
 MODEL = Path(__file__).parent.parent / "models" / "nano"
 CONTEXT = 16384

@@ -34,7 +34,7 @@ from etude.config import EngineConfig
 from etude.inference.engine.drafts import DraftSource
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
-from etude.inference.server.apply import Applier
+from etude.inference.server.fast_apply import Applier
 from etude.models import attention, experts
 from etude.models.loading import load_model
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.edit_cases import CONTEXT, MODEL, MODULES, Case, case, large_cases, random_model, source, suite_cases
 from benchmarks.vllm_process import Vllm, missing
-from etude.inference.server.apply import Applier
+from etude.inference.server.fast_apply import Applier
 from etude.renderers import renderer_for
 
 PROPOSER = "etude.inference.vllm.proposer.Proposer"

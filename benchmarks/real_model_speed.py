@@ -26,7 +26,7 @@ from etude.inference.engine import runner
 from etude.inference.engine.drafts import DraftSource
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
-from etude.inference.server.apply import Applier
+from etude.inference.server.fast_apply import Applier
 from etude.models.loading import load_model
 from etude.renderers import renderer_for
 from etude.renderers.base import PlainEncoder, load_tokenizer

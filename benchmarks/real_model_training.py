@@ -26,7 +26,7 @@ from etude.trainer.rl.execution import evaluate
 from etude.trainer.rl.mismatch import Mismatch
 from etude.trainer.rl.plan import TokenRows, plan, shape_of
 from etude.weights.publisher import Publisher
-from etude.weights.ulpd.schema import bits
+from etude.weights.ulpd.chunk_grid import bits
 
 GROUP, PROMPT = 4, 150
 RATES = (1e-6, 2e-6, 1e-5, 1e-4)

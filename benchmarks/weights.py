@@ -32,8 +32,8 @@ from etude.config import TrainerConfig
 from etude.models.loading import load_model, load_tokenizer
 from etude.trainer.optimizer import MasterAdamW, for_policy
 from etude.weights.ulpd import codec
+from etude.weights.ulpd.chunk_grid import Bits, Schema, Spec, bits, schema_of
 from etude.weights.ulpd.codec import ABS, A, B, Codec
-from etude.weights.ulpd.schema import Bits, Schema, Spec, bits, schema_of
 
 NANO = Path(__file__).parents[1] / "models/nano"
 GROUP, PROMPT, COMPLETION = 8, 24, 24

@@ -356,7 +356,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     delta: tuple[PayloadPart, ...]  # empty if nothing changed
     skips: tuple[Skip, ...] = ()
     anchor: Anchor  # the newest one that was complete when this was published
-    schema: str  # id of the tensors' names, types and shapes, see weights/ulpd/schema.py
+    schema: str  # id of the tensors' names, types and shapes, see weights/ulpd/chunk_grid.py
     model: str = ""  # id of the configuration and vocabulary, see models/loading.py; empty: unknown
     digest: str  # of the version's tensors, see weights/ulpd/digest.py
     adapted: AdaptedBase | msgspec.UnsetType = msgspec.UNSET  # absent where the tensors are all weights of the model

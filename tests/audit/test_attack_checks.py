@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from etude.audit.attacks import fingerprints, forgeries, injections, lookups, suite
+from etude.audit.attacks import attack_suite, fingerprints, forgeries, injections, lookups
 from etude.audit.attacks.library import prepare
 from etude.audit.attacks.packs import AttackPack
 from etude.audit.parity import audit, probes
@@ -39,7 +39,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> AttackPack:
     return prepare(root)
 
 
-def problem(check: suite.LibraryCheck, pack: AttackPack) -> str:
+def problem(check: attack_suite.LibraryCheck, pack: AttackPack) -> str:
     async def played() -> str:
         async with open_sandbox(memo=0) as sandbox:
             return await check(sandbox, pack)
@@ -170,7 +170,7 @@ def test_the_suite_plays_items_e_against_fingerprints(
 
     monkeypatch.setattr(audit, "box_samples", box_samples)
     for name in ("grades", "boxes", "gates", "checks"):
-        monkeypatch.setattr(suite._Attacks, name, nothing)
+        monkeypatch.setattr(attack_suite._Attacks, name, nothing)
     path = tmp_path / "machines.jsonl"
     lines = [{"format": 2, "machine": s.machine, "probes": s.probes} for s in samples(2, "p")]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

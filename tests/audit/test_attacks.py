@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.audit.attacks import fingerprints, packs, suite
+from etude.audit.attacks import attack_suite, fingerprints, packs
 from etude.audit.attacks.boxes import CHECKS
 from etude.audit.attacks.library import JAVASCRIPT, PYTHON, unpacked
 from etude.audit.attacks.probes import PROBES, script
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_item_is_attacked_or_skipped_with_a_reason() -> None:
-    checked = set(CHECKS) | set(suite.LIBRARY_CHECKS) | set(suite.GRADED_CHECKS)
+    checked = set(CHECKS) | set(attack_suite.LIBRARY_CHECKS) | set(attack_suite.GRADED_CHECKS)
     played = {program.item for name in (PYTHON, JAVASCRIPT) for program in packs.programs(packs.OWN / name)}
     attacked = played | set(PROBES) | checked | {"F1"}  # F1: the flags of B1 to B3
     assert set(ITEMS) == (attacked & set(ITEMS)) | set(fingerprints.REASONS)
@@ -67,7 +67,7 @@ def test_what_was_missed_is_named_beside_the_counts(
     async def made(*_: object, **__: object) -> AttackReport:
         return AttackReport([AttackResult("A7", "probe", "box", "missed", "/run/x")], dict(fingerprints.REASONS))
 
-    monkeypatch.setattr(suite, "run", made)
+    monkeypatch.setattr(attack_suite, "run", made)
     assert show_attacks(NamespaceSandboxConfig(), as_json=True, quick=True) == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out)["missed"] == 1

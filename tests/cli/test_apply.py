@@ -137,7 +137,7 @@ def test_an_edit_too_large_for_the_bundled_apply_model_is_refused(file, capsys):
 def test_a_request_brings_prompt_and_drafts_that_tokenise_alike():
     from tokenizers import Tokenizer
 
-    from etude.inference.server.apply import Applier
+    from etude.inference.server.fast_apply import Applier
     from etude.renderers import renderer_for
 
     folder = ROOT / "models/nano"
@@ -177,9 +177,9 @@ def test_training_text_is_what_the_model_is_asked_later():
     from tokenizers import Tokenizer
 
     from etude.edits.examples import Example
-    from etude.inference.server.apply import Applier
+    from etude.inference.server.fast_apply import Applier
     from etude.renderers import renderer_for
-    from etude.trainer.finetune.apply import encode
+    from etude.trainer.finetune.applied_edits import encode
 
     folder = ROOT / "models/nano"
     example = Example(

@@ -14,8 +14,8 @@ import pytest
 
 from etude.corpus import build, chats, dialect, foreign
 from etude.corpus.dialect import TextPiece, special
-from etude.corpus.episodes import SHAPES, break_function, episode
 from etude.corpus.filters import function_texts
+from etude.corpus.repair_episodes import SHAPES, break_function, episode
 from etude.corpus.sources import File
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError

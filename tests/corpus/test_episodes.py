@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 from etude.code.operators import OPERATORS
 from etude.corpus import dialect
 from etude.corpus.dialect import IDS, SPECIALS
-from etude.corpus.episodes import SHAPES, WEIGHTS, StringEdit, break_function, edit_between, episode, failure
 from etude.corpus.filters import FunctionText
+from etude.corpus.repair_episodes import SHAPES, WEIGHTS, StringEdit, break_function, edit_between, episode, failure
 
 
 def test_edit_is_the_smallest_unique_one() -> None:

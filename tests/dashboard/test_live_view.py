@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from etude.dashboard.live import LiveView, final_table, sparkline
+from etude.dashboard.terminal import LiveView, final_table, sparkline
 
 
 class Clock:

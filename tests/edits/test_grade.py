@@ -6,7 +6,7 @@ import pytest
 
 from etude.code.functions import functions
 from etude.code.languages import has_syntax, language_of, parses, same_syntax
-from etude.edits.grade import EditGrade, grade, outside
+from etude.edits.grades import EditGrade, grade, outside
 
 CODE = "def f(a):\n    # note\n    return a + 1\n"
 TREE_SITTER = importlib.util.find_spec("tree_sitter") is not None

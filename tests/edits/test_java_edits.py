@@ -12,7 +12,7 @@ from etude.code.languages import parses, same_syntax
 from etude.config import EditTableConfig
 from etude.corpus.edits.build import build
 from etude.edits import examples as tables
-from etude.edits.grade import EditGrade, grade
+from etude.edits.grades import EditGrade, grade
 from etude.edits.merge import NoPlace, merge
 from tests.helpers.libraries import LICENCE, WORDS
 

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from etude.edits.examples import Example
-from etude.edits.grade import EditGrade
+from etude.edits.grades import EditGrade
 from etude.edits.judge import Judge, JudgeVerdict, question, read, verdicts
 from etude.errors import UserError
 from etude.evals.fast_apply import Applied, judged, summary

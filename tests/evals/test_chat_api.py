@@ -19,7 +19,7 @@ from etude.protocol.backends.chat_model import Api, ChatClient, ChatModel, Conte
 from etude.protocol.backends.client import EngineError
 from etude.records import Budget
 from etude.renderers.schemas import SCHEMAS
-from etude.rollout.chat import ChatContext
+from etude.rollout.chat_episode import ChatContext
 from etude.run.engines import engine_url, spawn_engine
 from etude.tasks import dataset
 from tests.helpers.chat_apis import KEY, FakeModel

@@ -13,7 +13,7 @@ from etude.cli import main
 from etude.corpus import tokenizer as bpe
 from etude.edits import examples as tables
 from etude.edits.examples import Example
-from etude.edits.grade import EditGrade
+from etude.edits.grades import EditGrade
 from etude.edits.merge import merge
 from etude.edits.sketch import draw
 from etude.evals.fast_apply import SUITE, merged, run, summary

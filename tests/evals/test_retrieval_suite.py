@@ -13,11 +13,11 @@ from etude.cli.main import main
 from etude.corpus.retrieval import RetrievalOptions, RetrievalQuestion, RetrievalSample, read_folder, samples
 from etude.corpus.tokenizer import train
 from etude.errors import UserError
-from etude.evals.documents import questions
+from etude.evals.document_suite import questions
 from etude.evals.retrieval import summary
 from etude.models.loading import load_model
 from etude.renderers import renderer_for
-from etude.trainer.finetune import documents, pretrain
+from etude.trainer.finetune import document_masks, pretrain
 from etude.trainer.finetune.config import NewModelConfig
 from etude.trainer.finetune.pretrain import save_tokenizer
 
@@ -48,11 +48,11 @@ def taught(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(train(text, 400), folder, 2048)
     pretrain.new_model(MODEL, 0).save_pretrained(folder)
     model = load_model(folder, dtype=torch.float32).train()
-    encoded = documents.encode(renderer_for(folder), asked)
-    compute = documents.loss_function(model, 1.0)
+    encoded = document_masks.encode(renderer_for(folder), asked)
+    compute = document_masks.loss_function(model, 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(100):
-        batch = documents.DocumentBatch.of(encoded, [step % 2 == 0] * COUNT, sum(map(len, encoded)))
+        batch = document_masks.DocumentBatch.of(encoded, [step % 2 == 0] * COUNT, sum(map(len, encoded)))
         compute(batch)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -72,10 +72,10 @@ def test_the_engine_answers_as_the_training_pass_says(
     said = json.loads(lines[-1])
     assert [row["documents"] for row in said["results"]] == ["full", "own"]
     assert lines[0].startswith(f"{taught}, full: ")
-    encoded = documents.encode(renderer_for(taught), questions([repository], COUNT, 0))
+    encoded = document_masks.encode(renderer_for(taught), questions([repository], COUNT, 0))
     model = load_model(taught)
     for row in said["results"]:
-        expected = documents.measure(model, encoded, row["documents"] == "own", 1024)
+        expected = document_masks.measure(model, encoded, row["documents"] == "own", 1024)
         assert row["orders"][0] == pytest.approx(expected["exact"])
         assert row["orders"][0] > 0.5, "learnt by heart, or nearly"
         assert len(row["orders"]) == 3

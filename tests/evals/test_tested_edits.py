@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from etude.cli import main
-from etude.edits.grade import EditGrade, grade
+from etude.edits.grades import EditGrade, grade
 from etude.edits.merge import merge
 from etude.errors import UserError
 from etude.evals import tested_edits

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from etude.audit.attacks import packs, suite
+from etude.audit.attacks import attack_suite, packs
 from etude.audit.attacks.library import JAVASCRIPT, unpacked
 from etude.audit.attacks.packs import GOLD, NOTHING, AttackPack, AttackProgram, PlayedAttack
 from etude.grading import stubs
@@ -36,7 +36,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> AttackPack:
 
     async def reason() -> str:
         async with open_sandbox(memo=0) as sandbox:
-            return suite.no_scripts(sandbox)
+            return attack_suite.no_scripts(sandbox)
 
     if said := asyncio.run(reason()):
         pytest.skip(said)

@@ -3,7 +3,7 @@
 import torch
 
 from etude.weights.ranks import owned
-from etude.weights.ulpd.schema import schema_of
+from etude.weights.ulpd.chunk_grid import schema_of
 
 Tensors = dict[str, torch.Tensor]
 

@@ -27,7 +27,7 @@ from etude.inference.engine.forward import logits_of
 from etude.inference.engine.requests import Request, RunningSequence
 from etude.models import attention, experts
 from etude.models.attention import SegmentLayout
-from etude.models.documents import refusal
+from etude.models.document_spans import refusal
 from etude.models.kernels import BLOCK
 from etude.models.key_values import configured
 from etude.models.segments import Graph, Node

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from etude.edits.edit import Edit
-from etude.inference.server.apply import Applier
+from etude.inference.server.fast_apply import Applier
 from etude.inference.vllm.prompt_parsing import ApplyPrompt, parse_prompt
 from etude.renderers import renderer_for
 

@@ -28,7 +28,7 @@ from etude.protocol.wire import GenerateRequest
 from etude.records import Generation
 from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
-from etude.weights.live import LiveTensors
+from etude.weights.live_tensors import LiveTensors
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import materialise
 from tests.inference.test_engine import TOLERANCE, model_of, prompt, score

@@ -9,7 +9,7 @@ import httpx2
 from tokenizers import Tokenizer
 
 from etude.edits.edit import Edit
-from etude.inference.server.apply import Applier
+from etude.inference.server.fast_apply import Applier
 from etude.inference.vllm import proposer
 from etude.renderers import renderer_for
 from tests.helpers.vllm_server import MODEL, needs_vllm, serving

@@ -24,8 +24,8 @@ from etude.weights.adapters import base_schema
 from etude.weights.manifest import newest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
+from etude.weights.ulpd.chunk_grid import schema_of
 from etude.weights.ulpd.digest import digest
-from etude.weights.ulpd.schema import schema_of
 from tests.helpers.feeder import Feeder
 from tests.helpers.http_apps import answering
 from tests.helpers.small_tensors import copies, nudged

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from etude.edits.edit import Edit
 from etude.errors import UserError
 from etude.inference.engine.costs import LearnedCosts
-from etude.inference.server.apply import Applier
+from etude.inference.server.fast_apply import Applier
 from etude.inference.vllm.proposer import SequenceDrafts, sources
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[2] / "models" / "nano" / "tokenizer.json"))

@@ -32,7 +32,7 @@ from etude.live.log.records import (
 )
 from etude.live.release import operations
 from etude.live.release.gate import GatePart, compare_paired, gate, integrity, read_report
-from etude.live.release.replay import Answer, Player, compare_answers
+from etude.live.release.player import Answer, Player, compare_answers
 from etude.records import StepRecord
 from etude.renderers import renderer_for
 from etude.store import open_store

@@ -15,7 +15,7 @@ from etude.edits.edit import Edit
 from etude.edits.examples import Example
 from etude.errors import UserError
 from etude.harness.loop import Sampling
-from etude.inference.server.apply import Applier
+from etude.inference.server.fast_apply import Applier
 from etude.protocol.backends.client import EngineError
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode

@@ -16,7 +16,7 @@ from etude.edits.examples import Example
 from etude.edits.formats import question
 from etude.records import Episode, decode
 from etude.store import open_store
-from etude.trainer.finetune import apply, pretrain
+from etude.trainer.finetune import applied_edits, pretrain
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
 from etude.trainer.finetune.pretrain import save_tokenizer
 from etude.weights.manifest import manifests
@@ -83,7 +83,7 @@ def prepare(folder: Path) -> None:
     values = {"model": {"path": folder / "model"}, "data": folder / "edits/train.parquet",
               "held_out": folder / "edits/heldout.parquet", "phases": ({"share": 1.0, "longest": 128},),
               "trainer": trainer}  # fmt: skip
-    apply.finetune(ApplyConfig.model_validate(values), folder / "sft")
+    applied_edits.finetune(ApplyConfig.model_validate(values), folder / "sft")
     (folder / "run.toml").write_text(CONFIG)
 
 

@@ -8,7 +8,7 @@ import pytest
 from etude import runfolder
 from etude.config import RLConfig
 from etude.run import monitor
-from etude.run.report import _earlier_attempts
+from etude.run.run_report import _earlier_attempts
 
 
 class View:

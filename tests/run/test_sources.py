@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from etude.config import RLConfig, validate
-from etude.dashboard.live import LiveView
+from etude.dashboard.terminal import LiveView
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, decode

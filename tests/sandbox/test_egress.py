@@ -25,7 +25,7 @@ from etude.grading.runner import open_sandbox
 from etude.records import Outcome
 from etude.run.parts import egress_of
 from etude.sandbox.base import Box, Image, Limits
-from etude.sandbox.egress import wire
+from etude.sandbox.egress import parsing
 from etude.sandbox.egress.gate import MAX_OPEN
 from etude.sandbox.egress.policy import (
     AllowedHost,
@@ -149,7 +149,7 @@ def read(data: bytes) -> tuple[bytes, str | None]:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        return await wire.read_hello(reader)
+        return await parsing.read_hello(reader)
 
     return asyncio.run(work())
 
@@ -179,15 +179,15 @@ def test_what_is_no_client_hello() -> None:
     for at in range(38, len(whole) - 5):  # cut inside of the message: refused, or without a name, never a crash
         message = whole[9 : 5 + at]
         with contextlib.suppress(EgressRefused):
-            assert wire.server_name(message) in (None, "docs.example.test")
+            assert parsing.server_name(message) in (None, "docs.example.test")
 
 
 def test_a_request_goes_on_without_what_tells_who_asks() -> None:
-    head = wire.parse(
+    head = parsing.parse(
         b"GET http://Docs.Example.test/a?b=1#c HTTP/1.1\r\nHost: docs.example.test\r\nAccept: */*\r\n"
         b"Authorization: Basic eDp5\r\nCookie: a=b\r\nProxy-Connection: keep-alive\r\nConnection: keep-alive\r\n\r\n"
     )
-    wire.check_plain(head)
+    parsing.check_plain(head)
     assert (head.method, head.host, head.port, head.path) == ("GET", "docs.example.test", 80, "/a?b=1")
     assert head.onward() == (
         b"GET /a?b=1 HTTP/1.1\r\nhost: docs.example.test\r\nconnection: close\r\naccept: */*\r\n\r\n"
@@ -212,7 +212,7 @@ def test_a_request_goes_on_without_what_tells_who_asks() -> None:
 )
 def test_malformed_requests(data: bytes) -> None:
     with pytest.raises(EgressRefused):
-        wire.parse(data)
+        parsing.parse(data)
 
 
 def test_names_of_projects() -> None:

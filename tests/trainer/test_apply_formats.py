@@ -12,7 +12,7 @@ from etude.corpus import tokenizer as bpe
 from etude.corpus.vocabulary import compact
 from etude.edits import formats
 from etude.renderers import renderer_for
-from etude.trainer.finetune import apply
+from etude.trainer.finetune import applied_edits
 from tests.helpers.apply_edits import config, example
 
 
@@ -21,7 +21,7 @@ def test_the_answer_learned_means_the_result(folder: Path, way: str) -> None:
     tokenizer, renderer = bpe.load(folder / "model"), renderer_for(folder / "model")
     for number in range(20):
         edit = example(number)
-        ((ids, mask),) = apply.encode([edit], renderer, way)
+        ((ids, mask),) = applied_edits.encode([edit], renderer, way)
         said = tokenizer.decode(ids[mask > 0].tolist(), skip_special_tokens=False)
         asked = tokenizer.decode(ids[mask == 0].tolist(), skip_special_tokens=False)
         tag, sentence = formats.FORMATS[way]
@@ -38,7 +38,7 @@ def test_every_format_is_taught_the_same_edits_in_the_same_order(folder: Path) -
     shown = {}
     for way in formats.FORMATS:
         setting = config(folder, length=512, tokens=9000, format=way, phases=phases)
-        rows = apply.rows_of([example(i) for i in range(40)], renderer, compact(tokenizer), setting)
+        rows = applied_edits.rows_of([example(i) for i in range(40)], renderer, compact(tokenizer), setting)
         told = "".join(tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows.ids)
         shown[way] = {part.partition("</code>")[0] for part in told.split("<code>\n")[1:]}
         assert f"<{formats.FORMATS[way][0]}>" in told
@@ -56,14 +56,16 @@ def test_an_edit_whose_file_holds_lines_of_the_format_is_not_learned_in_it(folde
     for way, kept in (("rewrite", True), ("search-replace", False), ("udiff", True)):
         phases = ({"share": 1.0, "longest": 512},)
         setting = config(folder, length=512, tokens=9000, format=way, phases=phases)
-        rows = apply.rows_of([odd, *rest], renderer, compact(tokenizer), setting)
+        rows = applied_edits.rows_of([odd, *rest], renderer, compact(tokenizer), setting)
         told = "".join(tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows.ids)
         assert ("Title" in told) == kept
 
 
 def test_a_format_is_trained_and_measured(folder: Path) -> None:
     phases = ({"share": 1.0, "longest": 512},)
-    apply.finetune(config(folder, length=512, tokens=20_000, format="search-replace", phases=phases), folder / "run")
+    applied_edits.finetune(
+        config(folder, length=512, tokens=20_000, format="search-replace", phases=phases), folder / "run"
+    )
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss/token"] for row in rows if "loss/token" in row]
     assert losses[-1] < 0.8 * losses[0]

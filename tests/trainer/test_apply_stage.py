@@ -21,13 +21,13 @@ from etude.edits.merge import merge
 from etude.edits.sketch import draw
 from etude.errors import UserError
 from etude.renderers import renderer_for
-from etude.trainer.finetune import apply, pretrain
+from etude.trainer.finetune import applied_edits, pretrain
 from etude.trainer.finetune.config import FolderModelConfig, PhaseConfig
 from tests.helpers.apply_edits import MODEL, config, example
 
 
 def test_the_loss_falls_and_held_out_edits_are_measured(folder: Path) -> None:
-    checkpoint = apply.finetune(config(folder), folder / "run")
+    checkpoint = applied_edits.finetune(config(folder), folder / "run")
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss/token"] for row in rows if "loss/token" in row]
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
@@ -41,7 +41,7 @@ def test_the_loss_falls_and_held_out_edits_are_measured(folder: Path) -> None:
 
 def test_only_the_answer_is_labelled(folder: Path) -> None:
     tokenizer, renderer = bpe.load(folder / "model"), renderer_for(folder / "model")
-    ((ids, mask),) = apply.encode([example(1)], renderer)
+    ((ids, mask),) = applied_edits.encode([example(1)], renderer)
     said = tokenizer.decode(ids[mask > 0].tolist(), skip_special_tokens=False)
     assert said == example(1).result + "</updated-code><|end|>"
     asked = tokenizer.decode(ids[mask == 0].tolist(), skip_special_tokens=False)
@@ -53,11 +53,11 @@ def test_short_examples_come_first_and_unseen_ones_before_the_others(folder: Pat
     tokenizer, renderer = bpe.load(folder / "model"), renderer_for(folder / "model")
     short, other, long = (replace(example(i), file=text, sketch=text, result=text) for i, text in enumerate(
         ("a = 1\n", "b = 2\n", "c = 3\n" * 12)))  # fmt: skip
-    lengths = [len(ids) for ids, _ in apply.encode([short, other, long], renderer)]
+    lengths = [len(ids) for ids, _ in applied_edits.encode([short, other, long], renderer)]
     assert max(lengths[:2]) < 90 < 110 < lengths[2] <= 256
     phases = (PhaseConfig(share=0.5, longest=90), PhaseConfig(share=0.5, longest=256))
     setting = config(folder, tokens=1600).model_copy(update={"phases": phases})
-    rows = apply.rows_of([short, other, long], renderer, compact(tokenizer), setting)
+    rows = applied_edits.rows_of([short, other, long], renderer, compact(tokenizer), setting)
     texts = ["".join(tokenizer.decode(row.tolist(), skip_special_tokens=False)) for row in rows.ids]
     told = "".join(texts)
     assert "c = 3" not in "".join(texts[: len(texts) // 2])
@@ -68,7 +68,7 @@ def test_short_examples_come_first_and_unseen_ones_before_the_others(folder: Pat
     assert 0 < counts[2] < counts[0]
     setting = setting.model_copy(update={"phases": (PhaseConfig(share=1.0, longest=10),)})
     with pytest.raises(UserError, match="at most 10 tokens"):
-        apply.rows_of([short], renderer, compact(tokenizer), setting)
+        applied_edits.rows_of([short], renderer, compact(tokenizer), setting)
 
 
 def test_renamed_examples_are_never_the_same_twice_and_still_merge(folder: Path) -> None:
@@ -95,7 +95,7 @@ def test_renamed_examples_are_never_the_same_twice_and_still_merge(folder: Path)
     setting = config(folder, tokens=80_000).model_copy(update={"phases": phases})
     some = [replace(edit, id=str(i), file=f"{word} = 1\n", sketch=f"{word} = 2\n", result=f"{word} = 2\n")
             for i, word in enumerate(words[:20])]  # fmt: skip
-    rows = apply.rows_of([*some, *others], renderer, compact(tokenizer), setting)
+    rows = applied_edits.rows_of([*some, *others], renderer, compact(tokenizer), setting)
     told = "".join(tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows.ids)
     shown = re.findall(r"<code>\n(\w+) = 1", told)
     assert len(shown) > 10
@@ -107,7 +107,7 @@ def test_exact_by_likelihood_is_exact_by_greedy_decoding(folder: Path) -> None:
     """A model taught a few edits: where all its likeliest tokens are the answer's, it says the answer."""
     renderer = renderer_for(folder / "model")
     examples = [example(i) for i in range(6)]
-    tests = apply.measured(examples, renderer, 6, 256, seed=0)
+    tests = applied_edits.measured(examples, renderer, 6, 256, seed=0)
     model = pretrain.new_model(MODEL, 0).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(500):
@@ -118,7 +118,7 @@ def test_exact_by_likelihood_is_exact_by_greedy_decoding(folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
-    found = apply.likelihoods(model, tests)
+    found = applied_edits.likelihoods(model, tests)
     said = []
     for test in tests:
         start = int(np.argmax(test.label_T))
@@ -134,8 +134,8 @@ def test_exact_by_likelihood_is_exact_by_greedy_decoding(folder: Path) -> None:
 
 def test_a_killed_run_goes_on(folder: Path) -> None:
     setting = config(folder, tokens=6_000)
-    apply.finetune(setting, folder / "run", stop_after=2)
-    apply.finetune(setting, folder / "run", resume=True)
+    applied_edits.finetune(setting, folder / "run", stop_after=2)
+    applied_edits.finetune(setting, folder / "run", resume=True)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "loss/token" in row]
     assert steps == sorted(set(steps))
@@ -145,12 +145,14 @@ def test_a_killed_run_goes_on(folder: Path) -> None:
 def test_bad_input_is_one_sentence(folder: Path) -> None:
     tables.write([example(1)], folder / "heldout.parquet")
     with pytest.raises(UserError, match="both trained on and held out"):
-        apply.finetune(config(folder), folder / "run")
+        applied_edits.finetune(config(folder), folder / "run")
     with pytest.raises(UserError, match="does not exist"):
-        apply.finetune(config(folder).model_copy(update={"data": folder / "none.parquet"}), folder / "run")
+        applied_edits.finetune(config(folder).model_copy(update={"data": folder / "none.parquet"}), folder / "run")
     with pytest.raises(UserError, match="not a model folder"):
-        apply.finetune(config(folder).model_copy(update={"model": FolderModelConfig(path=folder)}), folder / "run")
+        applied_edits.finetune(
+            config(folder).model_copy(update={"model": FolderModelConfig(path=folder)}), folder / "run"
+        )
     (folder / "broken.parquet").write_text("no table")
     with pytest.raises(UserError, match="not a table of edits"):
-        apply.finetune(config(folder).model_copy(update={"data": folder / "broken.parquet"}), folder / "run")
+        applied_edits.finetune(config(folder).model_copy(update={"data": folder / "broken.parquet"}), folder / "run")
     assert not (folder / "run").exists()

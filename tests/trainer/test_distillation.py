@@ -11,7 +11,7 @@ import torch
 
 from etude.corpus import tokenizer as bpe
 from etude.errors import UserError
-from etude.trainer.finetune import apply, distillation, pretrain
+from etude.trainer.finetune import applied_edits, distillation, pretrain
 from etude.trainer.finetune.packed import PackedPass
 from etude.trainer.finetune.pretrain import save_tokenizer
 from tests.helpers.apply_edits import MODEL, config, example
@@ -57,12 +57,12 @@ def test_a_student_that_equals_its_teacher_has_no_divergence_and_no_gradient() -
 
 @pytest.mark.slow
 def test_a_smaller_student_learns_from_a_folder_and_takes_its_tokenizer(folder: Path) -> None:
-    apply.finetune(config(folder, tokens=20_000, phases=PHASES), folder / "run")
+    applied_edits.finetune(config(folder, tokens=20_000, phases=PHASES), folder / "run")
     small = {"vocab_size": 360, "hidden_size": 24, "intermediate_size": 32, "layers": 2, "heads": 2, "kv_heads": 1,
              "head_dim": 12, "expert_size": 16, "experts": 4, "max_positions": 512}  # fmt: skip
     distill = {"teacher": folder / "run" / "checkpoint", "share": 0.5}
     setting = config(folder, model=small, distill=distill, tokens=20_000, phases=PHASES)
-    checkpoint = apply.finetune(setting, folder / "small")
+    checkpoint = applied_edits.finetune(setting, folder / "small")
     rows = [json.loads(line) for line in (folder / "small" / "metrics.jsonl").read_text().splitlines()]
     divergence = [row["loss/kl"] for row in rows if "loss/kl" in row]
     assert sum(divergence[-3:]) / 3 < 0.5 * divergence[0]
@@ -72,7 +72,7 @@ def test_a_smaller_student_learns_from_a_folder_and_takes_its_tokenizer(folder: 
 
 def test_bad_teachers_are_one_sentence(folder: Path) -> None:
     def run(**changes: object) -> None:
-        apply.finetune(config(folder, phases=PHASES, **changes), folder / "run")
+        applied_edits.finetune(config(folder, phases=PHASES, **changes), folder / "run")
 
     shape = {**MODEL.model_dump(), "vocab_size": 400}
     with pytest.raises(UserError, match="not a model folder"):

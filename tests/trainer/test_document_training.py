@@ -32,10 +32,10 @@ from etude.models.kernels import BLOCK
 from etude.models.key_values import configured
 from etude.renderers import renderer_for
 from etude.renderers.text import document_text
-from etude.trainer.finetune import documents, pretrain
+from etude.trainer.finetune import document_masks, pretrain
 from etude.trainer.finetune.config import CorpusConfig, DocumentsConfig, NewModelConfig, OptimConfig, SftConfig
 from etude.trainer.finetune.config import load as load_stage
-from etude.trainer.finetune.documents import (
+from etude.trainer.finetune.document_masks import (
     DocumentBatch,
     DocumentBatches,
     DocumentSample,
@@ -176,7 +176,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> Tensor:
 @pytest.mark.parametrize("own", [[True, False, True], [True, False, False], [False, False, False]])
 def test_loss_and_gradients_are_those_of_a_plain_loop(own: list[bool]) -> None:
     model, kl = ours(), 0.7
-    loss, _, load_LE, parts = documents.loss_function(model, kl)(DocumentBatch.of(SAMPLES, own, 512))
+    loss, _, load_LE, parts = document_masks.loss_function(model, kl)(DocumentBatch.of(SAMPLES, own, 512))
     expected = by_a_loop(model, own, kl, taught=False)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert (parts["loss/kl"].item() > 0.01) == any(own)
@@ -193,7 +193,7 @@ def test_the_divergence_has_the_slope_of_its_differences() -> None:
     router that changes its mind has no slope."""
     model = ours("qwen3")
     batch = DocumentBatch.of(SAMPLES, [True, False, True], 512)
-    compute = [documents.loss_function(model, kl) for kl in (0.0, 1.0)]
+    compute = [document_masks.loss_function(model, kl) for kl in (0.0, 1.0)]
     teacher_MV = logits_of(model, batch.teacher, batch.teacher_M).detach().log_softmax(-1)
     weight = model.get_input_embeddings().weight
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
@@ -257,7 +257,7 @@ def config(base: Path, tokens: int, **chosen: object) -> SftConfig:
 def test_samples_are_encoded_as_the_engine_encodes_chats(base: Path, corpus: build.Corpus) -> None:
     sample = next(samples(corpus.train, RetrievalOptions(), 0))
     tokenizer, renderer = pretrain.bpe.load(base), renderer_for(base)
-    [encoded] = documents.encode(renderer, [sample])
+    [encoded] = document_masks.encode(renderer, [sample])
     tokenizer.encode_special_tokens = True
     texts = [document_text(title, text) for title, text in sample.documents]
     assert [ids.tolist() for ids in encoded.documents] == [tokenizer.encode(text).ids for text in texts]

@@ -10,8 +10,8 @@ from etude.models import attention, experts
 from etude.models.activations import checkpoint_activations
 from etude.records import Group
 from etude.trainer.finetune.config import OptimConfig
-from etude.trainer.finetune.loop import optimizer_of
 from etude.trainer.finetune.packed import PackedPass, loss_function
+from etude.trainer.finetune.training_loop import optimizer_of
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.memory import peak_bytes, reset_peak

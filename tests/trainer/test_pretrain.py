@@ -16,7 +16,7 @@ from etude.corpus.filters import FunctionText, function_texts
 from etude.corpus.sources import File
 from etude.errors import UserError
 from etude.trainer.finetune import config as pretrain_config
-from etude.trainer.finetune import loop, packed, pretrain
+from etude.trainer.finetune import packed, pretrain, training_loop
 from etude.trainer.finetune.config import CorpusConfig, MidtrainConfig, NewModelConfig, OptimConfig, SftConfig
 from tests.helpers.folders import state_of
 
@@ -124,13 +124,13 @@ def test_loss_counts_only_labelled_targets(tmp_path: Path) -> None:
 
 def test_schedule_warms_up_stays_and_decays_to_zero() -> None:
     config = _optim(lr=1.0, warmup=0.1, decay=0.5)
-    rates = [loop.learning_rate(config, p) for p in (0.0, 0.05, 0.1, 0.4, 0.75, 1.0)]
+    rates = [training_loop.learning_rate(config, p) for p in (0.0, 0.05, 0.1, 0.4, 0.75, 1.0)]
     assert rates == pytest.approx([0.02, 0.5, 1.0, 1.0, 0.5, 0.0])
 
 
 def test_master_weights_keep_updates_smaller_than_bfloat16_can_hold() -> None:
     model = pretrain.new_model(MODEL, 0)
-    optimizer = loop.optimizer_of(model, _optim(weight_decay=0.0))
+    optimizer = training_loop.optimizer_of(model, _optim(weight_decay=0.0))
     name, live = next(iter(model.named_parameters()))
     before = optimizer.state()[f"master/{name}"].clone()
     for _ in range(3):

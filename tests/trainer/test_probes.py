@@ -31,7 +31,7 @@ from etude.run.versions import observe_versions
 from etude.store import open_store
 from etude.tasks import dataset
 from etude.trainer.rl.guards import Guards, StepFigures
-from etude.trainer.rl.probes import TrainerProbes
+from etude.trainer.rl.probe_scores import TrainerProbes
 from etude.trainer.rl.process import Trainer
 from etude.trainer.rl.rescoring import set_weights
 from etude.weights.content import load

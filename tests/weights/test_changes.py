@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.weights.ulpd import changes, codec
+from etude.weights.ulpd.chunk_grid import FORMATS, Bits, Schema, Spec
 from etude.weights.ulpd.codec import ABS, A, B, Codec
-from etude.weights.ulpd.schema import FORMATS, Bits, Schema, Spec
 
 ALL = (A, B, ABS)
 

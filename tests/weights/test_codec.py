@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.weights.ulpd import codec, schema
+from etude.weights.ulpd import chunk_grid, codec
+from etude.weights.ulpd.chunk_grid import FORMATS, Bits, Schema, Spec, bits, schema_of
 from etude.weights.ulpd.codec import ABS, RAW, A, B, Codec, Damaged
 from etude.weights.ulpd.digest import digest
-from etude.weights.ulpd.schema import FORMATS, Bits, Schema, Spec, bits, schema_of
 from tests.helpers import oracle
 from tests.helpers.small_tensors import copies, nudged, tensors, widened
 
@@ -135,7 +135,7 @@ def test_the_grid_covers_every_element_once_and_rows_stay_whole() -> None:
         pieces = [chunk for chunk in grid.chunks if chunk.tensor == index]
         assert [i for chunk in pieces for i in (chunk.start, chunk.stop)][::2] == [0, *[c.stop for c in pieces[:-1]]]
         assert pieces[-1].stop == spec.elements
-        assert max(chunk.stop - chunk.start for chunk in pieces) <= schema.MAX_ELEMENTS
+        assert max(chunk.stop - chunk.start for chunk in pieces) <= chunk_grid.MAX_ELEMENTS
     assert [c.stop for c in grid.chunks if c.tensor == 2] == [210_000, 350_000]
     assert [c.stop for c in grid.chunks if c.tensor == 1] == [262_144, 300_000, 562_144, 600_000]
 
@@ -236,11 +236,11 @@ def test_codes_of_more_than_a_word(dtype: str, allowed: tuple[int, ...]) -> None
 
 def test_schemas() -> None:
     made = schema_of(tensors(1))
-    assert schema.decode(made.encode()) == made
+    assert chunk_grid.decode(made.encode()) == made
     assert made.id == schema_of(nudged(tensors(1), 2)).id != schema_of(tensors(1, torch.float16)).id
     for data in (b"{", b"[1]", b'[["x", "int4", [2]]]'):
         with pytest.raises(ValueError):
-            schema.decode(data)
+            chunk_grid.decode(data)
     with pytest.raises(ValueError, match="a is int64; weights are published as bfloat16, float16, float32"):
         schema_of({"a": torch.zeros(3, dtype=torch.int64)})
 

@@ -9,7 +9,7 @@ import etude.weights
 from etude.errors import UserError
 from etude.weights.snapshots import Snapshots
 from etude.weights.ulpd import device
-from etude.weights.ulpd.schema import Spec
+from etude.weights.ulpd.chunk_grid import Spec
 
 
 def test_a_gpu_without_triton_is_one_sentence(monkeypatch) -> None:

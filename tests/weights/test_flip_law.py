@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etude.weights.flip_law import adam_move, density
-from etude.weights.ulpd.schema import FORMATS, bits
+from etude.weights.ulpd.chunk_grid import FORMATS, bits
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,8 +19,8 @@ from etude.weights.payloads import plan
 from etude.weights.publisher import AlreadyPublished, Publisher
 from etude.weights.ranks import Ranks, owned
 from etude.weights.receiver import Receiver, update_to
+from etude.weights.ulpd.chunk_grid import schema_of
 from etude.weights.ulpd.digest import digest
-from etude.weights.ulpd.schema import schema_of
 from tests.helpers.faulty import Faulty
 from tests.helpers.small_tensors import copies, nudged, sharded, tensors, wide, widened
 

@@ -19,8 +19,8 @@ from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 from etude.weights.snapshots import Snapshots
 from etude.weights.ulpd import device, kernels
+from etude.weights.ulpd.chunk_grid import FORMATS, Format, schema_of
 from etude.weights.ulpd.digest import digest
-from etude.weights.ulpd.schema import FORMATS, Format, schema_of
 from tests.helpers.faulty import Faulty
 from tests.helpers.small_tensors import copies, nudged, tensors
 

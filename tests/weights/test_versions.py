@@ -14,7 +14,7 @@ from etude.errors import UserError
 from etude.store import Store, open_store
 from etude.weights import manifest
 from etude.weights.content import load
-from etude.weights.live import LiveTensors
+from etude.weights.live_tensors import LiveTensors
 from etude.weights.payloads import DamagedVersion
 from etude.weights.publisher import AlreadyPublished, Publisher
 from etude.weights.receiver import Receiver, WeightsMismatch, materialise

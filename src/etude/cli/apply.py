@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
 def _rewritten(edit: Edit, folder: Path, config: EngineConfig) -> str:
     """The edited file as the model writes it."""
     from etude.inference.engine.loading import load_engine
-    from etude.inference.server.apply import Applier
+    from etude.inference.server.fast_apply import Applier
     from etude.renderers import renderer_for
     from etude.renderers.base import load_tokenizer
 

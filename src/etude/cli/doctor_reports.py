@@ -149,10 +149,10 @@ def _cell(results: Sequence[AttackResult]) -> str:
 
 def show_attacks(config: SandboxConfig, against: Against | None = None, *, as_json: bool, quick: bool) -> int:
     """Print the table, or the summary on one line; 1 if an attack was missed or had an effect on the host."""
-    from etude.audit.attacks import suite
+    from etude.audit.attacks import attack_suite
 
     with Console(stderr=True).status("attacks") as status:
-        report = asyncio.run(suite.run(config, against, quick=quick, progress=status.update))
+        report = asyncio.run(attack_suite.run(config, against, quick=quick, progress=status.update))
     if not as_json:
         print(table(report), end="")
     for result in report.problems:

@@ -277,7 +277,7 @@ def _key(arguments: argparse.Namespace) -> str | None:
 
 
 def _measure_retrieval(arguments: argparse.Namespace, engine: InferenceConfig) -> None:
-    from etude.evals.documents import MASKS, evaluate_retrieval
+    from etude.evals.document_suite import MASKS, evaluate_retrieval
 
     evaluate_retrieval(
         _folders(arguments),

@@ -148,12 +148,12 @@ def _finetune(
     folder = folder or OUTPUTS / config.name
     if arguments.dry_run:
         return print(config.model_dump_json(indent=2))
-    from etude.dashboard.live import LiveView
-    from etude.trainer.finetune import apply, pretrain
+    from etude.dashboard.terminal import LiveView
+    from etude.trainer.finetune import applied_edits, pretrain
 
     logging.basicConfig(level=logging.INFO, format="etude: %(message)s", handlers=[_PrintedLog()])
     arguments.interrupted = f"`etude train --resume {folder}` continues the run"
-    stages: dict[str, Any] = {"midtrain": pretrain.midtrain, "sft": pretrain.sft, "apply": apply.finetune}
+    stages: dict[str, Any] = {"midtrain": pretrain.midtrain, "sft": pretrain.sft, "apply": applied_edits.finetune}
     with LiveView(config.name, ("train",)) as view:
         view.stage("train", unit="steps")
         stages[stage](config, folder, resume=arguments.resume, show=view.update)

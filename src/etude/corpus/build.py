@@ -11,8 +11,8 @@ from pathlib import Path
 from etude.corpus import dialect, fim, packing
 from etude.corpus.dedup import contamination, exact, near
 from etude.corpus.dialect import Document, TextPiece, special
-from etude.corpus.episodes import WEIGHTS, break_function, episode, inferable
 from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
+from etude.corpus.repair_episodes import WEIGHTS, break_function, episode, inferable
 from etude.corpus.sources import PackageSource, collect, fetch, files, provenance
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError

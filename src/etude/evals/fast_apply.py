@@ -22,7 +22,7 @@ from etude.edits import examples as tables
 from etude.edits.edit import DoesNotFit, Edit, NotClosed
 from etude.edits.examples import Example
 from etude.edits.formats import read_answer
-from etude.edits.grade import EditGrade, grade, outside
+from etude.edits.grades import EditGrade, grade, outside
 from etude.edits.judge import Judge, JudgeVerdict, verdicts
 from etude.edits.merge import NoPlace, merge
 from etude.errors import UserError
@@ -134,7 +134,7 @@ def run(
     Raises UserError."""
     from etude.inference.engine.loading import load_engine
     from etude.inference.engine.requests import RunningSequence
-    from etude.inference.server.apply import AnswerCollector, Applier
+    from etude.inference.server.fast_apply import AnswerCollector, Applier
     from etude.renderers import renderer_for
     from etude.renderers.base import load_tokenizer
 

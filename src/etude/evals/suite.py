@@ -20,7 +20,7 @@ from etude.evals.stats import Estimate, paired_difference, pass_at_k, pass_rate
 from etude.records import Episode, Outcome, Record, Task
 
 if TYPE_CHECKING:
-    from etude.rollout.chat import ChatContext
+    from etude.rollout.chat_episode import ChatContext
     from etude.rollout.episode import RolloutContext
 
 RETRIES = 2  # of an episode lost to infrastructure
@@ -115,7 +115,7 @@ async def evaluate(
         name = context.dataset.name
         raise UserError(f"the dataset {name} has no {split} tasks; choose another split or build it anew")
     # Imported here, because reports read results without the harness.
-    from etude.rollout.chat import ChatContext, run_chat_episode
+    from etude.rollout.chat_episode import ChatContext, run_chat_episode
     from etude.rollout.episode import EpisodeId, run_episode
 
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:

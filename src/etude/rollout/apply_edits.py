@@ -1,6 +1,6 @@
 """Applied edits as tasks: no box and no tools, one turn that writes the whole new file.
 
-    tables of `etude tasks fast-apply` -> tasks -> (file and sketch, as `/v1/apply` asks) -> file -> edits/grade.py
+    tables of `etude tasks fast-apply` -> tasks -> (file and sketch, as `/v1/apply` asks) -> file -> edits/grades.py
 
 An episode earns 1 for the very bytes, a little less for what differs in blanks or has equal syntax, 0 for the rest and
 for an answer that does not close its tag. It passes only with the very bytes. As Osmosis-Apply does (rewards 1 / .2 /
@@ -17,7 +17,7 @@ from etude.code.languages import language_of
 from etude.edits import examples as tables
 from etude.edits.examples import Example
 from etude.edits.formats import EditPrompt, question
-from etude.edits.grade import EditGrade, grade
+from etude.edits.grades import EditGrade, grade
 from etude.errors import UserError
 from etude.grading import grade as grading
 from etude.harness.loop import EpisodeSpec, UngradedEpisode, run_from_opening

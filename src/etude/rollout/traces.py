@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from etude.code import functions, mutate
-from etude.corpus.episodes import WEIGHTS, StringEdit, edit_between
+from etude.corpus.repair_episodes import WEIGHTS, StringEdit, edit_between
 from etude.harness.full_tools import FullTools
 from etude.harness.prompts import messages_of
 from etude.records import Task, ToolCall

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from etude import runfolder
 from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig, bundled_model
-from etude.dashboard.live import LiveView
 from etude.dashboard.report import CLOCKED
+from etude.dashboard.terminal import LiveView
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
@@ -34,7 +34,7 @@ from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, renderer_for, say_dropped
 from etude.renderers.base import load_tokenizer
 from etude.renderers.schemas import named
-from etude.rollout.chat import ChatContext
+from etude.rollout.chat_episode import ChatContext
 from etude.rollout.episode import RolloutContext
 from etude.run.engines import engine_token, engine_url, spawn_engine
 from etude.run.inputs import check_foreign

@@ -285,7 +285,7 @@ def _check_cache(config: RLConfig, model: PretrainedConfig) -> None:
 
 def _check_documents(config: RLConfig) -> None:
     """Refuses models that documents cannot be placed in, and engines whose memory is too small for an episode's."""
-    from etude.models.documents import config_refusal, token_bytes
+    from etude.models.document_spans import config_refusal, token_bytes
     from etude.models.loading import load_config
 
     model = load_config(config.model.path)

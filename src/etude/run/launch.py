@@ -19,8 +19,8 @@ from rich.console import Console
 from etude import processes, runfolder
 from etude.config import RLConfig
 from etude.config.secrets import ledger_password
-from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import RunReport
+from etude.dashboard.terminal import LiveView, final_table
 from etude.dashboard.text import duration
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
@@ -37,7 +37,7 @@ from etude.run.engines import backend_of, engine_token, start_engines
 from etude.run.inputs import build_dataset, check_foreign, check_inputs, trainable
 from etude.run.monitor import Monitor
 from etude.run.parts import concurrency_of, context_of, egress_of, profiles_of, renderer_of
-from etude.run.report import finish_report
+from etude.run.run_report import finish_report
 from etude.run.sources import BUILDER, TaskPool, missing
 from etude.run.state import Engines, EngineState, Run, check_processes, last_version
 from etude.run.versions import check_engines, observe_versions, wait_for_version

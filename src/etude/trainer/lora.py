@@ -21,8 +21,8 @@ from etude.models.loading import named_tensors
 from etude.models.lora import DOWN, UP, adapted, adapted_layers, first_values, merged
 from etude.records import AdaptedBase
 from etude.trainer.optimizer import AdamWSettings, MasterAdamW
+from etude.weights.ulpd.chunk_grid import Schema, schema_of
 from etude.weights.ulpd.digest import digest, narrow, written
-from etude.weights.ulpd.schema import Schema, schema_of
 
 
 class Adapters:

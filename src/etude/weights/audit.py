@@ -16,7 +16,7 @@ from etude.weights.manifest import read, schema_key, versions
 from etude.weights.payloads import intact
 from etude.weights.signature import Trust
 from etude.weights.ulpd import codec
-from etude.weights.ulpd.schema import decode
+from etude.weights.ulpd.chunk_grid import decode
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ import torch
 from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import Store
-from etude.weights.live import as_tensor
+from etude.weights.live_tensors import as_tensor
 from etude.weights.manifest import key, schema_key, versions
 from etude.weights.payloads import BrokenObject, DamagedVersion, NoPath, Payload, PayloadSource, plan
 from etude.weights.signature import Trust
-from etude.weights.ulpd import codec, schema
+from etude.weights.ulpd import chunk_grid, codec
 from etude.weights.ulpd import kernels as _typed_kernels
+from etude.weights.ulpd.chunk_grid import Bits, Schema
 from etude.weights.ulpd.codec import Digests
 from etude.weights.ulpd.digest import written
-from etude.weights.ulpd.schema import Bits, Schema
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
@@ -116,7 +116,7 @@ def load_schema(store: Store, manifest: PolicyVersion, of: str | None = None) ->
     """Names, types and shapes of a version's tensors, or of those with the id `of`. Raises DamagedVersion."""
     wanted = of or manifest.schema
     try:
-        return schema.decode(store.get(schema_key(wanted)))
+        return chunk_grid.decode(store.get(schema_key(wanted)))
     except KeyError:
         raise DamagedVersion(f"version {manifest.version}: its schema {wanted} is gone") from None
     except ValueError as e:

@@ -26,8 +26,8 @@ from etude.weights.manifest import newest, read, versions
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import materialise, update_to
 from etude.weights.signature import Trust
+from etude.weights.ulpd.chunk_grid import schema_of
 from etude.weights.ulpd.digest import digest
-from etude.weights.ulpd.schema import schema_of
 
 Progress = Callable[[str, int, int], None]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from etude.weights.ulpd.schema import Bits, Format
+from etude.weights.ulpd.chunk_grid import Bits, Format
 
 
 def adam_move(learning_rate: float, beta1: float = 0.9) -> float:

@@ -34,9 +34,9 @@ from etude.weights.signature import sign
 from etude.weights.snapshots import Snapshots
 from etude.weights.ulpd import codec
 from etude.weights.ulpd.changes import Changes, fold
+from etude.weights.ulpd.chunk_grid import Bits, Schema, schema_of
 from etude.weights.ulpd.codec import Codec, Digests
 from etude.weights.ulpd.digest import digest, written
-from etude.weights.ulpd.schema import Bits, Schema, schema_of
 
 SPANS = (8, 64)
 """A version whose number is divisible by a span also has a folded delta from so many versions before. Ascending, each a

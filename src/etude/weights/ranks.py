@@ -15,7 +15,7 @@ import msgspec
 from etude.errors import RunFailed
 from etude.records import PayloadPart, Record
 from etude.store import Store
-from etude.weights.ulpd.schema import Schema
+from etude.weights.ulpd.chunk_grid import Schema
 
 _POLL_SECONDS = 0.02
 

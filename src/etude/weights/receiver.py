@@ -23,14 +23,14 @@ from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.adapters import Base, base_schema, load_live
 from etude.weights.content import Content, content_of, read_content, replay_chunk
-from etude.weights.live import ElementChange, LiveTensors, Positions, Tensors
+from etude.weights.live_tensors import ElementChange, LiveTensors, Positions, Tensors
 from etude.weights.manifest import key, versions
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.repair import Repaired, RepairSource, RepairUnavailable, repair_chunk
 from etude.weights.signature import ManifestRefused, Trust
-from etude.weights.ulpd import codec, schema
+from etude.weights.ulpd import chunk_grid, codec
+from etude.weights.ulpd.chunk_grid import Bits, Chunk, Schema
 from etude.weights.ulpd.digest import digest
-from etude.weights.ulpd.schema import Bits, Chunk, Schema
 
 SCRUBBED = 0.01
 """Share of the chunks that are digested again per version: bit rot is detected within a hundred versions."""
@@ -280,8 +280,8 @@ def materialise(store: Store, version: int, tensors: Tensors, trust: Trust | Non
 
 def update_to(store: Store, held: int, version: int, tensors: Tensors, trust: Trust | None = None) -> PolicyVersion:
     """Brings `tensors`, which hold version `held`, to another version by the cheapest path. Raises UserError."""
-    grid = schema.schema_of(tensors)
-    taken = {name: schema.bits(tensor).copy() for name, tensor in tensors.items()}
+    grid = chunk_grid.schema_of(tensors)
+    taken = {name: chunk_grid.bits(tensor).copy() for name, tensor in tensors.items()}
     content = Content(grid, taken, codec.digests(grid, taken))
     manifest, staged = content_of(PayloadSource(store, trust=trust), version, held, content)
     _put(store, manifest, staged, tensors)

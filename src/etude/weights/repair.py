@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from etude.weights.ulpd.schema import Bits
+from etude.weights.ulpd.chunk_grid import Bits
 
 TRIES = 3
 

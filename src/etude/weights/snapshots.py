@@ -17,7 +17,7 @@ import torch
 from etude.errors import UserError
 from etude.weights.ulpd import device
 from etude.weights.ulpd import kernels as _typed_kernels
-from etude.weights.ulpd.schema import Bits, Spec, unsigned
+from etude.weights.ulpd.chunk_grid import Bits, Spec, unsigned
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 

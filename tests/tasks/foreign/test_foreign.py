@@ -17,7 +17,7 @@ from etude.grading.runner import open_sandbox
 from etude.protocol.backends.chat_model import ChatClient, ChatModel
 from etude.records import Budget, Episode
 from etude.renderers import renderer_for
-from etude.rollout.chat import ChatContext
+from etude.rollout.chat_episode import ChatContext
 from etude.run.inputs import check_foreign, trainable
 from etude.tasks import dataset
 from etude.tasks.foreign import build as foreign

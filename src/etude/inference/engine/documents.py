@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from etude.inference.engine.cache import PagedCache
 from etude.inference.engine.requests import Request, RunningSequence
-from etude.models.documents import RECIPE, CachedDocument, Rotation, compute, empty_document, refusal, token_bytes
+from etude.models.document_spans import RECIPE, CachedDocument, Rotation, compute, empty_document, refusal, token_bytes
 from etude.models.kernels import place
 from etude.records import token_digest
 

@@ -21,7 +21,7 @@ from etude.inference.engine.counters import Counters
 from etude.inference.engine.documents import Documents
 from etude.inference.engine.requests import RequestFailed, RunningSequence, SequenceStates
 from etude.inference.engine.speculation import draft_counts
-from etude.models.documents import RECIPE
+from etude.models.document_spans import RECIPE
 from etude.models.kernels import BLOCK
 from etude.models.key_values import measured
 from etude.records import Generation

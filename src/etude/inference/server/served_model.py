@@ -16,9 +16,9 @@ from etude.inference.engine.drafts import DraftSource
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import PromptTooLong, Request
 from etude.inference.engine.sampling_params import GrammarMatcher
-from etude.inference.server.apply import Applier
 from etude.inference.server.bodies import Body, invalid
 from etude.inference.server.choices import Choice, Detokenizer
+from etude.inference.server.fast_apply import Applier
 from etude.inference.server.grammars import Grammars
 from etude.inference.server.http import check_room
 from etude.protocol.access import Refusal

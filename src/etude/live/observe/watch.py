@@ -28,11 +28,7 @@ from typing import Any
 
 from etude.live.log.records import SignalKind, ulid_of
 from etude.live.observe import survival
-from etude.live.observe.agents import AgentFile, AgentStep
-from etude.live.observe.files import FileWatch, PendingChange, Stamp
-from etude.live.observe.project import CONSENT, ProjectConsent, read_consent
-from etude.live.observe.spool import MAX_CHARACTERS, MAX_EDITS, MAX_WAITING, WatchedEdit, WatchState
-from etude.live.observe.traces import (
+from etude.live.observe.agent_trace import (
     NOTES,
     TracedEdit,
     append_trace,
@@ -40,6 +36,10 @@ from etude.live.observe.traces import (
     read_traces,
     trace_record,
 )
+from etude.live.observe.agents import AgentFile, AgentStep
+from etude.live.observe.project import CONSENT, ProjectConsent, read_consent
+from etude.live.observe.spool import MAX_CHARACTERS, MAX_EDITS, MAX_WAITING, WatchedEdit, WatchState
+from etude.live.observe.watched_files import FileWatch, PendingChange, Stamp
 from etude.live.observe.worktree import TextRepository, TreeState
 
 HORIZONS = (120.0, 1800.0, 86_400.0)

@@ -46,7 +46,7 @@ from etude.live.release import releases
 from etude.live.release.canary import Verdict
 from etude.live.release.gate import gate
 from etude.live.release.operations import ReleaseSite, candidate, open_site, start, tick, wait
-from etude.live.release.replay import Player
+from etude.live.release.player import Player
 from etude.live.simulate.clients import FunctionRequest, Judgement, Users, answers, mean_utility, requests
 from etude.live.simulate.users import draw_population
 from etude.run.engines import engine_url, spawn_engine

@@ -12,7 +12,14 @@ import httpx2
 import msgspec
 
 from etude.protocol.access import bearer
-from etude.protocol.backends.base import BUSY_SECONDS, SESSIONS, EngineBackend, EngineBusy, EngineError, EngineLost
+from etude.protocol.backends.engine_backend import (
+    BUSY_SECONDS,
+    SESSIONS,
+    EngineBackend,
+    EngineBusy,
+    EngineError,
+    EngineLost,
+)
 from etude.protocol.backends.etude import EtudeBackend
 from etude.protocol.wire import GenerateRequest, SequenceScores
 from etude.records import Generation

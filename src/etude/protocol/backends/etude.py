@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import msgspec
 
-from etude.protocol.backends.base import EngineError, OnTokens, check_accepted, check_not_busy, reason_of
+from etude.protocol.backends.engine_backend import EngineError, OnTokens, check_accepted, check_not_busy, reason_of
 from etude.protocol.wire import CONFLICT, MSGPACK, GenerateRequest, ScoreRequest, SequenceScores, take_frames
 from etude.records import Generation
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import httpx2
 
-from etude.sandbox.egress import mirror, wire
+from etude.sandbox.egress import mirror, parsing
 from etude.sandbox.egress.mirror import IndexMirror, IndexUnavailable
 from etude.sandbox.egress.policy import Egress, EgressRefused, EgressRequest, resolve
 
@@ -62,7 +62,7 @@ class Network:
 class _Seen:
     """What is known of a request so far."""
 
-    head: wire.RequestHead | None = None
+    head: parsing.RequestHead | None = None
     refused: bool = False
     answered: bool = False  # it is too late for an error page
     sent: int = 0
@@ -83,7 +83,7 @@ class Gate:
 
     async def open(self, listener: socket.socket) -> None:
         """Serve a listener of the box's network namespace."""
-        self._server = await asyncio.start_server(self._accept, sock=listener, limit=wire.MAX_HEAD)
+        self._server = await asyncio.start_server(self._accept, sock=listener, limit=parsing.MAX_HEAD)
 
     async def close(self) -> None:
         """End every request; each has its line in the log then."""
@@ -124,28 +124,28 @@ class Gate:
             writer.close()
 
     def _ended(self, seen: _Seen, why: str) -> None:
-        head = seen.head or wire.RequestHead("", "", 0, None, ())
+        head = seen.head or parsing.RequestHead("", "", 0, None, ())
         place = head.method[:16], head.host[:253], head.port, head.path and head.path[:2000]
         request = EgressRequest(*place, seen.sent, seen.received, not seen.refused, why)
         self.requests.append(request)
         self._network.log(self._box, request)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: _Seen) -> None:
-        seen.head = head = wire.parse(await reader.readuntil(b"\r\n\r\n"))
+        seen.head = head = parsing.parse(await reader.readuntil(b"\r\n\r\n"))
         packages = self._network.mirror
         if packages is not None and (head.host, head.port) == (mirror.HOST, 80) and head.path is not None:
-            wire.check_plain(head)
+            parsing.check_plain(head)
             await _packages(packages, head.method, head.path, writer, seen)
             return
         host = self._network.egress.find(head.host, head.port)
         if head.method != "CONNECT":
-            wire.check_plain(head)
+            parsing.check_plain(head)
         addresses = await resolve(host, head.host, head.port)
         there, onward = await _connect(addresses, head.port)
         try:
             if head.method == "CONNECT":
                 await _tell(writer, seen, b"HTTP/1.1 200 Connection established\r\n\r\n")
-                first, name = await wire.read_hello(reader)
+                first, name = await parsing.read_hello(reader)
                 if name != head.host:
                     raise EgressRefused(f"the TLS server name is {(name or 'absent')[:253]}")
             else:

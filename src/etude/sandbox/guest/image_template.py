@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from . import box, linux, live, machine_profile, root
+from . import box, linux, live_box, machine_profile, root
 
 DESCRIPTORS = 16  # of one message, at most
 
@@ -61,7 +61,7 @@ def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int, prof
     try:
         # It dies with the template, the first of the namespace that holds it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        live.LiveBox(own, descriptors[1:], profile).serve()
+        live_box.LiveBox(own, descriptors[1:], profile).serve()
     except BaseException as e:
         box.send(own, {"error": f"{type(e).__name__}: {e}"})
     os._exit(0)

@@ -45,9 +45,9 @@ def main() -> None:
     for i in range(len(names)):
         sys.modules[".".join(names[: i + 1])].__path__ = ["/".join([root.RUNNER, *names[: i + 1]])]
     templates = _templates(control, config["runs"])
-    from . import live
+    from . import live_box
 
-    live.rehearse()
+    live_box.rehearse()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handlers are reaped by the kernel
     control.send(json.dumps({"ready": os.getpid(), "joins": joins}).encode())
     serve(control, templates, real_root, config["runs"])

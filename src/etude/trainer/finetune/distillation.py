@@ -25,9 +25,9 @@ from etude.renderers.base import load_tokenizer
 from etude.trainer.finetune import folder
 from etude.trainer.finetune.config import DistillConfig, OptimConfig
 from etude.trainer.finetune.folder import Packing
-from etude.trainer.finetune.loop import Loss
 from etude.trainer.finetune.packed import PackedPass, hidden_states
 from etude.trainer.finetune.routers import Routers
+from etude.trainer.finetune.training_loop import Loss
 
 _LOGITS = 2**27  # logits of student and of teacher in memory at a time: 512 MiB each in float32
 

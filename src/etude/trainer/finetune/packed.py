@@ -26,8 +26,8 @@ from etude.models.head import head_of
 from etude.models.segments import Graph, Node, Trie, trie
 from etude.trainer.finetune.config import OptimConfig
 from etude.trainer.finetune.folder import Packing, hidden_of
-from etude.trainer.finetune.loop import Loss, StageRun, TrainingWork, fit
 from etude.trainer.finetune.routers import Routers
+from etude.trainer.finetune.training_loop import Loss, StageRun, TrainingWork, fit
 from etude.trainer.head import token_logprobs
 
 _PADDED = 256  # rows are padded to a multiple of so many tokens: oneDNN compiles for each shape

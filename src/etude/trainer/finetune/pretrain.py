@@ -21,14 +21,14 @@ from etude import runfolder
 from etude.corpus import build, foreign, packing, retrieval, vocabulary
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS, SPECIALS, TextPiece, special
-from etude.corpus.episodes import WEIGHTS
+from etude.corpus.repair_episodes import WEIGHTS
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 from etude.harness.prompts import SYSTEM
 from etude.models.devices import check_device
 from etude.renderers import Renderer, renderer_for, say_dropped
 from etude.renderers.base import load_tokenizer
-from etude.trainer.finetune import data, distillation, documents, folder, packed
+from etude.trainer.finetune import data, distillation, document_masks, folder, packed
 from etude.trainer.finetune.config import (
     ApplyConfig,
     CorpusConfig,
@@ -37,7 +37,7 @@ from etude.trainer.finetune.config import (
     NewModelConfig,
     SftConfig,
 )
-from etude.trainer.finetune.loop import Show, StageRun, TrainingWork, fit
+from etude.trainer.finetune.training_loop import Show, StageRun, TrainingWork, fit
 
 log = logging.getLogger(__name__)
 
@@ -270,23 +270,23 @@ def _document_work(
     optim, options, seed = config.trainer, chosen.options(), chosen.seed
     length, tokens = optim.batch * optim.length, optim.corpus_tokens
     wanted = int(chosen.share * tokens)
-    samples = documents.take(retrieval.samples(corpus.train, options, seed), renderer, wanted, length)
+    samples = document_masks.take(retrieval.samples(corpus.train, options, seed), renderer, wanted, length)
     if wanted < tokens:
         short = [function for function in corpus.train if function.lines <= config.max_lines]
         episodes = build.repair_documents(short, config.shapes.model_dump(), config.operators, random.Random(seed))
         plain = build.take(episodes, words, tokens - wanted, optim.length)
-        samples += [documents.DocumentSample((), (encoded,)) for encoded in plain]
-    batches = documents.DocumentBatches.of(samples, length, chosen.own, seed, folder.pad_of(model))
+        samples += [document_masks.DocumentSample((), (encoded,)) for encoded in plain]
+    batches = document_masks.DocumentBatches.of(samples, length, chosen.own, seed, folder.pad_of(model))
     log.info("%d samples in %d rows of %d tokens", len(samples), len(batches), length)
-    tests: list[documents.DocumentSample] = []
+    tests: list[document_masks.DocumentSample] = []
     if corpus.evaluation:
-        tests = documents.take(retrieval.samples(corpus.evaluation, options, 7), renderer, HELD_OUT_TOKENS, length)
+        tests = document_masks.take(retrieval.samples(corpus.evaluation, options, 7), renderer, HELD_OUT_TOKENS, length)
 
     def evaluate() -> dict[str, float]:
-        figures = {own: documents.measure(model, tests, own == "own", length) for own in ("full", "own") if tests}
+        figures = {own: document_masks.measure(model, tests, own == "own", length) for own in ("full", "own") if tests}
         return {f"eval/{own}/{name}": value for own, row in figures.items() for name, value in row.items()}
 
-    return TrainingWork(batches, length, documents.loss_function(model, chosen.kl), evaluate)
+    return TrainingWork(batches, length, document_masks.loss_function(model, chosen.kl), evaluate)
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from etude.errors import RunFailed
-from etude.models.documents import RECIPE
+from etude.models.document_spans import RECIPE
 from etude.models.router_replay import MISSING, UNFED
 from etude.records import Episode, Group, Hint, Segment, StopReason, token_digest
 from etude.trainer.rl.advantages import advantages, turn_advantages

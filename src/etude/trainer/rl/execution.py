@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from etude.errors import RunFailed, UserError
 from etude.models import batch_invariant
 from etude.models.attention import KeyValues, SegmentLayout
-from etude.models.documents import PlacedDocuments
+from etude.models.document_spans import PlacedDocuments
 from etude.models.experts import Choices, observe
 from etude.models.head import head_of
 from etude.models.router_replay import UNFED, ReplayStatistics, replay

@@ -63,7 +63,7 @@ from etude.trainer.rl.guards import Guards, GuardVerdict, ProbeComparison
 from etude.trainer.rl.memory import bound_kernels
 from etude.trainer.rl.memory_table import memory_table
 from etude.trainer.rl.presets import loss_preset
-from etude.trainer.rl.probes import TrainerProbes
+from etude.trainer.rl.probe_scores import TrainerProbes
 from etude.trainer.rl.reference import Reference
 from etude.trainer.rl.restore import Restorer
 from etude.trainer.rl.step import Learner, StepResult, train_step

@@ -32,8 +32,8 @@ from etude.trainer.rl.step import Learner, train_step
 from etude.weights.content import Content, content_of
 from etude.weights.manifest import read
 from etude.weights.payloads import PayloadSource
+from etude.weights.ulpd.chunk_grid import schema_of
 from etude.weights.ulpd.digest import digest
-from etude.weights.ulpd.schema import schema_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.weights.ulpd import kernels as _typed_kernels
-from etude.weights.ulpd.schema import Bits, Schema, Spec
+from etude.weights.ulpd.chunk_grid import Bits, Schema, Spec
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 

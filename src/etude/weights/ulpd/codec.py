@@ -24,8 +24,8 @@ import zstandard
 from etude.weights.ulpd import kernels as _typed_kernels
 from etude.weights.ulpd import profiles as _typed_profiles
 from etude.weights.ulpd.changes import Changes, Moves, fold, inverse, move_bits
+from etude.weights.ulpd.chunk_grid import Bits, Chunk, Format, Schema, Spec
 from etude.weights.ulpd.profiles import ABS, RAW, A, B, Form
-from etude.weights.ulpd.schema import Bits, Chunk, Format, Schema, Spec
 
 kernels, profiles = cast(Any, _typed_kernels), cast(Any, _typed_profiles)  # compiled functions have no signatures
 PLANES = 5

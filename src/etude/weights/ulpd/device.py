@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from etude.weights.ulpd import kernels as _typed_kernels
-from etude.weights.ulpd.schema import Spec, bits, unsigned
+from etude.weights.ulpd.chunk_grid import Spec, bits, unsigned
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 

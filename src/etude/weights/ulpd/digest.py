@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from etude.weights.ulpd import device
-from etude.weights.ulpd.schema import schema_of
+from etude.weights.ulpd.chunk_grid import schema_of
 
 
 def digest(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | Mapping[str, torch.dtype] = torch.bfloat16) -> str:

@@ -29,7 +29,7 @@ from etude.models.head import head_of
 from etude.renderers import Renderer, renderer_for
 from etude.trainer.finetune import distillation, folder, packed, pretrain
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
-from etude.trainer.finetune.loop import Show, StageRun
+from etude.trainer.finetune.training_loop import Show, StageRun
 
 log = logging.getLogger(__name__)
 

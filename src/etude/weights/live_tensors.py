@@ -17,8 +17,8 @@ import torch
 
 from etude.weights.ulpd import device
 from etude.weights.ulpd import kernels as _typed_kernels
+from etude.weights.ulpd.chunk_grid import Bits, Spec, bits
 from etude.weights.ulpd.digest import narrow
-from etude.weights.ulpd.schema import Bits, Spec, bits
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 Tensors = Mapping[str, torch.Tensor]

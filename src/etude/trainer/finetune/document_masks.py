@@ -31,8 +31,8 @@ from etude.models.head import head_of
 from etude.models.segments import Graph, Node
 from etude.renderers import Renderer
 from etude.trainer.finetune import folder
-from etude.trainer.finetune.loop import Loss
 from etude.trainer.finetune.routers import Routers
+from etude.trainer.finetune.training_loop import Loss
 
 _WIDTH = 64  # labelled positions are padded to a multiple of this: oneDNN compiles for each shape
 _TEACHER = 256  # the same for the tokens of a pass without gradient
