@@ -30,7 +30,6 @@ NAMESAKE = "namesake"  # the only kind of question about symbols that several do
 # Packages outside of the bundled models' training data (models/nano/README.md).
 HELD_OUT = ("boltons==26.2.0", "funcy==2.1", "pydash==8.1.0", "toolz==1.2.0")
 _HEADER = re.compile(r"(?:async )?def \w+\(.*\)(?: -> .+)?:")
-MAX_CHARS = 320  # characters of an excerpt
 _LONGEST = 72  # characters of an answer
 _TRIES = 20  # draws per document before a sample is given up
 _NAMESAKES = 0.15  # share of samples about a name that several files define, if there is such a name
@@ -43,6 +42,7 @@ class RetrievalOptions:
 
     min_documents: int = 4
     max_documents: int = 10
+    chars: int = 320
     questions: int = 4
     kinds: Mapping[str, float] = field(default_factory=lambda: dict(KINDS))
 
@@ -75,7 +75,7 @@ class FunctionLibrary:
 
     def __init__(self, functions: Sequence[FunctionText], options: RetrievalOptions) -> None:
         self.options = options
-        self.functions = [function for function in functions if _askable(function)]
+        self.functions = [function for function in functions if _askable(function, options.chars)]
         self._by_path: dict[str, list[FunctionText]] = {}
         self._by_name: dict[str, list[FunctionText]] = {}
         self._by_word: dict[str, list[FunctionText]] = {}
@@ -127,7 +127,7 @@ class FunctionLibrary:
         if not others or rng.random() < 0.5:
             return [function]
         other = rng.choice(others)
-        if len(function.source) + len(other.source) > MAX_CHARS:
+        if len(function.source) + len(other.source) > self.options.chars:
             return [function]
         pair = [function, other]
         return sorted(pair, key=self._by_path[function.path].index)
@@ -196,9 +196,9 @@ def read_folder(folder: Path) -> list[FunctionText]:
     return [f for file in kept for f in function_texts(file) if keep_function(f, min_lines=2)]
 
 
-def _askable(function: FunctionText) -> bool:
+def _askable(function: FunctionText, chars: int) -> bool:
     header = function.source.split("\n", 1)[0]
-    return len(function.source) <= MAX_CHARS and len(header) <= _LONGEST and _HEADER.fullmatch(header) is not None
+    return len(function.source) <= chars and len(header) <= _LONGEST and _HEADER.fullmatch(header) is not None
 
 
 def _ask(function: FunctionText, kind: str, title: str) -> RetrievalQuestion | None:

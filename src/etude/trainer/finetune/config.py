@@ -108,12 +108,13 @@ class ShapesConfig(Section):
 
 class DocumentsConfig(Section):
     """Prompts with documents in place of repair episodes, for a `share` of the tokens: cross-file retrieval, with
-    `least` to `most` excerpts, and up to `questions` prompts that see them. In a share `own` of the samples each
+    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them. In a share `own` of the samples each
     document sees only itself, as in the engine; their loss includes, with weight `kl`, the divergence from the same
     weights with all documents visible to each other."""
 
     least: int = Field(default=4, ge=2)
     most: int = Field(default=10, le=30)
+    chars: int = Field(default=320, ge=80)
     questions: int = Field(default=4, gt=0)
     kinds: dict[str, float] = Field(dict(KINDS), description="weights of the kinds of questions")
     own: float = Field(default=0.5, ge=0, le=1)
@@ -133,7 +134,7 @@ class DocumentsConfig(Section):
 
     def options(self) -> RetrievalOptions:
         """The options for samples of cross-file retrieval."""
-        return RetrievalOptions(self.least, self.most, self.questions, self.kinds)
+        return RetrievalOptions(self.least, self.most, self.chars, self.questions, self.kinds)
 
 
 class OptimConfig(Section):
