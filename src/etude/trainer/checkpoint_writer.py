@@ -36,9 +36,12 @@ class CheckpointWriter:
         self.started = -1  # version of the newest begun checkpoint
 
     def start(
-        self, version: int, parts: Mapping[str, Part], protect: Collection[int] = (),
+        self,
+        version: int,
+        parts: Mapping[str, Part],
+        protect: Collection[int] = (),
         about: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Copies this rank's part of a checkpoint and begins to write it. Checkpoints in `protect` are not deleted for
         it. Raises UserError after two consecutive failures, RunFailed after an hour."""
         self.wait()

@@ -26,9 +26,14 @@ _WIDENED = 2**14  # rows of a narrow head that are widened to float32 at a time
 
 
 def token_logprobs(
-    head: Head, hidden_SD: Tensor, of_M: np.ndarray, target_M: np.ndarray, *, temperature: float = 1.0,
+    head: Head,
+    hidden_SD: Tensor,
+    of_M: np.ndarray,
+    target_M: np.ndarray,
+    *,
+    temperature: float = 1.0,
     chunk: int = CHUNK,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Log-probability [M] of token `target_M[m]` in the distribution of position `of_M[m]`, and the entropies [E] of
     every 16th position, without gradient. Logits and softmax are float32, after the division by the temperature, as in
     the engine. In batch-invariant mode all positions are one chunk, and autograd computes the gradients: the bits are
@@ -105,9 +110,14 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_SD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, of_M: Tensor, target_M: Tensor,
+        ctx: Any,
+        hidden_SD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        of_M: Tensor,
+        target_M: Tensor,
         plan: _Plan,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         chosen, entropies = [hidden_SD.new_zeros(0, dtype=torch.float32)], [hidden_SD.new_zeros(0, dtype=torch.float32)]
         kept_CV = None
         for rows, some, first in plan.each():

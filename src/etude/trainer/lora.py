@@ -32,9 +32,14 @@ class Adapters:
     adapters."""
 
     def __init__(
-        self, model: PreTrainedModel, config: LoraConfig, types: Types | None = None, *, seed: int = 0,
+        self,
+        model: PreTrainedModel,
+        config: LoraConfig,
+        types: Types | None = None,
+        *,
+        seed: int = 0,
         on_host: bool = False,
-    ):  # fmt: skip
+    ):
         self._model, self.scale = model, config.alpha / config.rank
         layers = adapted_layers(model, config.targets)
         model.requires_grad_(False)

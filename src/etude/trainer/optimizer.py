@@ -43,9 +43,14 @@ class MasterAdamW:
     memory, pinned for a GPU; the device updates a bucket of them at a time, with the same kernels and bits."""
 
     def __init__(
-        self, live: Mapping[str, torch.Tensor], settings: AdamWSettings,
-        fixed: Mapping[str, torch.Tensor] | None = None, types: Types | None = None, *, offload: bool = False,
-    ):  # fmt: skip
+        self,
+        live: Mapping[str, torch.Tensor],
+        settings: AdamWSettings,
+        fixed: Mapping[str, torch.Tensor] | None = None,
+        types: Types | None = None,
+        *,
+        offload: bool = False,
+    ):
         self._settings = settings
         self._live = dict(live)
         self._fixed = dict(fixed or {})

@@ -22,28 +22,48 @@ _SIZES: dict[str, Any] = {
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 _LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _ROUTED = {
-    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-    "first_k_dense_replace": 1, "moe_intermediate_size": 32,
-}  # fmt: skip
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+}
 _LATENT = {
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48, "v_head_dim": 32,
-    "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 48,
+    "v_head_dim": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 _INDEXER = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
 _DELTA = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+}
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 32}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16}
 _GRANITE = {
-    "logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1,
-}  # fmt: skip
+    "logits_scaling": 4.0,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+}
 _WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,12 @@ from etude.errors import UserError
 
 BEGIN, END = "<!-- table: etude doctor models --docs docs/models.md --templates DIR -->", "<!-- end of the table -->"
 COLUMNS = {
-    "rows": "trainer rows", "shared prompts": "shared prompts", "engine": "engine", "replay": "replay", "tools": "tools"
-}  # fmt: skip
+    "rows": "trainer rows",
+    "shared prompts": "shared prompts",
+    "engine": "engine",
+    "replay": "replay",
+    "tools": "tools",
+}
 # Of a trial, and other ones on another machine.
 _NUMBERS = re.compile(r" by \S+ nats in its trial, where \S+ are allowed")
 _TEMPLATE = re.compile(r"^The chat template of \S+ ")

@@ -127,8 +127,10 @@ class _Examined:
         measures: dict[str, Callable[[], Cell]] = {
             "rows": lambda: self._trained("rows", ("rows",)),
             "shared prompts": lambda: self._trained("shared prompts", ("packed", "streaming")),
-            "engine": self._served, "replay": self._replayed, "vLLM": _vllm,
-        }  # fmt: skip
+            "engine": self._served,
+            "replay": self._replayed,
+            "vLLM": _vllm,
+        }
         try:
             return measures[use]()
         except (UserError, RunFailed) as e:

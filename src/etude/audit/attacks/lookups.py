@@ -20,10 +20,16 @@ from etude.sandbox.base import Sandbox
 ANSWERS = (SECRET, "math.ceil(len", "-len(items)", EXPECTED, LATER)
 _NUMBERS = "src/lib/numbers.py"
 _QUESTIONS = (
-    "cut a list into pieces of a size", "what does chunk do when the size is below one", "ValueError of chunk",
-    "round up the number of pieces", "chunk", SECRET, EXPECTED, "test_chunk expected value",
+    "cut a list into pieces of a size",
+    "what does chunk do when the size is below one",
+    "ValueError of chunk",
+    "round up the number of pieces",
+    "chunk",
+    SECRET,
+    EXPECTED,
+    "test_chunk expected value",
     "how was this fixed upstream",
-)  # fmt: skip
+)
 _PLACES = ("", "src", PATH, ".git", "..", "../..", "/", "/opt/runner", "/site", "tests", "build", ".git/objects")
 _REVISIONS = (
     *("HEAD", "HEAD~1", "HEAD@{1}", "main..ahead", "later", "stash", "ahead", "--all", "--reflog", "ffffffff"),

@@ -75,10 +75,21 @@ async def graded_submission(sandbox: Sandbox, pack: AttackPack, changes: Changes
 def episode(member: int, graded: Grade, found: CheatSignals) -> Episode:
     """What a run keeps of an attempt."""
     return Episode(
-        id=f"0-{member}-0", group_id=0, member=member, attempt=0, task_id=TASK.id, seed=member, outcome=graded.outcome,
-        stop_reason=StopReason.FINISHED, reward=graded.reward, passed=graded.passed, segments=(), turns=(),
-        metrics=dict(found.figures), flags=found.flags,
-    )  # fmt: skip
+        id=f"0-{member}-0",
+        group_id=0,
+        member=member,
+        attempt=0,
+        task_id=TASK.id,
+        seed=member,
+        outcome=graded.outcome,
+        stop_reason=StopReason.FINISHED,
+        reward=graded.reward,
+        passed=graded.passed,
+        segments=(),
+        turns=(),
+        metrics=dict(found.figures),
+        flags=found.flags,
+    )
 
 
 async def gap(sandbox: Sandbox, pack: AttackPack) -> str:

@@ -89,9 +89,14 @@ class PlayedAttack:
         """As `--json` prints it."""
         graded = self.graded
         return {
-            "program": self.program.name, "kind": self.program.kind, "task": self.task, "outcome": graded.outcome.value,
-            "reward": graded.reward, "detail": graded.detail[:300], "problem": self.problem,
-        }  # fmt: skip
+            "program": self.program.name,
+            "kind": self.program.kind,
+            "task": self.task,
+            "outcome": graded.outcome.value,
+            "reward": graded.reward,
+            "detail": graded.detail[:300],
+            "problem": self.problem,
+        }
 
 
 @dataclass
@@ -118,12 +123,14 @@ class PackReport:
         through = {each.program for each in self.played if each.problem}
         failed = [each for each in self.results if each.problem and each.program in CONTROLS]
         return {
-            "pack": self.name, "tasks": self.tasks, "attacks": len({each.program for each in self.played}),
+            "pack": self.name,
+            "tasks": self.tasks,
+            "attacks": len({each.program for each in self.played}),
             "rewards": sum(each.graded.reward > 0 for each in self.played),
             "through": sorted(program.name for program in through),
             "classes_through": sorted({program.kind for program in through}),
             "controls": [f"{each.task}: {each.program.name} {each.problem}" for each in failed],
-        }  # fmt: skip
+        }
 
 
 def load(folder: Path) -> AttackPack:
@@ -242,10 +249,12 @@ async def attempt(sandbox: Sandbox, data: Dataset, task: Task, program: AttackPr
 
 async def _run(box: Box, task: Task, program: AttackProgram, phase: str) -> None:
     variables = {
-        "ETUDE_PATH": task.focus.path, "ETUDE_FUNCTION": task.function.partition("::")[2],
-        "ETUDE_LINES": f"{task.focus.first_line}-{task.focus.last_line}", "ETUDE_INSTRUCTION": task.instruction,
+        "ETUDE_PATH": task.focus.path,
+        "ETUDE_FUNCTION": task.function.partition("::")[2],
+        "ETUDE_LINES": f"{task.focus.first_line}-{task.focus.last_line}",
+        "ETUDE_INSTRUCTION": task.instruction,
         "ETUDE_PHASE": phase,
-    }  # fmt: skip
+    }
     await _put(box, "/tmp/attack", program.text)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     await box.exec(f"{settings} {program.runner} /tmp/attack", SECONDS)

@@ -283,9 +283,20 @@ def least(work, count):
 
 
 PARTS = (
-    identity, settings, times, processes, kernel, confinement, firmware, terminal, home, network, repository, disk,
+    identity,
+    settings,
+    times,
+    processes,
+    kernel,
+    confinement,
+    firmware,
+    terminal,
+    home,
+    network,
+    repository,
+    disk,
     latency,
-)  # fmt: skip
+)
 
 
 def sample():

@@ -66,9 +66,16 @@ def finetune(
     if config.context is not None:
         model.config.get_text_config().max_position_embeddings = config.context
     packed.train(
-        model, rows, None, optim, StageRun(output, folders[0], resume, stop_after, types, config.seed, show), kind=kind,
-        pad=words.pad, compute=compute, measure=lambda current: summary(likelihoods(current, tests)),
-    )  # fmt: skip
+        model,
+        rows,
+        None,
+        optim,
+        StageRun(output, folders[0], resume, stop_after, types, config.seed, show),
+        kind=kind,
+        pad=words.pad,
+        compute=compute,
+        measure=lambda current: summary(likelihoods(current, tests)),
+    )
     return output / "checkpoint"
 
 
@@ -194,11 +201,14 @@ def likelihoods(model: PreTrainedModel, tests: Sequence[HeldOutEdit]) -> list[An
         changed_K = test.changed_T[test.label_T]
         results.append(
             AnswerLikelihood(
-                exact=bool(right_K.all()), right=float(right_K.mean()), loss=float(loss_K.mean()),
+                exact=bool(right_K.all()),
+                right=float(right_K.mean()),
+                loss=float(loss_K.mean()),
                 changed_loss=float(loss_K[changed_K].mean()) if changed_K.any() else 0.0,
-                changed=int(changed_K.sum()), tokens=len(loss_K),
+                changed=int(changed_K.sum()),
+                tokens=len(loss_K),
             )
-        )  # fmt: skip
+        )
     return results
 
 

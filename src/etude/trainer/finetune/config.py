@@ -108,9 +108,9 @@ class ShapesConfig(Section):
 
 class DocumentsConfig(Section):
     """Prompts with documents in place of repair episodes, for a `share` of the tokens: cross-file retrieval, with
-    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them. In a share `own` of the samples each
-    document sees only itself, as in the engine; their loss includes, with weight `kl`, the divergence from the same
-    weights with all documents visible to each other."""
+    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them. In a
+    share `own` of the samples each document sees only itself, as in the engine; their loss includes, with weight
+    `kl`, the divergence from the same weights with all documents visible to each other."""
 
     least: int = Field(default=4, ge=2)
     most: int = Field(default=10, le=30)
@@ -148,9 +148,10 @@ class OptimConfig(Section):
     micro_batch: int | None = option(None, "rows computed at once; default: all of a step", gt=0)
     length: int = option(512, "tokens of a row", gt=8)
     packing: Literal["auto", "isolated", "crossing", "none"] = option(
-        "auto", "examples share rows and see only themselves, or those before them, too; or each has a row; auto: "
+        "auto",
+        "examples share rows and see only themselves, or those before them, too; or each has a row; auto: "
         "isolated where the architecture can, else none",
-    )  # fmt: skip
+    )
     lr: float = option(FOLDER_LR, "learning rate of the plateau; 2e-4 for adapters, 2e-3 for a new model", gt=0)
     warmup: float = option(0.02, "share of the run in which the learning rate rises", ge=0, lt=1)
     decay: float = option(0.5, "share of the run in which it falls to 0", gt=0, le=1)

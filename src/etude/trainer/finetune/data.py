@@ -38,9 +38,14 @@ def conversations(
 
 
 def texts(
-    data: DataConfig, renderer: Callable[[], Renderer], optim: OptimConfig, output: Path, seed: int, *,
+    data: DataConfig,
+    renderer: Callable[[], Renderer],
+    optim: OptimConfig,
+    output: Path,
+    seed: int,
+    *,
     words: Vocabulary,
-) -> tuple[Rows, Rows | None]:  # fmt: skip
+) -> tuple[Rows, Rows | None]:
     """Like `conversations`, also with rows of text, which are cut at the length of a row. Every token is learned."""
 
     def encode(text: str) -> Encoded:
@@ -50,9 +55,15 @@ def texts(
 
 
 def _rows(
-    data: DataConfig, renderer: Callable[[], Renderer], optim: OptimConfig, output: Path, seed: int, pad: int,
-    separator: int | None, text: Callable[[str], Encoded] | None,
-) -> tuple[Rows, Rows | None]:  # fmt: skip
+    data: DataConfig,
+    renderer: Callable[[], Renderer],
+    optim: OptimConfig,
+    output: Path,
+    seed: int,
+    pad: int,
+    separator: int | None,
+    text: Callable[[str], Encoded] | None,
+) -> tuple[Rows, Rows | None]:
     report: dict[str, object] = {}
     kept: list[list[Encoded]] = []
     for part, files in (("files", data.files), ("held_out", data.held_out)):

@@ -161,9 +161,12 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def save(
-    target: Path, model: PreTrainedModel, masters: Mapping[str, Tensor], types: Mapping[str, torch.dtype],
+    target: Path,
+    model: PreTrainedModel,
+    masters: Mapping[str, Tensor],
+    types: Mapping[str, torch.dtype],
     tokenizer: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Replaces the folder `target` by the model, with `masters` as its weights, each in its type of `types`, and the
     tokenizer's files from the folder `tokenizer`. A reader never sees an incomplete folder. Raises UserError if it
     cannot be written."""

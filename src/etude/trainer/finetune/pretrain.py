@@ -263,9 +263,13 @@ def sft(
 
 
 def _document_work(
-    model: PreTrainedModel, config: SftConfig, chosen: DocumentsConfig, corpus: build.Corpus, words: Vocabulary,
+    model: PreTrainedModel,
+    config: SftConfig,
+    chosen: DocumentsConfig,
+    corpus: build.Corpus,
+    words: Vocabulary,
     renderer: Renderer,
-) -> TrainingWork:  # fmt: skip
+) -> TrainingWork:
     """Samples of cross-file retrieval, and for the share of tokens without documents, repair episodes."""
     optim, options, seed = config.trainer, chosen.options(), chosen.seed
     length, tokens = optim.batch * optim.length, optim.corpus_tokens
@@ -294,8 +298,13 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
     # Texts for the saved tokenizer (a rendered chat template) may contain special tokens.
     tokenizer.encode_special_tokens = False
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=None, eos_token="<|end|>", pad_token="<|pad|>",
-        extra_special_tokens=list(SPECIALS), model_max_length=max_length, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        bos_token=None,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        extra_special_tokens=list(SPECIALS),
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
     fast.chat_template = bpe.CHAT_TEMPLATE
     fast.save_pretrained(directory)

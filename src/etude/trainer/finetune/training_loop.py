@@ -164,9 +164,13 @@ def _resume(states: Path, optimizer: MasterAdamW) -> tuple[int, float]:
 
 
 def _step(
-    model: PreTrainedModel, compute: Callable[[Any], Loss], passes: Sequence[TrainingPass], optimizer: MasterAdamW,
-    lr: float, router_aux: float,
-) -> dict[str, Any]:  # fmt: skip
+    model: PreTrainedModel,
+    compute: Callable[[Any], Loss],
+    passes: Sequence[TrainingPass],
+    optimizer: MasterAdamW,
+    lr: float,
+    router_aux: float,
+) -> dict[str, Any]:
     """Backward pass and update, which is left out if the gradient is not finite. Returns the figures, tensors where
     computed on the device: sums over the passes of the parts of the loss, means of the rest."""
     losses: list[torch.Tensor] = []
@@ -231,9 +235,13 @@ class _TrainingRecord:
             elapsed = now - self._started
             done = max(steps * self._tokens / wanted, elapsed / 60 / minutes)
             self._show(
-                done=steps, total=math.ceil(wanted / self._tokens), seconds_left=elapsed / done * max(0.0, 1 - done),
-                loss=line["loss/token"], lr=line["optim/lr"], tokens_per_s=speed,
-            )  # fmt: skip
+                done=steps,
+                total=math.ceil(wanted / self._tokens),
+                seconds_left=elapsed / done * max(0.0, 1 - done),
+                loss=line["loss/token"],
+                lr=line["optim/lr"],
+                tokens_per_s=speed,
+            )
 
     def write(self, line: dict[str, float]) -> None:
         """Appends a line to the metrics, and shows the held-out figures in it."""

@@ -163,9 +163,12 @@ def _check(episode: Episode) -> None:
 
 
 def _rows(
-    members: Sequence[Episode], advantages_G: Sequence[np.ndarray], group: int, first: int,
+    members: Sequence[Episode],
+    advantages_G: Sequence[np.ndarray],
+    group: int,
+    first: int,
     routes: tuple[int, int] | None,
-) -> Iterator[PromptRow]:  # fmt: skip
+) -> Iterator[PromptRow]:
     """Segments of one group, merged by equal prompt; a member has one advantage per turn of its episode. `first` is the
     index in the batch of the group's first episode."""
     by_prompt: dict[tuple[tuple[int, ...], bytes], tuple[np.ndarray, list[Completion]]] = {}

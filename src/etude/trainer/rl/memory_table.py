@@ -199,14 +199,16 @@ def _states(config: RLConfig, model: PreTrainedModel, adapters: Adapters | None,
         Term(device, "weights of the trainer", live, "" if model.dtype.itemsize == 2 else _NARROWER),
         Term(device, "gradients", 4 * count),
         Term(
-            "host" if trainer.offload_optimizer else device, "master weights and moments", 12 * count,
+            "host" if trainer.offload_optimizer else device,
+            "master weights and moments",
+            12 * count,
             "" if trainer.offload_optimizer or device == "host" else "set trainer.offload_optimizer = true",
         ),
         Term(device, "a bucket of the update", (16 if trainer.offload_optimizer else 4) * min(BUCKET, count)),
         # Copies of the last and of the next version; on a GPU a third, to find changes there.
         Term("host", "published weights", 2 * size * count),
         Term("host", "checkpoint on its way to the disk", 12 * count),
-    ]  # fmt: skip
+    ]
     if device != "host" and not trainer.offload_optimizer:
         terms.append(
             Term(device, "published weights, to find changes", size * count, "set trainer.offload_optimizer = true")

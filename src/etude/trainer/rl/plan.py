@@ -302,9 +302,18 @@ class _PassBuilder:
         if routes is not None:
             routes = routes[_join([np.arange(tree.graph.offsets[n], tree.graph.offsets[n + 1]) for n in chosen])]
         return ForwardPass(
-            graph, graph.ids_T, graph.positions_T, weight, items, source, of, self.target_N[items], below, recompute,
+            graph,
+            graph.ids_T,
+            graph.positions_T,
+            weight,
+            items,
+            source,
+            of,
+            self.target_N[items],
+            below,
+            recompute,
             routes,
-        )  # fmt: skip
+        )
 
 
 def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:

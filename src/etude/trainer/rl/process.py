@@ -170,9 +170,13 @@ class Trainer:
         self.clock = TrainingClock(run, config.trainer.minutes)
         self.version = 0 if last is None else last.version
         self.restorer = Restorer(
-            self.learner, config, weights, self._checkpoints, lambda ids: self._batch(self.ledger.groups(ids)),
+            self.learner,
+            config,
+            weights,
+            self._checkpoints,
+            lambda ids: self._batch(self.ledger.groups(ids)),
             self.clock,
-        )  # fmt: skip
+        )
         if last is not None:
             self._resume(last)
         else:

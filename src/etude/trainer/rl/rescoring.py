@@ -64,9 +64,14 @@ class Keys:
     takes_variants = True
 
     def attend(
-        self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float,
+        self,
+        layer: int,
+        query_BHTD: Tensor,
+        key_BKTD: Tensor,
+        value_BKTD: Tensor,
+        scale: float,
         variant: AttentionVariant = PLAIN,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Attention of a layer, [B, H, T, D], over the kept keys and values or over the row's own."""
         if self.under:
             old_key, old_value = self.kept[layer]

@@ -61,7 +61,7 @@ class Replayed:
 
 def replayed(
     model: PreTrainedModel, rows: Sequence[np.ndarray], routes: Sequence[np.ndarray] | None = None
-) -> Replayed:  # fmt: skip
+) -> Replayed:
     """Rows as separate passes under recorded experts, int16 [T - 1 or T, layers, K] each; without `routes`, under the
     experts of a pass without replay. Raises UserError for routers that cannot be replayed."""
     layers, slots = router_replay.shape(model)
