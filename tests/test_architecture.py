@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from benchmarks.code_size import tokens
 
 import etude
 from etude.cli.main import COMMANDS
@@ -33,7 +34,9 @@ LIGHT = (
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "numba"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-FILE_LINES, FUNCTION_LINES, ROOT_FILES, PAGES_WORDS = 600, 80, 8, 27_000
+FILE_LINES, FILE_TOKENS, FUNCTION_LINES, ROOT_FILES, PAGES_WORDS = 600, 4_500, 80, 8, 27_000
+NAME_ROOMS = 2  # that have a file of the same name
+UNFORMATTED = 60  # tables whose columns ruff would not keep
 DATA = "audit/packs/"  # programs of attackers, and what they attack
 
 
@@ -126,6 +129,15 @@ def repeated_classes(files: Mapping[str, Path]) -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{name}:{node.lineno}")
     return {name: where for name, where in places.items() if len(where) > 1}
+
+
+def repeated_names(files: Mapping[str, Path], most: int = NAME_ROOMS) -> dict[str, set[str]]:
+    """File names that more than `most` rooms have."""
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for name, path in files.items():
+        if path.name != "__init__.py":
+            rooms[path.stem].add(name.partition(".")[0])
+    return {name: where for name, where in rooms.items() if len(where) > most}
 
 
 def long_functions(files: Mapping[str, Path], most: int = FUNCTION_LINES) -> list[str]:
@@ -253,7 +265,17 @@ def test_a_class_name_has_one_meaning():
 
 def test_files_and_functions_are_short():
     assert {name: n for name, path in FILES.items() if (n := len(path.read_text().splitlines())) > FILE_LINES} == {}
+    assert {name: n for name, path in FILES.items() if (n := tokens(path)) > FILE_TOKENS} == {}
     assert long_functions(FILES) == []
+
+
+def test_a_file_name_has_at_most_two_rooms():
+    assert repeated_names(FILES) == {}
+
+
+def test_ruff_lays_out_what_is_no_table():
+    assert sum(path.read_text().count("# fmt: skip") for path in FILES.values()) < UNFORMATTED
+    assert not any("# fmt: off" in path.read_text() for path in FILES.values())
 
 
 def test_what_is_public_has_a_docstring():
@@ -353,6 +375,16 @@ def test_folders_that_import_each_other_are_seen(tmp_path):
 def test_a_class_name_with_two_meanings_is_seen(tmp_path):
     files = broken(tmp_path, code__a="class Row: ...", code__b="class Other:\n    class _Row: ...")
     assert list(repeated_classes(files)) == ["Row"]
+
+
+def test_a_file_name_of_three_rooms_is_seen(tmp_path):
+    files = broken(tmp_path, code__a="", edits__a="", tasks__a="", tasks__low__a="", tasks__b="", code__b="")
+    assert repeated_names(files) == {"a": {"code", "edits", "tasks"}}
+
+
+def test_tokens_are_counted_whatever_the_lines_are(tmp_path):
+    files = broken(tmp_path, code__a="x = [1, 2]  # two\n", code__b="x = [\n    1, 2\n]\n")
+    assert [tokens(path) for path in files.values()] == [7, 7]
 
 
 def test_a_long_function_and_a_missing_docstring_are_seen(tmp_path):

@@ -98,9 +98,14 @@ class Child:
 
 
 def start(
-    name: str, argv: list[str], log: Path, env: dict[str, str] | None = None, *, holds: Sequence[int] = (),
+    name: str,
+    argv: list[str],
+    log: Path,
+    env: dict[str, str] | None = None,
+    *,
+    holds: Sequence[int] = (),
     python: str = sys.executable,
-) -> Child:  # fmt: skip
+) -> Child:
     """Starts `python -m argv...` with both outputs in `log`. The child dies with the thread that called this. It keeps
     the descriptors `holds` open, and with them their locks. Another `python` must find this module, too. The working
     folder may be a repository that tasks are made of, so modules are not looked for in it."""

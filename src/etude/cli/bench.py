@@ -14,10 +14,18 @@ from etude.errors import UserError
 
 # Name of the command line -> module.
 BENCHMARKS = {
-    "async": "asynchrony", "documents": "documents", "edits": "edits", "engine": "engine", "live": "live",
-    "mismatch": "mismatch", "models": "models", "real-model": "real_model", "sandbox": "sandbox",
-    "shared-prompt": "shared_prompt", "weights": "weights",
-}  # fmt: skip
+    "async": "asynchrony",
+    "documents": "documents",
+    "edits": "edits",
+    "engine": "engine",
+    "live": "live",
+    "mismatch": "mismatch",
+    "models": "models",
+    "real-model": "real_model",
+    "sandbox": "sandbox",
+    "shared-prompt": "shared_prompt",
+    "weights": "weights",
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:

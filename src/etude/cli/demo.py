@@ -20,9 +20,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
     parser.add_argument("--seed", type=int, help="of tasks, episodes and evaluation (default: 1)")
     parser.add_argument(
-        "--real", action="store_true",
+        "--real",
+        action="store_true",
         help="a pretrained model of 135M parameters instead of nano, in two hours and a half (docs/real-model.md)",
-    )  # fmt: skip
+    )
     parser.add_argument("--resume", action="store_true", help="continue the demo of this name where it stopped")
 
 

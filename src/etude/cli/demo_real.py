@@ -66,12 +66,32 @@ def _steps(config: RLConfig, folder: Path, overrides: list[str]) -> list[Step]:
     tell = ("tasks", "traces", _recipe(TRACES), "-o", traces, "--per-task", 4, "--tools", *rollout.tools)
     learn = ("train", _recipe(RL), *overrides, *_resume(folder))  # which refuses overrides that the run does not have
     measure = (
-        "eval", read_toml(_recipe(SFT))["model"]["path"],  # its name: the folder may not have been made yet
-        "--chat-template", sft.model.chat_template, "--suite", folder, "--seed", config.seed,
-        "--samples", config.eval.samples, "--turns", rollout.turns, "--tokens", rollout.tokens,
-        "--context", rollout.context, "--dtype", config.inference.dtype, "--threads", 2, "--tools", *rollout.tools,
-        "-o", folder / "base", "--json",
-    )  # fmt: skip
+        "eval",
+        read_toml(_recipe(SFT))["model"]["path"],  # its name: the folder may not have been made yet
+        "--chat-template",
+        sft.model.chat_template,
+        "--suite",
+        folder,
+        "--seed",
+        config.seed,
+        "--samples",
+        config.eval.samples,
+        "--turns",
+        rollout.turns,
+        "--tokens",
+        rollout.tokens,
+        "--context",
+        rollout.context,
+        "--dtype",
+        config.inference.dtype,
+        "--threads",
+        2,
+        "--tools",
+        *rollout.tools,
+        "-o",
+        folder / "base",
+        "--json",
+    )
     return [
         Step("told answers", tuple(map(str, tell)), traces),
         Step("fine-tuning", ("train", str(_recipe(SFT)), *_resume(tuned)), tuned / "checkpoint"),

@@ -126,6 +126,9 @@ def _parity(arguments: argparse.Namespace) -> int:
     if arguments.record is not None:
         return reports.show_record(arguments.record, arguments.samples)
     return reports.show_parity(
-        arguments.against, arguments.boxes, as_json=arguments.json, dataset=arguments.dataset,
+        arguments.against,
+        arguments.boxes,
+        as_json=arguments.json,
+        dataset=arguments.dataset,
         machine_profiles=arguments.machine_profiles,
-    )  # fmt: skip
+    )

@@ -190,9 +190,13 @@ def show_record(path: Path, samples: int) -> int:
 
 
 def show_parity(
-    files: Sequence[Path], boxes: int, *, as_json: bool, dataset: Path | None = None,
+    files: Sequence[Path],
+    boxes: int,
+    *,
+    as_json: bool,
+    dataset: Path | None = None,
     machine_profiles: Path | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Print the audit; 1 if treated boxes are told apart more often than the gate allows. Raises UserError."""
     from etude.audit.parity import audit
 
@@ -233,10 +237,15 @@ def _summary(comparison: ParityComparison) -> dict[str, Any]:
         return {"auc": round(estimate.mean, 4), "low": round(estimate.low, 4), "high": round(estimate.high, 4)}
 
     return {
-        "ok": comparison.passed, "gate": GATE, "machines": comparison.machines, "production": comparison.samples,
-        "boxes": comparison.boxes, "treated": part(comparison.treated), "untreated": part(comparison.untreated),
+        "ok": comparison.passed,
+        "gate": GATE,
+        "machines": comparison.machines,
+        "production": comparison.samples,
+        "boxes": comparison.boxes,
+        "treated": part(comparison.treated),
+        "untreated": part(comparison.untreated),
         "notes": comparison.notes,
-    }  # fmt: skip
+    }
 
 
 def _interval(estimate: Estimate) -> str:

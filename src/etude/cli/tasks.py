@@ -34,8 +34,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     harbor = actions.add_parser("harbor", help="take Harbor tasks that others wrote", allow_abbrev=False)
     harbor.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="Harbor task folders, or folders of them")
     harbor.add_argument("-o", "--output", type=Path, help="folder to write; without it the tasks are only tried")
-    harbor.add_argument("--base", nargs="+", default=[], metavar="IMAGE",
-                        help="base images besides python, ubuntu and debian that boxes stand in for")  # fmt: skip
+    harbor.add_argument(
+        "--base",
+        nargs="+",
+        default=[],
+        metavar="IMAGE",
+        help="base images besides python, ubuntu and debian that boxes stand in for",
+    )
     harbor.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     traces = actions.add_parser("traces", help="tell gold answers as episodes, to train on", allow_abbrev=False)
     sources = (
@@ -46,8 +51,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     traces.add_argument("-o", "--output", type=Path, required=True, help=rows)
     add_flags(traces, TracesConfig)
     edits = actions.add_parser("fast-apply", help="make tables of applied edits from repositories", allow_abbrev=False)
-    edits.add_argument("repositories", nargs="+", metavar="REPO",
-                       help="a git clone, a folder of files, or releases as OLD..NEW")  # fmt: skip
+    edits.add_argument(
+        "repositories", nargs="+", metavar="REPO", help="a git clone, a folder of files, or releases as OLD..NEW"
+    )
     edits.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     edits.add_argument("--held-out", nargs="+", default=[], metavar="REPO", help="repositories for evaluation alone")
     add_flags(edits, EditTableConfig)

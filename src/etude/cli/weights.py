@@ -214,9 +214,13 @@ def gc(arguments: argparse.Namespace) -> int:
     store = _store(arguments.store)
     with bar() as progress:
         done = retention.collect(
-            store, prune=arguments.prune, in_use=arguments.in_use, grace=arguments.grace, dry_run=arguments.dry_run,
+            store,
+            prune=arguments.prune,
+            in_use=arguments.in_use,
+            grace=arguments.grace,
+            dry_run=arguments.dry_run,
             progress=progress,
-        )  # fmt: skip
+        )
     if arguments.json:
         figures = {"objects": len(done.keys), "bytes": done.bytes, "kept": done.kept, "kept_bytes": done.kept_bytes}
         print(json.dumps({"dry_run": arguments.dry_run, **figures}))
@@ -232,9 +236,14 @@ def feed(arguments: argparse.Namespace) -> int:
     store = _store(arguments.store)
     key = str(arguments.public_key.resolve()) if arguments.public_key else None
     following.feed(
-        arguments.vllm, store, arguments.relay, key, once=arguments.once, deadline=arguments.deadline,
+        arguments.vllm,
+        store,
+        arguments.relay,
+        key,
+        once=arguments.once,
+        deadline=arguments.deadline,
         say=lambda text: print(text, flush=True),
-    )  # fmt: skip
+    )
     return 0
 
 
@@ -274,9 +283,15 @@ def _trust(arguments: argparse.Namespace, folder: Path | None = None) -> Trust:
 
 def _row(manifest: PolicyVersion) -> dict[str, Any]:
     return {
-        "version": manifest.version, "kind": manifest.kind, "parent": manifest.parent,
-        "bytes": manifest.payload_bytes, "changed": manifest.changed / max(manifest.elements, 1),
-        "skips": [skip.base for skip in manifest.skips], "anchor": manifest.anchor.version,
-        "signed": bool(manifest.signature), "digest": manifest.digest, "groups": len(manifest.groups),
+        "version": manifest.version,
+        "kind": manifest.kind,
+        "parent": manifest.parent,
+        "bytes": manifest.payload_bytes,
+        "changed": manifest.changed / max(manifest.elements, 1),
+        "skips": [skip.base for skip in manifest.skips],
+        "anchor": manifest.anchor.version,
+        "signed": bool(manifest.signature),
+        "digest": manifest.digest,
+        "groups": len(manifest.groups),
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(manifest.created)),
-    }  # fmt: skip
+    }

@@ -23,10 +23,11 @@ class EngineConfig(Section):
     max_batch: int = option(128, "sequences computed at a time; others wait", ge=1)
     prefill_tokens: int = option(1024, "prompt tokens of one pass; as many of documents, in a pass of their own", ge=1)
     cache_mb: float | None = option(
-        None, "MB for keys and values of sequences and kept prefixes; none: on the CPU the size of 16 long sequences, "
+        None,
+        "MB for keys and values of sequences and kept prefixes; none: on the CPU the size of 16 long sequences, "
         "between 512 and an eighth of the memory, with CUDA 0.8 of the free memory",
         gt=0,
-    )  # fmt: skip
+    )
     documents_mb: float = option(256, "MB for keys and values of documents", gt=0)
     speculate: bool = option(True, "draft text that the answer may repeat; never in deterministic mode")
 

@@ -83,8 +83,9 @@ class GateConfig(Section):
 
     base: str = option("nano", "model that the versions began with: folder, or name of a bundled one")
     suites: tuple[LocalPath, ...] = option((), "frozen dataset folders, of which held-out tasks are played")
-    margin: float = option(0.05, "share of the tasks by which a version may be worse; a gate reports its limit",
-                           gt=0, lt=1)  # fmt: skip
+    margin: float = option(
+        0.05, "share of the tasks by which a version may be worse; a gate reports its limit", gt=0, lt=1
+    )
     alpha: float = option(0.05, "probability that a version worse by the margin passes", gt=0, lt=0.5)
     samples: int = option(1, "episodes of each task", ge=1)
     replay: int = option(2000, "recent consented prefixes whose last turn is generated again", ge=0)

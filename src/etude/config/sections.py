@@ -147,9 +147,12 @@ def _tables(annotation: Any, listed: bool) -> Iterator[type[Section]]:
 
 
 def error_sentence(
-    error: pydantic.ValidationError, data: Any, where: str, above: tuple[str, ...] = (),
+    error: pydantic.ValidationError,
+    data: Any,
+    where: str,
+    above: tuple[str, ...] = (),
     kind: type[Section] | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """The first error in one sentence; `above` is the key under which `data` was validated. An unknown key gets the
     closest key of `kind`."""
     first = error.errors()[0]

@@ -15,10 +15,22 @@ from etude.corpus.filters import FunctionText
 # Weights of the mutation operators. Changes of an expression dominate, as in real one-line bugs; the repair of a
 # removal needs more than copying.
 WEIGHTS: dict[str, float] = {
-    "op_change": 10, "op_flip": 8, "op_swap": 8, "op_break_chain": 6, "op_const": 9, "bool_flip": 4, "negate_cond": 14,
-    "wrong_name": 8, "invert_if": 6, "shuffle_lines": 5, "remove_assign": 5, "remove_cond": 5, "remove_return": 3,
-    "remove_loop": 2, "remove_wrapper": 1,
-}  # fmt: skip
+    "op_change": 10,
+    "op_flip": 8,
+    "op_swap": 8,
+    "op_break_chain": 6,
+    "op_const": 9,
+    "bool_flip": 4,
+    "negate_cond": 14,
+    "wrong_name": 8,
+    "invert_if": 6,
+    "shuffle_lines": 5,
+    "remove_assign": 5,
+    "remove_cond": 5,
+    "remove_return": 3,
+    "remove_loop": 2,
+    "remove_wrapper": 1,
+}
 MAX_EDIT_LINES = 6
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -133,18 +145,24 @@ def failure(name: str, rng: random.Random) -> str:
 
 _WORDS = ("a", "b", "key", "value", "x", "item", "name", "result", "items", "obj", "count")
 _ERRORS = (
-    "TypeError: 'NoneType' object is not iterable", "TypeError: 'NoneType' object is not subscriptable",
-    "TypeError: 'int' object is not callable", "TypeError: 'bool' object is not iterable",
+    "TypeError: 'NoneType' object is not iterable",
+    "TypeError: 'NoneType' object is not subscriptable",
+    "TypeError: 'int' object is not callable",
+    "TypeError: 'bool' object is not iterable",
     "TypeError: {name}() missing 1 required positional argument: '{word}'",
     "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
     "TypeError: '<' not supported between instances of 'str' and 'int'",
     "AttributeError: 'list' object has no attribute '{word}'",
-    "AttributeError: 'NoneType' object has no attribute '{word}'", "KeyError: '{word}'",
-    "IndexError: list index out of range", "NameError: name '{word}' is not defined",
+    "AttributeError: 'NoneType' object has no attribute '{word}'",
+    "KeyError: '{word}'",
+    "IndexError: list index out of range",
+    "NameError: name '{word}' is not defined",
     "UnboundLocalError: cannot access local variable '{word}' where it is not associated with a value",
-    "ValueError: not enough values to unpack (expected 2, got {index})", "ZeroDivisionError: division by zero",
-    "RecursionError: maximum recursion depth exceeded", "AssertionError: assert None == {index}",
-)  # fmt: skip
+    "ValueError: not enough values to unpack (expected 2, got {index})",
+    "ZeroDivisionError: division by zero",
+    "RecursionError: maximum recursion depth exceeded",
+    "AssertionError: assert None == {index}",
+)
 
 
 def _value(rng: random.Random, depth: int = 0) -> str:

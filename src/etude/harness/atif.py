@@ -23,8 +23,17 @@ def document(episode: Episode, renderer: Renderer, agent: dict[str, Any], sessio
     if not steps:
         steps = [{"source": "system", "message": episode.detail or "nothing was sampled"}]
     fields = (
-        "task_id", "group_id", "member", "attempt", "seed", "outcome", "stop_reason", "reward", "passed", "detail",
-    )  # fmt: skip
+        "task_id",
+        "group_id",
+        "member",
+        "attempt",
+        "seed",
+        "outcome",
+        "stop_reason",
+        "reward",
+        "passed",
+        "detail",
+    )
     extra: dict[str, Any] = {name: getattr(episode, name) for name in fields}
     # Prompts are recorded as tokens: only a model with the same tokenizer and template can learn from them.
     extra |= {"metrics": episode.metrics, "renderer": renderer.digest}

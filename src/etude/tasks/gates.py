@@ -202,10 +202,15 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
     parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
     lost = (Counter(part.original.split("\n")) - Counter(part.snippet.split("\n")) for part in parts)
     difficulty = {
-        "lines": float(function.body_lines), "complexity": float(function.complexity), "sites": float(broken.sites),
-        "changed_lines": float(max(1, sum(lines.total() for lines in lost))), "f2p": float(len(f2p)),
-        "p2p": float(len(p2p)), "visible_fails": float(visible_fails), "leak": round(candidate.leak, 3),
-    }  # fmt: skip
+        "lines": float(function.body_lines),
+        "complexity": float(function.complexity),
+        "sites": float(broken.sites),
+        "changed_lines": float(max(1, sum(lines.total() for lines in lost))),
+        "f2p": float(len(f2p)),
+        "p2p": float(len(p2p)),
+        "visible_fails": float(visible_fails),
+        "leak": round(candidate.leak, 3),
+    }
     outside = report.outside.intersection((*f2p, *p2p)) if report.outside.intersection(f2p) else frozenset()
     difficulty["decided"] = round(len(outside) / len((*f2p, *p2p)), 3)  # 0 unless an f2p test is
     if is_script(function.path):

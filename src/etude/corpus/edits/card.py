@@ -42,8 +42,14 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: EditTable
         "## Where they come from\n",
         table(
             ("repository", "licence", "stated in", "origin", "files", "changed files", "used for", "edits"),
-            [(*row, "evaluation" if row[0] in history.held_out else "training",
-              sum(e.repository == row[0] for e in every)) for row in sorted(history.repositories)],
+            [
+                (
+                    *row,
+                    "evaluation" if row[0] in history.held_out else "training",
+                    sum(e.repository == row[0] for e in every),
+                )
+                for row in sorted(history.repositories)
+            ],
         ),
         "`commits`: files that a commit changed. `releases`: files that differ between two releases of a package, "
         "edits that people made, several commits in one. `files`: no history, so its edits are synthetic. Repositories "
@@ -69,7 +75,7 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: EditTable
         f"of {history.tried}. Training edits that share a tenth of their 12-token shingles with a held-out repository: "
         f"{history.contaminated}; the largest share left is {history.worst_overlap:.1%}. "
         + (f"Languages without a parser here: {missing}.\n" if missing else "Every language was parsed.\n"),
-    ]  # fmt: skip
+    ]
     return "\n".join(sections)
 
 

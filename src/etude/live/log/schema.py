@@ -36,55 +36,124 @@ meta = _table("live_meta", _text("key", key=True), _text("value"))
 
 tenants = _table("tenants", _text("name", key=True), _text("policy"), _integer("at"))  # policy: JSON of LivePolicy
 api_keys = _table(
-    "api_keys", _text("digest", key=True), _text("tenant"), _text("name"), _integer("created"),
-    _integer("revoked", null=True), sa.Index("api_keys_tenant", "tenant"),
-)  # fmt: skip
+    "api_keys",
+    _text("digest", key=True),
+    _text("tenant"),
+    _text("name"),
+    _integer("created"),
+    _integer("revoked", null=True),
+    sa.Index("api_keys_tenant", "tenant"),
+)
 """BLAKE2b of a key of 256 random bits; the key itself is shown once, and nowhere kept."""
 
 account_keys = _table(
-    "account_keys", _text("account", key=True), _text("tenant"), sa.Column("secret", sa.LargeBinary),
-    _integer("at"), _integer("destroyed", null=True),
-)  # fmt: skip
+    "account_keys",
+    _text("account", key=True),
+    _text("tenant"),
+    sa.Column("secret", sa.LargeBinary),
+    _integer("at"),
+    _integer("destroyed", null=True),
+)
 """AES-256-GCM keys of the blobs of an account, encrypted with the key of the folder (`accounts.py`); `secret` is NULL
 once it is destroyed."""
 
 served = _table(
-    "served", _text("turn", key=True), _text("tenant"), _text("account"), _integer("release"), _text("arm"),
-    _integer("edited"), _integer("at"), sa.Index("served_at", "at"),
-)  # fmt: skip
+    "served",
+    _text("turn", key=True),
+    _text("tenant"),
+    _text("account"),
+    _integer("release"),
+    _text("arm"),
+    _integer("edited"),
+    _integer("at"),
+    sa.Index("served_at", "at"),
+)
 """Turns without consent, for a day: what a signal on one of them is counted under. `edited`: 1 once it has
 shown an edit. No content."""
 
 tombstones = _table("tombstones", _text("account", key=True), _text("tenant"), _integer("at"), _text("versions"))
 
 sessions = _table(
-    "sessions", _text("id", key=True), _text("tenant"), _text("account"), _text("organisation"), _text("client"),
-    _text("consent"), _text("arm"), _integer("release"), _real("propensity"), _integer("opened"),
-    _text("snapshot", null=True), sa.Index("sessions_account", "account"), sa.Index("sessions_opened", "opened"),
-)  # fmt: skip
+    "sessions",
+    _text("id", key=True),
+    _text("tenant"),
+    _text("account"),
+    _text("organisation"),
+    _text("client"),
+    _text("consent"),
+    _text("arm"),
+    _integer("release"),
+    _real("propensity"),
+    _integer("opened"),
+    _text("snapshot", null=True),
+    sa.Index("sessions_account", "account"),
+    sa.Index("sessions_opened", "opened"),
+)
 turns = _table(
-    "turns", _text("id", key=True), _text("session"), _integer("sequence"), _text("kind"), _integer("release"),
-    _text("manifest"), _text("spans"), _integer("prompt_tokens"), _integer("sampled_tokens"), _text("blob", null=True),
-    _text("reason"), _text("scrubbed"), _text("rules"), _text("stop"), _real("seconds"), _text("cluster"),
-    _integer("at"), sa.Index("turns_session", "session"), sa.Index("turns_at", "at"),
-)  # fmt: skip
+    "turns",
+    _text("id", key=True),
+    _text("session"),
+    _integer("sequence"),
+    _text("kind"),
+    _integer("release"),
+    _text("manifest"),
+    _text("spans"),
+    _integer("prompt_tokens"),
+    _integer("sampled_tokens"),
+    _text("blob", null=True),
+    _text("reason"),
+    _text("scrubbed"),
+    _text("rules"),
+    _text("stop"),
+    _real("seconds"),
+    _text("cluster"),
+    _integer("at"),
+    sa.Index("turns_session", "session"),
+    sa.Index("turns_at", "at"),
+)
 suggestions = _table(
-    "suggestions", _text("id", key=True), _text("turn"), _text("path"), _text("base"), _integer("old_first"),
-    _integer("old_count"), _text("new"), _integer("characters"), _integer("shown"),
+    "suggestions",
+    _text("id", key=True),
+    _text("turn"),
+    _text("path"),
+    _text("base"),
+    _integer("old_first"),
+    _integer("old_count"),
+    _text("new"),
+    _integer("characters"),
+    _integer("shown"),
     sa.Index("suggestions_turn", "turn"),
-)  # fmt: skip
+)
 signals = _table(
-    "signals", _text("tenant", key=True), _text("event", key=True), _text("subject"), _text("kind"), _real("value"),
-    _real("horizon", null=True), _text("text", null=True), _integer("observed_at"), _integer("arrived_at"),
-    _text("source"), _integer("client_sequence", null=True), _real("confidence"),
-    sa.Index("signals_subject", "subject"), sa.Index("signals_arrived", "arrived_at"),
-)  # fmt: skip
+    "signals",
+    _text("tenant", key=True),
+    _text("event", key=True),
+    _text("subject"),
+    _text("kind"),
+    _real("value"),
+    _real("horizon", null=True),
+    _text("text", null=True),
+    _integer("observed_at"),
+    _integer("arrived_at"),
+    _text("source"),
+    _integer("client_sequence", null=True),
+    _real("confidence"),
+    sa.Index("signals_subject", "subject"),
+    sa.Index("signals_arrived", "arrived_at"),
+)
 
 tallies = _table(
-    "tallies", _integer("release", key=True), _text("arm", key=True), _text("account", key=True),
-    _integer("slot", key=True), _text("name", key=True), _text("tenant"), _integer("count"), _real("total"),
+    "tallies",
+    _integer("release", key=True),
+    _text("arm", key=True),
+    _text("account", key=True),
+    _integer("slot", key=True),
+    _text("name", key=True),
+    _text("tenant"),
+    _integer("count"),
+    _real("total"),
     sa.Index("tallies_slot", "slot"),
-)  # fmt: skip
+)
 """Content-free counters of every account, with consent or without: what the canary compares. `release` is the one
 that answered; `slot` is the time over `canary.slot_minutes`, of a signal that of the turn it is about; `total` is the
 sum of the values. Names, which `live.canary` reads:
@@ -101,32 +170,71 @@ drops = _table("drops", _text("reason", key=True), _integer("hour", key=True), _
 """Turns that were answered and not recorded, e.g. "disk_full", "queue_full", "database"."""
 
 labels = _table(
-    "labels", _text("turn", key=True), _integer("cut", key=True), _text("rules", key=True), _text("state"),
-    _text("reason"), _real("reward"), _text("components"), _real("weight"), _text("correction", null=True),
-)  # fmt: skip
+    "labels",
+    _text("turn", key=True),
+    _integer("cut", key=True),
+    _text("rules", key=True),
+    _text("state"),
+    _text("reason"),
+    _real("reward"),
+    _text("components"),
+    _real("weight"),
+    _text("correction", null=True),
+)
 exits = _table(
-    "exits", _text("turn", key=True), _integer("window", key=True), _text("kind"), _text("reason"), _real("weight"),
-    _real("advantage"), sa.Index("exits_window", "window"),
-)  # fmt: skip
+    "exits",
+    _text("turn", key=True),
+    _integer("window", key=True),
+    _text("kind"),
+    _text("reason"),
+    _real("weight"),
+    _real("advantage"),
+    sa.Index("exits_window", "window"),
+)
 windows = _table(
-    "windows", _integer("number", key=True), _integer("cut"), _text("rules"), _text("batch"), _text("run"),
-    _integer("base_version"), _integer("version", null=True), _integer("at"),
-)  # fmt: skip
+    "windows",
+    _integer("number", key=True),
+    _integer("cut"),
+    _text("rules"),
+    _text("batch"),
+    _text("run"),
+    _integer("base_version"),
+    _integer("version", null=True),
+    _integer("at"),
+)
 """`batch`: digest of the episodes in their order; `run`: folder of the run that trained on them."""
 
 releases = _table(
-    "releases", _integer("number", key=True), _text("store"), _integer("version"), _text("manifest"),
-    _integer("parent", null=True), _integer("anchor", null=True), _text("report", null=True),
-    _integer("window", null=True), _integer("at"),
-)  # fmt: skip
+    "releases",
+    _integer("number", key=True),
+    _text("store"),
+    _integer("version"),
+    _text("manifest"),
+    _integer("parent", null=True),
+    _integer("anchor", null=True),
+    _text("report", null=True),
+    _integer("window", null=True),
+    _integer("at"),
+)
 release_events = _table(
-    "release_events", _integer("release", key=True), _integer("sequence", key=True), _text("stage"), _real("share"),
-    _text("reason"), _text("decided_by"), _integer("at"),
-)  # fmt: skip
+    "release_events",
+    _integer("release", key=True),
+    _integer("sequence", key=True),
+    _text("stage"),
+    _real("share"),
+    _text("reason"),
+    _text("decided_by"),
+    _integer("at"),
+)
 cluster_events = _table(
-    "cluster_events", _text("cluster", key=True), _text("arm", key=True), _integer("sequence", key=True),
-    sa.Column("drained", sa.Boolean, nullable=False), _text("reason"), _integer("at"),
-)  # fmt: skip
+    "cluster_events",
+    _text("cluster", key=True),
+    _text("arm", key=True),
+    _integer("sequence", key=True),
+    sa.Column("drained", sa.Boolean, nullable=False),
+    _text("reason"),
+    _integer("at"),
+)
 """Clusters that the gateway sends nothing to: a cluster and arm whose last row says `drained`."""
 
 
