@@ -40,3 +40,18 @@ def test_commands_of_the_walk_through_exist() -> None:
     quoted = re.findall(r"`((?:tasks|rollout|trainer|eval)\.\w+)`", page + (DOCS / "troubleshooting.md").read_text())
     known = {key.name for key in keys(RLConfig)}
     assert {*quoted} <= known
+
+
+def test_files_that_pages_and_rooms_name_exist() -> None:
+    root = DOCS.parent
+    rooms = {page: page.parent for page in SOURCE.rglob("__init__.py")}
+    pages = [*root.glob("*.md"), *(p for p in DOCS.rglob("*.md") if p.name != "results.md"), *rooms]
+    foreign = {"src/m.py", "_torch/speculative/drafter.py"}  # of an example, of TensorRT-LLM
+    missing = {
+        f"{page.relative_to(root)}: {name}"
+        for page in pages
+        if page.name != "CHANGELOG.md"
+        for name in re.findall(r"(?<![\w./-])((?:\w+/)+\w+\.(?:py|cjs|mjs))", page.read_text())
+        if not any((base / name).exists() for base in (root, SOURCE, page.parent)) and name not in foreign
+    }
+    assert missing == set()
