@@ -21,17 +21,17 @@ from etude.live.log.records import VersionSpan
 from etude.live.log.schema import exits as exits_table
 from etude.live.log.schema import windows as windows_table
 from etude.store import open_store
-from etude.trainer.rl import process
 from etude.weights.content import load
 from etude.weights.manifest import manifests
 from tests.helpers.live_story import Story, StoryLog, content
 from tests.helpers.live_windows import NANO, answered, begin_window, exits, new_loop, release, window
+from tests.helpers.trainer_runs import run_trainer
 
 
 @pytest.fixture
 def trainer_here(monkeypatch):
     """The trainer runs in this process, which has torch loaded already."""
-    monkeypatch.setattr(train, "_run_trainer", lambda folder, source, lock, seconds: process.run(folder, source))
+    monkeypatch.setattr(train, "_run_trainer", lambda folder, source, lock, seconds: run_trainer(folder, source))
 
 
 def altered(sample, **changes):
@@ -191,7 +191,7 @@ def test_a_kill_anywhere_loses_no_turn_and_trains_none_twice(tmp_path, monkeypat
             if disturbed:
                 assert killed(point, loop, samples, tmp_path) != 0
             else:
-                here.setattr(train, "_run_trainer", lambda folder, source, *_: process.run(folder, source))
+                here.setattr(train, "_run_trainer", lambda folder, source, *_: run_trainer(folder, source))
             done = train_window(loop.config, loop.log, 1, samples)
         assert (done.turns, done.refused, done.version) == (5, {"stale": 1}, 1)
         assert [m.groups for m in manifests(loop.candidates)] == [(), (0, 1, 2, 3, 4)]

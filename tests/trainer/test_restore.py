@@ -201,7 +201,8 @@ for place in sys.argv[2:]:
         ledger.recover(manifests(open_store(str(folder / "weights"))))  # as the controller does
         ledger.close()
         os.environ["ETUDE_FAILPOINT"] = place
-        process.run(folder)
+        sys.argv = sys.argv[:2]
+        process.main()
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
     print(place, "killed" if os.WIFSIGNALED(status) else f"ended {os.WEXITSTATUS(status)}", flush=True)
