@@ -56,7 +56,7 @@ class StopReason(StrEnum):
 
 
 class Budget(Record, frozen=True, kw_only=True):
-    """What one episode may spend. A spent budget is graded as the tree stands."""
+    """The limits of one episode. An episode that reaches a limit is graded as its tree stands."""
 
     turns: int = 8
     tokens: int = 512  # sampled tokens over all turns
@@ -65,7 +65,7 @@ class Budget(Record, frozen=True, kw_only=True):
 
 
 class Focus(Record, frozen=True, kw_only=True):
-    """What the user has open in the editor: part of the prompt. Lines are 1-based and inclusive."""
+    """The lines that the user has open in the editor: part of the prompt. Lines are 1-based and inclusive."""
 
     path: str
     first_line: int
@@ -118,7 +118,7 @@ class Routes(Record, frozen=True, kw_only=True):
 
 
 class Generation(Record, frozen=True, kw_only=True):
-    """What the engine sampled for one request: equal lengths, one entry per sampled token."""
+    """The tokens that the engine sampled for one request: lists of equal length, one entry per sampled token."""
 
     ids: list[int]
     logprobs: list[float]  # log-probability under the distribution sampled from (after temperature and top-p)
@@ -204,7 +204,7 @@ class ToolCall(Record, frozen=True, kw_only=True):
 
 
 class Turn(Record, frozen=True, kw_only=True):
-    """What a reader sees of one turn: text for the report, never fed back to the model."""
+    """One turn as text for the report, never fed back to the model."""
 
     text: str
     calls: tuple[ToolCall, ...]
@@ -221,7 +221,7 @@ class GivenAdvantage(Record, frozen=True, kw_only=True):
 
 
 class Hint(Record, frozen=True, kw_only=True):
-    """What only a teacher reads of an episode's prompt: further tokens (int32) that begin at offset `at`."""
+    """The part of an episode's prompt that only a teacher reads: further tokens (int32) that begin at offset `at`."""
 
     ids: bytes
     at: int
@@ -320,7 +320,7 @@ StepAction = Literal["go", "skip", "rollback", "halt"]
 
 
 class StepRecord(Record, frozen=True, kw_only=True):
-    """What the guards must remember of the step that made a version. None: not measured."""
+    """The guards' figures of the step that made a version. None: not measured."""
 
     action: StepAction
     good: int  # the newest version that the guards have nothing against: where a rollback goes
@@ -335,8 +335,8 @@ MANIFEST_FORMAT = 4
 
 
 class AdaptedBase(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the adapters of a version (LoRA) are added to. The tensors of such a version are adapters; engines hold the
-    base already, and compute with the sum (`models/lora.py`)."""
+    """The base that the adapters of a version (LoRA) are added to. The tensors of such a version are adapters; engines
+    hold the base already, and compute with the sum (`models/lora.py`)."""
 
     scale: float  # of a product of two adapters
     schema: str  # id of the base's names, types and shapes
@@ -375,7 +375,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def kind(self) -> str:
-        """What an engine that follows every version downloads: "delta", or "anchor" where a chain begins."""
+        """The kind of payload that an engine downloads: "delta", or "anchor" where a chain begins."""
         return "anchor" if self.parent is None else "delta"
 
     @property

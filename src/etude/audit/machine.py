@@ -1,4 +1,5 @@
-"""What this machine gives: properties of the kernel, probes run inside a real box, the device, installed extras."""
+"""The abilities of this machine: properties of the kernel, probes run inside a real box, the device, installed
+extras."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def _plain(value: object) -> str:
 
 
 def _limits(backend: Backend) -> str:
-    """What holds boxes to their limits."""
+    """The kernel features that enforce limits of boxes."""
     assert isinstance(backend, NamespaceBackend)
     if backend.groups is None:
         return "rlimits and a watchdog: there are no control groups for memory and pids that etude may write to"
@@ -119,7 +120,7 @@ def read_gpu() -> GpuFacts:
 
 
 def device(gpu: GpuFacts) -> MachineCheck:
-    """What models run on."""
+    """The device that models run on."""
     if gpu.name:
         return MachineCheck("device", True, gpu.name, needed=False)
     slow = "models run on the CPU, which is enough for the bundled ones alone"

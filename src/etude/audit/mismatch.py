@@ -61,7 +61,7 @@ ACTIONS = {
 
 @dataclass(frozen=True)
 class Supposition:
-    """What may have happened, and the k2 that is left if it did."""
+    """A possible cause, and the k2 that remains if it is the cause."""
 
     cause: str
     what: str

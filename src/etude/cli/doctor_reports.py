@@ -1,4 +1,4 @@
-"""What `etude doctor` and its checks print. An audit is imported when it is called."""
+"""The printed reports of `etude doctor` and its checks. An audit is imported when it is called."""
 
 from __future__ import annotations
 

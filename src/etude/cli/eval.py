@@ -83,7 +83,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 class _Mode(Enum):
-    """What `etude eval` measures."""
+    """A kind of measurement of `etude eval`."""
 
     FOLDERS = "model folders on task datasets"
     CHAT_API = "chat APIs, and model folders beside them, on task datasets"

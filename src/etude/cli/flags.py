@@ -38,7 +38,8 @@ def from_flags(arguments: argparse.Namespace, options: type[S], **fixed: Any) ->
 
 
 def _kind(field: FieldInfo) -> dict[str, Any]:
-    """What argparse needs to know of a field's type. Numbers stay text: the options' own validation judges them."""
+    """The arguments of argparse that follow from a field's type. Numbers stay text: the options' own validation judges
+    them."""
     annotation = field.annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))

@@ -97,7 +97,7 @@ def results_as_documents(
 
 
 def title_of(call: ToolCall, focus: Focus) -> str | None:
-    """What the result of a call is called as a document; None if it is always text."""
+    """The title of a call's result as a document; None if the result is always text."""
     arguments = call.arguments
     if arguments is None or call.name not in ("read", "grep"):
         return None
@@ -109,5 +109,5 @@ def title_of(call: ToolCall, focus: Focus) -> str | None:
 
 
 def pointer(title: str) -> str:
-    """What stands in the conversation instead of a result that has become a document."""
+    """The text that replaces a result in the conversation when the result has become a document."""
     return f"[see document {title}]"

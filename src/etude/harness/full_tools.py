@@ -53,7 +53,7 @@ def fault_of(call: ToolCall, parameters: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class _MadeEdit:
-    """What takes an edit back, without keeping the file: at `start`, `removed` stood instead of `inserted` bytes."""
+    """The inverse of an edit, without a copy of the file: at `start`, `removed` stood instead of `inserted` bytes."""
 
     path: str
     start: int

@@ -37,8 +37,8 @@ class Lints:
         self.first: dict[str, str] = {}
 
     async def new(self, files: Sequence[tuple[str, str]], changed: Sequence[str]) -> str:
-        """What is wrong with files (path, text) that was not at the start; `changed` are those that differ from then.
-        Raises ToolError for a file that is not Python."""
+        """The problems of files (path, text) that they did not have at the start; `changed` are those that differ from
+        then. Raises ToolError for a file that is not Python."""
         if others := [path for path, _ in files if not path.endswith((".py", ".pyi"))]:
             raise ToolError(f"there is no linter for {others[0]}")
         lines: list[str] = []

@@ -94,7 +94,7 @@ def check_context(renderer: Renderer, names: Sequence[str], context: int) -> Non
 
 
 def memory_of(summary: str, count: int, tools: Tools) -> str:
-    """What an agent keeps of its work after its `count`-th summary."""
+    """The message that holds an agent's memory of its work after its `count`-th summary."""
     return "\n\n".join(filter(None, (MEMORY.format(count=count, summary=summary or "(nothing)"), tools.state())))
 
 

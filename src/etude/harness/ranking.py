@@ -62,7 +62,7 @@ _STOP = frozenset(
 
 @dataclass(frozen=True)
 class _Words:
-    """What is known of a chunk by itself."""
+    """The words of one chunk."""
 
     fields: dict[str, Counter[str]]
     mentions: frozenset[str]  # identifiers

@@ -53,7 +53,7 @@ class Terminals:
         return f"started in terminal {number}"
 
     async def output(self, number: int) -> str:
-        """What a command has printed since the last look, behind a line that says how it is. Raises ToolError."""
+        """The output of a command since the last call, after a line with the command's state. Raises ToolError."""
         terminal, file = self._get(number), _file(number)
         alive = f"{{ kill -0 {terminal.group} 2>/dev/null && echo running || echo killed; }}"
         line = (

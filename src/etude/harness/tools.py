@@ -1,4 +1,4 @@
-"""What both sets of tools share: calls and their errors, files, tests, and search by pattern.
+"""The base of both sets of tools: calls and their errors, files, tests, and search by pattern.
 
 `full_tools.py` has the tools of models that know the OpenAI format, `compact_tools.py` those of the compact dialect.
 Whatever goes wrong in a call is text for the model. Only failures that are proved to be the infrastructure's

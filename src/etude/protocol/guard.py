@@ -1,4 +1,4 @@
-"""What every server does before its application sees a request: access, content type, and a body within its limits.
+"""The checks of every server before its application sees a request: access, content type, and limits of the body.
 
 Guarded(app, access)      ASGI; refusals are OpenAI's error objects
 """
@@ -32,7 +32,7 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """What one server takes from its clients."""
+    """The limits of requests to one server."""
 
     body_bytes: int = 16 << 20
     held_bytes: int = 256 << 20  # of all bodies larger than 64 KiB whose requests are not answered yet
@@ -195,7 +195,7 @@ class Guarded:
 
 
 class _Held:
-    """What one request takes of the bytes that a server holds."""
+    """The bytes that one request holds in a server."""
 
     def __init__(self, app: Guarded) -> None:
         self._app, self._bytes = app, 0

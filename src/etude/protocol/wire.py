@@ -52,7 +52,7 @@ class ScoreRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ServedTokens(Record, frozen=True, kw_only=True):
-    """What one answer of the /v1 routes was sampled as (`GET /v1/turns/NAME`). Arrays are as in `records.Segment`:
+    """The tokens of one answer of the /v1 routes (`GET /v1/turns/NAME`). Arrays are as in `records.Segment`:
     little-endian int32, log-probabilities float32, after temperature and top-p. `plain`: nothing else changed the
     distribution, and the prompt has no documents. `message` is the answer in OpenAI's chat format, as JSON, empty if it
     was not finished; `text` what prompt and answer say as text."""

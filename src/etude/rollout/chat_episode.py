@@ -15,7 +15,7 @@ from etude.tasks.dataset import Dataset
 
 @dataclass(frozen=True)
 class ChatContext:
-    """What the episodes of an evaluation have in common; a task may have a budget of its own."""
+    """The common settings of an evaluation's episodes; a task may have a budget of its own."""
 
     dataset: Dataset
     sandbox: Sandbox

@@ -68,8 +68,8 @@ class Concurrency:
 
 
 def concurrency(max_in_flight: int | None, *, rows: int, staleness: int, prompts: int, group: int) -> Concurrency:
-    """What a configuration asks for: a fixed number, or with None one that follows the load. No more than (O + 1) * P *
-    G episodes can ever be live, by admission; fewer than a group would be none."""
+    """The configured limit of live episodes: a fixed number, or with None one that follows the load. No more than (O +
+    1) * P * G episodes can ever be live, by admission; fewer than a group would be none."""
     if max_in_flight is not None:
         return Concurrency(rows, max_in_flight, max_in_flight)
     return Concurrency(rows, group, (staleness + 1) * prompts * group)

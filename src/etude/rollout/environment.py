@@ -91,7 +91,7 @@ class Environment(ABC):
 
     @abstractmethod
     def reward(self, episode: EnvironmentEpisode) -> float | Mapping[str, float]:
-        """What an episode that has ended is worth: a number, or named parts whose sum it is.
+        """The reward of an ended episode: a number, or named parts that are summed.
 
         An exception makes the episode one that infrastructure lost: it is repeated, twice at most. A BoxError that is
         the agent's doing, such as a file that is gone, is a reward of 0.

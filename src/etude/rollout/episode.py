@@ -46,7 +46,7 @@ FRAMES = 6  # of a traceback that are named in it
 
 
 class EpisodeContext(Protocol):
-    """What an episode is graded and recorded with: `RolloutContext`, or an evaluation's over a chat API."""
+    """The settings for grading and recording an episode: `RolloutContext`, or an evaluation's over a chat API."""
 
     @property
     def dataset(self) -> Dataset:
@@ -55,7 +55,7 @@ class EpisodeContext(Protocol):
 
     @property
     def sandbox(self) -> Sandbox:
-        """What makes its boxes."""
+        """The sandbox that makes its boxes."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class EpisodeContext(Protocol):
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """What the episodes of a run have in common; a task may have a budget of its own. An outside `agent` takes the
+    """The common settings of a run's episodes; a task may have a budget of its own. An outside `agent` takes the
     place of the agent loop. `apply_edit` serves the tool `apply`. `reward` has the costs that are subtracted from
     grades; without it the reward is the grade, as in evaluations."""
 
@@ -89,7 +89,7 @@ class RolloutContext:
         return task.budget or self.budget
 
     def spec(self, task: Task, seed: int) -> EpisodeSpec:
-        """What an episode of `task` is played with."""
+        """The specification of an episode of `task`."""
         budget = self.budget_of(task)
         return EpisodeSpec(task, self.policy, self.renderer, budget, self.sampling, seed, self.apply_edit)
 

@@ -60,9 +60,9 @@ class Remote:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured, and how. With `output`, finished episodes are kept there, and are not played again. `dialect`
-    and `chat_template_kwargs` are those of folders, as in a run's configuration; `tools` are the names of those that
-    the agent has, () for all."""
+    """The subject and settings of a measurement. With `output`, finished episodes are kept there, and are not played
+    again. `dialect` and `chat_template_kwargs` are those of folders, as in a run's configuration; `tools` are the names
+    of those that the agent has, () for all."""
 
     suites: Sequence[Path]
     options: EvalConfig
@@ -233,7 +233,7 @@ async def _measure(
 async def _context(
     model: Path | Remote, dataset: Dataset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
 ) -> AsyncIterator[RolloutContext | ChatContext]:
-    """What the episodes of one model have in common; a folder is served by an engine for as long as it is measured."""
+    """The common settings of one model's episodes; a folder is served by an engine for as long as it is measured."""
     budget = measurement.budget
     if isinstance(model, Remote):
         async with ChatClient(model.chat, model.key) as client:

@@ -256,7 +256,7 @@ async def _evaluate_and_train(run: Run, view: LiveView, started: float, builder:
 
 
 def step_seconds(config: RLConfig, before: EvalResult | None) -> float | None:
-    """What a step will take, by the pace of the evaluation before; None if there was none."""
+    """The estimated seconds of a step, by the pace of the evaluation before; None without an evaluation."""
     played = sum(before.outcomes.values()) if before is not None else 0
     if before is None or not played or not before.seconds:
         return None

@@ -88,7 +88,7 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
 
 
 def curriculum_of(dataset: Dataset, group: int, seed: int) -> Curriculum | MixedCurriculum:
-    """What draws the training tasks of `dataset`, for groups of `group` episodes."""
+    """The curriculum that draws the training tasks of `dataset`, for groups of `group` episodes."""
     if not isinstance(dataset, MixedDataset):
         return Curriculum([task.id for task in dataset.split("train")], group, seed)
     parts = {name: Curriculum(ids, group, seed) for name, ids in sources.by_repository(dataset).items()}

@@ -96,7 +96,7 @@ def sampling_of(rollout: RolloutConfig) -> Sampling:
 def context_of(
     config: RLConfig, dataset: Dataset, sandbox: Sandbox, policy: Policy, renderer: Renderer, agent: Agent | None = None
 ) -> RolloutContext:
-    """What all episodes of a run have in common. Training episodes also record experts, if it replays them."""
+    """The common settings of a run's episodes. Training episodes also record experts, if it replays them."""
     rollout = config.rollout
     applier = server_applier(rollout.apply) if rollout.apply else merge_applier
     return RolloutContext(dataset, sandbox, policy, renderer, rollout.budget(), sampling_of(rollout), agent, applier)
@@ -119,7 +119,8 @@ def profiles_of(config: RLConfig) -> ProfileSource | None:
 
 
 def egress_of(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:
-    """What boxes may reach, if anything. The package that tasks are made from is no part of it. Raises UserError."""
+    """The hosts and index that boxes may reach, if any. The package that tasks are made from is no part of it. Raises
+    UserError."""
     sandbox, index = config.sandbox, None
     if sandbox.type != "namespace":
         return None

@@ -45,7 +45,7 @@ class Progress:
 
 @dataclass
 class EngineRecord:
-    """What the engines of a run have been seen to serve."""
+    """The versions that the engines of a run were observed to serve."""
 
     digests: dict[int, str] = field(default_factory=dict[int, str])  # by version
     checked: int = 0  # comparisons of a served digest with the published one
@@ -56,7 +56,7 @@ class EngineRecord:
 
 @dataclass
 class EngineState:
-    """What the controller knows of one engine."""
+    """The controller's state of one engine."""
 
     url: str
     child: Child | None  # None: others have started it

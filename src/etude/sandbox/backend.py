@@ -35,7 +35,7 @@ class RunServer:
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What live boxes look like and may reach, and what runs tests; every backend takes the same options.
+    """The look and reach of live boxes, and the modules that run tests; every backend takes the same options.
 
     runs: the modules that serve test runs.
     machine_profiles: probes of production machines, or a description of some, that boxes imitate
@@ -53,7 +53,7 @@ class BackendOptions:
 
 @dataclass(frozen=True)
 class HiddenControls:
-    """What stands beside the hidden tests of an image, for the owner to recognise forged results.
+    """The controls beside the hidden tests of an image, by which the owner recognises forged results.
 
     token: part of the names of negative-control tests (`grading/guest/negative_controls.py`).
     modules: path -> text of further test modules.
@@ -65,7 +65,8 @@ class HiddenControls:
 
 @dataclass(frozen=True)
 class RunImage:
-    """What test runs are forked from: the tree of a task, its dependencies, and a folder of hidden tests or None.
+    """The image that test runs are forked from: the tree of a task, its dependencies, and a folder of hidden tests or
+    None.
 
     changes: sorted (path, content) of the task's own files over the repository. A process that an agent's code runs in
     descends from one that has read this tree, never the repository without the changes.
@@ -152,7 +153,7 @@ class Backend(ABC):
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What boxes of this backend have on this machine."""
+        """The abilities of this backend's boxes on this machine."""
 
     @abstractmethod
     async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:

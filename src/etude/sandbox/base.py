@@ -74,7 +74,7 @@ class ApplyFailed(BoxError):
 
 @dataclass(frozen=True)
 class Image:
-    """What a box starts from. Folders are never changed while a sandbox that has seen them is open."""
+    """The start of a box. Folders are never changed while a sandbox that has seen them is open."""
 
     repository: Path  # layer L1: the agent's working tree
     site: Path | None  # its dependencies, on sys.path, read-only
@@ -89,7 +89,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a box may use."""
+    """The resource limits of a box."""
 
     memory_mb: int = 1024
     addresses_mb: int | None = None  # of one process; None: as many as of memory
@@ -142,7 +142,7 @@ class TestReport:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend gives on this machine."""
+    """The abilities of a backend on this machine."""
 
     isolation: Literal["none", "namespace", "container", "gvisor", "vm"]
     rootless: bool
@@ -224,7 +224,7 @@ class Sandbox(Protocol):
         ...
 
     def capabilities(self) -> Capabilities:
-        """What boxes have on this machine."""
+        """The abilities of boxes on this machine."""
         ...
 
     async def create(self, image: Image, limits: Limits, *, bare: bool = False) -> Box:

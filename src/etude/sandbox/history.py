@@ -226,7 +226,7 @@ def _index(tree: Tree) -> bytes:
 
 
 def _settings(past: Past, head: str) -> dict[str, bytes]:
-    """What `git clone` writes besides objects; `git init` if there is nothing to have cloned."""
+    """The files that `git clone` writes besides objects; `git init` if there is nothing to have cloned."""
     branch, line = past.branch, past.commits[-1].people.split(b"\n")[-2].removeprefix(b"committer ").decode()
     config = "[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n"
     how = "commit (initial)" if len(past.commits) == 1 else "commit"

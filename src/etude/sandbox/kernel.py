@@ -1,4 +1,4 @@
-"""What boxes need of a machine, as far as it can be known without making a box: facts, and what follows from them."""
+"""The requirements of boxes that can be checked without making a box: facts of a machine, and their consequences."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def read_host() -> Host:
 
 
 def requirements(host: Host) -> list[MachineCheck]:
-    """What can be known of a machine without making a box."""
+    """The facts of a machine that are known without making a box."""
     if host.system != "Linux":
         return [MachineCheck("Linux", False, host.system, _elsewhere(host.system))]
     known = host.processor in ("x86_64", "aarch64")

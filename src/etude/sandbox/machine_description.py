@@ -25,7 +25,7 @@ class _Folders(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `workspace.toml` explains. Ranges are (least, most), sizes (rows, columns)."""
+    """The keys of `workspace.toml`, where they are explained. Ranges are (least, most), sizes (rows, columns)."""
 
     name: str
     users: tuple[str, ...]

@@ -93,7 +93,7 @@ def reference() -> Description:
 
 
 def load(path: Path) -> ProfileSource:
-    """What profiles are drawn from: a description of machines (.toml), or fingerprints. Raises UserError."""
+    """The source of profiles: a description of machines (.toml), or fingerprints. Raises UserError."""
     if path.suffix == ".toml":
         return machine_description.read(path)
     return [sample.probes for sample in fingerprints.read([path])]

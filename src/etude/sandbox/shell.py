@@ -238,7 +238,8 @@ def _path(programs: str, entries: Sequence[str]) -> str:
 
 
 def shown(data: bytes) -> str:
-    """What a reader of the terminal sees: no escape sequences, redrawn lines folded, invalid UTF-8 replaced."""
+    """The text that a reader of the terminal sees: no escape sequences, redrawn lines folded, invalid UTF-8
+    replaced."""
     text = _ESCAPES.sub("", data.decode("utf-8", "replace")).replace("\r\n", "\n")
     if "\r" in text:
         text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))

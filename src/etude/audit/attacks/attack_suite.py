@@ -40,7 +40,7 @@ LibraryCheck = Callable[[Sandbox, AttackPack], Awaitable[str]]  # what went wron
 
 
 class HostState:
-    """What attacks must leave as it is."""
+    """The state of the host that attacks must not change."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -134,7 +134,7 @@ class _Attacks:
         self.report.results.append(AttackResult(item, name, where, verdict, problem, self.host.changed()))
 
     async def grades(self, sandbox: Sandbox, pack: AttackPack, where: str, gold: int) -> None:
-        """What the programs of a pack, and its controls, earn from the grader; and F1, the flags."""
+        """Plays the programs of a pack and its controls on the grader; records rewards, and the flags (F1)."""
         async for each in packs.attacks(sandbox, pack, lambda text: self.progress(f"{text} ({where})"), gold):
             program, flags = each.program, each.graded.flags
             self._add(program.item, program.title, where, _verdict(each.graded), each.problem)
@@ -145,7 +145,7 @@ class _Attacks:
                 self.report.results.append(AttackResult("F1", program.title, where, word, problem))
 
     async def boxes(self, sandbox: Sandbox, port: int) -> None:
-        """What an agent tries from inside of a box, and on the owner of one."""
+        """Plays the attempts from inside of a box, and those on the owner of a box."""
         for item in (item for item in PROBES if item not in self.report.skipped):
             probe = partial(_probe, script(item, SECRET, EXPECTED, port))
             await self._check(item, "probe", "box", self._in_box(sandbox, probe))
@@ -162,7 +162,7 @@ class _Attacks:
                     await self._check(item, check.__name__, "box", work)
 
     async def checks(self, checks: Mapping[str, Sequence[LibraryCheck]], where: str, sandbox: Sandbox) -> None:
-        """What takes the library of the pack, and boxes of its own."""
+        """Plays the checks that need the pack's library and boxes of their own."""
         for item, check in ((item, check) for item, each in checks.items() for check in each):
             await self._check(item, check.__name__, where, check(sandbox, self.pack))
 

@@ -35,7 +35,7 @@ class ItemResult:
 
 @dataclass(frozen=True)
 class Against:
-    """What boxes and requests are compared with, and which boxes; made by `against`."""
+    """The fingerprints and requests to compare with, and the boxes to compare; made by `against`."""
 
     machines: Sequence[FingerprintSample]
     requests: Sequence[FingerprintSample]

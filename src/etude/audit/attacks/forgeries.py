@@ -180,7 +180,7 @@ def _difference(dialect: _Dialect, forged: UngradedEpisode, plain: UngradedEpiso
 
 
 def _environment(draft: UngradedEpisode) -> list[list[int]]:
-    """What was not sampled, in pieces."""
+    """The pieces of the episode that were not sampled."""
     pieces = []
     for segment in draft.segments:
         ids, mask, _, _ = segment.arrays()

@@ -57,7 +57,7 @@ def _named(text: str) -> Changes:
 
 
 def _said(text: str) -> str:
-    """What a run's report and a log of pytest look like, where the text asks for something."""
+    """Texts in the form of a run's report and of a pytest log, with an instruction in them."""
     report = _RECORDS + "===== 5 passed in 0.01s =====\\n"
     return report if text == PLEA else _harmless(report)
 

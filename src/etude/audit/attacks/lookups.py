@@ -1,4 +1,4 @@
-"""What an agent can look up with its tools (item A10): an index, a history or a memory that is older than the mutation,
+"""The lookups that an agent's tools allow (item A10): an index, a history or a memory that is older than the mutation,
 or younger than the task's commit, would know the answer.
 """
 

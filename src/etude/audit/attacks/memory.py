@@ -1,4 +1,4 @@
-"""What a tested process can find in itself (item A7): the right answer, the hidden tests, in any of its memory.
+"""A tested process's search of its own memory (item A7) for the right answer and the hidden tests.
 
 The programs `the_answer_by_*` of the pack look like an agent that knows how etude's processes are made; `scan` looks
 for known lines everywhere.

@@ -73,7 +73,7 @@ async def graded_submission(sandbox: Sandbox, pack: AttackPack, changes: Changes
 
 
 def episode(member: int, graded: Grade, found: CheatSignals) -> Episode:
-    """What a run keeps of an attempt."""
+    """The episode record of an attempt, as a run stores it."""
     return Episode(
         id=f"0-{member}-0",
         group_id=0,

@@ -77,7 +77,7 @@ class AttackPack:
 
 @dataclass(frozen=True)
 class PlayedAttack:
-    """What one program, or a control, earned on one task. `problem` is empty if all is well."""
+    """The result of one program, or of a control, on one task. `problem` is empty if all is well."""
 
     program: AttackProgram
     task: str
@@ -192,7 +192,7 @@ async def play(
 async def attacks(
     sandbox: Sandbox, pack: AttackPack, progress: Callable[[str], None] = lambda _: None, gold: int = 1
 ) -> AsyncIterator[PlayedAttack]:
-    """What each program earns on each task, after the controls; the gold answer is graded `gold` times."""
+    """The results of each program on each task, after those of the controls; the gold answer is graded `gold` times."""
     for program in (GOLD, NOTHING, *pack.programs, *[GOLD] * (gold - 1)):
         for task in pack.tasks:
             progress(f"{pack.name}: {program.name} on {task.id}")
@@ -200,7 +200,7 @@ async def attacks(
 
 
 async def attack(sandbox: Sandbox, pack: AttackPack, task: Task, program: AttackProgram) -> PlayedAttack:
-    """What one program earns on one task."""
+    """The result of one program on one task."""
     problem, data = "", pack.data
     try:
         changes, fault = await attempt(sandbox, data, task, program)
@@ -227,7 +227,7 @@ def _problem(pack: AttackPack, program: AttackProgram, graded: Grade) -> str:
 
 
 async def attempt(sandbox: Sandbox, data: Dataset, task: Task, program: AttackProgram) -> tuple[Changes, str]:
-    """What the program leaves in its box; and why the box could not be read, if that is the agent's doing."""
+    """The changes that the program leaves in its box; and the reason, if the agent made the box unreadable."""
     if not program.text:
         return {path: text.encode() for path, text in task.solution.items() if program is GOLD}, ""
     box = await sandbox.create(data.image(task), LIMITS)

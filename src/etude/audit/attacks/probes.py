@@ -1,4 +1,4 @@
-"""What an agent tries from inside a live box: each script prints a line for every thing that it got, else nothing.
+"""Scripts that an agent could run inside a live box: each prints a line for every secret that it reached, else nothing.
 
 They run under Python in the box, with `SECRET` and `EXPECTED` (see `library.py`) as the texts to look for.
 """

@@ -1,4 +1,4 @@
-"""What a program can see of the machine that it runs on, as one JSON line per sample. Standard library only.
+"""The properties of a machine that a program can see, as one JSON line per sample. Standard library only.
 
     python3 fingerprint.py --samples 20 >> fingerprints.jsonl
 
@@ -87,13 +87,13 @@ def read(path, size=1 << 16):
 
 
 def output(*command):
-    """What a program prints; nothing if it fails."""
+    """The output of a program; empty if the program fails."""
     done = subprocess.run(command, capture_output=True, timeout=SECONDS, text=True, stdin=subprocess.DEVNULL)
     return done.stdout if done.returncode == 0 else ""
 
 
 def shape(text):
-    """What kind of name it is: runs of letters become `a`, runs of digits `9`."""
+    """The pattern of a name: runs of letters become `a`, runs of digits `9`."""
     return re.sub(r"[0-9]+", "9", re.sub(r"[A-Za-z]+", "a", text))[:20]
 
 
@@ -327,7 +327,7 @@ def digest(value):
 
 
 def request(body):
-    """What a request to a model shows of the agent that makes it, and of who the agent works for."""
+    """The properties of a model request that show the agent and its employer."""
     system, user = [], []
     for message in body["messages"]:
         content = message.get("content") or ""

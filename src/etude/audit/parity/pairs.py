@@ -56,7 +56,7 @@ def remarks(text: str) -> int:
 
 
 def figures(episode: Episode) -> dict[str, float]:
-    """What is compared of an episode; calls are shares of all its calls."""
+    """The compared figures of an episode; calls are shares of all its calls."""
     calls = [call.name for turn in episode.turns for call in turn.calls]
     values = {f"share of calls: {name}": calls.count(name) / len(calls) for name in set(calls)}
     values |= {f"flag: {flag}": 1.0 for flag in episode.flags}

@@ -1,4 +1,4 @@
-"""What each probe belongs to (the groups E1 to E9 of the attack suite), how it is cured, and what is not cured here."""
+"""The probes: their groups (E1 to E9 of the attack suite), their cures, and those without a cure."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ _OTHER = ParityProbe("E8", "See audit/parity/fingerprint.py for what this probe 
 
 
 def of(name: str) -> ParityProbe:
-    """What is known of a probe: the entry with the longest prefix of its name."""
+    """The entry of a probe: the one with the longest prefix of its name."""
     known = [prefix for prefix in PROBES if name.startswith(prefix)]
     return PROBES[max(known, key=len)] if known else _OTHER

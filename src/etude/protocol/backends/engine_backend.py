@@ -1,4 +1,4 @@
-"""What a backend does, and how it says that a server was lost, is busy or refused."""
+"""The interface of a backend, and its errors: a server was lost, is busy, or refused."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class LiveVersion:
 
 @dataclass
 class _VllmState:
-    """What is known of one server."""
+    """The state of one server."""
 
     live: LiveVersion = LiveVersion(-1, "", 0.0)
     followed: bool = False

@@ -1,4 +1,4 @@
-"""What a remote host must give for a box: a machine, a program in it, and a stream of bytes to and from the program.
+"""The interface of a remote host for boxes: a machine, a program in it, and a stream of bytes to and from the program.
 
 The rest is the same everywhere: `guest/guest.py` comes through the stream, followed by the files of the image, and
 serves the requests that processes of the namespace backend serve.
@@ -45,7 +45,7 @@ COMMAND = ("sh", "-c", 'exec env -i PATH="$PATH" HOME=/tmp LANG=C.UTF-8 PYTHONHA
 
 @dataclass(frozen=True)
 class Need:
-    """What a machine is for: the limits of its box, and the size of the files that are shipped into it."""
+    """The requirements of a machine: the limits of its box, and the size of the files that are shipped into it."""
 
     limits: Limits
     files_mb: int

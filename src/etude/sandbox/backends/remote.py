@@ -59,7 +59,7 @@ class RemoteBackend(Backend):
         return not self._closed
 
     def capabilities(self) -> Capabilities:
-        """What boxes have: what the host promises, less what a probe found missing."""
+        """The abilities of boxes: those that the host promises, without those that a probe missed."""
         return self._capabilities
 
     async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:

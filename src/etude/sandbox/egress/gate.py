@@ -34,7 +34,7 @@ _BROKEN = OSError, EOFError, ValueError, KeyError, asyncio.LimitOverrunError, In
 
 
 class Network:
-    """What the gates of a sandbox share: policy, index and log."""
+    """The common parts of a sandbox's gates: policy, index and log."""
 
     def __init__(self, egress: Egress) -> None:
         self.egress = egress
@@ -60,7 +60,7 @@ class Network:
 
 @dataclass
 class _Seen:
-    """What is known of a request so far."""
+    """The parts of a request that were read so far."""
 
     head: parsing.RequestHead | None = None
     refused: bool = False

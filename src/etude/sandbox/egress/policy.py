@@ -68,7 +68,7 @@ class PackageIndex:
 
 @dataclass(frozen=True)
 class Egress:
-    """What boxes may reach. Each request is a line in `log`."""
+    """The hosts and index that boxes may reach. Each request is a line in `log`."""
 
     hosts: tuple[AllowedHost, ...] = ()
     index: PackageIndex | None = None

@@ -1,4 +1,4 @@
-"""What every box is made of: namespaces, the layers of its files, limits; and messages from and to the owner.
+"""The parts of every box: namespaces, the layers of its files, limits; and messages from and to the owner.
 
 A work tree is an overlay. From top to bottom: what the box writes; the files of its task (live boxes:
 `image_template.py`); the repository.

@@ -62,7 +62,7 @@ def refusing(path: str, other: str = "NotRegular") -> Iterator[None]:
 
 
 class Allowance:
-    """What the owner may still be shown of a tree: entries, bytes of their paths and of their contents, and the
+    """The remaining allowance for reading a tree: entries, bytes of their paths and of their contents, and the
     processor time for it. Each method raises FileRefused where it is spent."""
 
     def __init__(
@@ -343,7 +343,8 @@ State = dict[str, tuple[int, int, int, int]]  # regular file -> inode, size, tim
 
 
 def state(root: int, allowed: Allowance, start: str = "", without: Sequence[str] = ()) -> State:
-    """What a write changes of each regular file at or below `start`; no process in a box can set the last time back."""
+    """The properties that a write changes, of each regular file at or below `start`; no process in a box can set the
+    last time back."""
     status = _status(root, start) if start else None
     if start and (status is None or not stat.S_ISDIR(status.st_mode)):
         found = [(start, status)] if status is not None else []

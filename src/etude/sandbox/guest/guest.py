@@ -133,7 +133,7 @@ def signal_all(user: int, number: int) -> None:
 
 
 def folders(user: int) -> None:
-    """What the box's user may write to; the rest belongs to root, and what lies in RUN cannot be listed."""
+    """Makes the folders that the box's user may write to; the rest belongs to root, and RUN cannot be listed."""
     for path, mode in ((root.RUNNER, 0o755), (root.SITE, 0o755), (root.RUN, 0o711)):
         os.makedirs(path, exist_ok=True)
         os.chmod(path, mode)

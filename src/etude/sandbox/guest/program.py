@@ -25,7 +25,7 @@ ERRORS = 64_000  # bytes kept of the end of the error stream
 
 @dataclass(frozen=True)
 class Confined:
-    """What holds for the program: limits, variables, control groups to join, user or None for this one."""
+    """The confinement of a program: limits, variables, control groups to join, user or None for this one."""
 
     limits: dict[str, Any]
     environment: dict[str, str]

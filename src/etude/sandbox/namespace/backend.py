@@ -70,7 +70,7 @@ class NamespaceBackend(Backend):
         return self.zygote.alive
 
     def capabilities(self) -> Capabilities:
-        """What boxes have here; only the limits depend on the machine."""
+        """The abilities of boxes; only the limits depend on the machine."""
         return Capabilities(
             isolation="namespace",
             rootless=os.geteuid() != 0,

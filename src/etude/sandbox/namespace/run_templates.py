@@ -37,7 +37,7 @@ _COLD = b'{"cold": true}\n'  # a hot template's output where a change needs a fr
 
 @dataclass
 class _Experience:
-    """What templates of one repository have learned: what tests of a file need, and the code of files by their place.
+    """The knowledge of one repository's templates: the needs of a file's tests, and the code of files by their place.
 
     A template is given the code of the files that its task leaves as they are, and of no others.
     """
@@ -47,7 +47,7 @@ class _Experience:
 
 
 class _News(msgspec.Struct, frozen=True):
-    """What a template has learned and compiled when it was prepared for tests."""
+    """The knowledge and code that a template reports when it was prepared for tests."""
 
     learned: dict[str, Any]
     code: dict[str, bytes]

@@ -55,7 +55,7 @@ def installed_runner(runs: RunServer) -> dict[str, str]:
 
 
 class _Start(msgspec.Struct, frozen=True):
-    """What a zygote says when it has started, or could not."""
+    """The first message of a zygote: it has started, or could not."""
 
     joins: bool = False
     error: str = ""
