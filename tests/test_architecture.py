@@ -273,6 +273,21 @@ def test_a_file_name_has_at_most_two_rooms():
     assert repeated_names(FILES) == {}
 
 
+def vague(files: Mapping[str, Path]) -> list[str]:
+    """Docstrings that begin with "What": they name no thing."""
+    return [
+        f"{name}:{getattr(node, 'name', '')}"
+        for name, path in files.items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (ast.get_docstring(node) or "").startswith("What ")
+    ]
+
+
+def test_a_docstring_begins_with_what_the_thing_is():
+    assert vague(FILES) == []
+
+
 def test_ruff_lays_out_what_is_no_table():
     assert sum(path.read_text().count("# fmt: skip") for path in FILES.values()) < UNFORMATTED
     assert not any("# fmt: off" in path.read_text() for path in FILES.values())
@@ -375,6 +390,10 @@ def test_folders_that_import_each_other_are_seen(tmp_path):
 def test_a_class_name_with_two_meanings_is_seen(tmp_path):
     files = broken(tmp_path, code__a="class Row: ...", code__b="class Other:\n    class _Row: ...")
     assert list(repeated_classes(files)) == ["Row"]
+
+
+def test_a_vague_docstring_is_seen(tmp_path):
+    assert vague(broken(tmp_path, code__a='"""Sizes."""\n\ndef f():\n    """What is read."""\n')) == ["code.a:f"]
 
 
 def test_a_file_name_of_three_rooms_is_seen(tmp_path):
