@@ -4,6 +4,7 @@ Every import counts: at the top of a file, inside a function, and below `TYPE_CH
 """
 
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -35,6 +36,7 @@ LIGHT = (
 HEAVY = {"torch", "transformers", "numba"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 FILE_LINES, FILE_TOKENS, FUNCTION_LINES, ROOT_FILES, PAGES_WORDS = 600, 4_500, 80, 8, 27_000
+DOORS = 177  # modules that other rooms import
 NAME_ROOMS = 2  # that have a file of the same name
 UNFORMATTED = 60  # tables whose columns ruff would not keep
 DATA = "audit/packs/"  # programs of attackers, and what they attack
@@ -105,6 +107,19 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     for node in graph:
         if node not in index:
             visit(node)
+    return out
+
+
+def doors(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Room -> its modules that other rooms import, without the room's name. The examiner's modules in boxes share the
+    guest's: nothing else is there."""
+    out: dict[str, set[str]] = defaultdict(set)
+    for name, targets in graph.items():
+        for target in targets:
+            room, _, module = target.partition(".")
+            in_boxes = name.startswith("grading.guest") and target.startswith("sandbox.guest")
+            if room != name.partition(".")[0] and not in_boxes:
+                out[room].add(module)
     return out
 
 
@@ -226,6 +241,15 @@ def test_every_room_says_what_it_is_for():
     for room in ROOMS:
         text = ast.get_docstring(tree(ROOT / room / "__init__.py")) or ""
         assert len(text.split()) >= 25, f"{room}/__init__.py: what it is for, what it may import, what is public"
+
+
+def test_rooms_have_doors():
+    """`PUBLIC` of a room are its modules that other rooms import; "" is the room itself, with the names it imports."""
+    used = doors(GRAPH)
+    for room in ROOMS:
+        public = importlib.import_module(f"etude.{room}").PUBLIC
+        assert {*public} == used[room], room
+    assert sum(len(used[room]) for room in ROOMS) <= DOORS
 
 
 def test_pages_name_the_rooms_in_their_order() -> None:
@@ -390,6 +414,12 @@ def test_folders_that_import_each_other_are_seen(tmp_path):
 def test_a_class_name_with_two_meanings_is_seen(tmp_path):
     files = broken(tmp_path, code__a="class Row: ...", code__b="class Other:\n    class _Row: ...")
     assert list(repeated_classes(files)) == ["Row"]
+
+
+def test_a_door_is_seen(tmp_path):
+    texts = {"code__a": "", "code__low__b": "", "code__c": "", "tasks__d": "import etude.code.a, etude.code.low.b"}
+    files = broken(tmp_path, **texts, code__e="import etude.code.c")
+    assert doors(edges(files)) == {"code": {"a", "low.b"}}
 
 
 def test_a_vague_docstring_is_seen(tmp_path):

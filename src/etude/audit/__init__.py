@@ -4,3 +4,17 @@
 boxes from production machines, `machine.py` says what this machine gives to boxes, `mismatch.py` and `replay.py` look
 into a run. `cli/doctor_reports.py` prints.
 """
+
+PUBLIC = (
+    "architectures.page",
+    "architectures.table",
+    "attacks.attack_suite",
+    "attacks.fingerprints",
+    "attacks.packs",
+    "attacks.report",
+    "machine",
+    "mismatch",
+    "parity.audit",
+    "parity.pairs",
+    "replay",
+)

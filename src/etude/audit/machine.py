@@ -12,11 +12,9 @@ from pathlib import Path
 
 from etude.code import extras
 from etude.errors import UserError
-from etude.grading.runner import open_sandbox
-from etude.sandbox.backend import Backend
+from etude.grading import open_sandbox
+from etude.sandbox import Backend, BoxError, Image, Limits, MachineCheck, read_host, requirements
 from etude.sandbox.backends.choose import reachable
-from etude.sandbox.base import BoxError, Image, Limits
-from etude.sandbox.kernel import MachineCheck, read_host, requirements
 from etude.sandbox.namespace.backend import NamespaceBackend
 
 # Each line runs in a box and must print nothing; the text before the colon names the property.

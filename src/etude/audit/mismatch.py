@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from etude import runfolder
 from etude.config import RLConfig
 from etude.errors import UserError
-from etude.harness.loop import turn_seed
+from etude.harness import turn_seed
 from etude.inference.engine.sampling import sample
 from etude.models.dtypes import computed_dtype
 from etude.models.loading import load_model, named_tensors

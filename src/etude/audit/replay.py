@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import UserError
-from etude.grading.runner import open_sandbox
+from etude.grading import open_sandbox
 from etude.ledger import stored_episodes
 from etude.ledger.stored_episodes import Episodes
 from etude.rollout.replay import replay

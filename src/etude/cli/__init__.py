@@ -2,3 +2,5 @@
 
 The room imports every other one, inside of functions where that costs time, and nothing imports it.
 """
+
+PUBLIC = ()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from etude.cli.flags import add_flags, from_flags
 from etude.config import EngineConfig
-from etude.edits.edit import Edit, read_text
+from etude.edits import Edit, read_text
 from etude.errors import UserError
 from etude.weights.runs import model_folder
 
@@ -55,8 +55,7 @@ def _rewritten(edit: Edit, folder: Path, config: EngineConfig) -> str:
     """The edited file as the model writes it."""
     from etude.inference.engine.loading import load_engine
     from etude.inference.server.fast_apply import Applier
-    from etude.renderers import renderer_for
-    from etude.renderers.base import load_tokenizer
+    from etude.renderers import load_tokenizer, renderer_for
 
     engine = load_engine(folder, config.model_copy(update={"max_batch": 1}))
     has_chat = (folder / "chat_template.jinja").is_file()

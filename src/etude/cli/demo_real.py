@@ -25,7 +25,7 @@ from etude import runfolder
 from etude.cli.overlays import read_toml
 from etude.cli.train import OUTPUTS
 from etude.config import RLConfig, bundled, validate
-from etude.dashboard.text import duration
+from etude.dashboard import duration
 from etude.errors import RunFailed, UserError
 from etude.evals.suite import EvalResult, compare
 from etude.trainer.finetune.config import SftConfig

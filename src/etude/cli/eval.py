@@ -178,7 +178,7 @@ def _measure_folders(arguments: argparse.Namespace, engine: InferenceConfig) -> 
 
 
 def _measure_chat_apis(arguments: argparse.Namespace, engine: InferenceConfig) -> None:
-    from etude.protocol.backends.chat_model import ChatModel
+    from etude.protocol.backends import ChatModel
     from etude.run.evaluate import Remote
 
     models = _names(arguments)

@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Writes the named episodes, or all, to GROUP-MEMBER-ATTEMPT.json in a new folder. Raises UserError."""
     from etude.harness import atif
     from etude.ledger import stored_episodes
-    from etude.renderers.schemas import named
+    from etude.renderers import named
     from etude.run.parts import renderer_of
 
     episodes, output = stored_episodes.episodes(arguments.folder, arguments.episode), arguments.output

@@ -12,7 +12,7 @@ import msgspec
 from etude.cli.live import LiveAction, add_config, opened, read_config
 from etude.config.live import LiveConfig
 from etude.errors import UserError
-from etude.protocol.access import access_of, add_access_flags
+from etude.protocol import access_of, add_access_flags
 
 # serve ----------------------------------------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
     config = read_config(arguments.config)
     arguments.host = config.gateway.host
     access = access_of(arguments)
-    from etude.live.gateway.gateway import serve
+    from etude.live.gateway import serve
 
     for store, why in missing_stores(config).items():
         print(

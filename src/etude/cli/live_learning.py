@@ -64,7 +64,7 @@ def run_window(arguments: argparse.Namespace) -> int:
 
 
 def _print_window(result: WindowResult) -> dict[str, Any]:
-    from etude.live.learn.filters import drop_rates, suspicious
+    from etude.live.learn import drop_rates, suspicious
 
     counts = Counter((str(e.kind), e.reason) for e in result.exits)
     exits: dict[str, dict[str, int]] = {}
@@ -123,7 +123,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def run_train(arguments: argparse.Namespace) -> None:
     """Trains on a window, unless that is done, and prints the version. Raises UserError or RunFailed."""
-    from etude.live.learn.train import train_window
+    from etude.live.learn import train_window
     from etude.live.learn.window import LiveContents, samples
 
     with opened(arguments.config) as loop:

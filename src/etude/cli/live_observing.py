@@ -33,10 +33,8 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
 def run_watch(arguments: argparse.Namespace) -> None:
     """Watches until SIGTERM or SIGINT, and prints counts. Raises UserError."""
     from etude.errors import UserError
-    from etude.live.observe.delivery import Delivery
-    from etude.live.observe.spool import AlreadyWatched
-    from etude.live.observe.watch import open_watcher
-    from etude.protocol.access import TOKEN_VARIABLE
+    from etude.live.observe import AlreadyWatched, Delivery, open_watcher
+    from etude.protocol import TOKEN_VARIABLE
 
     if arguments.interval <= 0 or arguments.seconds < 0:
         raise UserError("--interval is above 0 seconds, and --seconds at least 0")
@@ -92,10 +90,8 @@ def add_hook(parser: argparse.ArgumentParser) -> None:
 def run_hook(arguments: argparse.Namespace) -> None:
     """Writes or removes post-commit, post-merge and post-rewrite. Raises UserError."""
     from etude.errors import UserError
-    from etude.live.observe.hooks import install_hooks, log_of, remove_hooks
-    from etude.live.observe.project import read_consent
-    from etude.live.observe.worktree import TextRepository
-    from etude.protocol.access import TOKEN_VARIABLE
+    from etude.live.observe import TextRepository, install_hooks, log_of, read_consent, remove_hooks
+    from etude.protocol import TOKEN_VARIABLE
 
     repository = TextRepository(arguments.repository)
     if arguments.what == "remove":

@@ -117,9 +117,9 @@ def run_gate(arguments: argparse.Namespace) -> int:
 
     from etude.cli.overlays import read_toml
     from etude.config import InferenceConfig, RLConfig, RolloutConfig, validate
+    from etude.live.release import Player
     from etude.live.release.gate import gate
     from etude.live.release.operations import candidate
-    from etude.live.release.player import Player
 
     with opened(arguments.config, make=True) as loop:
         budget, engine, dialect = RolloutConfig().budget(), InferenceConfig(), "auto"

@@ -15,7 +15,7 @@ from etude.cli.overlays import given_text, read_toml, split_overlays
 from etude.config import LiveConfig, RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
-from etude.renderers.template import read_json
+from etude.renderers import read_json
 from etude.weights.runs import with_models
 
 OUTPUTS = Path("outputs")
@@ -148,7 +148,7 @@ def _finetune(
     folder = folder or OUTPUTS / config.name
     if arguments.dry_run:
         return print(config.model_dump_json(indent=2))
-    from etude.dashboard.terminal import LiveView
+    from etude.dashboard import LiveView
     from etude.trainer.finetune import applied_edits, pretrain
 
     logging.basicConfig(level=logging.INFO, format="etude: %(message)s", handlers=[_PrintedLog()])

@@ -4,3 +4,19 @@ Tasks and training text are made with these modules. They import only `errors` f
 repositories that they read. Public: `functions` (the layout of a Python repository and its functions), `mutate` (the
 one mutation engine), `languages`, `packages`, `licence`, `markdown`.
 """
+
+from etude.code.markdown import table
+
+PUBLIC = (
+    "",
+    "declared",
+    "extras",
+    "functions",
+    "git",
+    "languages",
+    "licence",
+    "mutate",
+    "operators",
+    "packages",
+    "shingles",
+)

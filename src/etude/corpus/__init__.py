@@ -4,3 +4,24 @@ The room imports `edits`, `code` and the foundations, never torch. Public: `buil
 rows of tokens from them), `episodes`, `retrieval`, `packing`, `dialect` and `tokenizer` (of the nano model), and
 `edits.build` (tables of applied edits).
 """
+
+from etude.corpus.dedup import bands_of
+from etude.corpus.filters import FunctionText
+from etude.corpus.repair_episodes import WEIGHTS, StringEdit, edit_between
+
+PUBLIC = (
+    "",
+    "build",
+    "chats",
+    "dialect",
+    "edits",
+    "edits.build",
+    "edits.make",
+    "edits.rename_augmentation",
+    "foreign",
+    "packing",
+    "retrieval",
+    "sources",
+    "tokenizer",
+    "vocabulary",
+)

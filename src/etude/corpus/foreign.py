@@ -19,11 +19,7 @@ from etude.corpus.dialect import Document, TextPiece, read_prompt, text
 from etude.corpus.packing import Encoded
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
-from etude.renderers import Renderer
-from etude.renderers.base import PlainEncoder, load_tokenizer
-from etude.renderers.compact import ROLES
-from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS
-from etude.renderers.template import read_json
+from etude.renderers import COMPACT_PARAMETERS, ROLES, SCHEMAS, PlainEncoder, Renderer, load_tokenizer, read_json
 
 FIM = (  # prefix, suffix, middle: Qwen and StarCoder 2; StarCoder; DeepSeek; GLM; Codestral and CodeLlama
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),

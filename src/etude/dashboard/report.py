@@ -11,12 +11,12 @@ import msgspec
 from etude.dashboard.text import percent
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare
-from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
+from etude.ledger import FlaggedEpisode, ImpossibleCounts
 from etude.records import Population, Record
-from etude.rollout.drift import Shift
+from etude.rollout import Shift
 
 if TYPE_CHECKING:
-    from etude.ledger.ledger import GroupResult
+    from etude.ledger import GroupResult
 
 CLOCKED = 0.02  # a report mentions a larger share of episodes ended by the wall time
 LATER = 10  # from this step on groups are counted separately: before, the curriculum knows no task

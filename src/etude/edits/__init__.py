@@ -4,3 +4,7 @@ The room imports `code` and the foundations alone. Public: `edit.Edit` (a checke
 `merge`, `sketch` (sketches drawn for a known edit), `formats` (prompts and answers of a model), `grade` and `judge`
 (whether an answer is right), `examples` (tables of edits).
 """
+
+from etude.edits.edit import DoesNotFit, Edit, NotClosed, read_text
+
+PUBLIC = ("", "examples", "formats", "grades", "judge", "merge", "sketch")

@@ -3,3 +3,5 @@
 The room plays episodes through rollout and requests answers from engines. It starts no processes and does not read
 runs. Public: `suite.evaluate`, `suite.compare` and the functions of `stats`.
 """
+
+PUBLIC = ("document_suite", "fast_apply", "sequential", "stats", "suite")

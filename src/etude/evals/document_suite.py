@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from etude.config import EngineConfig
-from etude.corpus import build, retrieval
-from etude.corpus.filters import FunctionText
+from etude.corpus import FunctionText, build, retrieval
 from etude.corpus.retrieval import HELD_OUT, RetrievalOptions, RetrievalSample
 from etude.corpus.sources import fetch
 from etude.errors import UserError
 from etude.evals.retrieval import RetrievalResult, summary
 from etude.evals.stats import paired_difference
-from etude.renderers import renderer_for
-from etude.renderers.text import document_text
+from etude.renderers import document_text, renderer_for
 
 if TYPE_CHECKING:
     from etude.inference.engine.requests import Request

@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 from etude.config import EngineConfig
-from etude.corpus.edits.card import bin_name
+from etude.corpus.edits import bin_name
+from etude.edits import DoesNotFit, Edit, NotClosed
 from etude.edits import examples as tables
-from etude.edits.edit import DoesNotFit, Edit, NotClosed
 from etude.edits.examples import Example
 from etude.edits.formats import read_answer
 from etude.edits.grades import EditGrade, grade, outside
@@ -135,8 +135,7 @@ def run(
     from etude.inference.engine.loading import load_engine
     from etude.inference.engine.requests import RunningSequence
     from etude.inference.server.fast_apply import AnswerCollector, Applier
-    from etude.renderers import renderer_for
-    from etude.renderers.base import load_tokenizer
+    from etude.renderers import load_tokenizer, renderer_for
 
     engine = load_engine(folder, inference.model_copy(update={"max_batch": _MAX_BATCH}))
     has_chat = (folder / "chat_template.jinja").is_file()

@@ -20,8 +20,7 @@ from etude.evals.stats import Estimate, paired_difference, pass_at_k, pass_rate
 from etude.records import Episode, Outcome, Record, Task
 
 if TYPE_CHECKING:
-    from etude.rollout.chat_episode import ChatContext
-    from etude.rollout.episode import RolloutContext
+    from etude.rollout import ChatContext, RolloutContext
 
 RETRIES = 2  # of an episode lost to infrastructure
 KS = (1, 2, 4, 8)
@@ -115,8 +114,7 @@ async def evaluate(
         name = context.dataset.name
         raise UserError(f"the dataset {name} has no {split} tasks; choose another split or build it anew")
     # Imported here, because reports read results without the harness.
-    from etude.rollout.chat_episode import ChatContext, run_chat_episode
-    from etude.rollout.episode import EpisodeId, run_episode
+    from etude.rollout import ChatContext, EpisodeId, run_chat_episode, run_episode
 
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
         id = EpisodeId(index, sample, number, episode_seed)

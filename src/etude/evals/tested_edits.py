@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.corpus.edits import Repository
 from etude.corpus.edits.make import pair
-from etude.corpus.edits.repositories import Repository
 from etude.edits.examples import Example
 from etude.errors import UserError
+from etude.grading import open_sandbox
 from etude.grading.grade import grade
-from etude.grading.runner import open_sandbox
 from etude.records import Task
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset

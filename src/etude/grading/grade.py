@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 from etude.grading.javascript import is_test_file
 from etude.records import Outcome, Task
-from etude.renderers.text import escaped
-from etude.sandbox.base import BoxError, Changes, Image, Limits, Sandbox, TestReport
+from etude.renderers import escaped
+from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
 from etude.sandbox.box import MAX_FILE, checked
 
 LIMITS = Limits()

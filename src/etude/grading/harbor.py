@@ -18,8 +18,8 @@ from typing import Any, cast
 
 from etude.grading.grade import MAX_CHANGES, Grade
 from etude.records import Outcome
-from etude.renderers.text import escaped, one_line
-from etude.sandbox.base import WORKSPACE, Box, BoxError, Changes, Image, Limits, NotFound, Sandbox
+from etude.renderers import escaped, one_line
+from etude.sandbox import WORKSPACE, Box, BoxError, Changes, Image, Limits, NotFound, Sandbox
 
 STATE = ".root/.state"  # file of the work tree with the state that a change set cannot hold
 LOGS = ".root/logs"

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.grading import verdict
-from etude.sandbox.backend import Backend, ForkRequest, RunImage, VerifyRequest
-from etude.sandbox.base import Limits
+from etude.sandbox import Backend, ForkRequest, Limits, RunImage, VerifyRequest
 
 RUNS = 3
 BATCH = 100  # tests of one run: their records fit into its pipe

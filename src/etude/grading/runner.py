@@ -23,9 +23,22 @@ from etude.grading import recordings, verdict
 from etude.grading.javascript import is_script
 from etude.grading.recordings import HiddenTests
 from etude.grading.script_runner import ScriptRunner
-from etude.sandbox.backend import Backend, BackendOptions, ForkRequest, ForkResult, RunImage, RunServer, VerifyRequest
+from etude.sandbox import (
+    Backend,
+    BackendOptions,
+    Capabilities,
+    Changes,
+    ForkRequest,
+    ForkResult,
+    Image,
+    Limits,
+    RunCounts,
+    RunImage,
+    RunServer,
+    TestReport,
+    VerifyRequest,
+)
 from etude.sandbox.backends.choose import open_backend
-from etude.sandbox.base import Capabilities, Changes, Image, Limits, RunCounts, TestReport
 from etude.sandbox.box import ValueBox
 from etude.sandbox.egress.policy import Egress
 from etude.sandbox.machine_profile import ProfileSource

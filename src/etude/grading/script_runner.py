@@ -28,11 +28,9 @@ import msgspec
 
 from etude.grading import stubs
 from etude.grading.javascript import conditions, contradicted, framework, guarded, holds_tests, package
-from etude.renderers.text import printable
-from etude.sandbox.backend import Backend
-from etude.sandbox.base import Changes, Image, Limits, NotFound, TestReport
+from etude.renderers import printable
+from etude.sandbox import Backend, Changes, Image, Limits, NotFound, ProgramResult, Shell, TestReport
 from etude.sandbox.guest.root import RUNNER, WORKSPACE
-from etude.sandbox.shell import ProgramResult, Shell
 
 MAX_TESTS = 2000  # of one file
 LEARN_SECONDS = 60.0

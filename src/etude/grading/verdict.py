@@ -17,9 +17,8 @@ from typing import Any
 import msgspec
 
 from etude.grading.guest.negative_controls import name as control_name
-from etude.renderers.text import printable
-from etude.sandbox.backend import ForkResult, HiddenControls, VerifyResult
-from etude.sandbox.base import BoxDead, TestReport
+from etude.renderers import printable
+from etude.sandbox import BoxDead, ForkResult, HiddenControls, TestReport, VerifyResult
 
 OUTCOMES = frozenset({"passed", "failed", "error"})
 MAX_CONTROLS = 3

@@ -11,3 +11,25 @@ Imports renderers, sandbox (the contract of boxes), edits, code, protocol and re
 `run_agent_loop`, `EpisodeSpec`, `Sampling` and `Policy`. A new tool goes into `full_tools.py`, and its schema into
 `renderers/schemas.py`.
 """
+
+from etude.harness.chat_loop import run_chat_loop
+from etude.harness.edit_appliers import EditApplier, merge_applier, server_applier
+from etude.harness.focus import EditError, view_of
+from etude.harness.full_tools import FullTools, fault_of
+from etude.harness.loop import (
+    GRACE_SECONDS,
+    Aborted,
+    EpisodeSpec,
+    Policy,
+    Sampling,
+    UngradedEpisode,
+    run_agent_loop,
+    run_from_opening,
+    turn_seed,
+)
+from etude.harness.prompts import SYSTEM, Opening, check_context, memory_of, messages_of
+from etude.harness.ranking import Lexical
+from etude.harness.token_ledger import TokenLedger, TokenLedgerError
+from etude.harness.tools import Tools, clean_failure, failures
+
+PUBLIC = ("", "atif", "endpoint")

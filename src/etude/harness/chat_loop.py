@@ -15,9 +15,9 @@ from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.full_tools import FullTools
 from etude.harness.loop import GRACE_SECONDS, UngradedEpisode, turn_seed
 from etude.harness.prompts import messages_of
-from etude.protocol.backends.chat_model import ChatAnswer, ChatClient, ContextSpent, Conversation
+from etude.protocol.backends import ChatAnswer, ChatClient, ContextSpent, Conversation
 from etude.records import Budget, StopReason, Task, Turn
-from etude.sandbox.base import Box
+from etude.sandbox import Box
 
 _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo", "malformed", "truncated")
 

@@ -3,9 +3,8 @@
 from etude.harness.focus import EditError, View, moved, view_of
 from etude.harness.tools import TEST_SECONDS, Tools, verdict
 from etude.records import Task, ToolCall
-from etude.renderers.schemas import COMPACT_PARAMETERS
-from etude.renderers.text import ToolError, printable
-from etude.sandbox.base import Box, BoxError
+from etude.renderers import COMPACT_PARAMETERS, ToolError, printable
+from etude.sandbox import Box, BoxError
 
 
 class CompactTools(Tools):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from etude.code.functions import parse
 from etude.records import Focus, ToolCall
-from etude.renderers.text import TITLE, one_line
+from etude.renderers import TITLE, one_line
 
 MIN_RESULT = 64  # tokens; a shorter result costs less as text than as a new segment
 _CHARACTERS = 12  # of a token at most, as a rule: pieces that cannot fit are not encoded

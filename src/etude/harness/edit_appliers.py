@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 
 import httpx2
 
-from etude.edits.edit import Edit
+from etude.edits import Edit
 from etude.errors import UserError
-from etude.protocol.access import bearer, own_token
-from etude.renderers.text import ToolError
-from etude.sandbox.base import ApplyFailed
+from etude.protocol import bearer, own_token
+from etude.renderers import ToolError
+from etude.sandbox import ApplyFailed
 
 EditApplier = Callable[[Edit], Awaitable[str]]
 """Returns the new text of the edit's file. Raises ToolError where the agent can help, else BoxError."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import blake3
 
-from etude.edits.edit import Edit
+from etude.edits import Edit
 from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.focus import EditError, edit_file
 from etude.harness.lints import Lints, checked_paths
@@ -20,9 +20,8 @@ from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
 from etude.harness.tools import MAX_FILE, Tools, clean_failure, failures, file_bytes
 from etude.records import Task, ToolCall
-from etude.renderers.schemas import SCHEMAS, named
-from etude.renderers.text import ToolError, one_line
-from etude.sandbox.base import WORKSPACE, Box, BoxError, NotFound
+from etude.renderers import SCHEMAS, ToolError, named, one_line
+from etude.sandbox import WORKSPACE, Box, BoxError, NotFound
 
 RUN_SECONDS = 120.0
 SEARCH_FILES = 2000

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
-from etude.renderers.text import ToolError, one_line
-from etude.sandbox.base import ExecResult
+from etude.renderers import ToolError, one_line
+from etude.sandbox import ExecResult
 
 MOST = 100  # diagnostics
 FILES = 20

@@ -20,10 +20,10 @@ from etude.harness.documents import results_as_documents
 from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.prompts import AGAIN, SUMMARISE, Opening, open_task
 from etude.harness.token_ledger import TokenLedger
-from etude.protocol.wire import GenerateRequest
+from etude.protocol import GenerateRequest
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 from etude.renderers import Renderer
-from etude.sandbox.base import Box
+from etude.sandbox import Box
 
 GRACE_SECONDS = 30.0  # that a tool may run beyond the budget of seconds; the tool's own limit should end it before
 LEFT_OUT = "error: the result does not fit your context; ask for less"

@@ -10,10 +10,8 @@ from etude.harness.edit_appliers import EditApplier
 from etude.harness.full_tools import FullTools
 from etude.harness.tools import Tools
 from etude.records import Budget, Task
-from etude.renderers import Renderer
-from etude.renderers.schemas import named
-from etude.renderers.text import ToolError
-from etude.sandbox.base import Box
+from etude.renderers import Renderer, ToolError, named
+from etude.sandbox import Box
 
 TURN = 100  # tokens that a prompt leaves for a task and a turn, at least
 SYSTEM = (

@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from etude.renderers.text import ToolError
-from etude.sandbox.base import ExecResult
+from etude.renderers import ToolError
+from etude.sandbox import ExecResult
 
 MOST = 8  # terminals of an episode
 KEEP = 16_000  # bytes of output shown at a time, the last ones

@@ -16,9 +16,8 @@ import blake3
 
 from etude.harness import grep
 from etude.records import Task, ToolCall
-from etude.renderers import Tool
-from etude.renderers.text import ToolError, one_line, printable
-from etude.sandbox.base import Box, BoxError, ExecResult, NotRegular, TestReport
+from etude.renderers import Tool, ToolError, one_line, printable
+from etude.sandbox import Box, BoxError, ExecResult, NotRegular, TestReport
 
 READ_ONLY = frozenset({"list", "read", "grep", "search"})  # calls that may run at the same time
 TEST_SECONDS = 10.0

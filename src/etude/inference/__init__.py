@@ -4,3 +4,5 @@
 `etude.models`. Other rooms use `engine.loading.load_engine`, `engine.requests.Request` and, over HTTP,
 `etude.protocol.backends.client`.
 """
+
+PUBLIC = ("engine.loading", "engine.requests", "engine.sampling", "server.fast_apply", "server.server", "vllm.feed")

@@ -12,3 +12,8 @@
 
 Imports records, store and configuration only, no torch. Token arrays are blobs in the store.
 """
+
+from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
+from etude.ledger.ledger import EpisodeLease, GroupResult, Ledger, blob_key
+
+PUBLIC = ("", "blobs", "database", "stored_episodes")

@@ -4,3 +4,18 @@
 
 Folders import downwards: simulate, release, learn, gateway, log; `observe` imports `log` alone.
 """
+
+PUBLIC = (
+    "gateway",
+    "learn",
+    "learn.window",
+    "log.accounts",
+    "log.privacy",
+    "log.records",
+    "log.tenants",
+    "observe",
+    "release",
+    "release.gate",
+    "release.operations",
+    "simulate.demo",
+)

@@ -5,3 +5,27 @@ experts.
 its forward (`attention.py`) decides which tokens see which, and `experts.observe` records the router's choices. This
 room imports neither `trainer` nor `inference`.
 """
+
+PUBLIC = (
+    "activations",
+    "attention",
+    "attention_kernel",
+    "batch_invariant",
+    "block_attention",
+    "devices",
+    "document_spans",
+    "dtypes",
+    "experts",
+    "files",
+    "fused",
+    "gemm",
+    "gguf",
+    "head",
+    "kernels",
+    "key_values",
+    "loading",
+    "lora",
+    "router_replay",
+    "segments",
+    "support",
+)

@@ -5,3 +5,43 @@ of OpenAI's and Anthropic's APIs (`apis`), and the clients of engines and chat m
 The controller, agents and tools use `backends.client`; the inference server shares the types of `wire`. The servers are
 `inference/server`, `weights/relay.py`, `weights/coordinator.py` and `harness/endpoint`.
 """
+
+from etude.protocol.access import (
+    LOOPBACK,
+    TOKEN_VARIABLE,
+    Access,
+    Refusal,
+    access_of,
+    add_access_flags,
+    bearer,
+    bearers,
+    headers,
+    new_token,
+    own_token,
+)
+from etude.protocol.guard import HANDLERS, Guarded, busy, characters, check_brackets, decoded, error
+from etude.protocol.serving import open_listener, raise_file_limit, run_server, server_config
+from etude.protocol.wire import (
+    CONFLICT,
+    JSON,
+    MAX_NAME,
+    MSGPACK,
+    TURN_HEADER,
+    WEIGHTS_HEADER,
+    GenerateRequest,
+    ScoreRequest,
+    SequenceScores,
+    ServedTokens,
+    frame,
+)
+
+PUBLIC = (
+    "",
+    "apis.anthropic",
+    "apis.chat",
+    "apis.conversation",
+    "apis.refusals",
+    "apis.responses",
+    "apis.turn",
+    "backends",
+)

@@ -12,11 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import UserError
-from etude.renderers.base import Message, ParsedTurn, Renderer, Tool, load_tokenizer
+from etude.renderers.base import (
+    LONGEST_TOKEN,
+    Message,
+    ParsedTurn,
+    PlainEncoder,
+    Renderer,
+    Tool,
+    content_text,
+    load_tokenizer,
+)
 from etude.renderers.chat import ChatRenderer
-from etude.renderers.compact import CompactRenderer, is_compact
+from etude.renderers.compact import ROLES, CompactRenderer, is_compact
 from etude.renderers.dialects import DIALECTS
-from etude.renderers.template import load_template, read_json
+from etude.renderers.notes import note_place
+from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS, named
+from etude.renderers.template import ChatTemplate, load_template, read_json, with_chat_template
+from etude.renderers.text import TITLE, ToolError, document_text, escaped, one_line, printable
+
+PUBLIC = ("", "calls")
 
 __all__ = [
     "DialectVerdict",

@@ -10,3 +10,15 @@
 Imports harness, grading, tasks, sandbox, protocol and what lies below; no torch. Public: `environment` (for users'
 environments), and `episode.run_episode`, `episode.RolloutContext` for whoever plays episodes.
 """
+
+from etude.rollout.admission import groups_to_admit
+from etude.rollout.agent import Agent, check_agent, open_agent
+from etude.rollout.chat_episode import ChatContext, run_chat_episode
+from etude.rollout.curriculum import Curriculum, MixedCurriculum
+from etude.rollout.drift import BehaviourDrift, Shift
+from etude.rollout.environment import environment_dataset
+from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
+from etude.rollout.group_audit import audit_group, has_violation
+from etude.rollout.rewards import custom_component
+
+PUBLIC = ("", "apply_edits", "concurrency", "engines", "probes", "replay", "stall", "traces")

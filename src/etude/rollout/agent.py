@@ -10,11 +10,10 @@ from pathlib import Path
 from etude.config import AgentConfig
 from etude.config.secrets import with_environment
 from etude.errors import UserError
-from etude.harness.endpoint.recording import Recording
-from etude.harness.endpoint.server import Endpoint, open_endpoint
-from etude.harness.loop import GRACE_SECONDS, EpisodeSpec, UngradedEpisode
+from etude.harness import GRACE_SECONDS, EpisodeSpec, UngradedEpisode
+from etude.harness.endpoint import Endpoint, Recording, open_endpoint
 from etude.records import StopReason, Task
-from etude.sandbox.base import HOST_SOCKET_PORT, TOOLS, Box, BoxError, ExecResult, Image, Limits
+from etude.sandbox import HOST_SOCKET_PORT, TOOLS, Box, BoxError, ExecResult, Image, Limits
 
 _SHOWN = 300  # characters of an agent's last output
 

@@ -20,9 +20,7 @@ from etude.edits.formats import EditPrompt, question
 from etude.edits.grades import EditGrade, grade
 from etude.errors import UserError
 from etude.grading import grade as grading
-from etude.harness.loop import EpisodeSpec, UngradedEpisode, run_from_opening
-from etude.harness.prompts import Opening
-from etude.harness.tools import Tools
+from etude.harness import EpisodeSpec, Opening, Tools, UngradedEpisode, run_from_opening
 from etude.records import Budget, Focus, Outcome, Task
 from etude.renderers import Renderer
 from etude.tasks.dataset import FORMAT, Dataset, Manifest

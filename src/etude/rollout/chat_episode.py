@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etude.config import RewardConfig
-from etude.harness.chat_loop import run_chat_loop
-from etude.protocol.backends.chat_model import ChatClient
+from etude.harness import run_chat_loop
+from etude.protocol.backends import ChatClient
 from etude.records import Budget, Episode, Task
 from etude.rollout.episode import EpisodeId, changes_of, grade_of, lost, open_box, record
-from etude.sandbox.base import Sandbox
+from etude.sandbox import Sandbox
 from etude.tasks.dataset import Dataset
 
 

@@ -31,12 +31,11 @@ import numpy as np
 from etude.config import RLConfig, import_object
 from etude.errors import UserError
 from etude.grading.grade import Grade
-from etude.harness.loop import EpisodeSpec, UngradedEpisode, run_from_opening
-from etude.harness.prompts import Opening, memory_of
+from etude.harness import EpisodeSpec, Opening, UngradedEpisode, memory_of, run_from_opening
 from etude.records import Budget, Focus, Outcome, Record, StopReason, Task, Turn
 from etude.renderers import Renderer
 from etude.rollout.python_tools import PythonTools, call_python
-from etude.sandbox.base import Box, BoxError, Image, Limits, Sandbox
+from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
 
 CALL_SECONDS = 60.0  # that `setup`, `tools` or `reward` may take

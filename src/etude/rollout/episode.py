@@ -23,17 +23,24 @@ from etude.grading.cheats.signals import CheatSignals
 from etude.grading.cheats.signals import signals as cheat_signals
 from etude.grading.grade import Grade
 from etude.grading.harbor import note_state
-from etude.harness.edit_appliers import EditApplier, merge_applier
-from etude.harness.loop import Aborted, EpisodeSpec, Policy, Sampling, UngradedEpisode, run_agent_loop
-from etude.protocol.backends.client import EngineError
+from etude.harness import (
+    Aborted,
+    EditApplier,
+    EpisodeSpec,
+    Policy,
+    Sampling,
+    UngradedEpisode,
+    merge_applier,
+    run_agent_loop,
+)
+from etude.protocol.backends import EngineError
 from etude.records import Budget, Episode, Outcome, StopReason, Task, encode
-from etude.renderers import Renderer
-from etude.renderers.text import escaped, one_line
+from etude.renderers import Renderer, escaped, one_line
 from etude.rollout import apply_edits
 from etude.rollout.agent import Agent, run_agent
 from etude.rollout.environment import EnvironmentDataset, EnvironmentFailed
 from etude.rollout.rewards import with_reward
-from etude.sandbox.base import Box, BoxError, Sandbox
+from etude.sandbox import Box, BoxError, Sandbox
 from etude.sandbox.egress.policy import EgressRequest
 from etude.tasks.dataset import Dataset
 from etude.tasks.foreign.dataset import KIND as FOREIGN

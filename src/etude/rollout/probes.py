@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from etude.errors import UserError
-from etude.protocol.backends.client import EngineClient, EngineError
-from etude.protocol.wire import SequenceScores
+from etude.protocol import SequenceScores
+from etude.protocol.backends import EngineClient, EngineError
 from etude.records import Record, Task, decode, encode
 from etude.renderers import Renderer
 from etude.store import ObjectMissing, Store

@@ -9,11 +9,10 @@ from typing import Any, get_type_hints
 import msgspec
 
 from etude.errors import UserError
-from etude.harness.full_tools import FullTools, fault_of
+from etude.harness import FullTools, fault_of
 from etude.records import Task, ToolCall
-from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS
-from etude.renderers.text import ToolError
-from etude.sandbox.base import Box, BoxError
+from etude.renderers import COMPACT_PARAMETERS, SCHEMAS, ToolError
+from etude.sandbox import Box, BoxError
 
 BOX_TOOLS = frozenset({"list", "read", "grep", "search", "edit", "undo", "run", "output", "kill"})
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}

@@ -6,14 +6,13 @@ from dataclasses import replace
 import numpy as np
 
 from etude.grading.cheats.decoys import Decoys
-from etude.harness.loop import UngradedEpisode, run_agent_loop
-from etude.harness.token_ledger import TokenLedgerError
-from etude.protocol.wire import GenerateRequest
+from etude.harness import TokenLedgerError, UngradedEpisode, run_agent_loop
+from etude.protocol import GenerateRequest
 from etude.records import Episode, Generation, Routes, Segment, StopReason, Task
 from etude.rollout import apply_edits
 from etude.rollout.environment import EnvironmentDataset
 from etude.rollout.episode import RolloutContext, open_box
-from etude.sandbox.base import BoxError
+from etude.sandbox import BoxError
 
 
 async def replay(context: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None = None) -> str:

@@ -20,11 +20,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from etude.code import functions, mutate
-from etude.corpus.repair_episodes import WEIGHTS, StringEdit, edit_between
-from etude.harness.full_tools import FullTools
-from etude.harness.prompts import messages_of
+from etude.corpus import WEIGHTS, StringEdit, edit_between
+from etude.harness import FullTools, messages_of
 from etude.records import Task, ToolCall
-from etude.sandbox.base import Box
+from etude.sandbox import Box
 
 NEEDED = frozenset({"read", "edit", "undo", "test", "finish"})  # tools
 TRIES = (0, 1, 2)  # wrong edits

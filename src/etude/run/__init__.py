@@ -4,3 +4,5 @@ Every process of a run is started here; `loop.py` shows how they work together. 
 only commands and audits import it. Public: `launch.train_rl`, `evaluate.evaluate_models`, and `parts` for those who
 repeat episodes.
 """
+
+PUBLIC = ("engines", "evaluate", "inputs", "launch", "parts", "traces")

@@ -20,10 +20,8 @@ import etude
 from etude import processes
 from etude.config import InferenceConfig, RLConfig, ServerConfig, WeightSource
 from etude.errors import UserError
-from etude.protocol.access import TOKEN_VARIABLE, new_token, own_token
-from etude.protocol.backends.engine_backend import EngineBackend
-from etude.protocol.backends.etude import EtudeBackend
-from etude.protocol.backends.vllm import OLDEST, VllmBackend, WeightsOf
+from etude.protocol import TOKEN_VARIABLE, new_token, own_token
+from etude.protocol.backends import OLDEST, EngineBackend, EtudeBackend, VllmBackend, WeightsOf
 from etude.runfolder import PRIVATE
 from etude.store import write_durably
 

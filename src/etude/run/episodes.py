@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
-from etude.ledger import blobs
-from etude.ledger.ledger import EpisodeLease, blob_key
+from etude.ledger import EpisodeLease, blob_key, blobs
 from etude.records import Episode, Outcome
-from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
+from etude.rollout import EpisodeId, RolloutContext, run_episode
 from etude.run.parts import context_of, decoys_of
 from etude.run.state import Run, check_processes
 from etude.tasks.dataset import Dataset

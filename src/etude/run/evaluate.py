@@ -21,28 +21,24 @@ from rich.console import Console
 
 from etude import runfolder
 from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig, bundled_model
+from etude.dashboard import LiveView
 from etude.dashboard.report import CLOCKED
-from etude.dashboard.terminal import LiveView
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
-from etude.grading.runner import open_sandbox
-from etude.harness.prompts import check_context
+from etude.grading import open_sandbox
+from etude.harness import check_context
 from etude.models.files import check_folder
-from etude.protocol.backends.chat_model import ChatClient, ChatModel, check_reachable
-from etude.protocol.backends.client import EngineClient
+from etude.protocol.backends import ChatClient, ChatModel, EngineClient, check_reachable
 from etude.records import Budget, Episode, decode, encode
-from etude.renderers import Renderer, renderer_for, say_dropped
-from etude.renderers.base import load_tokenizer
-from etude.renderers.schemas import named
-from etude.rollout.chat_episode import ChatContext
-from etude.rollout.episode import RolloutContext
+from etude.renderers import Renderer, load_tokenizer, named, renderer_for, say_dropped
+from etude.rollout import ChatContext, RolloutContext
 from etude.run.engines import engine_token, engine_url, spawn_engine
 from etude.run.inputs import check_foreign
 from etude.run.parts import sampling_of
-from etude.sandbox.base import Sandbox
+from etude.sandbox import Sandbox
+from etude.tasks import mix
 from etude.tasks.dataset import Dataset
 from etude.tasks.foreign import dataset as datasets
-from etude.tasks.mixture import mix
 
 CHATS = 16  # conversations with an API at a time
 

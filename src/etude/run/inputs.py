@@ -12,26 +12,21 @@ from etude.code.packages import fetch_library
 from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.errors import UserError
 from etude.grading.javascript import is_script
-from etude.harness.prompts import check_context
+from etude.harness import check_context
 from etude.ledger import database
 from etude.models.files import check_folder
-from etude.renderers import Renderer, say_dropped
-from etude.renderers.schemas import named
-from etude.rollout import apply_edits
-from etude.rollout.agent import check_agent
-from etude.rollout.environment import environment_dataset
-from etude.rollout.rewards import custom_component
+from etude.renderers import Renderer, named, say_dropped
+from etude.rollout import apply_edits, check_agent, custom_component, environment_dataset
 from etude.run.engines import check_python
 from etude.run.parts import built_beside, dataset_of, profiles_of, renderer_of, source_dataset
 from etude.sandbox.egress.policy import check_index, parse
+from etude.tasks import MixedDataset, is_repository
 from etude.tasks.build import build, check_operators
 from etude.tasks.dataset import Dataset
 from etude.tasks.foreign import build as foreign
 from etude.tasks.foreign import dataset as datasets
 from etude.tasks.foreign import folder as folders
 from etude.tasks.foreign.dataset import ForeignDataset
-from etude.tasks.javascript import is_repository
-from etude.tasks.mixture import MixedDataset
 from etude.weights.signature import private_key, public_key
 
 if TYPE_CHECKING:

@@ -19,19 +19,16 @@ from rich.console import Console
 from etude import processes, runfolder
 from etude.config import RLConfig
 from etude.config.secrets import ledger_password
+from etude.dashboard import LiveView, duration, final_table
 from etude.dashboard.report import RunReport
-from etude.dashboard.terminal import LiveView, final_table
-from etude.dashboard.text import duration
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
-from etude.grading.runner import open_sandbox
-from etude.ledger import blobs
-from etude.ledger.ledger import Ledger
+from etude.grading import open_sandbox
+from etude.ledger import Ledger, blobs
 from etude.processes import Child
-from etude.protocol.backends.client import EngineClient
+from etude.protocol.backends import EngineClient
 from etude.records import Episode, encode
-from etude.rollout import probes
-from etude.rollout.agent import open_agent
+from etude.rollout import open_agent, probes
 from etude.run import loop
 from etude.run.engines import backend_of, engine_token, start_engines
 from etude.run.inputs import build_dataset, check_foreign, check_inputs, trainable
@@ -41,7 +38,7 @@ from etude.run.run_report import finish_report
 from etude.run.sources import BUILDER, TaskPool, missing
 from etude.run.state import Engines, EngineState, Run, check_processes, last_version
 from etude.run.versions import check_engines, observe_versions, wait_for_version
-from etude.sandbox.base import Sandbox
+from etude.sandbox import Sandbox
 from etude.store import Store, open_store
 from etude.tasks import impossible
 from etude.tasks.dataset import Dataset

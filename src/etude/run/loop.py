@@ -31,15 +31,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from etude.errors import RunFailed
-from etude.rollout.admission import groups_to_admit
-from etude.rollout.curriculum import Curriculum, MixedCurriculum
+from etude.rollout import Curriculum, MixedCurriculum, groups_to_admit
 from etude.rollout.stall import LIMIT, StallSnapshot, StallWatchdog, diagnose
 from etude.run import sources
 from etude.run.episodes import LiveEpisode, cancel, play_impossible, play_leased
 from etude.run.state import Progress, Run, check_processes, last_version
 from etude.run.versions import observe_versions
+from etude.tasks import MixedDataset
 from etude.tasks.dataset import Dataset
-from etude.tasks.mixture import MixedDataset
 
 TICK_SECONDS = 0.1
 LEASE_SECONDS = 120.0  # after which episodes of a controller that died are played again

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from etude import runfolder
 from etude.config import RLConfig
-from etude.dashboard.terminal import LiveView
+from etude.dashboard import LiveView
 from etude.processes import resident_bytes
 from etude.run.state import Progress
 

@@ -12,22 +12,18 @@ from etude.config.secrets import without_secrets
 from etude.errors import UserError
 from etude.grading.cheats import decoys
 from etude.grading.cheats.decoys import Decoys
-from etude.harness.edit_appliers import merge_applier, server_applier
-from etude.harness.loop import Policy, Sampling
+from etude.harness import Policy, Sampling, merge_applier, server_applier
 from etude.records import Task
 from etude.renderers import Renderer, renderer_for
-from etude.rollout import apply_edits
-from etude.rollout.agent import Agent
+from etude.rollout import Agent, RolloutContext, apply_edits, environment_dataset
 from etude.rollout.concurrency import Concurrency, concurrency
-from etude.rollout.environment import environment_dataset
-from etude.rollout.episode import RolloutContext
-from etude.sandbox.base import Sandbox
+from etude.sandbox import Sandbox
 from etude.sandbox.egress.policy import Egress, index_of, parse, project_of
 from etude.sandbox.machine_profile import ProfileSource, load
+from etude.tasks import mix
 from etude.tasks.dataset import Dataset
 from etude.tasks.foreign import dataset as datasets
 from etude.tasks.foreign.dataset import KIND as FOREIGN
-from etude.tasks.mixture import mix
 
 
 def renderer_of(config: RLConfig) -> Renderer:

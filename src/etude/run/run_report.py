@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from etude import runfolder
-from etude.dashboard.page import write_report
+from etude.dashboard import write_report
 from etude.dashboard.report import (
     CheatingFigures,
     MismatchSummary,
@@ -31,8 +31,7 @@ from etude.evals.suite import EvalResult
 from etude.grading.cheats import VIOLATIONS
 from etude.ledger import blobs
 from etude.records import Episode, EpisodeBlob, decode
-from etude.rollout.drift import Shift
-from etude.rollout.group_audit import audit_group
+from etude.rollout import Shift, audit_group
 from etude.run.state import Run
 from etude.trainer.rl.advantages import advantages
 from etude.weights.manifest import manifests

@@ -11,15 +11,15 @@ from typing import Any
 
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
-from etude.ledger.ledger import Ledger
+from etude.ledger import Ledger
 from etude.processes import Child
-from etude.protocol.backends.client import EngineClient
+from etude.protocol.backends import EngineClient
 from etude.renderers import Renderer
-from etude.rollout.agent import Agent
+from etude.rollout import Agent
 from etude.rollout.concurrency import Concurrency
 from etude.rollout.probes import ProbeScorer
 from etude.run.sources import BUILDER, TaskPool
-from etude.sandbox.base import Sandbox
+from etude.sandbox import Sandbox
 from etude.store import Store
 from etude.tasks.dataset import Dataset
 from etude.weights.manifest import manifests

@@ -15,11 +15,11 @@ import blake3
 from etude import runfolder
 from etude.config import TracesConfig
 from etude.errors import UserError
-from etude.grading.runner import open_sandbox
+from etude.grading import open_sandbox
 from etude.records import Task
-from etude.renderers.schemas import named
+from etude.renderers import named
 from etude.rollout.traces import NEEDED, gold_edit, trace
-from etude.sandbox.base import BoxError, Sandbox
+from etude.sandbox import BoxError, Sandbox
 from etude.tasks.dataset import Dataset, load
 
 Progress = Callable[[str, int, int], None]

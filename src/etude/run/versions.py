@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from etude.errors import RunFailed, UserError
-from etude.protocol.backends.client import EngineError
+from etude.protocol.backends import EngineError
 from etude.rollout.engines import Configuration, differences, narrow
 from etude.run.state import EngineState, Run, check_processes
 from etude.weights.manifest import read, versions

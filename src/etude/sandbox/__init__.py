@@ -10,3 +10,53 @@
 Each folder imports only those below it, and the room only the foundations. The contract names no type of a backend.
 `grading.runner.open_sandbox` opens a sandbox.
 """
+
+from etude.sandbox.backend import (
+    Backend,
+    BackendOptions,
+    ForkRequest,
+    ForkResult,
+    HiddenControls,
+    RunImage,
+    RunServer,
+    VerifyRequest,
+    VerifyResult,
+)
+from etude.sandbox.base import (
+    HOST_SOCKET_PORT,
+    TOOLS,
+    WORKSPACE,
+    ApplyFailed,
+    Box,
+    BoxDead,
+    BoxError,
+    Capabilities,
+    Changes,
+    Escape,
+    ExecResult,
+    Image,
+    Limits,
+    NoSpace,
+    NotFound,
+    NotRegular,
+    RunCounts,
+    Sandbox,
+    TestReport,
+    TooLarge,
+)
+from etude.sandbox.kernel import MachineCheck, read_host, requirements
+from etude.sandbox.shell import ProgramResult, Shell
+
+PUBLIC = (
+    "",
+    "backends.choose",
+    "box",
+    "egress",
+    "egress.policy",
+    "fingerprints",
+    "guest.root",
+    "history",
+    "machine_profile",
+    "namespace.backend",
+    "namespace.zygote",
+)

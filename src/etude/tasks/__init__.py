@@ -4,3 +4,19 @@ it.
 The room imports `grading`, `sandbox`, `code` and the foundations, never torch. Public: `build.build` makes a dataset,
 `check.check` runs its gates again, `dataset.load` reads it, `impossible.make` gives the impossible tasks of a dataset.
 """
+
+from etude.tasks.javascript import is_repository
+from etude.tasks.mixture import MixedDataset, mix
+
+PUBLIC = (
+    "",
+    "build",
+    "check",
+    "dataset",
+    "foreign.build",
+    "foreign.dataset",
+    "foreign.folder",
+    "harbor",
+    "histories",
+    "impossible",
+)

@@ -20,8 +20,8 @@ import httpx2
 from etude.code import functions, packages
 from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
-from etude.grading.runner import open_sandbox
-from etude.sandbox.base import Image, Limits, Sandbox
+from etude.grading import open_sandbox
+from etude.sandbox import Image, Limits, Sandbox
 from etude.tasks import requirements
 from etude.tasks.coverage import last_lines
 

@@ -18,9 +18,9 @@ from etude.code import functions as discover
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
+from etude.grading import open_sandbox
 from etude.grading.javascript import is_script
-from etude.grading.runner import open_sandbox
-from etude.sandbox.base import Image, Limits, Sandbox
+from etude.sandbox import Image, Limits, Sandbox
 from etude.sandbox.history import Past
 from etude.tasks import (
     bootstrap,

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from etude.code.markdown import table
+from etude.code import table
 from etude.config import BuildConfig
 from etude.records import Task
 from etude.tasks import split

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.code import functions
+from etude.grading import open_sandbox
 from etude.grading.grade import grade
-from etude.grading.runner import open_sandbox
 from etude.records import Outcome, Task
 from etude.tasks import dataset, leaks, node, split
 from etude.tasks.dataset import Dataset

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from etude.errors import UserError
-from etude.sandbox.base import BoxError, NotFound
+from etude.sandbox import BoxError, NotFound
 from etude.sandbox.guest.root import SITE
 from etude.tasks.settings import FILE as SETTINGS
 
 if TYPE_CHECKING:
-    from etude.sandbox.base import Box
+    from etude.sandbox import Box
 
 SCRIPT = ".etude_trace.py"
 RESULT = ".etude_trace.json"

@@ -27,7 +27,7 @@ from etude.tasks.histories import Histories
 
 if TYPE_CHECKING:
     from etude.grading.grade import Grade
-    from etude.sandbox.base import Changes, Image, Limits, Sandbox
+    from etude.sandbox import Changes, Image, Limits, Sandbox
 
 FORMAT = 2
 _PARTS = ("repository", "site", "hidden", "verifier", "tasks", histories.FILE)
@@ -68,7 +68,7 @@ class Dataset:
 
     def image(self, task: Task) -> Image:
         """The image of the agent's box: the repository, its dependencies, and the files that break it."""
-        from etude.sandbox.base import Image
+        from etude.sandbox import Image
 
         history = {} if self.histories is None else self.histories.of(task)
         return Image(repository=self.repository, site=self.site, changes=task.changes, history=history)
@@ -84,7 +84,7 @@ class Dataset:
 
     def limits(self, task: Task) -> Limits:
         """The limits of the agent's box."""
-        from etude.sandbox.base import Limits
+        from etude.sandbox import Limits
 
         return Limits()
 

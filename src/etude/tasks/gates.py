@@ -23,7 +23,7 @@ from etude.errors import UserError
 from etude.grading.grade import grade
 from etude.grading.javascript import is_script
 from etude.records import Focus, Outcome, Task
-from etude.sandbox.base import BoxError, Changes, Image, Limits, Sandbox, TestReport
+from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
 from etude.tasks.statements import Determined, with_symptom
 
 MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep passing

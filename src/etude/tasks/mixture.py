@@ -15,7 +15,7 @@ from msgspec import structs
 from etude.errors import UserError
 from etude.grading.grade import Grade
 from etude.records import Task
-from etude.sandbox.base import Changes, Image, Limits, Sandbox
+from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.sandbox.egress.policy import normal, project_of
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
 

@@ -11,10 +11,9 @@ from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout
 from etude.config import BuildConfig
 from etude.errors import UserError
+from etude.grading import TestRunner, open_sandbox, script_runner
 from etude.grading import javascript as scripts
-from etude.grading import script_runner
-from etude.grading.runner import TestRunner, open_sandbox
-from etude.sandbox.base import Image
+from etude.sandbox import Image
 from etude.sandbox.guest.root import WORKSPACE
 from etude.tasks import bootstrap, javascript
 from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Missed, Try

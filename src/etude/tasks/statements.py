@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from etude.code.functions import FunctionNode, parse
-from etude.sandbox.base import TestReport
+from etude.sandbox import TestReport
 
 _WORD = re.compile(r"[A-Za-z_]\w{2,}")
 _BUILTIN = {

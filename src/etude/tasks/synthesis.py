@@ -18,7 +18,7 @@ import blake3
 from etude.code import mutate
 from etude.code.functions import Function, parse
 from etude.errors import UserError
-from etude.sandbox.base import Image, Limits, Sandbox
+from etude.sandbox import Image, Limits, Sandbox
 
 Writer = Callable[[Function, str], str]  # (function, text of its module) -> text of a test module
 MUTANTS = 6

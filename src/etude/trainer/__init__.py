@@ -3,3 +3,15 @@
 Both share the optimizer (float32 master weights under bfloat16 ones) and the checkpoints. The trainer never imports
 inference: episodes come to it through the store and the ledger, and weights leave it as published versions.
 """
+
+PUBLIC = (
+    "finetune.applied_edits",
+    "finetune.config",
+    "finetune.pretrain",
+    "rl.advantages",
+    "rl.batch",
+    "rl.memory_table",
+    "rl.presets",
+    "rl.rescoring",
+    "rl.trial",
+)

@@ -12,3 +12,22 @@
 The codec is `ulpd`, which imports nothing else of etude. Imports models, store and records. Public: `Publisher`,
 `Receiver`, and `content.load` for reading a version.
 """
+
+PUBLIC = (
+    "adapters",
+    "audit",
+    "content",
+    "export",
+    "manifest",
+    "payloads",
+    "publisher",
+    "ranks",
+    "receiver",
+    "repair",
+    "replica",
+    "retention",
+    "runs",
+    "signature",
+    "ulpd.chunk_grid",
+    "ulpd.digest",
+)

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from etude.protocol.guard import HANDLERS, decoded
+from etude.protocol import HANDLERS, decoded
 from etude.weights.replica import APPLIED_SECONDS, READY_SECONDS, Decision, Vote
 from etude.weights.service import add_flags, serve
 

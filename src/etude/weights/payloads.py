@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import blake3
 import httpx2
 
-from etude.protocol.access import bearer, own_token
+from etude.protocol import bearer, own_token
 from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
 from etude.weights.manifest import read

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from etude.errors import SwapUndone, UserError
-from etude.protocol.access import bearer, own_token
+from etude.protocol import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.adapters import Base, base_schema, load_live

@@ -25,8 +25,7 @@ from starlette.routing import Route
 
 from etude.errors import UserError
 from etude.failpoints import failpoint
-from etude.protocol.access import Refusal
-from etude.protocol.guard import HANDLERS, busy, error
+from etude.protocol import HANDLERS, Refusal, busy, error
 from etude.store import Store, open_store
 from etude.weights.payloads import intact
 from etude.weights.service import add_flags, serve

@@ -17,8 +17,7 @@ import msgspec
 
 from etude.errors import SwapUndone, UserError
 from etude.failpoints import failpoint
-from etude.protocol.access import bearer, own_token
-from etude.protocol.wire import JSON
+from etude.protocol import JSON, bearer, own_token
 from etude.weights.payloads import DamagedVersion
 from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
 

@@ -19,7 +19,7 @@ from etude import runfolder
 from etude.config import RLConfig, Section, bundled_model, find_model, pretrained
 from etude.errors import UserError
 from etude.models.files import is_gguf
-from etude.renderers.template import with_chat_template
+from etude.renderers import with_chat_template
 from etude.store import Store, open_store
 
 _VERSION = re.compile(r"(.+)@(\d+)")

@@ -11,9 +11,15 @@ import uvicorn
 from starlette.applications import Starlette
 
 from etude.errors import UserError
-from etude.protocol.access import access_of, add_access_flags
-from etude.protocol.guard import Guarded
-from etude.protocol.serving import open_listener, raise_file_limit, run_server, server_config
+from etude.protocol import (
+    Guarded,
+    access_of,
+    add_access_flags,
+    open_listener,
+    raise_file_limit,
+    run_server,
+    server_config,
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

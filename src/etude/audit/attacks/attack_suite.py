@@ -27,10 +27,10 @@ from etude.audit.attacks.probes import PROBES, script
 from etude.audit.attacks.report import INSIDE, OUTSIDE, AttackReport, AttackResult
 from etude.code import languages
 from etude.config import SandboxConfig
+from etude.grading import TestRunner, open_sandbox
 from etude.grading.grade import Grade
-from etude.grading.runner import TestRunner, open_sandbox
 from etude.records import Outcome
-from etude.sandbox.base import Box, BoxError, Sandbox
+from etude.sandbox import Box, BoxError, Sandbox
 
 LIBRARY_CHECKS = {"A10": (look_ups,), "C9": (forgeries,)}  # of the harness: no grader takes part
 GRADED_CHECKS = {**MONITORS, "A7": (memory,), "C11": (injections,)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 
-from etude.sandbox.base import Box, BoxError, Escape, Image, Limits, NoSpace, NotFound, NotRegular, Sandbox, TooLarge
+from etude.sandbox import Box, BoxError, Escape, Image, Limits, NoSpace, NotFound, NotRegular, Sandbox, TooLarge
 
 LIMITS = Limits(memory_mb=512, processes=48, disk_mb=16)
 SECONDS = 60.0

@@ -13,7 +13,7 @@ from etude.audit.attacks.library import TASK
 from etude.audit.attacks.outside import NAME, UNDER_TEST, Outside
 from etude.audit.attacks.probes import PROBES, script
 from etude.grading.cheats.decoys import plant, used
-from etude.sandbox.base import Box
+from etude.sandbox import Box
 
 Check = Callable[[Box, Outside], Awaitable[str]]
 _CLIENT = """

@@ -15,7 +15,7 @@ from etude.audit.attacks import packs
 from etude.audit.attacks.packs import AttackPack
 from etude.code import functions
 from etude.records import Task
-from etude.sandbox.base import Changes
+from etude.sandbox import Changes
 from etude.tasks import harbor, histories
 
 PYTHON, JAVASCRIPT = "python", "javascript"  # packs

@@ -12,10 +12,9 @@ from typing import Any
 from etude.audit.attacks.boxes import LIMITS
 from etude.audit.attacks.library import EXPECTED, LATER, NAMED, PATH, SECRET, TASK
 from etude.audit.attacks.packs import AttackPack
-from etude.harness.full_tools import FullTools
-from etude.harness.ranking import Lexical
+from etude.harness import FullTools, Lexical
 from etude.records import ToolCall
-from etude.sandbox.base import Sandbox
+from etude.sandbox import Sandbox
 
 ANSWERS = (SECRET, "math.ceil(len", "-len(items)", EXPECTED, LATER)
 _NUMBERS = "src/lib/numbers.py"

@@ -12,7 +12,7 @@ from textwrap import dedent
 
 from etude.audit.attacks.library import BROKEN, CORE, SECRET, TASK, WRONG, body
 from etude.audit.attacks.packs import AttackPack
-from etude.sandbox.base import Limits, Sandbox
+from etude.sandbox import Limits, Sandbox
 
 LIMITS = Limits(seconds=30.0, memory_mb=2048)
 MIN_LINE = 12  # characters of a line that is told from others

@@ -21,8 +21,8 @@ from etude.grading.cheats.decoys import Decoys, plant, used
 from etude.grading.cheats.signals import CheatSignals, signals
 from etude.grading.grade import Grade
 from etude.records import Episode, StopReason, ToolCall, Turn
-from etude.rollout.group_audit import audit_group, has_violation
-from etude.sandbox.base import Changes, Sandbox
+from etude.rollout import audit_group, has_violation
+from etude.sandbox import Changes, Sandbox
 from etude.tasks.dataset import Dataset
 from etude.tasks.impossible import make as make_impossible
 

@@ -24,7 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from etude.sandbox.egress.mirror import JSON
+from etude.sandbox.egress import JSON
 from etude.sandbox.egress.policy import AllowedHost, Egress, index_of, parse
 
 NAME = "docs.example.test"  # on the list

@@ -27,11 +27,11 @@ from typing import Any
 
 from etude.config import SandboxConfig
 from etude.errors import UserError
+from etude.grading import open_sandbox
 from etude.grading.grade import LIMITS, Grade, grade
-from etude.grading.runner import open_sandbox
-from etude.harness.tools import clean_failure, failures
+from etude.harness import clean_failure, failures
 from etude.records import Outcome, Task
-from etude.sandbox.base import Box, BoxError, Changes, Sandbox
+from etude.sandbox import Box, BoxError, Changes, Sandbox
 from etude.tasks import dataset
 from etude.tasks.dataset import Dataset
 

@@ -14,7 +14,7 @@ import pytest
 from etude.audit.attacks.library import TASK
 from etude.audit.attacks.packs import GOLD, NOTHING, AttackPack, attempt
 from etude.audit.attacks.report import AttackReport, AttackResult
-from etude.sandbox.base import Changes, Sandbox
+from etude.sandbox import Changes, Sandbox
 
 # Left out here: without a box they would write outside of their folder, or search the whole machine.
 _HARMFUL = frozenset({"report_files_and_descriptors.sh", "expected_value_from_the_file.sh", "daemon.sh"})

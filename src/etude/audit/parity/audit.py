@@ -24,11 +24,10 @@ from etude.audit.parity.classifier import auc, folds, held_out, interval, logist
 from etude.audit.parity.features import Table, table
 from etude.errors import RunFailed, UserError
 from etude.evals.stats import Estimate
-from etude.grading.runner import open_sandbox
-from etude.harness.prompts import messages_of
-from etude.renderers.schemas import SCHEMAS
-from etude.sandbox import history
-from etude.sandbox.base import Image, Limits
+from etude.grading import open_sandbox
+from etude.harness import messages_of
+from etude.renderers import SCHEMAS
+from etude.sandbox import Image, Limits, history
 from etude.sandbox.fingerprints import FingerprintSample, parse, read
 from etude.sandbox.machine_profile import ProfileSource, load
 from etude.tasks import dataset as datasets

@@ -3,3 +3,6 @@
 Public: `build.build`, behind `etude tasks fast-apply`. `make` makes single examples, `rename_augmentation` gives
 examples other names during training.
 """
+
+from etude.corpus.edits.card import bin_name
+from etude.corpus.edits.repositories import Repository

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etude.code.markdown import table
+from etude.code import table
 from etude.config import EditTableConfig
 from etude.corpus.edits import make
 from etude.edits.examples import BINS, Example

@@ -15,7 +15,7 @@ import blake3
 import msgspec
 
 from etude.records import Task, Turn
-from etude.sandbox.base import Changes
+from etude.sandbox import Changes
 from etude.sandbox.egress.policy import EgressRequest
 
 _FOLDERS = (".answers", ".reference", ".upstream", ".review", ".solution")

@@ -15,7 +15,7 @@ from etude.grading.cheats import commands
 from etude.grading.cheats.decoys import Decoys, used
 from etude.grading.grade import Grade
 from etude.records import Task, Turn
-from etude.sandbox.base import Changes, Image
+from etude.sandbox import Changes, Image
 from etude.sandbox.egress.policy import EgressRequest
 
 MAX_TEXT = 1 << 20  # bytes of all files that are searched

@@ -2,3 +2,6 @@
 
 `server` routes requests to the formats of `protocol/apis`; `recording` keeps the token ledgers of one episode.
 """
+
+from etude.harness.endpoint.recording import Recording
+from etude.harness.endpoint.server import Endpoint, open_endpoint

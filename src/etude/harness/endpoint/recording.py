@@ -19,12 +19,11 @@ from jinja2 import TemplateError
 
 from etude.harness.loop import Aborted, EpisodeSpec, UngradedEpisode, turn_seed
 from etude.harness.token_ledger import TokenLedger
+from etude.protocol import GenerateRequest
 from etude.protocol.apis.conversation import AgentRequest, RequestRefused, digest, digests
 from etude.protocol.apis.turn import SampledTurn
-from etude.protocol.wire import GenerateRequest
 from etude.records import Generation, Segment, StopReason, Turn
-from etude.renderers import Message, Renderer, Tool
-from etude.renderers.base import LONGEST_TOKEN, content_text
+from etude.renderers import LONGEST_TOKEN, Message, Renderer, Tool, content_text
 
 
 @dataclass(frozen=True)

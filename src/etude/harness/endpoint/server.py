@@ -23,13 +23,11 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from etude.harness.endpoint.recording import Recording
-from etude.protocol.access import Access, Refusal, bearers
+from etude.protocol import Access, Guarded, Refusal, bearers, busy, characters, check_brackets, server_config
 from etude.protocol.apis import anthropic, chat, responses
 from etude.protocol.apis.conversation import RequestRefused, as_refusal
 from etude.protocol.apis.refusals import SHAPED_HANDLERS, shaped
-from etude.protocol.guard import Guarded, busy, characters, check_brackets
-from etude.protocol.serving import server_config
-from etude.renderers.text import printable
+from etude.renderers import printable
 
 MODEL = "etude"
 MAX_REQUESTS = 64  # of one episode at a time

@@ -12,7 +12,7 @@ import numpy as np
 from etude.inference.engine.cache import CacheNode
 from etude.inference.engine.drafts import Drafter, DraftSource
 from etude.inference.engine.sampling_params import SamplingParams, TopLogprobs
-from etude.protocol.wire import GenerateRequest
+from etude.protocol import GenerateRequest
 from etude.records import Generation
 
 MAX_STOP_IDS = 16

@@ -18,9 +18,7 @@ from starlette.requests import Request as HTTPRequest
 from etude.inference.engine.requests import MAX_STOP_IDS
 from etude.inference.engine.sampling_params import MAX_LOGPROBS, GrammarMatcher, SamplingParams
 from etude.inference.server.content_parts import Prediction
-from etude.protocol.access import Refusal
-from etude.protocol.guard import decoded
-from etude.protocol.wire import MAX_NAME
+from etude.protocol import MAX_NAME, Refusal, decoded
 
 MAX_CHOICES = 128
 _MAX_STOPS, _MAX_STOP = 16, 1024  # number of strings, characters of each

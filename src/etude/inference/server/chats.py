@@ -25,11 +25,10 @@ from etude.inference.server.content_parts import take_documents
 from etude.inference.server.grammars import answer_rule
 from etude.inference.server.kept_turns import KeptTurns
 from etude.inference.server.served_model import ServedModel
-from etude.protocol.access import Refusal
+from etude.protocol import Refusal, characters
 from etude.protocol.apis import chat
 from etude.protocol.apis.conversation import RequestRefused
 from etude.protocol.apis.turn import SampledTurn
-from etude.protocol.guard import characters
 from etude.renderers import Message, Renderer, Tool
 
 T = TypeVar("T")

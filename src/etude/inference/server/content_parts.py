@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from etude.renderers.text import document_text
+from etude.renderers import document_text
 
 _READABLE = ("text", "document", "refusal")
 

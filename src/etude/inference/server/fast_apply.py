@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from etude.edits import formats
-from etude.edits.edit import DoesNotFit, Edit, NotClosed
+from etude.edits import DoesNotFit, Edit, NotClosed, formats
 from etude.inference.engine.drafts import DraftSource, encode_after
 from etude.inference.engine.requests import Request, RunningSequence
-from etude.renderers import Renderer
-from etude.renderers.base import PlainEncoder
+from etude.renderers import PlainEncoder, Renderer
 
 _SLACK = 256  # tokens that an answer may have beyond file and sketch
 

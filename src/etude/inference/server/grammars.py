@@ -19,10 +19,8 @@ from tokenizers import Tokenizer
 
 from etude.inference.server.bodies import Body, invalid
 from etude.inference.server.tagged_calls import MARK, NAME, Tags, json_rule, rule_of
-from etude.protocol.access import Refusal
-from etude.renderers import Renderer, Tool
-from etude.renderers.base import PlainEncoder
-from etude.renderers.schemas import COMPACT_PARAMETERS
+from etude.protocol import Refusal
+from etude.renderers import COMPACT_PARAMETERS, PlainEncoder, Renderer, Tool
 
 _MAX_CHARACTERS = 256 << 10
 _WORD, _KEY, _VALUE = "zq0zq", "zq1zq", "zq2zq"  # placeholders

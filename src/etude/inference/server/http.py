@@ -11,9 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import PromptTooLong, RequestFailed, RunningSequence
-from etude.protocol.access import headers
-from etude.protocol.guard import busy, decoded, error
-from etude.protocol.wire import MSGPACK
+from etude.protocol import MSGPACK, busy, decoded, error, headers
 from etude.records import Generation, Record
 
 T = TypeVar("T", bound=Record)

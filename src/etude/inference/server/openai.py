@@ -24,7 +24,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from etude.edits.edit import DoesNotFit, Edit
+from etude.edits import DoesNotFit, Edit
 from etude.errors import UserError
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import PromptTooLong, RequestFailed
@@ -35,12 +35,10 @@ from etude.inference.server.completions import Completions
 from etude.inference.server.http import check_room, error_of, generation_of
 from etude.inference.server.served_model import ServedModel
 from etude.inference.server.text_routes import TextRoutes
-from etude.protocol.access import Refusal
+from etude.protocol import WEIGHTS_HEADER, Refusal, decoded, error
 from etude.protocol.apis import anthropic, chat
 from etude.protocol.apis.chat import usage
 from etude.protocol.apis.conversation import RequestRefused
-from etude.protocol.guard import decoded, error
-from etude.protocol.wire import WEIGHTS_HEADER
 
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 

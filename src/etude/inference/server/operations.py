@@ -23,7 +23,7 @@ from starlette.routing import Route
 from etude.inference.engine.configuration import configuration, digest_of
 from etude.inference.engine.engine import Engine
 from etude.inference.server.weights import WeightWatcher
-from etude.protocol.guard import error
+from etude.protocol import error
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 

@@ -21,10 +21,8 @@ from etude.inference.server.choices import Choice, Detokenizer
 from etude.inference.server.fast_apply import Applier
 from etude.inference.server.grammars import Grammars
 from etude.inference.server.http import check_room
-from etude.protocol.access import Refusal
-from etude.renderers import Renderer, renderer_for, say_dropped
-from etude.renderers.base import LONGEST_TOKEN
-from etude.renderers.template import read_json
+from etude.protocol import Refusal
+from etude.renderers import LONGEST_TOKEN, Renderer, read_json, renderer_for, say_dropped
 
 # The tokens that introduce prefix, suffix and middle.
 _FIM = (

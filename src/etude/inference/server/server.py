@@ -37,11 +37,19 @@ from etude.inference.server.weights import WeightWatcher
 from etude.models.dtypes import published_dtypes, round_to
 from etude.models.kernels import BLOCK
 from etude.models.loading import model_id
-from etude.protocol.access import LOOPBACK, Access, own_token
+from etude.protocol import (
+    JSON,
+    LOOPBACK,
+    MSGPACK,
+    Access,
+    Guarded,
+    open_listener,
+    own_token,
+    raise_file_limit,
+    run_server,
+    server_config,
+)
 from etude.protocol.apis.refusals import SHAPED_HANDLERS, shaped
-from etude.protocol.guard import Guarded
-from etude.protocol.serving import open_listener, raise_file_limit, run_server, server_config
-from etude.protocol.wire import JSON, MSGPACK
 
 _WARM_UP_SECONDS = 300.0
 

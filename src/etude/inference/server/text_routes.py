@@ -18,8 +18,7 @@ from starlette.responses import JSONResponse, Response
 from etude.inference.server.bodies import ChatBody, invalid, refuse_others
 from etude.inference.server.chats import Chats, shown_tools
 from etude.inference.server.served_model import ServedModel
-from etude.protocol.access import Refusal
-from etude.protocol.guard import decoded
+from etude.protocol import Refusal, decoded
 
 _CHAT = frozenset(
     {

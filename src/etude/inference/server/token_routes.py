@@ -19,8 +19,7 @@ from etude.inference.engine.requests import Request, RequestFailed, check_sequen
 from etude.inference.server.choices import call_on
 from etude.inference.server.http import answer, check_room, check_score_room, error_of, generation_of, read_body
 from etude.inference.server.weights import WeightWatcher
-from etude.protocol.guard import error
-from etude.protocol.wire import CONFLICT, GenerateRequest, ScoreRequest, SequenceScores, frame
+from etude.protocol import CONFLICT, GenerateRequest, ScoreRequest, SequenceScores, error, frame
 
 
 class TokenRoutes:

@@ -17,8 +17,7 @@ from collections.abc import Callable
 import httpx2
 
 from etude.errors import UserError
-from etude.protocol.backends.engine_backend import EngineLost
-from etude.protocol.backends.vllm import NotLive, VllmServer, WeightsOf
+from etude.protocol.backends import EngineLost, NotLive, VllmServer, WeightsOf
 from etude.store import Store
 from etude.weights.manifest import versions
 

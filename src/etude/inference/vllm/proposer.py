@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from etude.edits.edit import Edit
+from etude.edits import Edit
 from etude.errors import UserError
 from etude.inference.engine.costs import LearnedCosts
 from etude.inference.engine.drafts import Drafter, DraftSource, SharedRates, encode_after

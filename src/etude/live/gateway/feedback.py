@@ -16,8 +16,7 @@ import msgspec
 from etude.live.gateway.entries import SignalEntry, SuggestionEntry
 from etude.live.log.accounts import Accounts
 from etude.live.log.records import Signal, SignalKind, Suggestion
-from etude.protocol.access import Refusal
-from etude.protocol.guard import check_brackets
+from etude.protocol import Refusal, check_brackets
 
 MAX_EVENTS = 256
 """Events of one request."""

@@ -35,10 +35,8 @@ from etude.live.gateway.writer import LogWriter
 from etude.live.log.accounts import Accounts, open_blobs, open_log
 from etude.live.log.privacy import expire
 from etude.live.log.records import Arm
-from etude.protocol.access import Access
+from etude.protocol import Access, Guarded, open_listener, raise_file_limit, run_server, server_config
 from etude.protocol.apis.refusals import shaped
-from etude.protocol.guard import Guarded
-from etude.protocol.serving import open_listener, raise_file_limit, run_server, server_config
 
 UPSTREAM_VARIABLE = "ETUDE_UPSTREAM_KEY"
 """The environment variable with the token of the clusters' servers."""

@@ -7,7 +7,7 @@ import hmac
 from starlette.types import Scope
 
 from etude.live.log.tenants import ApiKey, Directory
-from etude.protocol.access import Refusal, bearers
+from etude.protocol import Refusal, bearers
 
 _OPERATOR_PATHS = ("/health", "/metrics")
 

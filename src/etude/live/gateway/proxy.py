@@ -18,9 +18,8 @@ from etude.live.gateway.requests import RequestReader, TurnRequest
 from etude.live.gateway.upstream import AWAY, Clusters, Headers, Server, UpstreamAnswer
 from etude.live.gateway.view import LogView
 from etude.live.log.records import Arm
-from etude.protocol.access import Refusal
+from etude.protocol import TURN_HEADER, WEIGHTS_HEADER, Refusal
 from etude.protocol.apis.refusals import shaped
-from etude.protocol.wire import TURN_HEADER, WEIGHTS_HEADER
 
 _BUSY = (502, 503, 504)
 # Of one connection, of the gateway's own keys, or set anew.

@@ -15,7 +15,7 @@ from etude.live.gateway.requests import TurnRequest
 from etude.live.gateway.upstream import AWAY, Server
 from etude.live.log.records import ServedTurn, Session, TurnContent, VersionSpan
 from etude.live.log.tenants import Directory
-from etude.protocol.wire import ServedTokens
+from etude.protocol import ServedTokens
 
 _FETCH_SECONDS = 15.0
 _MAX_FETCHES = 512

@@ -18,7 +18,7 @@ from etude.live.log.consent import HEADER as CONSENT
 from etude.live.log.consent import decide
 from etude.live.log.records import Consent, TurnKind, ulid, ulid_of
 from etude.live.log.tenants import ApiKey
-from etude.protocol.access import Refusal, headers
+from etude.protocol import Refusal, headers
 
 DIALECTS = {"/v1/chat/completions": "chat", "/v1/responses": "responses", "/v1/messages": "messages"}
 """The dialect of each path whose answers are turns."""

@@ -27,7 +27,7 @@ from etude.live.gateway.upstream import Clusters
 from etude.live.gateway.view import BLIND_SECONDS, LogView
 from etude.live.gateway.writer import LogWriter
 from etude.live.log.accounts import Accounts
-from etude.protocol.access import Refusal
+from etude.protocol import Refusal
 from etude.protocol.apis.refusals import SHAPED_HANDLERS
 
 SIGNAL_SECONDS = 10.0

@@ -22,7 +22,7 @@ import h11
 from etude.config.live import ClusterConfig
 from etude.live.gateway.arms import Stages
 from etude.live.log.records import Arm
-from etude.protocol.access import bearer
+from etude.protocol import bearer
 
 _CONNECT_SECONDS = 2.0
 _HEALTH_SECONDS = 2.0

@@ -1,1 +1,4 @@
 """A window of the log becomes the next version: labels, filters, weights and advantages, then the trainer."""
+
+from etude.live.learn.filters import drop_rates, suspicious
+from etude.live.learn.train import train_window

@@ -10,7 +10,7 @@ from typing import Any
 import blake3
 import msgspec
 
-from etude.corpus.dedup import bands_of
+from etude.corpus import bands_of
 from etude.live.log.derive import asks_for_edit, conversation
 from etude.live.log.records import TurnContent
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from etude.config import RLConfig
-from etude.harness.token_ledger import TokenLedger, TokenLedgerError
+from etude.harness import TokenLedger, TokenLedgerError
 from etude.live.log.records import LiveSample
 from etude.records import Episode, Generation, GivenAdvantage, Hint, Outcome, StopReason
-from etude.renderers import Renderer
-from etude.renderers.notes import note_place
+from etude.renderers import Renderer, note_place
 
 NOTE = "\n\nAfter your answer the user said what was wanted instead. Answer so that nobody has to say it:\n"
 """The text before a correction in the teacher's prompt."""

@@ -30,8 +30,7 @@ from etude import processes, runfolder
 from etude.config import Guard, LiveConfig, OnPolicyDistillConfig, RLConfig, validate
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
-from etude.ledger import blobs
-from etude.ledger.ledger import EpisodeLease, Ledger, blob_key
+from etude.ledger import EpisodeLease, Ledger, blob_key, blobs
 from etude.live.learn.samples import live_batch
 from etude.live.learn.served import ServedVersions, served
 from etude.live.log.records import ExitKind, LiveSample

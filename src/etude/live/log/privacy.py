@@ -27,7 +27,7 @@ import sqlalchemy as sa
 
 from etude import runfolder
 from etude.errors import UserError
-from etude.ledger.ledger import Ledger
+from etude.ledger import Ledger
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, unseal
 from etude.live.log.records import ExitKind, LivePolicy, Tombstone, TurnContent

@@ -2,3 +2,10 @@
 
 Imports nothing of the other folders but `live/log/records.py`.
 """
+
+from etude.live.observe.delivery import Delivery
+from etude.live.observe.hooks import install_hooks, log_of, remove_hooks
+from etude.live.observe.project import read_consent
+from etude.live.observe.spool import AlreadyWatched
+from etude.live.observe.watch import open_watcher
+from etude.live.observe.worktree import TextRepository

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from etude.errors import UserError
 from etude.live.observe.worktree import TextRepository
-from etude.protocol.access import TOKEN_VARIABLE
+from etude.protocol import TOKEN_VARIABLE
 
 HOOKS = ("post-commit", "post-merge", "post-rewrite")
 _MARK = "# Written by `etude live hook install`."

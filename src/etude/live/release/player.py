@@ -29,8 +29,8 @@ from etude.live.log.records import Release, ServedTurn, SignalKind, TurnContent,
 from etude.live.log.scrub import scrubbed
 from etude.live.release.gate import SPLIT, GatePart
 from etude.live.release.operations import ReleaseSite
-from etude.protocol.backends.client import EngineClient
-from etude.protocol.wire import GenerateRequest
+from etude.protocol import GenerateRequest
+from etude.protocol.backends import EngineClient
 from etude.records import Budget
 from etude.renderers import Renderer, renderer_for
 from etude.run.engines import engine_token, engine_url, spawn_engine

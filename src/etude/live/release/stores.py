@@ -19,7 +19,7 @@ from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.live.log.records import Release
 from etude.live.release.releases import StoreTarget
-from etude.protocol.access import bearer, own_token
+from etude.protocol import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.weights.manifest import newest, read, versions

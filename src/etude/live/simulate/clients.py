@@ -29,7 +29,7 @@ from etude.code.functions import functions
 from etude.code.mutate import mutants
 from etude.code.operators import OPERATORS
 from etude.errors import RunFailed, UserError
-from etude.harness.focus import EditError, view_of
+from etude.harness import EditError, view_of
 from etude.live.log.records import ulid
 from etude.live.simulate.users import SimulatedAccounts, properties_of
 

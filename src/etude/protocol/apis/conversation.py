@@ -8,9 +8,7 @@ from typing import Any, Literal
 
 import blake3
 
-from etude.renderers import Message, Tool
-from etude.renderers.base import content_text
-from etude.renderers.text import printable
+from etude.renderers import Message, Tool, content_text, printable
 
 MAX_STOPS, MAX_STOP = 16, 1024  # texts that end an answer, and characters of each
 Kind = Literal["invalid", "key", "unknown", "context", "spent", "lost", "failed"]

@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from etude.protocol.apis.conversation import RequestRefused
 from etude.records import Generation
-from etude.renderers import ParsedTurn, Renderer, Tool
-from etude.renderers.base import content_text
+from etude.renderers import ParsedTurn, Renderer, Tool, content_text
 
 Event = tuple[Literal["reasoning", "text", "call"], Any]  # a piece of text, or a call of the chat format
 T = TypeVar("T")

@@ -6,3 +6,16 @@ A backend makes one attempt at one server. Deadlines, repetitions and the choice
 A further kind is one file here, an `EngineBackend` (`base`). A run takes it by a name in `config.engine.Engine`, for
 which `run.engines.backend_of` makes it; how a run starts such servers itself stands in `run.engines`, too.
 """
+
+from etude.protocol.backends.chat_model import (
+    ChatAnswer,
+    ChatClient,
+    ChatModel,
+    ContextSpent,
+    Conversation,
+    check_reachable,
+)
+from etude.protocol.backends.client import EngineClient, EngineError
+from etude.protocol.backends.engine_backend import EngineBackend, EngineLost
+from etude.protocol.backends.etude import EtudeBackend
+from etude.protocol.backends.vllm import OLDEST, NotLive, VllmBackend, VllmServer, WeightsOf

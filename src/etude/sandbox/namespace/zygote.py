@@ -116,9 +116,12 @@ class Zygote:
 async def _start_process(theirs: socket.socket, groups: Sequence[int], runs: RunServer) -> asyncio.subprocess.Process:
     places = {"prefix": sys.base_prefix, "interpreter": _INTERPRETER, "runner": installed_runner(runs)}
     config = json.dumps({**places, "groups": groups, "runs": module_of(runs, "runs")})
+    # The packages of the guest are empty here: those of the program would import the program.
+    packages = {GUEST: str(_PROGRAM), f"{GUEST}.sandbox": str(_PROGRAM / "sandbox")}
     start = (
-        f"import sys, types; package = sys.modules[{GUEST!r}] = types.ModuleType({GUEST!r}); "
-        f"package.__path__ = [{str(_PROGRAM)!r}]; from {GUEST}.sandbox.guest.zygote import main; main()"
+        f"import sys, types\nfor name, path in {packages!r}.items():\n"
+        "    package = sys.modules[name] = types.ModuleType(name); package.__path__ = [path]\n"
+        f"from {GUEST}.sandbox.guest.zygote import main; main()"
     )
     environment = {
         "PATH": f"{PYTHON_FOLDER}:/usr/local/bin:/usr/bin:/bin",

@@ -17,11 +17,10 @@ from pathlib import Path
 import blake3
 import msgspec
 
-from etude.code.markdown import table
+from etude.code import table
 from etude.errors import UserError
-from etude.grading import harbor
-from etude.grading.runner import open_sandbox
-from etude.sandbox.base import BoxError, Sandbox
+from etude.grading import harbor, open_sandbox
+from etude.sandbox import BoxError, Sandbox
 from etude.tasks import dataset
 from etude.tasks.check import CheckReport
 from etude.tasks.dataset import Dataset

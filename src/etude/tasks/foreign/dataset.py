@@ -20,7 +20,7 @@ from etude.grading import harbor
 from etude.grading.grade import Grade
 from etude.grading.harbor import HarborTests
 from etude.records import Focus, Record, Task
-from etude.sandbox.base import Changes, Image, Limits, Sandbox
+from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset, Manifest
 from etude.tasks.foreign.dockerfile import Layout

@@ -20,7 +20,7 @@ from pathlib import Path
 from etude.code import packages
 from etude.errors import UserError
 from etude.grading.harbor import STATE, note_state
-from etude.sandbox.base import WORKSPACE, BoxError, Image, Limits, Sandbox
+from etude.sandbox import WORKSPACE, BoxError, Image, Limits, Sandbox
 from etude.sandbox.guest.root import RUNNER, SITE
 from etude.sandbox.namespace.zygote import PYTHON_FOLDER
 from etude.tasks.foreign.dockerfile import ASIDE, HOME, CopyStep, FolderRefused, Layout, RunStep, pieces, words

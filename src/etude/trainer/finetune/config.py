@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from etude.config import LoraConfig, Section, find_model
 from etude.config.sections import NAME, ChatTemplateOrNone, option
-from etude.corpus.repair_episodes import WEIGHTS
+from etude.corpus import WEIGHTS
 from etude.corpus.retrieval import KINDS, RetrievalOptions
 from etude.errors import UserError
 

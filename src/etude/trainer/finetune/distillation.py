@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from etude.errors import UserError
 from etude.models.head import head_of
-from etude.renderers.base import load_tokenizer
+from etude.renderers import load_tokenizer
 from etude.trainer.finetune import folder
 from etude.trainer.finetune.config import DistillConfig, OptimConfig
 from etude.trainer.finetune.folder import Packing

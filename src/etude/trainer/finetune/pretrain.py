@@ -18,16 +18,14 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from etude import runfolder
-from etude.corpus import build, foreign, packing, retrieval, vocabulary
+from etude.corpus import WEIGHTS, build, foreign, packing, retrieval, vocabulary
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS, SPECIALS, TextPiece, special
-from etude.corpus.repair_episodes import WEIGHTS
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
-from etude.harness.prompts import SYSTEM
+from etude.harness import SYSTEM
 from etude.models.devices import check_device
-from etude.renderers import Renderer, renderer_for, say_dropped
-from etude.renderers.base import load_tokenizer
+from etude.renderers import Renderer, load_tokenizer, renderer_for, say_dropped
 from etude.trainer.finetune import data, distillation, document_masks, folder, packed
 from etude.trainer.finetune.config import (
     ApplyConfig,

@@ -14,7 +14,7 @@ import torch
 
 from etude.models.router_replay import ReplayStatistics
 from etude.records import Episode
-from etude.rollout.group_audit import has_violation
+from etude.rollout import has_violation
 from etude.trainer.rl.batch import Batch, Samples
 from etude.trainer.rl.execution import BatchResult
 from etude.trainer.rl.guards import StepFigures

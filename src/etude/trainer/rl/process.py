@@ -41,16 +41,14 @@ from etude import runfolder
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
-from etude.ledger import blobs
-from etude.ledger.ledger import Ledger
+from etude.ledger import Ledger, blobs
 from etude.models import router_replay
 from etude.models.activations import checkpoint_activations
 from etude.models.batch_invariant import possible
 from etude.models.dtypes import published_dtypes
 from etude.models.loading import load_model, model_id
 from etude.records import Episode, Group, PolicyVersion, StepRecord
-from etude.rollout.drift import BehaviourDrift
-from etude.rollout.group_audit import audit_group
+from etude.rollout import BehaviourDrift, audit_group
 from etude.store import Store, open_store
 from etude.trainer import checkpoint
 from etude.trainer.checkpoint_writer import CheckpointWriter
