@@ -11,6 +11,7 @@ Imports harness, grading, tasks, sandbox, protocol and what lies below; no torch
 environments), and `episode.run_episode`, `episode.RolloutContext` for whoever plays episodes.
 """
 
+# pyright: reportUnusedImport=false
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.agent import Agent, check_agent, open_agent
 from etude.rollout.chat_episode import ChatContext, run_chat_episode
