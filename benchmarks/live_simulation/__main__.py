@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.live_simulation.judge import TREATMENTS, simulate
 from benchmarks.live_simulation.scenarios import SCENARIOS, digest
+from etude.code import extras
 from etude.errors import UserError
 
 
@@ -38,6 +39,7 @@ def _print(scenario: str, range_of_seeds: str, as_json: bool) -> int:
     if scenario not in (*known, "all"):
         raise UserError(f"no scenario is named {scenario!r}: give {', '.join(known)}, or all")
     seeds = _seeds(range_of_seeds)
+    extras.need("the simulation", "live")
     clean, rows = simulate(known if scenario == "all" else [scenario], seeds)
     figures: dict[str, Any] = {"scenarios": digest(), "seeds": range_of_seeds}
     if clean is not None:

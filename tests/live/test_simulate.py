@@ -154,3 +154,9 @@ def test_a_stranger_is_known_by_the_key() -> None:
     mixed = faults.praising(turns, own, np.ones(len(turns.account_N), bool), genuine=False)
     assert len(mixed.turn_S) > len(own.turn_S)
     assert np.array_equal(faults.authentic(mixed).event_S, own.event_S)
+
+
+def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("etude.code.extras.missing", lambda extra: ["detect-secrets"] if extra == "live" else [])
+    assert main(["secret"]) == 2
+    assert "pip install 'etude[live]'" in capsys.readouterr().err
