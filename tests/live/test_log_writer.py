@@ -235,7 +235,7 @@ def test_a_forgotten_account_is_not_written_again(live):
 
 
 def test_a_record_that_is_refused_takes_no_other_with_it(live):
-    good, broken = live.turn(), live.turn()
+    good, broken = live.turn(request=b'{"messages":["ann.lee@bigfirm.com"]}'), live.turn()
     twice = TurnEntry(broken.session, msgspec.structs.replace(broken.turn, id=good.turn.id), broken.content)
     held = live.queue.submit([live.signal(ulid(), comment="until all is queued")])
     live.queue.append(good)
@@ -243,6 +243,8 @@ def test_a_record_that_is_refused_takes_no_other_with_it(live):
     again = live.queue.submit([live.signal(good.turn.id)])
     assert (held.result(60), again.result(60)) == (["unknown"], ["recorded"])
     assert live.queue.counters.drops == {"database": 1}
+    (row,) = live.rows(schema.turns)
+    assert (row["reason"], row["scrubbed"]) == ("scrubbed", '{"email":1}'), "it was looked through once, and says so"
     assert len(list((live.folder / "blobs").rglob("01*"))) == 1, "no blob is left of it"
 
 
