@@ -62,7 +62,7 @@ def postgres() -> Iterator[str]:
 
 @dataclass
 class Loop:
-    """A live loop on the disk, with an queue."""
+    """A live loop on the disk, with a queue."""
 
     folder: Path
     database: str | None = None
