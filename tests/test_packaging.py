@@ -1,5 +1,6 @@
 """The wheel: what it holds, and that it works in an empty folder, without the repository beside it."""
 
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -10,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from etude.cli.main import command_parser
+
 ROOT = Path(__file__).parents[1]
+
+
+def requirement(name):
+    """A program of requirements/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"requirements/{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +103,7 @@ def test_the_lock_holds_every_direct_dependency_with_digests_and_no_address():
 
 
 def test_a_package_has_the_notes_of_its_version_and_a_tag(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("package", ROOT / "requirements/package.py")
-    package = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(package)
+    package = requirement("package")
     changelog = "# Changelog\n\n## 0.2.0\n\n- New.\n\n## 0.1.0 (2026)\n\n- Old.\n"
     assert package.notes(changelog, "0.1.0") == "- Old.\n"
     with pytest.raises(SystemExit, match=r"no section 0\.3\.0"):
@@ -109,3 +118,12 @@ def test_a_package_has_the_notes_of_its_version_and_a_tag(tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "argv", ["package"])
     with pytest.raises(SystemExit, match="is not tagged v"):
         package.main()
+
+
+def test_the_commands_of_the_install_check_are_those_that_there_are(capsys):
+    for step in (step for part in requirement("installed").STEPS.values() for step in part if not step.python):
+        words = step.line.split()
+        with contextlib.suppress(SystemExit):  # --help and --keys end at once, others with a word on stderr
+            arguments, rest = command_parser(words).parse_known_args(words)
+            assert not rest or arguments.takes_overrides, step.line
+        assert not capsys.readouterr().err, step.line

@@ -53,15 +53,3 @@ def learn(logits_CVA: np.ndarray, turns: Turns, gain_N: np.ndarray, rate: float 
     total_CV = np.zeros(policy.shape[:2])
     np.add.at(total_CV, at, gain)
     return out + rate * (step - total_CV[..., None] * policy)
-
-
-def suite_passes(logits_CVA: np.ndarray, seed: int, tasks: int, actions: tuple[Action, ...] = ACTIONS) -> np.ndarray:
-    """The tasks of a frozen suite that a policy passes once: bool [T]. The suite's draws depend on `seed` alone, so
-    that two versions meet the same tasks with the same luck, and differ where their policies do."""
-    rng = np.random.default_rng((seed, 77))
-    cell, variant = rng.integers(0, len(logits_CVA), tasks), rng.choice(len(VARIANT_SHARES), tasks, p=VARIANT_SHARES)
-    luck, order = rng.random((2, tasks))
-    sums = probabilities(logits_CVA)[cell, variant].cumsum(-1)
-    action = np.minimum((order[:, None] > sums).sum(-1), len(actions) - 1)
-    correct_VA = np.array([a.correct for a in actions]).T
-    return luck < correct_VA[variant, action]

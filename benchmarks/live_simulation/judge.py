@@ -82,10 +82,10 @@ def _counted_twice(seed: int, setting: Setting) -> float:
     """Share of the signals that count more often than they were meant."""
     rng, population, turns, signals = _first_window(seed, setting)
     log, other = records(population, turns, signals, 0), records(population, turns, faults.duplicated(rng, signals), 0)
-    signals = other.signals
+    written = other.signals
     if not setting.guarded:
-        signals = [msgspec.structs.replace(s, event=str(n)) for n, s in enumerate(signals)]
-    return len(distinct(signals, 2**62)) / len(distinct(log.signals, 2**62)) - 1.0
+        written = [msgspec.structs.replace(s, event=str(n)) for n, s in enumerate(written)]
+    return len(distinct(written, 2**62)) / len(distinct(log.signals, 2**62)) - 1.0
 
 
 def _mean_error(seed: int, setting: Setting) -> float:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from etude.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,6 +24,13 @@ def bench(name: str) -> tuple[dict[str, Any], dict[str, float]]:
     assert result["bench"] == name
     assert {"case", "value", "unit", "baseline"} == set(result["rows"][0])
     return result, {row["case"]: row["value"] for row in result["rows"]}
+
+
+def test_a_record_without_a_folder_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "weights", "--record", "/nowhere/weights.json"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("etude: --record /nowhere/weights.json: there is no folder /nowhere")
 
 
 @pytest.mark.slow

@@ -28,11 +28,49 @@ from etude.live.log.records import (
     TurnContent,
     TurnKind,
     VersionSpan,
+    ulid,
 )
 from etude.store import open_store
 
 BASE = 1_767_225_600_000_000_000  # 1 January 2026
 SECOND = 1_000_000_000
+
+
+def new_session(**fields: Any) -> Session:
+    """A session with consent; `fields` has its account."""
+    values: dict[str, Any] = {
+        "id": ulid(),
+        "tenant": "acme",
+        "consent": Consent(granted=True, scope="train"),
+        "arm": Arm.CONTROL,
+        "release": 1,
+        "propensity": 1.0,
+        "opened": 0,
+    }
+    return Session(**values | fields)
+
+
+def new_turn(session: str, **fields: Any) -> ServedTurn:
+    """A turn of 4 tokens by version 3, without content."""
+    values: dict[str, Any] = {
+        "id": ulid(),
+        "session": session,
+        "sequence": 0,
+        "kind": TurnKind.MAIN,
+        "release": 1,
+        "manifest": "m3",
+        "prompt_tokens": 8,
+        "sampled_tokens": 4,
+        "spans": (VersionSpan(low=0, high=4, version=3),),
+        "blob": None,
+        "scrubbed": {},
+        "rules": "r",
+        "stop": "stop",
+        "seconds": 0.0,
+        "cluster": "main",
+        "at": 0,
+    }
+    return ServedTurn(**values | fields)
 
 
 class Story:
@@ -46,37 +84,17 @@ class Story:
 
     def session(self, name: str, at: float = 0.0, **fields: Any) -> str:
         """A session with consent, of an account of its own unless `account` is given."""
-        values: dict[str, Any] = {
-            "tenant": "acme",
-            "account": f"account of {name}",
-            "consent": Consent(granted=True, scope="train"),
-            "arm": Arm.CONTROL,
-            "release": 1,
-            "propensity": 1.0,
-        } | fields
-        self.sessions.append(Session(id=name, opened=time(at), **values))
+        values = {"account": f"account of {name}", "opened": time(at)} | fields
+        self.sessions.append(new_session(id=name, **values))
         return name
 
     def turn(self, session: str, name: str, at: float, **fields: Any) -> str:
         """A turn of 4 tokens by version 3; of a session that is opened with it if it is not there yet."""
         if all(s.id != session for s in self.sessions):
             self.session(session, at)
-        values: dict[str, Any] = {
-            "kind": TurnKind.MAIN,
-            "release": 1,
-            "manifest": "m3",
-            "prompt_tokens": 8,
-            "sampled_tokens": 4,
-            "spans": (VersionSpan(low=0, high=4, version=3),),
-            "blob": f"{session}/{name}",
-            "scrubbed": {},
-            "rules": "r",
-            "stop": "stop",
-            "seconds": 0.0,
-            "cluster": "main",
-        } | fields
         number = 1 + sum(t.session == session for t in self.turns)
-        self.turns.append(ServedTurn(id=name, session=session, sequence=number, at=time(at), **values))
+        values = {"blob": f"{session}/{name}", "sequence": number, "at": time(at)} | fields
+        self.turns.append(new_turn(session, id=name, **values))
         return name
 
     def edit(self, turn: str, name: str, at: float, characters: int = 100, path: str = "a.py") -> str:

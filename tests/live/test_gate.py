@@ -20,15 +20,8 @@ from etude.live.log import journal
 from etude.live.log.accounts import Accounts, new_blob, open_blobs, seal
 from etude.live.log.privacy import plant
 from etude.live.log.records import (
-    Arm,
-    Consent,
     ReleaseStage,
-    ServedTurn,
-    Session,
     TurnContent,
-    TurnKind,
-    VersionSpan,
-    ulid,
 )
 from etude.live.release import operations
 from etude.live.release.gate import GatePart, compare_paired, gate, integrity, read_report
@@ -42,6 +35,7 @@ from etude.weights.manifest import newest
 from etude.weights.publisher import Publisher
 from etude.weights.signature import keygen, private_key
 from tests.helpers.followers import Site, site
+from tests.helpers.live_story import new_session, new_turn
 from tests.helpers.small_tensors import nudged, tensors
 
 TINY = Path(__file__).parents[1] / "tasks/data/tiny"
@@ -268,34 +262,8 @@ def consented(made: Site, request: str, number: int) -> None:
         secret = keys.keys(connection, {account: "acme"}, at)[account]
         blob = new_blob(account)
         store.put(blob, seal(secret, msgspec.msgpack.encode(content), blob))
-        session = Session(
-            id=ulid(),
-            tenant="acme",
-            account=account,
-            consent=Consent(granted=True, scope="train"),
-            arm=Arm.CONTROL,
-            release=1,
-            propensity=1.0,
-            opened=at,
-        )
-        turn = ServedTurn(
-            id=ulid(),
-            session=session.id,
-            sequence=0,
-            kind=TurnKind.MAIN,
-            release=1,
-            manifest="",
-            spans=(VersionSpan(low=0, high=2, version=0),),
-            prompt_tokens=len(prompt),
-            sampled_tokens=2,
-            blob=blob,
-            scrubbed={},
-            rules="1",
-            stop="stop",
-            seconds=1.0,
-            cluster="east",
-            at=at + 1,
-        )
+        session = new_session(account=account, opened=at)
+        turn = new_turn(session.id, prompt_tokens=len(prompt), sampled_tokens=2, blob=blob, at=at + 1)
         journal.add(connection, [session, turn])
 
 

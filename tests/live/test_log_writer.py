@@ -20,19 +20,17 @@ from etude.live.log.accounts import Accounts, open_blobs, open_log, unseal
 from etude.live.log.records import (
     Arm,
     Consent,
-    ServedTurn,
-    Session,
     Signal,
     SignalKind,
     Suggestion,
     Tombstone,
     TurnContent,
-    TurnKind,
     VersionSpan,
     ulid,
 )
 from etude.store import Store
 from tests.helpers.live import bytes_below
+from tests.helpers.live_story import new_session, new_turn
 
 CONSENT = Consent(granted=True, scope="train", policy="tenant", at=1)
 
@@ -48,34 +46,10 @@ class _Log:
 
     def turn(self, user: str = "ann", session: str = "", request: bytes = b'{"messages":[]}', **more) -> TurnEntry:
         account = self.accounts.name("acme", user)
-        where = Session(
-            id=session or ulid(),
-            tenant="acme",
-            account=account,
-            consent=CONSENT,
-            arm=Arm.CANARY,
-            release=3,
-            propensity=0.05,
-            opened=0,
+        where = new_session(
+            id=session or ulid(), account=account, consent=CONSENT, arm=Arm.CANARY, release=3, propensity=0.05
         )
-        turn = ServedTurn(
-            id=ulid(),
-            session=where.id,
-            sequence=0,
-            kind=TurnKind.MAIN,
-            release=3,
-            manifest="m",
-            spans=(VersionSpan(low=0, high=2, version=7),),
-            prompt_tokens=1,
-            sampled_tokens=2,
-            blob=None,
-            scrubbed={},
-            rules="",
-            stop="stop",
-            seconds=0.5,
-            cluster="a",
-            at=0,
-        )
+        turn = new_turn(where.id, release=3, spans=(VersionSpan(low=0, high=2, version=7),), sampled_tokens=2)
         content = TurnContent(
             dialect="chat",
             request=request,
@@ -235,7 +209,7 @@ def test_a_forgotten_account_is_not_written_again(live):
 
 
 def test_a_record_that_is_refused_takes_no_other_with_it(live):
-    good, broken = live.turn(), live.turn()
+    good, broken = live.turn(request=b'{"messages":["ann.lee@bigfirm.com"]}'), live.turn()
     twice = TurnEntry(broken.session, msgspec.structs.replace(broken.turn, id=good.turn.id), broken.content)
     held = live.queue.submit([live.signal(ulid(), comment="until all is queued")])
     live.queue.append(good)
@@ -243,6 +217,8 @@ def test_a_record_that_is_refused_takes_no_other_with_it(live):
     again = live.queue.submit([live.signal(good.turn.id)])
     assert (held.result(60), again.result(60)) == (["unknown"], ["recorded"])
     assert live.queue.counters.drops == {"database": 1}
+    (row,) = live.rows(schema.turns)
+    assert (row["reason"], row["scrubbed"]) == ("scrubbed", '{"email":1}'), "it was looked through once, and says so"
     assert len(list((live.folder / "blobs").rglob("01*"))) == 1, "no blob is left of it"
 
 

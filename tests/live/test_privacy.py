@@ -31,22 +31,18 @@ from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs, open_log
 from etude.live.log.privacy import DAY, expire, export, forget, plant, planted
 from etude.live.log.records import (
-    Arm,
-    Consent,
     LivePolicy,
-    ServedTurn,
-    Session,
     Signal,
     SignalKind,
     Suggestion,
     TurnContent,
-    TurnKind,
     VersionSpan,
     ulid,
 )
 from etude.live.log.tenants import set_policy
 from etude.records import Outcome
 from etude.store import Store, open_store
+from tests.helpers.live_story import new_session, new_turn
 from tests.helpers.postgres import INSTALLED, PostgresServer
 
 MARK = "zebra lantern quarry"  # in everything that the forgotten account wrote
@@ -62,7 +58,7 @@ def postgres() -> Iterator[str]:
 
 @dataclass
 class Loop:
-    """A live loop on the disk, with an queue."""
+    """A live loop on the disk, with a queue."""
 
     folder: Path
     database: str | None = None
@@ -81,40 +77,13 @@ class Loop:
         """Turns of a user with an edit each that survived, and a correction. Returns their ids."""
         queue = RecordQueue()
         writer = LogWriter(queue, self.engine, self.store, self.accounts)
-        session = Session(
-            id=ulid(),
-            tenant="acme",
-            account=self.accounts.name("acme", user),
-            organisation=f"{said} org",
-            client=f"{said} client",
-            consent=Consent(granted=True, scope="train", policy="tenant"),
-            arm=Arm.CONTROL,
-            release=0,
-            propensity=1.0,
-            opened=0,
-        )
+        account = self.accounts.name("acme", user)
+        session = new_session(account=account, organisation=f"{said} org", client=f"{said} client", release=0)
         names = [ulid() for _ in range(turns)]
         message = {"role": "assistant", "content": f"```\n{said}\n```"}
         for name in names:
             body = {"model": "m", "messages": [{"role": "user", "content": f"Fix {name} of {said}"}]}
-            turn = ServedTurn(
-                id=name,
-                session=session.id,
-                sequence=0,
-                kind=TurnKind.MAIN,
-                release=0,
-                manifest="m",
-                spans=(VersionSpan(low=0, high=4, version=0),),
-                prompt_tokens=4,
-                sampled_tokens=4,
-                blob=None,
-                scrubbed={},
-                rules="",
-                stop="stop",
-                seconds=1.0,
-                cluster="a",
-                at=0,
-            )
+            turn = new_turn(session.id, id=name, release=0, spans=(VersionSpan(low=0, high=4, version=0),))
             ids = np.array([0, 1, 2, next(self.count)], dtype="<i4").tobytes()  # the same ones are trained on once
             logs = np.zeros(4, "<f4").tobytes()
             content = TurnContent(

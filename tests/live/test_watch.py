@@ -15,7 +15,7 @@ import pytest
 
 from etude.errors import UserError
 from etude.live.observe import spool
-from etude.live.observe.agents import AgentFile
+from etude.live.observe.agents import AgentFile, AgentStep, mini_steps
 from etude.live.observe.hooks import install_hooks, log_of, remove_hooks
 from etude.live.observe.watch import HORIZONS, Watcher, open_watcher
 from etude.live.observe.worktree import TextRepository, excluded
@@ -507,6 +507,21 @@ def test_edits_that_hold_too_much_text_are_counted_and_not_followed(
     held = sum(len(edit.before) + len(edit.applied) for edit in desk.watcher.state.edits())
     assert 0 < held <= 5000
     assert desk.watcher.counts.edits + desk.watcher.counts.unfollowed == 6
+
+
+def test_the_last_command_of_a_trajectory_has_a_minute_and_an_answer_without_one_has_none() -> None:
+    """An agent that its own command ends writes no observation, only an exit without a time."""
+    names = [f"01J{letter * 23}" for letter in "ABC"]
+
+    def answer(name: str, at: float, *actions: str) -> dict[str, Any]:
+        response = {"id": f"chatcmpl-{name}", "model": "etude"}
+        return {"role": "assistant", "extra": {"response": response, "timestamp": at, "actions": list(actions)}}
+
+    messages = [answer(names[0], 10.0, "ls"), {"role": "user", "extra": {"timestamp": 12.0}}]
+    messages += [answer(names[1], 20.0), answer(names[2], 30.0, "submit")]
+    steps = mini_steps([*messages, {"role": "exit", "extra": {"exit_status": "done"}}])
+    spans = [(10.0, 12.0), (20.0, 20.0), (30.0, 90.0)]
+    assert steps == [AgentStep(name, *span, "etude") for name, span in zip(names, spans, strict=True)]
 
 
 def test_a_trajectory_without_messages_is_waited_for(desk: Desk) -> None:

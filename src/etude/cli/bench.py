@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     package = bundled("benchmarks")
     if package is None:
         raise UserError("this installation has no benchmarks: install etude's wheel, or work in its repository")
+    if arguments.record is not None and not arguments.record.parent.is_dir():
+        raise UserError(f"--record {arguments.record}: there is no folder {arguments.record.parent}; make it first")
     sys.path.insert(0, str(package.parent))
     conditions = arguments.conditions or f"Load {os.getloadavg()[0]:.1f} before."
     result = importlib.import_module(f"benchmarks.{BENCHMARKS[arguments.name]}").run(quick=arguments.quick)

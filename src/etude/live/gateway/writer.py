@@ -63,7 +63,7 @@ class LogWriter:
 
     def _commit(self, jobs: list[Job], again: bool = False) -> None:
         """One transaction. If a record of it is refused, each job gets a transaction of its own (`again`)."""
-        ready = [job for job in jobs if self._scrub(job)]
+        ready = jobs if again else [job for job in jobs if self._scrub(job)]
         counts = self._queue.take_counts()
         try:
             statuses = iter(self._transactions.write([entry for job in ready for entry in job.entries], counts))

@@ -45,7 +45,7 @@ from etude.live.log.records import (
 from etude.store import ObjectMissing, Store
 
 MAX_TURNS = 200_000
-"""That one window looks at."""
+"""Turns that one window looks at."""
 MAX_SIGNALS = 1000
 """Signals of one edit, turn or session that are read: the first."""
 _REFUSALS = ("stale", "temperature", "too_long", "tokens")  # of the trainer, which it writes in the place of ours

@@ -149,10 +149,10 @@ def mini_steps(messages: list[dict[str, Any]]) -> list[AgentStep]:
             continue
         ended = started
         for later in messages[place + 1 :]:
-            extra = later.get("extra") or {}
-            if "response" in extra:
+            after = later.get("extra") or {}
+            if "response" in after:
                 break
-            ended = max(ended, extra.get("timestamp") or ended)
+            ended = max(ended, after.get("timestamp") or ended)
         if ended == started and extra.get("actions"):  # the last command ended the agent, and has no observation
             ended = started + 60.0
         steps.append(AgentStep(turn, float(started), float(ended), str(response.get("model") or "")))
