@@ -18,4 +18,4 @@ from etude.protocol.backends.chat_model import (
 from etude.protocol.backends.client import EngineClient
 from etude.protocol.backends.engine_backend import EngineBackend, EngineError, EngineLost
 from etude.protocol.backends.etude import EtudeBackend
-from etude.protocol.backends.vllm import OLDEST, NotLive, VllmBackend, VllmServer, WeightsOf
+from etude.protocol.backends.vllm import OLDEST_VLLM, NotLive, VllmBackend, VllmServer, WeightsOf
