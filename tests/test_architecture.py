@@ -252,6 +252,41 @@ def test_rooms_have_doors():
     assert sum(len(used[room]) for room in ROOMS) <= DOORS
 
 
+def idle(files: Mapping[str, Path]) -> list[str]:
+    """Names, as in "code.functions.Function", that a package imports from below itself for other rooms, of which none
+    takes it."""
+    taken = {
+        (name.partition(".")[0], f"{node.module}.{alias.name}".removeprefix("etude."))
+        for name, path in files.items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    out: list[str] = []
+    for name, path in files.items():
+        if path.name != "__init__.py" or not name:
+            continue
+        own = {node.id for node in ast.walk(tree(path)) if isinstance(node, ast.Name)}
+        given = [a.name for node in tree(path).body if isinstance(node, ast.ImportFrom)
+                 and (node.module or "").startswith(f"etude.{name}.") for a in node.names]  # fmt: skip
+        takers = {what for room, what in taken if room != name.partition(".")[0]}
+        out += [f"{name}.{what}" for what in given if what not in own and f"{name}.{what}" not in takers]
+    return out
+
+
+def test_names_at_a_door_are_taken() -> None:
+    assert idle(FILES) == []
+
+
+def test_public_names_are_said_once() -> None:
+    """A room's `__init__` imports them: no list beside the imports, and none in words."""
+    for name, path in FILES.items():
+        names = [node.id for node in ast.walk(tree(path)) if isinstance(node, ast.Name)]
+        assert "__all__" not in names, name
+    for room in ROOMS:
+        assert "Public:" not in (ast.get_docstring(tree(ROOT / room / "__init__.py")) or ""), room
+
+
 def test_pages_name_the_rooms_in_their_order() -> None:
     root = ROOT.parents[1]
     for page, before, after in (
@@ -420,6 +455,12 @@ def test_a_door_is_seen(tmp_path):
     texts = {"code__a": "", "code__low__b": "", "code__c": "", "tasks__d": "import etude.code.a, etude.code.low.b"}
     files = broken(tmp_path, **texts, code__e="import etude.code.c")
     assert doors(edges(files)) == {"code": {"a", "low.b"}}
+
+
+def test_a_name_that_nobody_takes_is_seen(tmp_path):
+    broken(tmp_path, code__a="x = y = z = 1", code__b="from etude.code import x", tasks__c="from etude.code import z")
+    (tmp_path / "code/__init__.py").write_text("from etude.code.a import x, y, z\nprint(y)")
+    assert idle(modules(tmp_path)) == ["code.x"]
 
 
 def test_a_vague_docstring_is_seen(tmp_path):

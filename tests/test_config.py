@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from etude.cli.overlays import given_text, read_toml, split_overlays
-from etude.config import PRETRAINED, RLConfig, RolloutConfig, TasksConfig, bundled, find_model, validate
+from etude.config import PRETRAINED, RLConfig, RolloutConfig, bundled, find_model, validate
+from etude.config.tasks import TasksConfig
 from etude.errors import UserError
 from etude.trainer.finetune.config import SftConfig
 

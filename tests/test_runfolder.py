@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from etude import runfolder
-from etude.config import RLConfig, TasksConfig
+from etude.config import RLConfig
+from etude.config.tasks import TasksConfig
 from etude.errors import UserError
 
 CONFIG = RLConfig(tasks=TasksConfig(repository="repo"))

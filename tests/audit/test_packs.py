@@ -106,3 +106,17 @@ def test_what_is_wrong_with_a_pack(files: dict[str, str], sentence: str, folder:
         path.write_text(text.replace("{data}", f"{folder}/dataset"))
     with pytest.raises(UserError, match=sentence):
         packs.load(tmp_path)
+
+
+def test_the_class_stands_in_a_comment_of_any_form(tmp_path: Path) -> None:
+    """The first counts. A flag and an item stand at the beginning of a comment: code may name one, too."""
+    texts = {
+        "a.py": '"""Reads answers.\n\nclass: answers\n"""\n# class: other\n',
+        "b.mjs": "/*\n * class: exit\n * flag: crash\n */\nconst flags = {\n  flag: 1,\n}\n",
+        "c.sh": "# An attack of class: forgery\n# item: B10\n",
+    }
+    (tmp_path / "attacks").mkdir()
+    for name, text in texts.items():
+        (tmp_path / "attacks" / name).write_text(text)
+    found = [(each.kind, each.flag, each.item) for each in packs.programs(tmp_path)]
+    assert found == [("answers", "", ""), ("exit", "crash", ""), ("forgery", "", "B10")]

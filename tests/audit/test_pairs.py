@@ -11,7 +11,8 @@ import pytest
 
 from etude.audit.parity import pairs
 from etude.cli.doctor_reports import show_pairs
-from etude.config import RLConfig, TasksConfig
+from etude.config import RLConfig
+from etude.config.tasks import TasksConfig
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.records import Episode, Outcome, StopReason, ToolCall, Turn, encode

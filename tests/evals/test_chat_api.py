@@ -15,8 +15,8 @@ from etude.config import ServerConfig
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate, pick_tasks
 from etude.grading.runner import open_sandbox
+from etude.protocol.backends import EngineError
 from etude.protocol.backends.chat_model import Api, ChatClient, ChatModel, ContextSpent, Conversation
-from etude.protocol.backends.client import EngineError
 from etude.records import Budget
 from etude.renderers.schemas import SCHEMAS
 from etude.rollout.chat_episode import ChatContext

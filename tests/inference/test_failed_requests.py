@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from etude.config import EngineConfig
 from etude.inference.engine.loading import load_engine
-from etude.protocol.backends.client import EngineClient, EngineError
+from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.wire import GenerateRequest
 from tests.helpers.engines import serving
 

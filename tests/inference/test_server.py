@@ -25,7 +25,7 @@ from etude.inference.engine.configuration import digest_of
 from etude.inference.server.content_parts import document_text
 from etude.inference.server.server import run
 from etude.models.loading import load_model, named_tensors
-from etude.protocol.backends.client import EngineClient, EngineError
+from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.wire import GenerateRequest
 from etude.renderers import renderer_for
 from etude.renderers.base import PlainEncoder, load_tokenizer

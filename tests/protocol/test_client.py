@@ -3,7 +3,7 @@ import contextlib
 
 import pytest
 
-from etude.protocol.backends.client import EngineClient, EngineError
+from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.wire import GenerateRequest
 
 ANSWER = b'{"status": "ok"}'

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from etude.protocol.access import Access, Refusal
-from etude.protocol.backends.client import EngineClient, EngineError
+from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.guard import HANDLERS, LIMITS, MAX_DEPTH, Guarded, ServiceLimits, busy, characters, decode, decoded
 from etude.protocol.wire import GenerateRequest, ScoreRequest
 from tests.helpers.http_apps import guarded

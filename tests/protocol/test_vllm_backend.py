@@ -13,7 +13,7 @@ import torch
 from etude.errors import UserError
 from etude.models.files import expert_layers
 from etude.models.loading import load_model, named_tensors
-from etude.protocol.backends.client import EngineClient, EngineError
+from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.backends.engine_backend import EngineLost
 from etude.protocol.backends.vllm import KeptKeys, VllmBackend, WeightsOf, spans_to_versions
 from etude.protocol.wire import GenerateRequest

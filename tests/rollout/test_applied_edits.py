@@ -16,7 +16,7 @@ from etude.edits.examples import Example
 from etude.errors import UserError
 from etude.harness.loop import Sampling
 from etude.inference.server.fast_apply import Applier
-from etude.protocol.backends.client import EngineError
+from etude.protocol.backends import EngineError
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer

@@ -18,7 +18,7 @@ from etude.grading.cheats.decoys import Decoys, plant
 from etude.grading.runner import open_sandbox
 from etude.harness import loop
 from etude.harness.loop import Sampling
-from etude.protocol.backends.client import EngineError
+from etude.protocol.backends import EngineError
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from etude.audit.attacks.library import PYTHON, TASK
 from etude.audit.attacks.packs import OWN, load
-from etude.config import TasksConfig
+from etude.config.tasks import TasksConfig
 from etude.errors import UserError
 from etude.run.inputs import trainable
 from etude.tasks.dataset import Dataset

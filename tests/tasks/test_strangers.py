@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from etude.code import functions as discover
-from etude.config import BuildConfig, TasksConfig
+from etude.config import BuildConfig
+from etude.config.tasks import TasksConfig
 from etude.errors import UserError
 from etude.sandbox.base import BoxDead, BoxError, Escape, ExecResult, NotRegular, TooLarge
 from etude.tasks import coverage, environment, inventory, requirements, search, settings

@@ -23,7 +23,7 @@ from etude.inference.engine.runner import Runner
 from etude.inference.server.server import build_app
 from etude.inference.server.weights import ServedVersion, WeightWatcher
 from etude.models.loading import load_model, named_tensors
-from etude.protocol.backends.client import EngineClient, EngineError
+from etude.protocol.backends import EngineClient, EngineError
 from etude.renderers import renderer_for
 from etude.rollout import probes
 from etude.run.state import Engines, EngineState, Run

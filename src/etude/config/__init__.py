@@ -4,14 +4,12 @@ Relative paths start at the current folder, where `outputs/` is written as well.
 absolute paths, so that a run can be resumed from any folder.
 """
 
-from __future__ import annotations
-
+# pyright: reportUnusedImport=false
 from etude.config.catalogue import CHAT_TEMPLATES, PRETRAINED, PretrainedModel, cache, pretrained
 from etude.config.engine import EngineConfig, InferenceConfig, ServerConfig, WeightSource
-from etude.config.live import CanaryConfig, ClusterConfig, GateConfig, LabelsConfig, LiveConfig, LiveGatewayConfig
+from etude.config.live import LiveConfig
 from etude.config.run import (
     AgentConfig,
-    CheatsConfig,
     EvalConfig,
     Guard,
     GuardsConfig,
@@ -25,33 +23,7 @@ from etude.config.run import (
     RLConfig,
     RolloutConfig,
     TrainerConfig,
-    WeightsConfig,
 )
-from etude.config.sandbox import (
-    SANDBOX_TYPES,
-    ContainerSandboxConfig,
-    NamespaceSandboxConfig,
-    SandboxConfig,
-    validate_sandbox,
-)
+from etude.config.sandbox import SANDBOX_TYPES, NamespaceSandboxConfig, SandboxConfig, validate_sandbox
 from etude.config.sections import Section, bundled, bundled_model, find_model, import_object, keys, validate
-from etude.config.tasks import (
-    BuildConfig,
-    EditTableConfig,
-    TaskKind,
-    TasksConfig,
-    TaskSource,
-    TracesConfig,
-    WeightedSource,
-)
-
-__all__ = [
-    "CHAT_TEMPLATES", "PRETRAINED", "SANDBOX_TYPES", "AgentConfig", "BuildConfig", "CanaryConfig", "CheatsConfig",
-    "ClusterConfig", "ContainerSandboxConfig", "EditTableConfig", "EngineConfig", "EvalConfig", "GateConfig",
-    "Guard", "GuardsConfig", "InferenceConfig", "LabelsConfig", "LengthCost", "LiveConfig", "LiveGatewayConfig",
-    "LoraConfig", "LossConfig", "Mask", "ModelConfig", "NamespaceSandboxConfig", "OnPolicyDistillConfig",
-    "PretrainedModel", "RLConfig", "RewardConfig", "RolloutConfig", "SandboxConfig", "Section", "ServerConfig",
-    "TaskKind", "TaskSource", "TasksConfig", "TracesConfig", "TrainerConfig", "WeightSource", "WeightedSource",
-    "WeightsConfig", "bundled", "bundled_model", "cache", "find_model", "import_object", "keys", "pretrained",
-    "validate", "validate_sandbox",
-]  # fmt: skip
+from etude.config.tasks import BuildConfig, EditTableConfig, TaskSource, TracesConfig

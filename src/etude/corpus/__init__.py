@@ -1,8 +1,7 @@
 """Training text for the stages before reinforcement learning: code, repair episodes, retrieval questions, edits.
 
-The room imports `edits`, `code` and the foundations, never torch. Public: `build` (functions of pinned packages, and
-rows of tokens from them), `episodes`, `retrieval`, `packing`, `dialect` and `tokenizer` (of the nano model), and
-`edits.build` (tables of applied edits).
+The room imports `edits`, `code` and the foundations, never torch. `build` makes rows of tokens from functions of pinned
+packages, `edits.build` tables of applied edits; `dialect` and `tokenizer` are those of the nano model.
 """
 
 from etude.corpus.dedup import bands_of

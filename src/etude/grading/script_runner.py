@@ -24,8 +24,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import msgspec
-
 from etude.grading import stubs
 from etude.grading.javascript import conditions, contradicted, framework, guarded, holds_tests, package
 from etude.renderers import printable
@@ -53,15 +51,6 @@ CALLED = ".called"  # numbers of functions, a line each, that traced sources wri
 START_SECONDS = 10.0  # for frameworks that compile, on a busy machine
 ADDRESSES_MB = 65_536  # compilers, WebAssembly among them, reserve far more addresses than they use memory
 _MESSAGE = 160
-
-
-class _ScriptRecord(msgspec.Struct, frozen=True):
-    """A record that a reporter writes after a one-time word."""
-
-    test: str = ""
-    outcome: str = ""
-    message: str = ""
-    end: bool = False
 
 
 _HiddenFile = tuple[Path, Path | None, Path | None, str]  # repository, packages, folder of tests, path

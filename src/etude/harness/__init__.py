@@ -7,9 +7,8 @@
     endpoint/                             an HTTP endpoint through which outside agents are played and recorded
     atif                                  episodes in the trajectory format ATIF
 
-Imports renderers, sandbox (the contract of boxes), edits, code, protocol and records; no torch. Public: in `loop`,
-`run_agent_loop`, `EpisodeSpec`, `Sampling` and `Policy`. A new tool goes into `full_tools.py`, and its schema into
-`renderers/schemas.py`.
+Imports renderers, sandbox (the contract of boxes), edits, code, protocol and records; no torch. A new tool goes into
+`full_tools.py`, and its schema into `renderers/schemas.py`.
 """
 
 from etude.harness.chat_loop import run_chat_loop

@@ -1,8 +1,7 @@
 """Inference: the engine (`engine`), the server around it (`server`), and etude's parts inside a vLLM server (`vllm`).
 
 `server` and `vllm` import `engine`, which imports neither. Nothing here imports the trainer; both compute with
-`etude.models`. Other rooms use `engine.loading.load_engine`, `engine.requests.Request` and, over HTTP,
-`etude.protocol.backends.client`.
+`etude.models`. Over HTTP, other rooms use the clients of `etude.protocol.backends`.
 """
 
 PUBLIC = ("engine.loading", "engine.requests", "engine.sampling", "server.fast_apply", "server.server", "vllm.feed")

@@ -85,7 +85,6 @@ class Figures:
     consumed_version: int  # newest version that consumed a group; -1 before the first
 
 
-_Row = sa.Row[Any, Any, Any, Any, Any, Any]
 P = ParamSpec("P")
 T = TypeVar("T")
 _e, _g = episodes.c, groups.c

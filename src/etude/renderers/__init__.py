@@ -1,8 +1,8 @@
 """Messages to token ids and back: one interface (`Renderer`), two classes.
 
 `ChatRenderer` serves models with a chat template, in the template's own dialect of tool calls (`dialects`),
-`CompactRenderer` the bundled models. Imports records, errors and the foundations; no torch. Public: the names in
-`__all__`, `schemas.SCHEMAS` (the built-in tools in OpenAI's format), and the helpers for text in `text.py`.
+`CompactRenderer` the bundled models. `SCHEMAS` are the built-in tools in OpenAI's format. Imports records, errors and
+the foundations; no torch.
 """
 
 import sys
@@ -31,17 +31,6 @@ from etude.renderers.template import ChatTemplate, load_template, read_json, wit
 from etude.renderers.text import TITLE, ToolError, document_text, escaped, one_line, printable
 
 PUBLIC = ("", "calls")
-
-__all__ = [
-    "DialectVerdict",
-    "Message",
-    "ParsedTurn",
-    "Renderer",
-    "Tool",
-    "dialect_verdict",
-    "renderer_for",
-    "say_dropped",
-]
 
 
 def renderer_for(

@@ -21,7 +21,7 @@ from etude import processes
 from etude.config import InferenceConfig, RLConfig, ServerConfig, WeightSource
 from etude.errors import UserError
 from etude.protocol import TOKEN_VARIABLE, new_token, own_token
-from etude.protocol.backends import OLDEST, EngineBackend, EtudeBackend, VllmBackend, WeightsOf
+from etude.protocol.backends import OLDEST_VLLM, EngineBackend, EtudeBackend, VllmBackend, WeightsOf
 from etude.runfolder import PRIVATE
 from etude.store import write_durably
 
@@ -102,8 +102,8 @@ def check_python(inference: InferenceConfig) -> None:
         why = (getattr(e, "stderr", None) or str(e)).strip().splitlines()[-1:]
         raise UserError(f"{python} has no vllm ({' '.join(why)}): name another with inference.python") from None
     version = found.strip().split("+")[0]
-    if tuple(map(int, version.split(".")[:2])) < OLDEST:
-        raise UserError(f"{python} has vLLM {version}: etude needs {OLDEST[0]}.{OLDEST[1]}")
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_VLLM:
+        raise UserError(f"{python} has vLLM {version}: etude needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}")
 
 
 def _python(inference: InferenceConfig) -> str:

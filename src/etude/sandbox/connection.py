@@ -175,10 +175,11 @@ class Connection:
         finally:
             self.waiting.pop(number, None)
 
-    def tell(self, head: dict[str, Any], descriptors: Sequence[int]) -> None:
-        """Send a message that has no reply, on a socket that keeps messages apart. Raises BoxDead."""
+    def tell(self, descriptors: Sequence[int]) -> None:
+        """Send a message of descriptors alone that has no reply, on a socket that keeps messages apart. Raises
+        BoxDead."""
         if self.dead is None:
-            self._write(json.dumps(head).encode(), descriptors)
+            self._write(b"\0", descriptors)
         if self.dead is not None:
             raise self.failure()
 

@@ -26,7 +26,6 @@ FILE = "pytest.ini"  # in site/
 START = "sitecustomize.py"  # in site/: folders to import from that a box does not search by itself
 _KEPT = ("python_classes", "python_functions", "markers", "usefixtures", "asyncio_mode", "xfail_strict",
          "asyncio_default_fixture_loop_scope", "anyio_mode")  # fmt: skip
-_LISTS = ("markers", "pythonpath", "testpaths")  # of lines; the others are words
 _OPTIONS = ("-m", "-k", "--import-mode", "--ignore", "--ignore-glob", "--deselect")
 # Plugins that work in a test run without a terminal and without processes of their own, by their distributions.
 PLUGINS = {

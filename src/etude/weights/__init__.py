@@ -3,14 +3,15 @@
     publisher, snapshots, ranks      the trainer's side: copies of the tensors, written as deltas and anchors
     manifest, signature              a version's manifest, which is its commit point, and the readers' trust in it
     payloads, content                the payloads that lead to a version, their bytes, and the bits on the host
-    receiver, live, repair, replica  the engine's side: versions staged, swapped in by a whole replica, repaired
+    receiver, live_tensors           the engine's side: versions staged and swapped in,
+    repair, replica                  repaired, and swapped by a whole replica
     relay, coordinator, service      the small servers of a cluster
     retention, audit, export         removal of unneeded objects, checks, and versions as model folders
     adapters, runs                   versions of adapters (LoRA), and the models of runs by name
     flip_law                         the share of weights that a step will change
 
-The codec is `ulpd`, which imports nothing else of etude. Imports models, store and records. Public: `Publisher`,
-`Receiver`, and `content.load` for reading a version.
+The codec is `ulpd`, which imports nothing else of etude. Imports models, store and records. `content.load` reads a
+version.
 """
 
 PUBLIC = (

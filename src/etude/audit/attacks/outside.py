@@ -24,7 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from etude.sandbox.egress import JSON
+from etude.sandbox.egress import INDEX_JSON
 from etude.sandbox.egress.policy import AllowedHost, Egress, index_of, parse
 
 NAME = "docs.example.test"  # on the list
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("content-length", 0)))
         match self.path.partition("?")[0].split("/"):
             case ["", "simple", project, ""] if project in FILES:
-                self._reply(200, JSON, _listing(project))
+                self._reply(200, INDEX_JSON, _listing(project))
             case ["", "files", name]:
                 project, version, *_ = name.split("-")
                 self._reply(200, "application/octet-stream", wheel(project, version))

@@ -39,7 +39,8 @@ OWN = Path(__file__).parents[1] / "packs"
 SECONDS = 30.0  # of a program
 SHOWN = 400  # characters of a failure that the `test` tool prints
 PROGRAMS = {".py": "python3", ".sh": "bash", ".mjs": "node"}
-_HEADER = re.compile(r"^ *(?:#|//) *(class|flag|item): *(\S.*?) *$", re.MULTILINE)
+_CLASS = re.compile(r"class:[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)  # in a comment of any form, a docstring too
+_HEADER = re.compile(r"^[ \t]*(?:#|//|\*) *(flag|item): *(\S.*?) *$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -164,11 +165,11 @@ def _program(path: Path) -> AttackProgram:
         text = path.read_text("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text") from None
-    head = dict(_HEADER.findall("\n".join(text.splitlines()[:10])))
-    if "class" not in head:
+    top = "\n".join(text.splitlines()[:10])
+    kind, head = _CLASS.search(top), dict(_HEADER.findall(top))
+    if kind is None:
         raise UserError(f"{path}: a comment `class: NAME` within the first ten lines must name the class of the attack")
-    kind, item, flag = (head.get(key, "") for key in ("class", "item", "flag"))
-    return AttackProgram(path.name, kind, text, PROGRAMS[path.suffix], item, flag)
+    return AttackProgram(path.name, kind[1], text, PROGRAMS[path.suffix], head.get("item", ""), head.get("flag", ""))
 
 
 def _chosen(data: Dataset, wanted: object, path: Path) -> tuple[Task, ...]:

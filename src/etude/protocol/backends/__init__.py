@@ -15,7 +15,7 @@ from etude.protocol.backends.chat_model import (
     Conversation,
     check_reachable,
 )
-from etude.protocol.backends.client import EngineClient, EngineError
-from etude.protocol.backends.engine_backend import EngineBackend, EngineLost
+from etude.protocol.backends.client import EngineClient
+from etude.protocol.backends.engine_backend import EngineBackend, EngineError, EngineLost
 from etude.protocol.backends.etude import EtudeBackend
-from etude.protocol.backends.vllm import OLDEST, NotLive, VllmBackend, VllmServer, WeightsOf
+from etude.protocol.backends.vllm import OLDEST_VLLM, NotLive, VllmBackend, VllmServer, WeightsOf

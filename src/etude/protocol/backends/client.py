@@ -24,7 +24,6 @@ from etude.protocol.backends.etude import EtudeBackend
 from etude.protocol.wire import GenerateRequest, SequenceScores
 from etude.records import Generation
 
-__all__ = ["EngineClient", "EngineError"]
 T = TypeVar("T")
 _CONNECT_SECONDS = 5.0
 # Servers close a connection that was idle for five seconds. One that is nearly as old may be closed while we send.

@@ -31,7 +31,7 @@ from etude.protocol.backends.engine_backend import SESSIONS, EngineError, Engine
 from etude.protocol.wire import GenerateRequest, SequenceScores
 from etude.records import Generation, Routes
 
-OLDEST = (0, 32)
+OLDEST_VLLM = (0, 32)
 GENERATE = "/inference/v1/generate"
 STAGE_SECONDS = 3600.0  # to fetch and verify a version, beside the requests
 DECODED = 32  # last tokens of a scored sequence in whose place as many are decoded, as in etude's engine
@@ -264,9 +264,9 @@ class VllmBackend:
         """Reads the server's configuration and tries one request. Raises UserError for what the run needs and the
         server does not do."""
         version = (await http.get(f"{url}/version")).json().get("version", "")
-        if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_VLLM:
             raise UserError(
-                f"{url} runs vLLM {version or 'of an unknown version'}: etude needs {OLDEST[0]}.{OLDEST[1]}"
+                f"{url} runs vLLM {version or 'of an unknown version'}: etude needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}"
             )
         info = await http.get(f"{url}/server_info", params={"config_format": "json"})
         if info.status_code != 200:

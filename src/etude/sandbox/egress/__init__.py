@@ -4,4 +4,4 @@ A live box with a way out has a listener on its own loopback. The listener's des
 box's unix socket, and the owner accepts from it: no process of the box, and no address of the host, lies in between.
 """
 
-from etude.sandbox.egress.mirror import JSON
+from etude.sandbox.egress.mirror import INDEX_JSON

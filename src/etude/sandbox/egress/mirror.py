@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "UV_DEFAULT_INDEX": f"http://{HOST}/simple/",
 }
 SECONDS = 60.0  # without a byte from the index
-JSON = "application/vnd.pypi.simple.v1+json"
+INDEX_JSON = "application/vnd.pypi.simple.v1+json"
 MAX_PROJECTS = 1000  # whose files are remembered
 _KEPT = ("filename", "hashes", "requires-python", "yanked")
 
@@ -79,10 +79,10 @@ class IndexMirror:
     async def _files(self, project: str) -> dict[str, dict[str, Any]]:
         if project not in self._projects:
             page = urljoin(self._index.url, f"{quote(project, safe='')}/")
-            response = await self._client.get(page, headers={"accept": JSON})
+            response = await self._client.get(page, headers={"accept": INDEX_JSON})
             if response.status_code == 404:
                 raise EgressRefused("no such page or file at that date")
-            if response.status_code != 200 or response.headers.get("content-type", "").partition(";")[0] != JSON:
+            if response.status_code != 200 or response.headers.get("content-type", "").partition(";")[0] != INDEX_JSON:
                 raise IndexUnavailable("the index does not answer in JSON (PEP 691)")
             if len(self._projects) >= MAX_PROJECTS:
                 self._projects.clear()
@@ -128,4 +128,4 @@ def _whole(data: bytes) -> IndexResponse:
     async def chunks() -> AsyncGenerator[bytes, None]:
         yield data
 
-    return IndexResponse(200, JSON, len(data), chunks())
+    return IndexResponse(200, INDEX_JSON, len(data), chunks())

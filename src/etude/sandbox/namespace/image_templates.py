@@ -22,7 +22,7 @@ class ImageTemplate:
 
     def fork(self, connection: int, groups: Sequence[int]) -> None:
         """A live box at the other end of the socket `connection`, in control groups. Raises BoxDead."""
-        self.connection.tell({"box": len(groups)}, [connection, *groups])
+        self.connection.tell([connection, *groups])
 
 
 class ImageTemplates:
