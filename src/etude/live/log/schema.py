@@ -156,7 +156,7 @@ tallies = _table(
 )
 """Content-free counters of every account, with consent or without: what the canary compares. `release` is the one
 that answered; `slot` is the time over `canary.slot_minutes`, of a signal that of the turn it is about; `total` is the
-sum of the values. Names, which `live.canary` reads:
+sum of the values. Names, which `release/canary.py` reads:
 
     requests, errors, seconds (total), dropped       of turns, when they end; `dropped` were answered and not recorded
     failovers, disconnected                          of turns: another server answered; the client went before the end
