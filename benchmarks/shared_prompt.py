@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -27,8 +28,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from etude.models import attention, experts
+from etude.processes import resident_bytes
 from etude.trainer.rl.execution import run as execute
-from etude.trainer.rl.memory import peak_bytes, reset_peak, resident_bytes
+from etude.trainer.rl.memory import peak_bytes, reset_peak
 from etude.trainer.rl.plan import ExecutionPlan, ForwardPass, Shape, TokenRows, plan, shape_of
 
 PROMPT, COMPLETION, BUDGET, VOCABULARY = 1024, 64, 8192, 2048
@@ -193,7 +195,7 @@ def _peak(work: Callable[[], None]) -> float:
     """Bytes over what was resident before."""
     _give_back()
     reset_peak("cpu")
-    before = resident_bytes()
+    before = resident_bytes(os.getpid()) or 0
     work()
     return peak_bytes("cpu") - before
 

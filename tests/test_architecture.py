@@ -243,6 +243,24 @@ def test_every_room_says_what_it_is_for():
         assert len(text.split()) >= 25, f"{room}/__init__.py: what it is for, what it may import, what is public"
 
 
+def test_packages_list_files_that_exist():
+    """A package's docstring may list its files, `name, name    what they do`, in indented lines."""
+    for path in ROOT.rglob("__init__.py"):
+        for line in (ast.get_docstring(tree(path)) or "").splitlines():
+            listed = re.match(r" {4}(\w+(?:, \w+)*)(?: {2,}|$)", line)
+            missing = {*listed[1].split(", ")} - {file.stem for file in path.parent.iterdir()} if listed else {}
+            assert not missing, f"{path}: {line}"
+
+
+def test_benchmarks_import_names_that_exist():
+    """No fast test runs them, and pyright reports no attributes there, of which names in imports are some."""
+    for path in (ROOT.parents[1] / "benchmarks").rglob("*.py"):
+        for target in imports("", path):
+            if target.startswith("etude.") and (inner := target.removeprefix("etude.")) not in FILES:
+                module, _, name = inner.rpartition(".")
+                assert re.search(rf"\b{name}\b", FILES[module].read_text()), f"{path}: {target}"
+
+
 def test_rooms_have_doors():
     """`PUBLIC` of a room are its modules that other rooms import; "" is the room itself, with the names it imports."""
     used = doors(GRAPH)

@@ -50,9 +50,9 @@ LEFT_OUT = tuple((module, right, right.replace(left_out, "", 1), check) for modu
     ("inference.engine.attention_metadata", ".to(self.device, torch.int64)", "self.device, ", "answers"),
     ("inference.engine.attention_metadata", 'self.cache.keys.device.type == "cpu" and ',
      'self.cache.keys.device.type == "cpu" and ', "answers"),
-    ("models.documents", "torch.from_numpy(padded_N).to(device)", ".to(device)", "documents"),
-    ("models.documents", 'cos_1TD.device.type != "cpu" or ', 'cos_1TD.device.type != "cpu" or ', "documents"),
-    ("weights.live", "torch.from_numpy(positions).to(tensor.device)", ".to(tensor.device)", "versions"),
+    ("models.document_spans", "torch.from_numpy(padded_N).to(device)", ".to(device)", "documents"),
+    ("models.document_spans", 'cos_1TD.device.type != "cpu" or ', 'cos_1TD.device.type != "cpu" or ', "documents"),
+    ("weights.live_tensors", "torch.from_numpy(positions).to(tensor.device)", ".to(tensor.device)", "versions"),
 ))  # fmt: skip
 OTHERS = (
     # the first device in place of the engine's

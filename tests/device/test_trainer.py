@@ -59,7 +59,7 @@ def stepped(
     optimizer = for_policy(model, config.trainer)
     preset = loss_preset(config.loss)
     reference = Reference(load_model(config.model.path, device=device)) if preset.kl_beta else None
-    critic = Critic(model, 1e-2) if preset.advantage == "value" else None
+    critic = Critic(model) if preset.advantage == "value" else None
     batch = make_batch((), groups, advantage=preset.advantage, routes=routes if config.trainer.router_replay else None)
     result = train_step(Learner(model, optimizer, reference, critic), batch, config, 0, 0.0)
     assert result.verdict.trains

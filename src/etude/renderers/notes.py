@@ -4,7 +4,8 @@ The note stands at the end of the last message, before the tokens that close the
 
     <|user|>Rename `f` to `g`{note}<|end|><|assistant|>
 
-A message of its own would break the alternation of roles that some chat templates demand, and require the messages.
+A message of its own would break the alternation of roles that some chat templates demand, and would need the messages
+again.
 """
 
 from __future__ import annotations

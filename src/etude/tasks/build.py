@@ -352,7 +352,7 @@ async def _write_tests(
 
 def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
     """Write repository/ and hidden/. Returns the policy ("doctests" or "half") and the visible test functions. Tests
-    that fail on the unbroken tree are left out of both folders."""
+    that fail on the unbroken tree are not visible either."""
     callers = prepared.callers
     policy = plan.options.visible
     if policy == "auto":

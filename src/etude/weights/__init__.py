@@ -3,8 +3,8 @@
     publisher, snapshots, ranks      the trainer's side: copies of the tensors, written as deltas and anchors
     manifest, signature              a version's manifest, which is its commit point, and the readers' trust in it
     payloads, content                the payloads that lead to a version, their bytes, and the bits on the host
-    receiver, live_tensors           the engine's side: versions staged and swapped in,
-    repair, replica                  repaired, and swapped by a whole replica
+    receiver, live_tensors           the engine's side: versions staged and swapped in
+    repair, replica                  damaged chunks repaired; a swap by all servers of a replica
     relay, coordinator, service      the small servers of a cluster
     retention, audit, export         removal of unneeded objects, checks, and versions as model folders
     adapters, runs                   versions of adapters (LoRA), and the models of runs by name

@@ -1,7 +1,7 @@
 """The objects that the versions of a store need, and the removal of all others.
 
 Manifests and schemas stay for ever; objects of payloads are removed when no reader can need them. Pruning keeps the two
-newest anchors with everything since the older one, and the payloads that connect every version in use.
+newest anchors with everything since the older one, and the payloads that lead to and on from every version in use.
 """
 
 from __future__ import annotations

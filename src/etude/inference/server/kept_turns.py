@@ -1,8 +1,8 @@
 """Keeps the exact tokens of turns for a gateway, which fetches them after their answer was sent. The answer's `id` ends
 in the name of the turn, so that a client that reads no headers can pass it to the gateway.
 
-POST /v1/chat/completions, /v1/responses, /v1/messages with `X-Etude-Turn: ULID` GET /v1/turns/ULID a `ServedTokens` as
-MessagePack, once
+POST /v1/chat/completions, /v1/responses, /v1/messages      with `X-Etude-Turn: ULID`
+GET  /v1/turns/ULID                                         a `ServedTokens` as MessagePack, once
 """
 
 from __future__ import annotations

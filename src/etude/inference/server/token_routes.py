@@ -1,7 +1,7 @@
 """The routes of training, with ids as input and output (`etude.protocol.wire`).
 
-POST /generate ids in, a Generation out POST /score sequences in, log-probabilities of their tokens out; 409 if the
-version changes meanwhile
+POST /generate   ids in, a Generation out
+POST /score      sequences in, log-probabilities of their tokens out; 409 if the version changes meanwhile
 """
 
 from __future__ import annotations

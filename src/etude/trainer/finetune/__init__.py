@@ -1,10 +1,11 @@
 """The stages before reinforcement learning: mid-training, supervised fine-tuning, and fine-tuning on edits.
 
-    pretrain, apply              the stages: `midtrain` and `sft`, and `finetune` on edits
-    loop, packed, documents      the loop with its checkpoints, and its batches: packed rows, or documents
-    data, folder                 rows from a user's files; model folders read and written
-    routers, distillation        the balance of a sparse model's routers, and a teacher's part of the loss
-    config                       the options of the stages
+    pretrain, applied_edits    the stages: `midtrain` and `sft`, and `finetune` on edits
+    training_loop              the loop with its checkpoints
+    packed, document_masks     the batches of the loop: packed rows, or prompts with documents
+    data, folder               rows from a user's files; model folders read and written
+    routers, distillation      the balance of a sparse model's routers, and a teacher's part of the loss
+    config                     the options of the stages
 
-Imports corpus, edits and models. Public: `pretrain.midtrain`, `pretrain.sft`, `apply.finetune` and `config`.
+Imports corpus, edits and models. Public: `pretrain.midtrain`, `pretrain.sft`, `applied_edits.finetune` and `config`.
 """

@@ -195,8 +195,9 @@ def train(
     measure: Callable[[PreTrainedModel], dict[str, float]] | None = None,
     compute: Callable[[PackedPass], Loss] | None = None,
 ) -> PreTrainedModel:
-    """Trains on all rows once, in order, with the loss `compute` or by default `loss_function`. See `loop.fit`. With
-    every checkpoint the loss on the rows `held_out` is measured, and `measure` adds its figures."""
+    """Trains on all rows once, in order, with the loss `compute` or by default `loss_function`. See
+    `training_loop.fit`. With every checkpoint the loss on the rows `held_out` is measured, and `measure` adds its
+    figures."""
     torch.set_num_threads(config.threads)
     tests = PackedSteps.of(held_out, config, kind, pad) if held_out is not None else None
     eager = loss_function(model, compiled=config.compile) if compute is None else compute

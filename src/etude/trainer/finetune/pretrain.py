@@ -1,7 +1,8 @@
 """The stages before reinforcement learning: mid-training, and supervised fine-tuning, of any Hugging Face folder.
 
-Both are one loop (`loop.py`) over packed rows (`packed.py`) or over prompts with documents (`documents.py`). Rows come
-from a user's files (`data.py`) or from the corpus, in the tokens of the model. Fine-tuning on edits is in `apply.py`.
+Both are one loop (`training_loop.py`) over packed rows (`packed.py`) or over prompts with documents
+(`document_masks.py`). Rows come from a user's files (`data.py`) or from the corpus, in the tokens of the model.
+Fine-tuning on edits is in `applied_edits.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The trainer process: consumes complete groups, steps, publishes a version. `python -m etude.trainer.rl.process RUN`.
 
-consumes ready groups (ledger) and their token blobs (store) waits for P ready groups unblocks admission and the
-engines, by publishing version N+1
+consumes     ready groups (ledger) and their token blobs (store)
+waits for    P ready groups
+unblocks     admission and the engines, by publishing version N+1
 
 One step, in the order of this file:
 

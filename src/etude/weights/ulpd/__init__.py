@@ -1,6 +1,6 @@
 """ULPD/1: a codec of lossless deltas between versions of a model's weights (docs/weights.md).
 
-    schema           names, types, shapes, and the grid of chunks
+    chunk_grid       names, types, shapes, and the grid of chunks
     codec            records of changed chunks, objects of records: encode, apply, pack, unpack
     profiles         encodings of the changes of a chunk; streams: the code of numbers
     changes          changes independent of their encoding, for folds over versions

@@ -43,7 +43,7 @@ _u32, _u64 = np.uint32, np.uint64
 
 
 class Form(NamedTuple):
-    """The format of elements (see `schema.Format`), and the options of an encoder, for compiled functions."""
+    """The format of elements (see `chunk_grid.Format`), and the options of an encoder, for compiled functions."""
 
     width: int  # bits of an element
     signed: bool

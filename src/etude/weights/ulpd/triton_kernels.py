@@ -1,7 +1,7 @@
 """GPU kernels of the delta codec in Triton, with the arithmetic of `kernels`: scan, digest, and steps into weights.
 
-Elements are flat tensors of unsigned integers of w bits (`schema.unsigned`), positions int32, steps signed integers of
-w bits, all on one device. Arithmetic is in 64 bits, modulo 2^64. With TRITON_INTERPRET=1 in the environment before
+Elements are flat tensors of unsigned integers of w bits (`chunk_grid.unsigned`), positions int32, steps signed integers
+of w bits, all on one device. Arithmetic is in 64 bits, modulo 2^64. With TRITON_INTERPRET=1 in the environment before
 Triton is imported the same kernels run on host tensors. Import this module through `device` only.
 """
 
