@@ -530,7 +530,8 @@ def _environment() -> dict[str, str]:
 
 def _pytest(*words: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words], cwd=ROOT, env=_environment(),
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--show-capture=no", "--tb=short", *words],
+        cwd=ROOT, env=_environment(),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if package := re.search(r"ModuleNotFoundError: No module named '([^']+)'", done.stdout):
@@ -611,6 +612,7 @@ def main() -> int:
             print(f"{name:14} {'absent: ' + why if why else 'can run'}")
         return 0
     setting.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if arguments.step:
         _write(setting, _run_step(arguments.step, setting))
         return 0
@@ -628,9 +630,11 @@ def _own_process(name: str, setting: Setting) -> dict[str, Any]:
         if not (setting.out / f"{name}.json").exists():
             why = f"the process ended with {process.returncode}"
             _write(setting, {"step": name, "status": "failed", "figures": {}, "why": why, "seconds": 0.0})
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, SystemExit) as stopped:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if isinstance(stopped, SystemExit):  # SIGTERM: a step does not outlive the script
+            raise
         why = f"more than {SECONDS:.0f} s"
         _write(setting, {"step": name, "status": "timeout", "figures": {}, "why": why, "seconds": SECONDS})
     result = json.loads((setting.out / f"{name}.json").read_text())
