@@ -17,8 +17,8 @@ def test_a_build_splits_by_repository_and_repeats(releases, clone, tmp_path):
     train, tested = build([releases], [str(clone)], tmp_path / "one", options)
     again, _ = build([releases], [str(clone)], tmp_path / "two", options)
     assert train == again
-    assert tables.load(tmp_path / "one" / "train.parquet") == train
-    assert tables.load(tmp_path / "one" / "heldout.parquet") == tested
+    assert tables.load_examples(tmp_path / "one" / "train.parquet") == train
+    assert tables.load_examples(tmp_path / "one" / "heldout.parquet") == tested
     assert (tmp_path / "one" / "DATACARD.md").read_text() == (tmp_path / "two" / "DATACARD.md").read_text()
     assert {e.repository for e in train} == {"lib-2.0"}
     assert {e.repository for e in tested} == {"other"}

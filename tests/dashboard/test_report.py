@@ -21,9 +21,9 @@ from etude.dashboard.report import (
     TrainingFigures,
     WeightFigures,
     best_version,
-    clock_decided,
+    clock_advice,
     held_out_figures,
-    silence,
+    silence_advice,
     training_figures,
 )
 from etude.dashboard.view import RunView, ShownEpisode
@@ -194,7 +194,7 @@ def test_the_verdict_follows_the_interval(tmp_path, report, low, high, said):
 
 
 def test_the_page_says_how_to_serve_and_what_to_change(tmp_path, report):
-    note = silence(0.75, 0.1, 0.5)
+    note = silence_advice(0.75, 0.1, 0.5)
     page = page_of(tmp_path, msgspec.structs.replace(report, serve="etude serve outputs/<demo>", notes=(note,)))
     text = "".join(page.text)
     assert "Serve it: etude serve outputs/<demo>" in text
@@ -207,10 +207,10 @@ def test_the_page_says_how_to_serve_and_what_to_change(tmp_path, report):
     [(0.1, "too hard: give easier ones"), (0.9, "too easy: give harder"), (0.5, "pass always or never")],
 )
 def test_a_run_that_learns_nothing_says_what_to_do(rate, said):
-    note = silence(0.75, rate, 0.5)
+    note = silence_advice(0.75, rate, 0.5)
     assert note.startswith("75 % of the groups teach nothing: all their members got the same reward.")
     assert said in note
-    assert silence(0.5, rate, 0.5) is None
+    assert silence_advice(0.5, rate, 0.5) is None
 
 
 @pytest.mark.parametrize(("low", "high", "version"), [(-0.2, -0.1, 0), (-0.2, 0.1, 7), (0.1, 0.2, 7)])
@@ -273,11 +273,11 @@ def test_a_clock_that_decides_is_said(early, late, said):
         stops = {"finished": 556 - count, "seconds": count}
         return msgspec.structs.replace(eval_result(0.2), stops=stops)
 
-    note = clock_decided(stopped(early), stopped(late), 60.0)
+    note = clock_advice(stopped(early), stopped(late), 60.0)
     assert note is None if said is None else said in note
     if note:
         assert "Raise rollout.seconds, it is 60" in note
-    assert clock_decided(None, None, 60.0) is None
+    assert clock_advice(None, None, 60.0) is None
 
 
 def test_what_was_unlearned_is_told_by_task_and_by_damage():

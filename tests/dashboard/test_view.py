@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from etude.dashboard.view import RunView, load_view, show, token_texts
+from etude.dashboard.view import RunView, load_view, show_run, token_texts
 from etude.errors import UserError
 from tests.helpers.sample_run import SOLVED, make_episode
 
@@ -38,7 +38,7 @@ def test_broken_bytes_still_give_one_text_per_token(tokenizer):
 
 def test_show_takes_the_tokens_of_all_segments(tokenizer):
     episode, texts = make_episode(1, SOLVED, passed=True)
-    shown = show("a", episode, tokenizer, advantage=0.5, stage="after")
+    shown = show_run("a", episode, tokenizer, advantage=0.5, stage="after")
     assert len(shown.token_texts) == len(texts)
 
 

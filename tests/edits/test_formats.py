@@ -5,7 +5,7 @@ import random
 import pytest
 
 from etude.corpus.edits.synthetic import edit
-from etude.edits.formats import FORMATS, answer, question, read_answer
+from etude.edits.formats import FORMATS, edit_answer, edit_prompt, read_edit_answer
 from tests.helpers.libraries import module
 
 PAIRS = [
@@ -22,7 +22,7 @@ PAIRS = [
 @pytest.mark.parametrize("way", list(FORMATS))
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_the_right_answer_means_the_result(way, before, after):
-    assert read_answer(before, answer(before, after, way), way) == after
+    assert read_edit_answer(before, edit_answer(before, after, way), way) == after
 
 
 @pytest.mark.parametrize("way", ["search-replace", "udiff"])
@@ -33,8 +33,8 @@ def test_many_edits_come_back(way):
         before = module(seed, False) + module(seed + 1, False)
         after = edit(before, lines, rng.randint(1, 5), rng)
         if after is not None:
-            assert read_answer(before, answer(before, after, way), way) == after
-            assert len(answer(before, after, way)) < len(before) + len(after)
+            assert read_edit_answer(before, edit_answer(before, after, way), way) == after
+            assert len(edit_answer(before, after, way)) < len(before) + len(after)
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_many_edits_come_back(way):
     ],
 )
 def test_an_answer_without_one_meaning_is_refused(way, text):
-    assert read_answer("x\nx\n", text, way) is None
+    assert read_edit_answer("x\nx\n", text, way) is None
 
 
 def test_a_diff_with_wrong_line_numbers_is_laid_where_its_lines_stand():
-    assert read_answer("a\nb\nc\n", "@@ -7,2 +7,2 @@\n b\n-c\n+d\n", "udiff") == "a\nb\nd\n"
+    assert read_edit_answer("a\nb\nc\n", "@@ -7,2 +7,2 @@\n b\n-c\n+d\n", "udiff") == "a\nb\nd\n"
 
 
 def test_tags_take_a_suffix_if_the_texts_hold_one():
-    plain, tagged = question("a\n", "b\n"), question("x = '</code>'\n", "b\n")
+    plain, tagged = edit_prompt("a\n", "b\n"), edit_prompt("x = '</code>'\n", "b\n")
     assert plain.opening == "<updated-code>\n"
     assert plain.content.startswith("<instruction></instruction>\n<code>\na\n</code>\n<update>\nb\n</update>\n")
     assert tagged.close.startswith("</updated-code-")
     assert f"<code{tagged.close.removeprefix('</updated-code')}" in tagged.content
-    assert question("a\n", "b\n", way="udiff").opening == "<diff>\n"
+    assert edit_prompt("a\n", "b\n", way="udiff").opening == "<diff>\n"

@@ -6,7 +6,7 @@ import pytest
 
 from etude.code.functions import functions
 from etude.code.languages import has_syntax, language_of, parses, same_syntax
-from etude.edits.grades import EditGrade, grade, outside
+from etude.edits.grades import EditGrade, grade_edit, lines_changed_outside
 
 CODE = "def f(a):\n    # note\n    return a + 1\n"
 TREE_SITTER = importlib.util.find_spec("tree_sitter") is not None
@@ -29,12 +29,12 @@ TREE_SITTER = importlib.util.find_spec("tree_sitter") is not None
     ],
 )
 def test_the_first_grade_that_holds(given, expected):
-    assert grade(CODE, given, "python") == expected
+    assert grade_edit(CODE, given, "python") == expected
 
 
 def test_json_is_compared_by_its_values_in_order():
-    assert grade('{"a": 1, "b": [2]}\n', '{ "a": 1,\n"b": [2] }\n', "json") == EditGrade.SYNTAX
-    assert grade('{"a": 1, "b": 2}\n', '{"b": 2, "a": 1}\n', "json") == EditGrade.FAIL
+    assert grade_edit('{"a": 1, "b": [2]}\n', '{ "a": 1,\n"b": [2] }\n', "json") == EditGrade.SYNTAX
+    assert grade_edit('{"a": 1, "b": 2}\n', '{"b": 2, "a": 1}\n', "json") == EditGrade.FAIL
 
 
 def test_texts_that_are_too_deep_are_no_syntax():
@@ -42,12 +42,12 @@ def test_texts_that_are_too_deep_are_no_syntax():
     elif_chain = "if x:\n    pass\n" + "elif x:\n    pass\n" * 900
     nested = "[" * 900 + "]" * 900
     for text, language in ((elif_chain, "python"), (nested, "json"), (f"x = {nested}", "python")):
-        assert grade(text, text + "\n\n#", language) == EditGrade.FAIL
+        assert grade_edit(text, text + "\n\n#", language) == EditGrade.FAIL
     assert functions("a.py", "class A:\n" + "".join(f"    {line}\n" for line in elif_chain.splitlines())) == []
 
 
 def test_markdown_has_no_syntax_to_compare():
-    assert grade("# a\n\nb\n", "# a\nb\n", "markdown") == EditGrade.FAIL
+    assert grade_edit("# a\n\nb\n", "# a\nb\n", "markdown") == EditGrade.FAIL
     assert parses("``` *", "markdown")
 
 
@@ -82,8 +82,8 @@ def test_without_a_parser_nothing_is_claimed():
 def test_changes_outside_the_hunks_are_counted():
     file = "".join(f"line {i}\n" for i in range(20))
     result = file.replace("line 5\n", "five\n")
-    assert outside(file, result, result) == 0
-    assert outside(file, result, result.replace("line 5", "six").replace("five", "six")) == 0
-    assert outside(file, result, result.replace("line 12\n", "")) == 1
-    assert outside(file, result, result.replace("line 12\n", "line 12\nextra\n")) == 1
-    assert outside(file, result, result.replace("five\n", "five\nsix\n")) == 0
+    assert lines_changed_outside(file, result, result) == 0
+    assert lines_changed_outside(file, result, result.replace("line 5", "six").replace("five", "six")) == 0
+    assert lines_changed_outside(file, result, result.replace("line 12\n", "")) == 1
+    assert lines_changed_outside(file, result, result.replace("line 12\n", "line 12\nextra\n")) == 1
+    assert lines_changed_outside(file, result, result.replace("five\n", "five\nsix\n")) == 0

@@ -12,7 +12,7 @@ from etude.code.languages import parses, same_syntax
 from etude.config import EditTableConfig
 from etude.corpus.edits.build import build
 from etude.edits import examples as tables
-from etude.edits.grades import EditGrade, grade
+from etude.edits.grades import EditGrade, grade_edit
 from etude.edits.merge import NoPlace, merge
 from tests.helpers.libraries import LICENCE, WORDS
 
@@ -60,10 +60,10 @@ def test_a_table_of_java_edits(tmp_path: Path) -> None:
         except NoPlace:
             merged = None
         assert example.merges == (merged == example.result)
-        assert grade(example.result, example.result.replace(";\n", " ;\n"), "java") == EditGrade.SYNTAX
-        assert grade(example.result, example.result.replace(";\n", "; // x\n"), "java") == EditGrade.FAIL
+        assert grade_edit(example.result, example.result.replace(";\n", " ;\n"), "java") == EditGrade.SYNTAX
+        assert grade_edit(example.result, example.result.replace(";\n", "; // x\n"), "java") == EditGrade.FAIL
     assert any("// " in e.sketch for e in train), "markers are comments of Java"
-    assert tables.load(tmp_path / "out/train.parquet") == train
+    assert tables.load_examples(tmp_path / "out/train.parquet") == train
 
 
 def test_statements_where_none_may_stand_are_no_java() -> None:

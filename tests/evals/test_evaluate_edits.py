@@ -15,7 +15,7 @@ from etude.edits import examples as tables
 from etude.edits.examples import Example
 from etude.edits.grades import EditGrade
 from etude.edits.merge import merge
-from etude.edits.sketch import draw
+from etude.edits.sketch import draw_sketch
 from etude.evals.fast_apply import SUITE, merged, run, summary
 from etude.trainer.finetune import pretrain
 from etude.trainer.finetune.config import NewModelConfig
@@ -30,7 +30,7 @@ MODEL = NewModelConfig(
 
 def example(number: int, file: str = FILE) -> Example:
     result = file.replace("value = items[-1]", f"value = items[-{number + 2}]")
-    drawn = draw(file, result, "python", random.Random(number), kinds=0)
+    drawn = draw_sketch(file, result, "python", random.Random(number), kinds=0)
     assert drawn is not None
     return Example(
         id=str(number), repository="lib-1.0", licence="MIT", origin="files", path=f"{number}.py", language="python",
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     pretrain.new_model(MODEL, 0).save_pretrained(tmp_path / "model")
     long = FILE + "".join(f"\n\ndef f{i}(a):\n    return a + {i}\n" for i in range(40))
     wrong = replace(example(2), result=FILE.replace("import os", "import sys"))
-    tables.write([example(0), example(1, long), wrong], tmp_path / "edits.parquet")
+    tables.write_examples([example(0), example(1, long), wrong], tmp_path / "edits.parquet")
     return tmp_path
 
 
@@ -78,7 +78,7 @@ def test_a_table_that_is_none_is_refused(folder, capsys):
 
 @pytest.mark.slow
 def test_the_shipped_suite_is_what_its_card_says():
-    examples = tables.load(SUITE)
+    examples = tables.load_examples(SUITE)
     assert len(examples) == 450
     assert len({(e.file, e.result) for e in examples}) == 450
     assert all(e.file.count("\n") <= 400 for e in examples)
@@ -93,7 +93,7 @@ def test_the_shipped_suite_is_what_its_card_says():
 
 
 def test_a_model_is_asked_for_every_edit_that_fits(folder):
-    examples = tables.load(folder / "edits.parquet")
+    examples = tables.load_examples(folder / "edits.parquet")
     found, seconds = run(folder / "model", examples, "rewrite")
     assert [a.fits for a in found] == [True, False, True]
     assert all(a.tokens > 0 for a in found if a.fits)

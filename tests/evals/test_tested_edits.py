@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from etude.cli import main
-from etude.edits.grades import EditGrade, grade
+from etude.edits.grades import EditGrade, grade_edit
 from etude.edits.merge import merge
 from etude.errors import UserError
 from etude.evals import tested_edits
@@ -70,7 +70,7 @@ def test_the_grade_tests_is_of_answers_that_pass_and_leave_the_rest_alone() -> N
         "hangs": (count, count.file.replace("total += 2", "while True: pass")),
         "exact": (count, count.result),
     }
-    applied = [Applied(e, grade(e.result, t, "python"), 0, True, t) for e, t in texts.values()]
+    applied = [Applied(e, grade_edit(e.result, t, "python"), 0, True, t) for e, t in texts.values()]
     index = list(texts).index("and elsewhere")
     applied[index] = Applied(count, EditGrade.FAIL, 1, True, texts["and elsewhere"][1])
     assert [a.grade for a in applied] == [EditGrade.FAIL] * 6 + [EditGrade.EXACT]

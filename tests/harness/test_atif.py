@@ -37,7 +37,7 @@ def an_episode(draft: UngradedEpisode) -> Episode:
 
 
 def written(draft: UngradedEpisode, renderer: Renderer) -> dict[str, Any]:
-    found = json.loads(json.dumps(atif.document(an_episode(draft), renderer, AGENT, "run")))
+    found = json.loads(json.dumps(atif.atif_document(an_episode(draft), renderer, AGENT, "run")))
     assert found.keys() <= ROOT
     assert [step["step_id"] for step in found["steps"]] == list(range(1, len(found["steps"]) + 1))
     for step in found["steps"]:
@@ -128,6 +128,6 @@ def test_tools_of_an_outside_agent_are_those_of_its_trajectory(compact: Renderer
     )  # fmt: skip
     stored = decode(encode(episode), Episode)
     assert stored == episode
-    document = atif.document(stored, compact, AGENT, "run")
+    document = atif.atif_document(stored, compact, AGENT, "run")
     assert document["agent"] == AGENT | {"tool_definitions": [tool]}
     assert "tool_definitions" not in AGENT

@@ -8,8 +8,8 @@ from pathlib import Path
 from etude.corpus import tokenizer as bpe
 from etude.edits import examples as tables
 from etude.edits.examples import Example
-from etude.edits.formats import question
-from etude.edits.sketch import draw
+from etude.edits.formats import edit_prompt
+from etude.edits.sketch import draw_sketch
 from etude.trainer.finetune import pretrain
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
 from etude.trainer.finetune.pretrain import save_tokenizer
@@ -26,7 +26,7 @@ def example(number: int, repository: str = "lib-1.0") -> Example:
     lines = [f"{name} = {rng.randrange(10)}" for name in rng.sample("abcdefgh", 6)]
     changed = [*lines[:2], f"{lines[2][0]} = {rng.randrange(10, 100)}", *lines[3:]]
     before, after = ("\n".join(x) + "\n" for x in (lines, changed))
-    drawn = draw(before, after, "python", random.Random(0), kinds=0)
+    drawn = draw_sketch(before, after, "python", random.Random(0), kinds=0)
     assert drawn is not None
     return Example(
         id=str(number), repository=repository, licence="MIT", origin="files", path="a.py", language="python",
@@ -38,11 +38,11 @@ def example(number: int, repository: str = "lib-1.0") -> Example:
 def fill(folder: Path) -> Path:
     """A fresh model with a tokenizer, and tables of edits, in one folder."""
     train = [example(i) for i in range(40)]
-    texts = [question(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
+    texts = [edit_prompt(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
     save_tokenizer(bpe.train(texts, 360), folder / "model", 512)
     pretrain.new_model(MODEL, 0).save_pretrained(folder / "model")
-    tables.write(train, folder / "train.parquet")
-    tables.write([example(i, "other-1.0") for i in range(100, 108)], folder / "heldout.parquet")
+    tables.write_examples(train, folder / "train.parquet")
+    tables.write_examples([example(i, "other-1.0") for i in range(100, 108)], folder / "heldout.parquet")
     return folder
 
 

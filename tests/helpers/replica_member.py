@@ -20,7 +20,7 @@ from etude.weights.receiver import Receiver, WeightsMismatch
 from etude.weights.replica import CoordinatorVote, NotTogether, ReplicaMember
 from etude.weights.ulpd import codec
 from etude.weights.ulpd.chunk_grid import bits, schema_of
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.small_tensors import nudged, tensors, widened
 
 
@@ -38,7 +38,7 @@ def play(connection: socket.socket) -> None:
                 member.advance(lambda version, apply: apply())
             except (DamagedVersion, UserError, NotTogether, WeightsMismatch) as e:
                 error = f"{type(e).__name__}: {e}"
-            told = {"version": member.receiver.version, "digest": digest(live), "error": error}
+            told = {"version": member.receiver.version, "digest": weights_digest(live), "error": error}
             print(json.dumps(told), file=file, flush=True)
 
 
@@ -55,7 +55,7 @@ def warm_up() -> None:
     change = LiveTensors(live).stage(spec, np.arange(spec.elements), after[spec.name])
     LiveTensors(live).write(change)
     assert LiveTensors(live).holds(change)
-    assert digest(old)
+    assert weights_digest(old)
 
 
 warm_up()

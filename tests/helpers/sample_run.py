@@ -8,14 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from etude.dashboard.report import (
-    MismatchSummary,
-    RunReport,
-    RunSetup,
-    TrainingFigures,
-    Utilisation,
-    held_out_figures,
-)
+from etude.dashboard.report import MismatchSummary, RunReport, RunSetup, TrainingFigures, Utilisation, held_out_figures
 from etude.dashboard.view import ShownEpisode
 from etude.evals.stats import pass_at_k, pass_rate
 from etude.evals.suite import EvalResult, TaskResult

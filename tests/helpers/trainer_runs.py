@@ -133,7 +133,7 @@ def edited(episode: Episode, **arrays: np.ndarray) -> Episode:
 def keep(run: Path, episodes: list[Episode]) -> list[EpisodeBlob]:
     """Stores the blobs as the controller does."""
     store = open_store(str(run / "rollouts"))
-    return [blobs.put(store, blob_key(e.group_id, e.member, e.attempt), e) for e in episodes]
+    return [blobs.put_blob(store, blob_key(e.group_id, e.member, e.attempt), e) for e in episodes]
 
 
 def admit(run: Path, config: RLConfig, index: int, version: int, episodes: list[Episode]) -> None:
@@ -208,15 +208,15 @@ def flip(model: torch.nn.Module) -> None:
 
 def begin_probes(run: Path, count: int = 8, tokens: int = 64) -> list[list[int]]:
     """Begins the run's logprob probes with random sequences."""
-    sequences = probes.Sequences(ids=tuple(prompt(1000 + i, tokens) for i in range(count)))
-    probes.reset(open_store(str(run / "probes")), sequences)
+    sequences = probes.ProbeSequences(ids=tuple(prompt(1000 + i, tokens) for i in range(count)))
+    probes.reset_probes(open_store(str(run / "probes")), sequences)
     return list(sequences.ids)
 
 
 def answer(run: Path, engine: Engine, number: int = 0, digest: str = "") -> None:
     """The scores that this engine gives the probes of the run, stored as the controller does."""
     store = open_store(str(run / "probes"))
-    futures = [engine.score(ids, decoded=True) for ids in probes.read_sequences(store)]
+    futures = [engine.score(ids, decoded=True) for ids in probes.read_probe_sequences(store)]
     for _ in range(2000):
         if all(future.done() for future in futures):
             break

@@ -25,7 +25,7 @@ from etude.weights.manifest import newest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 from etude.weights.ulpd.chunk_grid import schema_of
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.feeder import Feeder
 from tests.helpers.http_apps import answering
 from tests.helpers.small_tensors import copies, nudged
@@ -44,7 +44,7 @@ def test_stacked_weights_are_found_under_their_published_names():
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     live = live_tensors(model, PUBLISHED)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
-    assert digest(live) == digest(checkpoint(3))
+    assert weights_digest(live) == weights_digest(checkpoint(3))
     assert live["experts.gate_up"].data_ptr() == model.w13.data_ptr()
     live["v"].fill_(7)
     assert (model.qkv[9:] == 7).all()
@@ -217,7 +217,7 @@ def test_feed_brings_a_server_to_the_newest_version(store):
     manifests, _ = publish(store, 3)
     with answering(vllm.app()) as url:
         assert feed(url, store, once=True, deadline=60, say=lines.append) == 2
-    assert digest(vllm.worker._etude.live) == manifests[2].digest
+    assert weights_digest(vllm.worker._etude.live) == manifests[2].digest
     assert lines[0] == f"{url} serves no version of this store yet"
     assert f"version 2 is live, digest {manifests[2].digest}, pause" in lines[1]
     assert [call for call in vllm.calls if call != "etude_status"] == [
@@ -256,7 +256,7 @@ def test_live_weights_that_are_not_the_manifests_are_an_error_and_the_old_ones_c
         assert vllm.worker._etude.receiver.version == 0
         assert (vllm.paused, vllm.weight_version) == (False, "0")
         touched[0] = made[0]["norm"][0]
-        assert digest(vllm.worker._etude.live) == manifests[0].digest
+        assert weights_digest(vllm.worker._etude.live) == manifests[0].digest
         assert server.update(1).digest == manifests[1].digest
 
 

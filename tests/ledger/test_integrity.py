@@ -110,18 +110,18 @@ def test_an_altered_episode_is_refused_by_name_and_played_again(ledger, tmp_path
     honest = member(0, False)
     ledger.admit(0, "t", 1, 0)
     (lease,) = ledger.lease("a", 1, LONG)
-    blob = blobs.put(store, "00000000/0000-0.msgpack", honest)
+    blob = blobs.put_blob(store, "00000000/0000-0.msgpack", honest)
     assert ledger.finish(
         lease, outcome=Outcome.SCORED, reward=0.0, passed=False, blob=blob, tokens=1, min_version=0, metrics={}
     )
-    assert blobs.get(store, blob) == honest
+    assert blobs.get_blob(store, blob) == honest
     for lie in (msgspec.structs.replace(honest, reward=5.0), msgspec.structs.replace(honest, passed=True)):
         store.put(blob.key, encode(lie))
         with pytest.raises(blobs.BlobDamaged, match=r"the episode 00000000/0000-0\.msgpack in .* is damaged"):
-            blobs.get(store, blob)
+            blobs.get_blob(store, blob)
     store.delete(blob.key)
     with pytest.raises(UserError, match=r"the episode 00000000/0000-0\.msgpack is gone"):
-        blobs.get(store, blob)
+        blobs.get_blob(store, blob)
     assert ledger.untrained() == [(0, 0, blob)]
     ledger.play_again(0, 0)
     assert ledger.ready_groups(1, in_order=True) == []

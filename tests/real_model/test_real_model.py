@@ -37,7 +37,7 @@ from etude.trainer.rl.plan import rows as plan_rows
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 from etude.weights.runs import model_folder
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.engines import CONFIG, serving
 from tests.inference.test_documents import masked
 from tests.inference.test_engine import run
@@ -241,7 +241,7 @@ def test_versions_at_a_real_learning_rate_arrive_bit_for_bit(real: Real, tmp_pat
         published = publisher.publish(version, optimizer.published(), (), {})
         receiver.apply(receiver.poll())
         trained = named_tensors(model)
-        assert digest(live, receiver.types) == published.digest
+        assert weights_digest(live, receiver.types) == published.digest
         assert all(torch.equal(tensor.float(), trained[name]) for name, tensor in live.items())
         if version:
             assert published.kind == "delta"
@@ -265,10 +265,10 @@ def test_merged_adapters_are_base_and_product_and_arrive_bit_for_bit(real: Real,
             learn(model, real.ids(CODE), optimizer, 1e-3)
         published = publisher.publish(version, optimizer.published(), (), {}, adapted=optimizer.adapted())
         receiver.apply(receiver.poll())
-        digests.append(digest(live, receiver.types))
-        assert digests[-1] == published.live == digest(named_tensors(model), types)
+        digests.append(weights_digest(live, receiver.types))
+        assert digests[-1] == published.live == weights_digest(named_tensors(model), types)
     publisher.finish_anchor()
-    assert digests[0] == digest(base, types) != digests[1]
+    assert digests[0] == weights_digest(base, types) != digests[1]
     ours = optimizer.published()
     layers = [name.removesuffix(DOWN) for name in ours if name.endswith(DOWN)]
     assert len(layers) == 30 * 7

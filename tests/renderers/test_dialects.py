@@ -300,9 +300,9 @@ def test_an_answer_in_json_is_no_call(renderers: dict[str, Renderer]) -> None:
     ],
 )  # fmt: skip
 def test_values_without_quotes_have_the_type_of_the_schema(said: str, schema: Any, value: Any) -> None:
-    from etude.renderers.calls import typed
+    from etude.renderers.calls import typed_argument
 
-    assert typed(said, schema) == value
+    assert typed_argument(said, schema) == value
 
 
 def test_the_compact_dialect_needs_all_its_tokens_at_their_ids(tmp_path: Path) -> None:

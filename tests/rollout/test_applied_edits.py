@@ -21,7 +21,7 @@ from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from etude.renderers.base import load_tokenizer
-from etude.rollout.apply_edits import tasks_of
+from etude.rollout.apply_edits import edit_tasks
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.rewards import with_reward
 from tests.helpers.speakers import Scripted, Speaker
@@ -40,13 +40,13 @@ EDIT = Example(
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
     long = replace(EDIT, id="long", file=FILE * 20, result=FILE * 19 + RESULT)
-    examples.write([EDIT, long], tmp_path / "train.parquet")
-    examples.write([replace(EDIT, id="e2", repository="other-1.0")], tmp_path / "heldout.parquet")
+    examples.write_examples([EDIT, long], tmp_path / "train.parquet")
+    examples.write_examples([replace(EDIT, id="e2", repository="other-1.0")], tmp_path / "heldout.parquet")
     return tmp_path
 
 
 def played(tables: Path, renderer: Renderer, policy: Any, budget: Budget = BUDGET) -> Episode:
-    dataset = tasks_of(tables, renderer, BUDGET)
+    dataset = edit_tasks(tables, renderer, BUDGET)
     no_box: Any = None
     setting = RolloutContext(dataset, no_box, policy, renderer, budget, Sampling(max_tokens=20))
     episode = asyncio.run(run_episode(setting, dataset.by_id["e1"], EpisodeId(3, 1, 0, 5)))
@@ -108,9 +108,9 @@ def test_a_lost_engine_is_not_the_model_s_fault(tables: Path, compact: Renderer)
 
 
 def test_edits_that_do_not_fit_are_no_tasks(tables: Path, compact: Renderer) -> None:
-    dataset = tasks_of(tables, compact, BUDGET)
+    dataset = edit_tasks(tables, compact, BUDGET)
     assert {task.id: task.split for task in dataset.tasks} == {"e1": "train", "e2": "heldout"}
     with pytest.raises(UserError, match=r"no edit of .*train.parquet fits rollout.context = 60"):
-        tasks_of(tables, compact, Budget(tokens=50, context=60))
+        edit_tasks(tables, compact, Budget(tokens=50, context=60))
     with pytest.raises(UserError, match="does not exist"):
-        tasks_of(tables / "nowhere", compact, BUDGET)
+        edit_tasks(tables / "nowhere", compact, BUDGET)

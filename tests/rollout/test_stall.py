@@ -1,6 +1,6 @@
 import pytest
 
-from etude.rollout.stall import StallSnapshot, StallWatchdog, diagnose
+from etude.rollout.stall import StallSnapshot, StallWatchdog, diagnose_stall
 
 
 def standing(**given) -> StallSnapshot:
@@ -51,4 +51,4 @@ def test_it_speaks_once_per_stall_and_again_after_the_next():
     ],
 )
 def test_the_first_party_in_the_order_of_causes_is_named(given, clause):
-    assert diagnose(standing(**given)) == clause
+    assert diagnose_stall(standing(**given)) == clause

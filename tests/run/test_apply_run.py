@@ -13,7 +13,7 @@ import pytest
 from etude.corpus import tokenizer as bpe
 from etude.edits import examples as tables
 from etude.edits.examples import Example
-from etude.edits.formats import question
+from etude.edits.formats import edit_prompt
 from etude.records import Episode, decode
 from etude.store import open_store
 from etude.trainer.finetune import applied_edits, pretrain
@@ -74,9 +74,9 @@ def prepare(folder: Path) -> None:
     """A model that has half learned to apply edits of one line, and tables of them."""
     train = [edit(letter, "lib-1.0") for letter in "abcdefgh"]
     (folder / "edits").mkdir()
-    tables.write(train, folder / "edits/train.parquet")
-    tables.write([edit(letter, "other-1.0") for letter in "abcd"], folder / "edits/heldout.parquet")
-    texts = [question(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
+    tables.write_examples(train, folder / "edits/train.parquet")
+    tables.write_examples([edit(letter, "other-1.0") for letter in "abcd"], folder / "edits/heldout.parquet")
+    texts = [edit_prompt(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
     save_tokenizer(bpe.train(texts, 360), folder / "model", 128)
     pretrain.new_model(SHAPE, 0).save_pretrained(folder / "model")
     trainer = {"tokens": 110_000, "batch": 4, "length": 128, "lr": 5e-3, "compile": False, "threads": 1}

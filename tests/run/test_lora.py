@@ -10,7 +10,7 @@ from etude.models.loading import load_model, named_tensors
 from etude.store import open_store
 from etude.weights.manifest import manifests
 from etude.weights.runs import model_folder
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.run.test_run import CONFIG, ROOT, etude, finished, start
 
 LORA = CONFIG.replace("steps = 3\nlr = 1e-3", "steps = 2\nlr = 2e-2\nrouter_replay = true\nlora = { rank = 4 }")
@@ -51,4 +51,4 @@ def test_a_run_trains_adapters_engines_serve_the_sum_and_a_killed_one_continues_
     assert published[-1].live in capsys.readouterr().out
     # As the trainer and the engine hold it: the digest is that of the types that the run published.
     for folder in (out, model_folder(f"{run}@2")):  # as `weights fetch` writes it, and as `etude serve RUN` finds it
-        assert digest(named_tensors(load_model(folder)), torch.bfloat16) == published[-1].live
+        assert weights_digest(named_tensors(load_model(folder)), torch.bfloat16) == published[-1].live

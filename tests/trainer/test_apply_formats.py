@@ -29,7 +29,7 @@ def test_the_answer_learned_means_the_result(folder: Path, way: str) -> None:
         assert asked.endswith(f"<|assistant|><{tag}>\n")
         answer, closed, rest = said.partition(f"</{tag}>")
         assert (closed, rest) == (f"</{tag}>", "<|end|>")
-        assert formats.read_answer(edit.file, answer, way) == edit.result
+        assert formats.read_edit_answer(edit.file, answer, way) == edit.result
 
 
 def test_every_format_is_taught_the_same_edits_in_the_same_order(folder: Path) -> None:

@@ -18,7 +18,7 @@ from etude.corpus.edits import rename_augmentation
 from etude.corpus.vocabulary import compact
 from etude.edits import examples as tables
 from etude.edits.merge import merge
-from etude.edits.sketch import draw
+from etude.edits.sketch import draw_sketch
 from etude.errors import UserError
 from etude.renderers import renderer_for
 from etude.trainer.finetune import applied_edits, pretrain
@@ -74,7 +74,7 @@ def test_short_examples_come_first_and_unseen_ones_before_the_others(folder: Pat
 def test_renamed_examples_are_never_the_same_twice_and_still_merge(folder: Path) -> None:
     tokenizer, renderer = bpe.load(folder / "model"), renderer_for(folder / "model")
     before = "import json\n\ndef load_table(path):\n    return json.load(path)\n"
-    drawn = draw(before, before.replace("load(path)", "loads(path)"), "python", random.Random(0), kinds=0)
+    drawn = draw_sketch(before, before.replace("load(path)", "loads(path)"), "python", random.Random(0), kinds=0)
     assert drawn is not None
     edit = replace(example(0), file=before, sketch=drawn.text, result=before.replace("load(path)", "loads(path)"))
     others = [example(i) for i in range(300)]
@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on(folder: Path) -> None:
 
 
 def test_bad_input_is_one_sentence(folder: Path) -> None:
-    tables.write([example(1)], folder / "heldout.parquet")
+    tables.write_examples([example(1)], folder / "heldout.parquet")
     with pytest.raises(UserError, match="both trained on and held out"):
         applied_edits.finetune(config(folder), folder / "run")
     with pytest.raises(UserError, match="does not exist"):

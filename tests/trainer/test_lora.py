@@ -22,7 +22,7 @@ from etude.trainer.rl.process import Trainer
 from etude.trainer.rl.selfcheck import check
 from etude.weights.manifest import manifests
 from etude.weights.receiver import Receiver
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.tiny_models import save_random_model
 from tests.helpers.trainer_runs import admit, new_run, play, step
 
@@ -179,7 +179,10 @@ def test_updates_move_the_adapters_alone_and_a_state_continues_bit_for_bit(folde
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert first.adapted() == again.adapted()
     assert (
-        first.adapted().live == digest(named_tensors(models[1]), types) != first.adapted().base == digest(begin, types)
+        first.adapted().live
+        == weights_digest(named_tensors(models[1]), types)
+        != first.adapted().base
+        == weights_digest(begin, types)
     )
     assert {t.dtype for t in ours.values()} == {torch.float32}
     moved = {name for name, t in named_tensors(models[0]).items() if not torch.equal(t, begin[name])}
@@ -221,12 +224,12 @@ def stepped(tmp_path_factory):
     receiver, digests = Receiver(trainer.weights, named_tensors(model)), []
     for version in range(2):
         receiver.apply(receiver.poll())
-        digests.append(digest(named_tensors(model), receiver.types))
+        digests.append(weights_digest(named_tensors(model), receiver.types))
         engine = Engine(model, version=version, routes=True)
         admit(run, config, version, version, play(engine, version + 1, routes=True))
         step(trainer)
     receiver.apply(receiver.poll())
-    digests.append(digest(named_tensors(model), receiver.types))
+    digests.append(weights_digest(named_tensors(model), receiver.types))
     return run, config, trainer, digests
 
 

@@ -46,16 +46,16 @@ SECONDS = 60.0
 def test_sequences_follow_from_tasks_and_tokenizer():
     tasks = dataset.load(ROOT / "tests/tasks/data/tiny").split("train")
     renderer = renderer_for(ROOT / "models/nano", None)
-    made = probes.make_sequences(tasks, renderer, 2, 40)
-    assert made == probes.make_sequences(tasks, renderer, 2, 40)
+    made = probes.make_probe_sequences(tasks, renderer, 2, 40)
+    assert made == probes.make_probe_sequences(tasks, renderer, 2, 40)
     assert [len(ids) for ids in made.ids] == [40, 40]
     assert made.ids[0] != made.ids[1]
-    assert tasks[0].instruction in renderer.text(probes.make_sequences(tasks, renderer, 8, 256).ids[0])
-    assert len(probes.make_sequences(tasks, renderer, 8, 256).ids) == 3, "no more than there are tasks"
-    assert probes.make_sequences(tasks, renderer, 0, 256).ids == ()
+    assert tasks[0].instruction in renderer.text(probes.make_probe_sequences(tasks, renderer, 8, 256).ids[0])
+    assert len(probes.make_probe_sequences(tasks, renderer, 8, 256).ids) == 3, "no more than there are tasks"
+    assert probes.make_probe_sequences(tasks, renderer, 0, 256).ids == ()
     seven = [msgspec.structs.replace(tasks[0], instruction=f"Mend number {n}.") for n in range(7)]
     for count, expected in ((1, [0]), (2, [0, 3]), (3, [0, 2, 4]), (6, [0, 1, 2, 3, 4, 5]), (7, list(range(7)))):
-        texts = map(renderer.text, probes.make_sequences(seven, renderer, count, 256).ids)
+        texts = map(renderer.text, probes.make_probe_sequences(seven, renderer, count, 256).ids)
         assert [n for text in texts for n in range(7) if f"Mend number {n}." in text] == expected, "spread over all"
 
 
@@ -66,7 +66,7 @@ def test_an_engine_scores_as_the_trainer_does(tmp_path, kind):
     model = load_model(config.model.path)
     store = open_store(str(run / "probes"))
     for deterministic in (False, True):
-        probes.reset(store, probes.Sequences(ids=tuple(sequences)))
+        probes.reset_probes(store, probes.ProbeSequences(ids=tuple(sequences)))
         trainer = TrainerProbes(store, model, exactly=deterministic)
         trainer.score(7)
         answer(run, Engine(model, version=7, deterministic=deterministic), number=3)
@@ -84,7 +84,7 @@ def test_probes_are_decoded_as_episodes_are(tmp_path, monkeypatch, deterministic
     run, config = new_run(tmp_path)
     sequences = [ids[: 9 + 7 * i] for i, ids in enumerate(begin_probes(run))]
     store = open_store(str(run / "probes"))
-    probes.reset(store, probes.Sequences(ids=tuple(sequences)))
+    probes.reset_probes(store, probes.ProbeSequences(ids=tuple(sequences)))
     model = load_model(config.model.path)
     trainer = TrainerProbes(store, model, exactly=deterministic)
     trainer.score(0)
@@ -197,7 +197,9 @@ def asked(run, engines, version):
 
     async def ask():
         async with asyncio.timeout(SECONDS), EngineClient(engines) as client:
-            asker = probes.ProbeScorer(store, probes.Sequences(ids=probes.read_sequences(store)), client, engines)
+            asker = probes.ProbeScorer(
+                store, probes.ProbeSequences(ids=probes.read_probe_sequences(store)), client, engines
+            )
             for _ in range(2):  # it is seen at every tick
                 for url in engines:
                     asker.served(url, version)
@@ -244,7 +246,7 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
     tensors = load(weights, 0)[1]
 
     async def look(engines, watcher):
-        asks = probes.Sequences(ids=tuple(sequences))
+        asks = probes.ProbeSequences(ids=tuple(sequences))
         async with (
             EngineClient(engines) as client,
             aclosing(probes.ProbeScorer(answers, asks, client, engines)) as asker,
@@ -272,7 +274,7 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
     sentence = f"the engine at {other} is not configured as that at {url}: max_batch is 4, not 128"
     assert watched.record.complaints == {sentence}
     assert capsys.readouterr().err.count(sentence) == 1
-    assert [(a.engine, a.scored.version) for a in probes.take_results(answers)] == [(url, 0), (other, 0)]
+    assert [(a.engine, a.scored.version) for a in probes.take_probe_results(answers)] == [(url, 0), (other, 0)]
 
 
 def test_a_version_that_comes_while_a_server_scores_and_a_bad_question(tmp_path):
@@ -305,7 +307,7 @@ def test_an_unreachable_engine_is_one_sentence(tmp_path, capsys, monkeypatch):
 
     async def ask():
         async with EngineClient(["http://127.0.0.1:9"]) as client:
-            asker = probes.ProbeScorer(store, probes.Sequences(ids=([3, 4],)), client, ["http://127.0.0.1:9"])
+            asker = probes.ProbeScorer(store, probes.ProbeSequences(ids=([3, 4],)), client, ["http://127.0.0.1:9"])
             asker.served("http://127.0.0.1:9", 3)
             await asyncio.gather(*asker._asking.values())
 
@@ -325,8 +327,8 @@ def test_a_continued_run_forgets_the_answers_of_engines_that_are_gone(tmp_path):
     assert store.list() == ["00000002/0000.msgpack", "sequences.msgpack"]
     begin_probes(run)
     assert store.list() == ["sequences.msgpack"]
-    assert [list(ids) for ids in probes.read_sequences(store)] == sequences
-    probes.reset(store, probes.Sequences(ids=()))
+    assert [list(ids) for ids in probes.read_probe_sequences(store)] == sequences
+    probes.reset_probes(store, probes.ProbeSequences(ids=()))
     trainer = TrainerProbes(store, model, exactly=False)
     trainer.score(2)
     assert (trainer.arrived(), trainer.seconds()) == ([], 0.0)
@@ -347,17 +349,21 @@ def test_an_answer_that_is_no_number_is_as_wrong_as_can_be(tmp_path):
 
 def test_limits_of_an_engine_are_in_its_configuration(tmp_path):
     from etude.inference.engine.configuration import configuration, digest_of
-    from etude.rollout.engines import differences, narrow
+    from etude.rollout.engines import agreed_configuration, engine_differences
 
     _, config = new_run(tmp_path)
     model = load_model(config.model.path)
     one, same, other = (configuration(Engine(model, EngineConfig(max_batch=n))) for n in (4, 4, 8))
     assert (one["head"], one["log_softmax"], one["dtype"]) == ("float32", "float32", "float32")
     assert digest_of(one) == digest_of(same) != digest_of(other)
-    assert differences({"http://a": one, "http://b": same}) == narrow({"http://a": one, "http://b": same}) == []
-    (said,) = differences({"http://a": one, "http://b": same, "http://c": other})
+    assert (
+        engine_differences({"http://a": one, "http://b": same})
+        == agreed_configuration({"http://a": one, "http://b": same})
+        == []
+    )
+    (said,) = engine_differences({"http://a": one, "http://b": same, "http://c": other})
     assert said == "the engine at http://c is not configured as that at http://a: max_batch is 8, not 4"
-    (said,) = narrow({"http://a": one | {"head": "narrower than float32"}})
+    (said,) = agreed_configuration({"http://a": one | {"head": "narrower than float32"}})
     assert said.startswith("the engine at http://a is not float32 where log-probabilities are made: head is narrower")
 
 

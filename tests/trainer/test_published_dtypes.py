@@ -17,7 +17,7 @@ from etude.weights.export import advance, export
 from etude.weights.manifest import newest
 from etude.weights.payloads import DamagedVersion
 from etude.weights.receiver import Receiver
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.tiny_models import save_random_model
 from tests.helpers.trainer_runs import admit, new_run, play, step
 
@@ -90,7 +90,7 @@ def test_a_float32_checkpoint_is_trained_and_served(tmp_path, dtype):
     if dtype == "float32":
         export(store, 1, Path(config.model.path), tmp_path / "one")
         assert advance(store, tmp_path / "one", 2, tmp_path / "two") == 1
-        assert digest(named_tensors(load_model(tmp_path / "two")), torch.float32) == newest(store).digest
+        assert weights_digest(named_tensors(load_model(tmp_path / "two")), torch.float32) == newest(store).digest
         with pytest.raises(DamagedVersion, match=r"in float32, which this engine would round to bfloat16"):
             Receiver(store, named_tensors(load_model(config.model.path, dtype=torch.bfloat16))).poll()
 

@@ -21,7 +21,7 @@ from etude.weights.payloads import DamagedVersion
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 from etude.weights.signature import Trust
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.tiny_models import save_random_model
 
 
@@ -73,7 +73,11 @@ def test_an_engine_of_either_type_follows_versions_of_adapters_bit_for_bit(base,
         receiver.swap(update, whole=version == 3)
         receiver.commit(update)
         assert (receiver.version, receiver.manifest) == (version, published)
-        assert digest(live, receiver.types) == published.live == digest(named_tensors(trainer.model), trainer.types)
+        assert (
+            weights_digest(live, receiver.types)
+            == published.live
+            == weights_digest(named_tensors(trainer.model), trainer.types)
+        )
         if version == 0:
             assert all(torch.equal(t, before[name]) for name, t in live.items())
     receiver.undo(update)  # back to what was committed: version 3
@@ -81,7 +85,7 @@ def test_an_engine_of_either_type_follows_versions_of_adapters_bit_for_bit(base,
     following = receiver.poll()
     receiver.swap(following)
     receiver.undo(following)
-    assert digest(live, receiver.types) == published.live
+    assert weights_digest(live, receiver.types) == published.live
     assert not audit(store, Trust()).problems
 
 
@@ -100,7 +104,7 @@ def test_damage_of_live_sums_is_repaired_from_base_and_adapters(base, store):
     (repaired, *_) = found = receiver.find_repair(damaged)
     assert repaired.source == "base and adapters"
     receiver.write_repair(found)
-    assert digest(live, receiver.types) == published.live
+    assert weights_digest(live, receiver.types) == published.live
 
 
 def test_adapters_of_another_base_or_another_sum_are_never_served(base, store, tmp_path, monkeypatch):
@@ -130,7 +134,7 @@ def test_a_version_of_adapters_becomes_a_folder_of_the_sum_and_one_in_pefts_form
     out = tmp_path / "out"
     assert export(store, 1, base, out) == published
     whole = load_model(out)
-    assert digest(named_tensors(whole), trainer.types) == published.live
+    assert weights_digest(named_tensors(whole), trainer.types) == published.live
     assert model_id(out) == model_id(base)
     with pytest.raises(UserError, match="holds adapters"):
         advance(store, base, 1, tmp_path / "moved")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from etude.weights.ulpd import chunk_grid, codec
 from etude.weights.ulpd.chunk_grid import FORMATS, Bits, Schema, Spec, bits, schema_of
 from etude.weights.ulpd.codec import ABS, RAW, A, B, Codec, Damaged
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers import oracle
 from tests.helpers.small_tensors import copies, nudged, tensors, widened
 
@@ -254,23 +254,25 @@ def test_the_digest_is_a_sum_over_chunks_and_that_of_the_oracle() -> None:
     parts = {name: bits(t) for name, t in original.items()}
     total = sum(oracle.digest(spec.seed, parts[spec.name].tolist(), 16) for spec in grid.tensors) % (1 << 64)
     assert codec.model_digest(codec.digests(grid, parts)) == total
-    assert digest(original) == f"{total:016x}"
+    assert weights_digest(original) == f"{total:016x}"
 
 
 def test_the_digest_does_not_depend_on_order_or_on_an_exact_wider_type() -> None:
     original = tensors(3)
-    assert digest(dict(reversed(original.items()))) == digest(original)
-    assert digest(widened(original)) == digest(original)
-    assert digest({name: t.double() for name, t in original.items()}) == digest(original)
+    assert weights_digest(dict(reversed(original.items()))) == weights_digest(original)
+    assert weights_digest(widened(original)) == weights_digest(original)
+    assert weights_digest({name: t.double() for name, t in original.items()}) == weights_digest(original)
     half = tensors(3, torch.float16)
-    assert digest(widened(half), torch.float16) == digest(half, torch.float16) != digest(original)
+    assert (
+        weights_digest(widened(half), torch.float16) == weights_digest(half, torch.float16) != weights_digest(original)
+    )
 
 
 def test_the_digest_of_wider_tensors_keeps_the_payload_of_a_nan() -> None:
     patterns = torch.tensor(NASTY[16], dtype=torch.int32)
     narrow = {"x": patterns.to(torch.uint16).view(torch.bfloat16)}
     wide = {"x": (patterns << 16).view(torch.float32)}
-    assert digest(wide) == digest(narrow)
+    assert weights_digest(wide) == weights_digest(narrow)
 
 
 def test_the_digest_sees_one_bit_one_swap_one_name_one_shape_and_one_type() -> None:
@@ -281,7 +283,7 @@ def test_the_digest_sees_one_bit_one_swap_one_name_one_shape_and_one_type() -> N
     renamed = {("c" if name == "b" else name): t for name, t in original.items()}
     reshaped = original | {"b": original["b"].reshape(25, 40)}
     retyped = original | {"a": original["a"].view(torch.float16)}
-    assert len({digest(t) for t in (original, flipped, swapped, renamed, reshaped, retyped)}) == 6
+    assert len({weights_digest(t) for t in (original, flipped, swapped, renamed, reshaped, retyped)}) == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -289,7 +291,7 @@ def test_a_live_weight_that_left_the_grid_is_named(dtype: torch.dtype) -> None:
     live = widened(tensors(3, dtype))
     live["b"][2, 2] *= 1 + 2**-20
     with pytest.raises(ValueError, match=r"^b holds values that b?float16 cannot: its weights were altered$"):
-        digest(live, dtype)
+        weights_digest(live, dtype)
 
 
 def test_format_constants() -> None:

@@ -11,7 +11,7 @@ from etude.store import open_store
 from etude.weights.export import export, publish_folder
 from etude.weights.publisher import Publisher
 from etude.weights.signature import Trust
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_an_exported_version_is_a_plain_folder_with_the_published_weights(tmp_pa
     (base / "README.md").write_text("the base's card")
     (base / "train.jsonl").write_text("{}")
     assert export(store, 1, base, out) == published
-    assert digest(named_tensors(load_model(out, dtype=torch.float32))) == published.digest
+    assert weights_digest(named_tensors(load_model(out, dtype=torch.float32))) == published.digest
     told = {"README.md", "train.jsonl"}  # how the base was made is not how this version was
     assert {p.name for p in out.iterdir()} == {p.name for p in base.iterdir()} - told
     assert model_id(out) == model_id(base)

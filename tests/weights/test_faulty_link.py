@@ -10,7 +10,7 @@ from etude.store import open_store
 from etude.weights import manifest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.faulty_link import linked
 from tests.helpers.small_tensors import nudged, tensors, widened
 
@@ -51,7 +51,7 @@ def test_a_write_that_fails_once_costs_a_retry(faulty, kind, part):
     live = widened(tensors(9))
     receiver = Receiver(store, live)
     receiver.apply(receiver.poll())
-    assert digest(live) == manifest.newest(store).digest == digest(new)
+    assert weights_digest(live) == manifest.newest(store).digest == weights_digest(new)
 
 
 def test_a_service_that_always_refuses_is_one_sentence_and_leaves_the_old_version(faulty):
@@ -63,8 +63,8 @@ def test_a_service_that_always_refuses_is_one_sentence_and_leaves_the_old_versio
     with pytest.raises(UserError, match=r"cannot write versions/00000001\.json"):
         writer.publish(1, new, (), {})
     link.fault = lambda method, path: ""
-    assert manifest.newest(store).digest == digest(old)
-    assert writer.publish(1, new, (), {}).digest == digest(new)
+    assert manifest.newest(store).digest == weights_digest(old)
+    assert writer.publish(1, new, (), {}).digest == weights_digest(new)
 
 
 @pytest.mark.parametrize("kind", ["refuse", "cut", "stall"])
@@ -80,7 +80,7 @@ def test_a_read_that_fails_is_made_again(faulty, kind):
     link.fault = first(kind, "GET", "payloads/", 1)
     receiver.apply(receiver.poll())
     assert [fault for _, _, fault in link.seen if fault] == [kind]
-    assert digest(live) == digest(new)
+    assert weights_digest(live) == weights_digest(new)
 
 
 def test_while_nothing_can_be_read_the_old_version_stays(faulty):
@@ -95,7 +95,7 @@ def test_while_nothing_can_be_read_the_old_version_stays(faulty):
     link.fault = lambda method, path: "cut" if method == "GET" and "payloads/" in path else ""
     with pytest.raises((UserError, ValueError)):
         receiver.poll()
-    assert digest(live) == digest(old)
+    assert weights_digest(live) == weights_digest(old)
     link.fault = lambda method, path: ""
     receiver.apply(receiver.poll())
-    assert digest(live) == digest(new)
+    assert weights_digest(live) == weights_digest(new)

@@ -20,7 +20,7 @@ from etude.weights.publisher import AlreadyPublished, Publisher
 from etude.weights.ranks import Ranks, owned
 from etude.weights.receiver import Receiver, update_to
 from etude.weights.ulpd.chunk_grid import schema_of
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.faulty import Faulty
 from tests.helpers.small_tensors import copies, nudged, sharded, tensors, wide, widened
 
@@ -68,7 +68,7 @@ def test_a_step_goes_on_while_a_version_is_on_its_way(store):
     assert not on_its_way.done()
     assert manifest.newest(store).version == 0, "nothing is visible before the payload is"
     store.released.set()
-    assert on_its_way.result().digest == digest(made[1])
+    assert on_its_way.result().digest == weights_digest(made[1])
     assert writer.publish(2, made[2], (), {}).parent == 1
     assert equal(held(store, 1), made[1])
 
@@ -180,12 +180,12 @@ def test_a_thousand_versions_are_equal_at_each_and_by_every_path(store):
     for version in range(1001):
         current = nudged(current, version) if version else current
         read[version] = writer.publish(version, current, (), {})
-        assert read[version].digest == digest(current)
+        assert read[version].digest == weights_digest(current)
         receiver.apply(receiver.poll())
         assert receiver.version == version
         if version % 64 in (0, 3, 8) or version == 1000:
             kept[version] = copies(current)
-    assert digest(live) == digest(current)
+    assert weights_digest(live) == weights_digest(current)
     assert len({m.anchor.version for m in read.values()}) > 2
     assert {v - s.base for v, m in read.items() for s in m.skips} == {8, 64}
     kinds = set()
@@ -250,7 +250,7 @@ def test_a_stale_listing_hides_no_version(store):
     live = widened(tensors(9))
     receiver = Receiver(store, live)
     receiver.apply(receiver.poll())
-    assert digest(live) == published[3].digest
+    assert weights_digest(live) == published[3].digest
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
@@ -353,7 +353,7 @@ def test_two_ranks_in_two_processes_write_one_chain(store):
     live = widened(wide(9))
     receiver = Receiver(store, live)
     receiver.apply(receiver.poll())
-    assert digest(live) == digest(made[9])
+    assert weights_digest(live) == weights_digest(made[9])
 
 
 def test_a_rank_that_does_not_come_and_one_that_holds_something_else(store, monkeypatch):

@@ -22,7 +22,7 @@ from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 from etude.weights.relay import Relay, main
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.http_apps import answering
 from tests.helpers.small_tensors import nudged, tensors, widened
 
@@ -73,7 +73,7 @@ def test_three_servers_take_each_payload_once_from_the_store(store):
                 thread.start()
             for thread in threads:
                 thread.join(SECONDS)
-            assert [digest(live) for live in lives] == [published.digest] * 3
+            assert [weights_digest(live) for live in lives] == [published.digest] * 3
             current = nudged(current, version)
         health = httpx2.get(f"{url}/health", trust_env=False).json()
     assert sorted(origin.read) == [m.payload[0].key for m in manifest.manifests(store)], (
@@ -129,7 +129,7 @@ def test_a_stale_relay_is_passed_by(store, tmp_path, caplog):
     with answering(Relay(stale, 2**20).app()) as url, caplog.at_level(logging.WARNING):
         receiver = Receiver(store, live, PayloadSource(store, url))
         receiver.apply(receiver.poll())
-    assert digest(live) == made[2].digest
+    assert weights_digest(live) == made[2].digest
     assert "version 2 comes from the store: relay" in caplog.text
     assert f"has no {made[2].payload[0].key}" in caplog.text
 
@@ -156,7 +156,7 @@ def test_what_a_link_damages_comes_from_the_store(store, damage, caplog):
     with answering(Starlette(routes=[Route("/payloads/{name:path}", wrong)])) as url, caplog.at_level(logging.WARNING):
         receiver = Receiver(store, live, PayloadSource(store, url))
         receiver.apply(receiver.poll())
-    assert digest(live) == made[1].digest
+    assert weights_digest(live) == made[1].digest
     assert caplog.text.count("comes from the store") == 2
 
 
@@ -174,10 +174,10 @@ def test_what_is_damaged_in_the_store_is_served_by_nobody(store, damage):
             store.put(made[1].payload[0].key, DAMAGES[damage](payload))
         with pytest.raises(DamagedVersion, match="version 1: its payload"):
             receiver.poll()
-        assert (receiver.version, digest(live)) == (0, made[0].digest)
+        assert (receiver.version, weights_digest(live)) == (0, made[0].digest)
         store.put(made[1].payload[0].key, payload)
         receiver.apply(receiver.poll())
-    assert digest(live) == made[1].digest
+    assert weights_digest(live) == made[1].digest
 
 
 def test_a_flip_anywhere_in_a_payload_is_found(store):
@@ -204,7 +204,7 @@ def test_a_relay_killed_in_mid_transfer(store, tmp_path, monkeypatch, caplog):
         receiver = Receiver(store, live, PayloadSource(store, url))
         receiver.apply(receiver.poll())
     assert child.popen.wait(SECONDS) == -signal.SIGKILL
-    assert digest(live) == made[0].digest
+    assert weights_digest(live) == made[0].digest
     assert "version 0 comes from the store: relay" in caplog.text
 
 

@@ -15,7 +15,7 @@ from etude.store import open_store
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 from etude.weights.repair import TRIES, RepairSource, RepairUnavailable, Unrepairable, repair_chunk
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.http_apps import answering
 from tests.helpers.small_tensors import copies, nudged, tensors, widened
 
@@ -55,7 +55,7 @@ def test_a_swap_writes_what_changed_and_nothing_else(chain, wide):
     receiver.apply(update)
     assert live["b"].view(-1)[same] == 77.0
     live["b"].view(-1)[same] = made[3]["b"].view(-1)[same].to(live["b"].dtype)
-    assert digest(live) == receiver.manifest.digest
+    assert weights_digest(live) == receiver.manifest.digest
 
 
 def test_a_type_that_no_loop_reaches_is_written_by_index(chain):
@@ -79,12 +79,12 @@ def test_a_swap_can_be_taken_back_and_made_again(chain):
     for _ in range(2):
         receiver.swap(update)
         receiver.swap(update)  # a duplicate: the values are absolute
-        assert digest(live) == update.manifest.digest
+        assert weights_digest(live) == update.manifest.digest
         receiver.undo(update)
         assert all(torch.equal(live[name], before[name]) for name in live)
     assert receiver.version == 0
     receiver.apply(update)
-    assert (receiver.version, digest(live)) == (3, update.manifest.digest)
+    assert (receiver.version, weights_digest(live)) == (3, update.manifest.digest)
 
 
 def test_an_update_of_another_version_is_refused(chain):
@@ -97,7 +97,7 @@ def test_an_update_of_another_version_is_refused(chain):
     for late in (first, last):
         with pytest.raises(ValueError, match="was staged for another version"):
             receiver.apply(late)
-    assert (receiver.version, digest(live)) == (3, last.manifest.digest)
+    assert (receiver.version, weights_digest(live)) == (3, last.manifest.digest)
 
 
 def test_a_swap_torn_anywhere_is_undone(chain):
@@ -105,7 +105,7 @@ def test_a_swap_torn_anywhere_is_undone(chain):
     store, _ = chain
     live = widened(tensors(9))
     receiver = at(store, 0, live)
-    before = digest(live)
+    before = weights_digest(live)
     update = receiver.poll()
     last = update.changes[-1]
     for count in range(0, last.positions.size, 7):
@@ -113,9 +113,9 @@ def test_a_swap_torn_anywhere_is_undone(chain):
             receiver._live.write(change)
         receiver._live.write(replace(last, positions=last.positions[:count], values=last.values[:count]))
         receiver.undo(update)
-        assert digest(live) == before
+        assert weights_digest(live) == before
     receiver.apply(update)
-    assert digest(live) == update.manifest.digest
+    assert weights_digest(live) == update.manifest.digest
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -159,16 +159,16 @@ def test_every_repair_source_repairs(chain, source):
     live, other = widened(tensors(9)), tensors(8)
     with answering(peer(at(store, 3 if source == "peer" else 2, other))) as url:
         receiver = at(store, 3, live, peers=[url])
-        good = digest(live)
+        good = weights_digest(live)
         rot(receiver, live, image=source != "host image")
         assert receiver.scrub(1.0) == [1]
         if source.startswith("whole"):  # the relay, say, has nothing; the store itself does
             receiver._source.get = lambda version, part: (_ for _ in ()).throw(RepairUnavailable("nothing here"))
         repaired = receiver.find_repair([1])
-        assert digest(live) != good, "a repair is found, not yet live"
+        assert weights_digest(live) != good, "a repair is found, not yet live"
         receiver.write_repair(repaired)
     assert repaired[0].source.startswith(source)
-    assert digest(live) == good
+    assert weights_digest(live) == good
     assert receiver.scrub(1.0) == []
 
 

@@ -12,7 +12,7 @@ from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 from etude.weights.signature import ManifestRefused, Trust, keygen, private_key, public_key, sign
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.small_tensors import nudged, tensors, widened
 
 
@@ -38,7 +38,7 @@ def test_a_signed_chain_is_served(store, keys):
     live = widened(tensors(9))
     receiver = Receiver(store, live, PayloadSource(store, trust=Trust(keys[1])))
     receiver.apply(receiver.poll())
-    assert digest(live) == manifest.read(store, 3).digest
+    assert weights_digest(live) == manifest.read(store, 3).digest
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -63,7 +63,7 @@ def test_a_forged_manifest_is_never_served(store, keys, tmp_path, forgery, numbe
     with pytest.raises(DamagedVersion):
         receiver.poll(limit=number)
     assert receiver.version == 0
-    assert digest(live) == manifest.read(store, 0).digest
+    assert weights_digest(live) == manifest.read(store, 0).digest
     if number == 1:  # no path leads through a manifest that is not trusted: the fold or the anchor would have to
         with pytest.raises(DamagedVersion, match="version 1"):
             receiver.poll(limit=3)

@@ -20,7 +20,7 @@ from etude.weights.receiver import Receiver
 from etude.weights.snapshots import Snapshots
 from etude.weights.ulpd import device, kernels
 from etude.weights.ulpd.chunk_grid import FORMATS, Format, schema_of
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.faulty import Faulty
 from tests.helpers.small_tensors import copies, nudged, tensors
 
@@ -224,15 +224,15 @@ def test_live_tensors_are_digested_where_they_are(gpu, tmp_path: Path, wide: tor
     live = {name: torch.zeros_like(t, dtype=wide, device=DEVICE) for name, t in made[0].items()}
     receiver = Receiver(store, live)
     receiver.apply(receiver.poll(0))
-    assert digest(live) == expected[0]
+    assert weights_digest(live) == expected[0]
     receiver.apply(receiver.poll(1))
-    assert digest(live) == expected[1]
+    assert weights_digest(live) == expected[1]
     assert receiver.scrub(1.0) == []
     live["b"].view(-1)[17] += 1.0
     damaged = receiver.scrub(1.0)
     assert len(damaged) == 1
     receiver.write_repair(receiver.find_repair(damaged))
-    assert digest(live) == expected[1]
+    assert weights_digest(live) == expected[1]
 
 
 # Machine code --------------------------------------------------------------------------------------------------------

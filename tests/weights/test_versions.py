@@ -18,7 +18,7 @@ from etude.weights.live_tensors import LiveTensors
 from etude.weights.payloads import DamagedVersion
 from etude.weights.publisher import AlreadyPublished, Publisher
 from etude.weights.receiver import Receiver, WeightsMismatch, materialise
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.small_tensors import copies, nudged, tensors, widened
 
 
@@ -54,14 +54,14 @@ def test_an_engine_follows_a_chain_of_versions_exactly(store):
     for version in range(10):
         published = publisher.publish(version, current, (version,), {"loss": 1.0})
         assert published.kind == ("delta" if version else "anchor")
-        assert published.digest == digest(current)
+        assert published.digest == weights_digest(current)
         if version % 3 == 0:  # an engine may skip versions
             before = copies(live)
             update = receiver.poll()
             assert all(torch.equal(before[name], live[name]) for name in live), "staging must not touch live tensors"
             assert receiver.version == version - 3 if version else -1
             receiver.apply(update)
-            assert digest(live) == published.digest
+            assert weights_digest(live) == published.digest
             assert receiver.version == version
             assert receiver.manifest == published
             assert receiver.poll() is None
@@ -82,7 +82,7 @@ def test_the_first_version_is_written_where_it_is_not_there_yet(store):
     assert (dict(update.before), update.changes) == ({}, None)
     receiver.apply(update)
     assert {name: tensor._version for name, tensor in live.items()} == before, "no tensor was written to"
-    assert (receiver.version, digest(live)) == (0, published.digest)
+    assert (receiver.version, weights_digest(live)) == (0, published.digest)
     other = widened(current)
     name = sorted(other)[0]
     other[name].view(-1)[-1] += 1
@@ -90,9 +90,9 @@ def test_the_first_version_is_written_where_it_is_not_there_yet(store):
     update = receiver.poll()
     assert list(update.before) == [name]
     receiver.apply(update)
-    assert digest(other) == published.digest
+    assert weights_digest(other) == published.digest
     receiver.undo(update)
-    assert digest(other) != published.digest
+    assert weights_digest(other) != published.digest
 
 
 def test_an_update_that_was_not_applied_is_offered_again(store):
@@ -103,7 +103,7 @@ def test_an_update_that_was_not_applied_is_offered_again(store):
     update = receiver.poll()
     assert update.manifest == published[1]
     receiver.apply(update)
-    assert digest(live) == published[1].digest
+    assert weights_digest(live) == published[1].digest
 
 
 def test_a_receiver_can_be_held_at_a_version(store):
@@ -111,7 +111,7 @@ def test_a_receiver_can_be_held_at_a_version(store):
     live = widened(tensors(9))
     receiver = Receiver(store, live)
     receiver.apply(receiver.poll(limit=2))
-    assert digest(live) == published[2].digest
+    assert weights_digest(live) == published[2].digest
     assert receiver.poll(limit=2) is None
     receiver.apply(receiver.poll())
     assert receiver.version == 4
@@ -134,7 +134,7 @@ def test_of_two_publishers_of_a_version_one_wins_and_the_other_learns_what_it_pu
     for thread in threads:
         thread.join(30)
     winner = manifest.read(store, 0).groups[0]
-    assert results[winner].digest == digest(tensors(winner))
+    assert results[winner].digest == weights_digest(tensors(winner))
     lost = results[3 - winner]
     assert isinstance(lost, AlreadyPublished)
     assert lost.manifest == results[winner]
@@ -142,7 +142,7 @@ def test_of_two_publishers_of_a_version_one_wins_and_the_other_learns_what_it_pu
     live = tensors(9)
     receiver = Receiver(store, live)
     receiver.apply(receiver.poll())
-    assert digest(live) == digest(tensors(winner))
+    assert weights_digest(live) == weights_digest(tensors(winner))
 
 
 KILLED = """
@@ -171,7 +171,7 @@ def test_a_trainer_killed_between_payload_and_manifest_leaves_no_version(store):
     live = tensors(9)
     receiver = Receiver(store, live)
     receiver.apply(receiver.poll())
-    assert digest(live) == digest(tensors(2))
+    assert weights_digest(live) == weights_digest(tensors(2))
 
 
 def test_a_failed_publish_can_be_repeated(store, monkeypatch):
@@ -186,7 +186,7 @@ def test_a_failed_publish_can_be_repeated(store, monkeypatch):
     live = tensors(9)
     receiver = Receiver(store, live)
     receiver.apply(receiver.poll())
-    assert digest(live) == published.digest
+    assert weights_digest(live) == published.digest
 
 
 def test_resuming_from_other_tensors_is_refused(store):
@@ -220,10 +220,10 @@ def test_a_damaged_payload_is_never_served_and_a_repaired_one_is(store, damage):
     with pytest.raises(DamagedVersion, match="version 1: its payload"):
         receiver.poll()
     assert receiver.version == 0
-    assert digest(live) == published[0].digest
+    assert weights_digest(live) == published[0].digest
     store.put(published[1].payload[0].key, payload)
     receiver.apply(receiver.poll())
-    assert digest(live) == published[1].digest
+    assert weights_digest(live) == published[1].digest
 
 
 @pytest.mark.parametrize("part", ["payload", "manifest"])
@@ -246,7 +246,7 @@ def test_the_next_anchor_bridges_a_hole_in_the_chain(store, part):
     last = resumed.publish(5, nudged(current, 6), (), {})
     assert last.anchor.version >= 3
     receiver.apply(receiver.poll())
-    assert digest(live) == last.digest
+    assert weights_digest(live) == last.digest
 
 
 def test_a_manifest_that_promises_other_tensors_is_not_served(store):
@@ -281,7 +281,7 @@ def test_live_tensors_that_did_not_take_the_values_are_put_back(store, applied, 
     receiver = Receiver(store, live)
     if applied:
         receiver.apply(receiver.poll(limit=0))
-    before = digest(live)
+    before = weights_digest(live)
     update = receiver.poll()
     wrong = update.staged.bits["b"].copy()
     wrong[0] += 1  # as if the copy to the device had gone wrong
@@ -296,7 +296,7 @@ def test_live_tensors_that_did_not_take_the_values_are_put_back(store, applied, 
     with pytest.raises(WeightsMismatch, match=f"version {applied} did not arrive in the live tensors:"):
         receiver.apply(update)
     monkeypatch.setattr(LiveTensors, "write", write)
-    assert digest(live) == before
+    assert weights_digest(live) == before
     assert receiver.version == applied - 1
     receiver.apply(receiver.poll())
     assert receiver.version == applied
@@ -307,7 +307,7 @@ def test_any_version_can_be_had_again_in_any_wider_type(store):
     for version in (0, 2, 4):
         target = widened(tensors(7))
         assert materialise(store, version, target) == published[version]
-        assert digest(target) == digest(made[version])
+        assert weights_digest(target) == weights_digest(made[version])
     _, loaded = load(store, 3)
     assert all(loaded[name].dtype == torch.bfloat16 for name in loaded)
     with pytest.raises(UserError, match="has no version 9; the newest is 4"):

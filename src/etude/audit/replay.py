@@ -15,8 +15,7 @@ from typing import Any
 
 from etude.errors import UserError
 from etude.grading import open_sandbox
-from etude.ledger import stored_episodes
-from etude.ledger.stored_episodes import Episodes
+from etude.ledger import StoredEpisodes, stored_episodes
 from etude.rollout.replay import replay
 from etude.run import parts
 from etude.tasks.dataset import Dataset
@@ -37,7 +36,7 @@ class EpisodeReplay:
 
 def replay_run(run: Path, names: Sequence[str] = ()) -> list[EpisodeReplay]:
     """Play the named episodes again, or all of the ledger, in boxes of the run's backend. Raises UserError."""
-    episodes = stored_episodes.episodes(run, names)
+    episodes = stored_episodes(run, names)
     if episodes.config.rollout.agent is not None:
         raise UserError(f"{run} was played by an outside agent, whose episodes cannot be played again without it")
     dataset = parts.dataset_of(episodes.config, run)
@@ -46,7 +45,7 @@ def replay_run(run: Path, names: Sequence[str] = ()) -> list[EpisodeReplay]:
     return asyncio.run(_replay(episodes, dataset))
 
 
-async def _replay(episodes: Episodes, dataset: Dataset) -> list[EpisodeReplay]:
+async def _replay(episodes: StoredEpisodes, dataset: Dataset) -> list[EpisodeReplay]:
     config, free = episodes.config, asyncio.Semaphore(LIVE)
     nobody: Any = None  # an episode's own turns take the policy's place
 

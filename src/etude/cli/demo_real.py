@@ -27,7 +27,7 @@ from etude.cli.train import OUTPUTS
 from etude.config import RLConfig, bundled, validate
 from etude.dashboard import duration
 from etude.errors import RunFailed, UserError
-from etude.evals.suite import EvalResult, compare
+from etude.evals import EvalResult, compare
 from etude.trainer.finetune.config import SftConfig
 
 TRACES, SFT, RL = (f"recipes/smollm2-{name}.toml" for name in ("traces", "sft", "rl"))

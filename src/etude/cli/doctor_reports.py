@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.errors import UserError
-from etude.evals.stats import Estimate
+from etude.evals import Estimate
 
 if TYPE_CHECKING:
     from etude.audit.architectures.table import ModelRow

@@ -20,12 +20,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Writes the named episodes, or all, to GROUP-MEMBER-ATTEMPT.json in a new folder. Raises UserError."""
-    from etude.harness import atif
+    from etude.harness import atif_document
     from etude.ledger import stored_episodes
     from etude.renderers import named
     from etude.run.parts import renderer_of
 
-    episodes, output = stored_episodes.episodes(arguments.folder, arguments.episode), arguments.output
+    episodes, output = stored_episodes(arguments.folder, arguments.episode), arguments.output
     config = episodes.config
     renderer = renderer_of(config)
     agent: dict[str, Any] = {"name": "etude", "version": version("etude"), "model_name": config.model.path}
@@ -39,6 +39,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         raise UserError(f"{output} cannot be made ({e.strerror}); name a folder that does not exist yet") from None
     for key in episodes.keys:
         episode = episodes.read(key)
-        trajectory = atif.document(episode, renderer, agent, config.name)
+        trajectory = atif_document(episode, renderer, agent, config.name)
         (output / f"{episode.id}.json").write_text(json.dumps(trajectory), "utf-8")
     print(f"{len(episodes.keys)} episodes were written to {output}")

@@ -86,9 +86,9 @@ def read_config(path: Path) -> LiveConfig:
     """The configuration of a live loop. Raises UserError, also for a database that cannot be opened here."""
     config = validate(LiveConfig, read_toml(path), str(path))
     if config.database is not None:
-        from etude.ledger.database import parse
+        from etude.ledger import parse_database_url
 
-        parse(config.database, "live log")
+        parse_database_url(config.database, "live log")
     return config
 
 

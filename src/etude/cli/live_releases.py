@@ -15,7 +15,7 @@ from typing import Any
 
 from etude.cli.live import LiveAction, add_config, add_json, opened
 from etude.errors import UserError
-from etude.evals.sequential import LookPlan, accounts_per_arm, defended_margin, plan_looks
+from etude.evals import LookPlan, accounts_per_arm, defended_margin, plan_looks
 
 # plan -----------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,22 @@ is the view, `page` writes the page from a `report`, and `view` reads a run fold
 """
 
 from etude.dashboard.page import write_report
+from etude.dashboard.report import (
+    CLOCKED,
+    CheatingFigures,
+    MismatchSummary,
+    RunReport,
+    RunSetup,
+    Utilisation,
+    WeightFigures,
+    best_version,
+    clock_advice,
+    held_out_figures,
+    silence_advice,
+    training_figures,
+)
 from etude.dashboard.terminal import LiveView, final_table
 from etude.dashboard.text import duration
+from etude.dashboard.view import ShownEpisode, load_view, show_run
 
-PUBLIC = ("", "report", "view")
+PUBLIC = ("",)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from etude.dashboard.text import clock, compact, escape, tick
 from etude.dashboard.view import Point, TimelineSpan
-from etude.evals.stats import Estimate
+from etude.evals import Estimate
 
 Format = Callable[[float], str]
 _SIZE = 1000  # the side of every view box; the browser stretches it

@@ -16,7 +16,7 @@ from etude.dashboard.episodes import episode_cards
 from etude.dashboard.report import LATER, HeldOutFigures, RunReport
 from etude.dashboard.text import byte_count, compact, duration, escape, optional, percent, points, signed
 from etude.dashboard.view import PROCESSES, RunView, load_view
-from etude.evals.stats import Estimate
+from etude.evals import Estimate
 from etude.grading.cheats import NOTES, VIOLATIONS
 from etude.records import Outcome
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from etude.dashboard.text import percent
-from etude.evals.stats import Estimate
-from etude.evals.suite import EvalResult, compare
+from etude.evals import Estimate, EvalResult, compare
 from etude.ledger import FlaggedEpisode, ImpossibleCounts
 from etude.records import Population, Record
 from etude.rollout import Shift
@@ -233,7 +232,7 @@ def best_version(newest: int, difference: Estimate | None) -> int:
     return 0 if difference is not None and difference.high < 0 else newest
 
 
-def silence(silent: float, pass_rate: float, warn: float) -> str | None:
+def silence_advice(silent: float, pass_rate: float, warn: float) -> str | None:
     """Advice if more than the share `warn` of the groups had no gradient; `pass_rate` is the pass rate of all
     episodes."""
     if silent <= warn:
@@ -275,7 +274,7 @@ def _unlearned(before: EvalResult | None, after: EvalResult | None) -> tuple[Cha
     return tuple(sorted((c for c in changed if c.after < c.before), key=lambda c: c.after - c.before))
 
 
-def clock_decided(before: EvalResult | None, after: EvalResult | None, seconds: float) -> str | None:
+def clock_advice(before: EvalResult | None, after: EvalResult | None, seconds: float) -> str | None:
     """Advice if the wall time of an episode, `seconds`, ended more than a few of the held-out episodes."""
     shares = {when: of.clocked for when, of in (("before", before), ("after", after)) if of is not None}
     if max(shares.values(), default=0.0) <= CLOCKED:

@@ -107,7 +107,7 @@ def load_view(run_dir: Path, episodes: Sequence[ShownEpisode] = ()) -> RunView:
     return RunView(tuple(ordered), tuple(memory), tuple(timeline), tuple(episodes))
 
 
-def show(
+def show_run(
     title: str,
     episode: Episode,
     tokenizer: Tokenizer,

@@ -40,7 +40,7 @@ class Example:
         return sum(self.fraction > edge for edge in BINS)
 
 
-def weighted(examples: Sequence[Example]) -> list[Example]:
+def weighted_examples(examples: Sequence[Example]) -> list[Example]:
     """The examples with weights: a quarter for short files, equal mass for every edit-fraction bin, mean 1."""
     short = [0.25 if e.lines < _SHORT else 1.0 for e in examples]
     mass = [0.0] * (len(BINS) + 1)
@@ -51,14 +51,14 @@ def weighted(examples: Sequence[Example]) -> list[Example]:
     return [replace(e, weight=w / mean) for e, w in zip(examples, raw, strict=True)]
 
 
-def write(examples: Sequence[Example], path: Path) -> None:
+def write_examples(examples: Sequence[Example], path: Path) -> None:
     """Write the examples as a Parquet file. Raises UserError if pyarrow is not installed."""
     arrow, parquet = _pyarrow()
     table = arrow.Table.from_pylist([asdict(e) | {"noise": list(e.noise)} for e in examples])
     parquet.write_table(table, path, compression="zstd", compression_level=15)
 
 
-def load(path: Path) -> list[Example]:
+def load_examples(path: Path) -> list[Example]:
     """Read the examples of a file that `write` made. Raises UserError for any other file."""
     arrow, parquet = _pyarrow()
     if not path.is_file():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
 
-from etude.edits.sketch import hunks
+from etude.edits.sketch import edit_hunks
 
 FORMATS = {
     "rewrite": ("updated-code", ""),
@@ -40,7 +40,7 @@ class EditPrompt:
     close: str
 
 
-def question(file: str, sketch: str, instruction: str = "", way: str = "rewrite") -> EditPrompt:
+def edit_prompt(file: str, sketch: str, instruction: str = "", way: str = "rewrite") -> EditPrompt:
     """The prompt for an edit. `way` is one of FORMATS."""
     suffix = _suffix(file + sketch + instruction)
     tag, sentence = FORMATS[way]
@@ -51,7 +51,7 @@ def question(file: str, sketch: str, instruction: str = "", way: str = "rewrite"
     return EditPrompt(content, f"<{tag}{suffix}>\n", f"</{tag}{suffix}>")
 
 
-def answer(file: str, result: str, way: str = "rewrite") -> str:
+def edit_answer(file: str, result: str, way: str = "rewrite") -> str:
     """The right answer in a format of FORMATS, without its tags."""
     if way == "rewrite":
         return result
@@ -62,7 +62,7 @@ def answer(file: str, result: str, way: str = "rewrite") -> str:
     return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}\n" for line in shown)
 
 
-def read_answer(file: str, text: str, way: str = "rewrite") -> str | None:
+def read_edit_answer(file: str, text: str, way: str = "rewrite") -> str | None:
     """The whole file after an answer; None unless the answer can be applied to `file` in exactly one way."""
     if way == "rewrite":
         return text
@@ -86,7 +86,7 @@ def _blocks(file: Sequence[str], result: Sequence[str]) -> str:
     """One block per hunk, with enough lines around it that its text occurs once in the file."""
     whole, blocks = "".join(file), list[str]()
     done = 0  # lines of the file that an earlier block has changed
-    for hunk in hunks(file, result):
+    for hunk in edit_hunks(file, result):
         size = 0
         while True:
             top, bottom = max(done, hunk.start - size), min(len(file), hunk.end + size)

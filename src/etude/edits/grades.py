@@ -17,7 +17,7 @@ class EditGrade(StrEnum):
     FAIL = "fail"
 
 
-def grade(result: str, answer: str | None, language: str) -> EditGrade:
+def grade_edit(result: str, answer: str | None, language: str) -> EditGrade:
     """The grade of `answer` (None: unusable) against the right `result`; no tests are run."""
     if answer is None:
         return EditGrade.FAIL
@@ -28,7 +28,7 @@ def grade(result: str, answer: str | None, language: str) -> EditGrade:
     return EditGrade.SYNTAX if same_syntax(answer, result, language) else EditGrade.FAIL
 
 
-def outside(file: str, result: str, answer: str) -> int:
+def lines_changed_outside(file: str, result: str, answer: str) -> int:
     """The number of changes in `answer` outside the edit's hunks: lines lost or changed, and runs of inserted lines."""
     before = file.splitlines()
     wanted, made = _touched(before, result.splitlines()), _touched(before, answer.splitlines())

@@ -60,7 +60,7 @@ class Judge:
     seconds: float = SECONDS
 
 
-def verdicts(judge: Judge, answers: Sequence[tuple[Example, str]]) -> list[JudgeVerdict]:
+def judge_answers(judge: Judge, answers: Sequence[tuple[Example, str]]) -> list[JudgeVerdict]:
     """The verdict on each answer. Raises UserError if the URL does not serve the judge."""
     return asyncio.run(_verdicts(judge, answers)) if answers else []
 
@@ -72,12 +72,12 @@ async def _verdicts(judge: Judge, answers: Sequence[tuple[Example, str]]) -> lis
 
         async def one(example: Example, text: str) -> JudgeVerdict:
             async with slots:
-                return await _ask(http, judge, question(example, text))
+                return await _ask(http, judge, judge_prompt(example, text))
 
         return list(await asyncio.gather(*(one(example, text) for example, text in answers)))
 
 
-def question(example: Example, text: str) -> str:
+def judge_prompt(example: Example, text: str) -> str:
     """The judge's prompt for one answer."""
     suffix = secrets.token_hex(4)
     parts = {"file": example.file, "sketch": example.sketch, "result": example.result, "answer": text}

@@ -82,7 +82,7 @@ class _SketchDraft:
     prose: tuple[str, str] | None = None
 
 
-def hunks(file: Sequence[str], result: Sequence[str]) -> list[Hunk]:
+def edit_hunks(file: Sequence[str], result: Sequence[str]) -> list[Hunk]:
     """The changed runs of lines, in order."""
     codes = SequenceMatcher(None, file, result, autojunk=False).get_opcodes()
     return [Hunk(*code[1:]) for code in codes if code[0] != "equal"]
@@ -97,14 +97,14 @@ def determined(before: str, after: str, sketch: str) -> bool:
     return merged.text == after and not merged.ambiguous
 
 
-def draw(before: str, after: str, language: str, rng: random.Random, kinds: int | None = None) -> Sketch | None:
+def draw_sketch(before: str, after: str, language: str, rng: random.Random, kinds: int | None = None) -> Sketch | None:
     """A noisy sketch that determines `after`; None if even a generous one does not. `kinds` is the number of kinds of
     noise, one to three if None. First a clean sketch is found from which the merge makes `after` without doubt, with
     more context if need be. Noise is kept only while no block fits equally well elsewhere, and noise that removes
     context only if the merge stays right. So a noisy sketch may mislead the merge, but it still determines the
     result."""
     file, result = before.splitlines(), after.splitlines()
-    changes = hunks(file, result)
+    changes = edit_hunks(file, result)
     if not changes:
         return None
     sizes = [rng.choices((1, 2, 3), (3, 4, 3))[0], 3, 6, 12]
@@ -126,7 +126,7 @@ def draw(before: str, after: str, language: str, rng: random.Random, kinds: int 
     return Sketch(text, tuple(noise), determined(before, after, text))
 
 
-def no_op(before: str, language: str, rng: random.Random) -> Sketch | None:
+def draw_no_op(before: str, language: str, rng: random.Random) -> Sketch | None:
     """A sketch of some unchanged lines, since a model must also learn to change nothing. None for a short text."""
     lines = before.splitlines()
     if len(lines) < 4:

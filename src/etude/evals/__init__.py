@@ -4,4 +4,19 @@ The room plays episodes through rollout and requests answers from engines. It st
 runs.
 """
 
-PUBLIC = ("document_suite", "fast_apply", "sequential", "stats", "suite")
+from etude.evals.sequential import (
+    LookPlan,
+    accounts_per_arm,
+    alpha_of_version,
+    defended_margin,
+    log_evidence,
+    paired_score,
+    plan_looks,
+    ratio_evidence,
+    ratio_p_value,
+    sequence_reach,
+)
+from etude.evals.stats import Estimate, mean_difference
+from etude.evals.suite import EvalResult, TaskResult, compare, evaluate
+
+PUBLIC = ("", "document_suite", "fast_apply")

@@ -18,12 +18,20 @@ import msgspec
 
 from etude.config import EngineConfig
 from etude.corpus.edits import bin_name
-from etude.edits import DoesNotFit, Edit, NotClosed
-from etude.edits import examples as tables
-from etude.edits.examples import Example
-from etude.edits.formats import read_answer
-from etude.edits.grades import EditGrade, grade, outside
-from etude.edits.judge import Judge, JudgeVerdict, verdicts
+from etude.edits import (
+    DoesNotFit,
+    Edit,
+    EditGrade,
+    Example,
+    Judge,
+    JudgeVerdict,
+    NotClosed,
+    grade_edit,
+    judge_answers,
+    lines_changed_outside,
+    load_examples,
+    read_edit_answer,
+)
 from etude.edits.merge import NoPlace, merge
 from etude.errors import UserError
 from etude.evals import tested_edits
@@ -70,7 +78,7 @@ def evaluate_edits(
     models write an edit. With `tests`, a task dataset, the edits are those that undo the mutations of its split.
     `judge` judges failed answers."""
     dataset = None if tests is None else tested_edits.load(tests, split)
-    whole = list(dataset.examples) if dataset else tables.load(SUITE if suite == Path("fast-apply") else suite)
+    whole = list(dataset.examples) if dataset else load_examples(SUITE if suite == Path("fast-apply") else suite)
     examples = whole[:max_edits]
     if not examples:
         raise UserError("the suite holds no edits: raise --max-tasks")
@@ -121,7 +129,7 @@ def judged(applied: Sequence[Applied], judge: Judge | None) -> list[Applied]:
         return list(applied)
     failed = [i for i, a in enumerate(applied) if a.grade == EditGrade.FAIL and a.answered]
     result = list(applied)
-    answers = verdicts(judge, [(applied[i].example, applied[i].text or "") for i in failed])
+    answers = judge_answers(judge, [(applied[i].example, applied[i].text or "") for i in failed])
     for i, verdict in zip(failed, answers, strict=True):
         result[i] = replace(result[i], verdict=verdict)
     return result
@@ -167,7 +175,7 @@ def _answered(example: Example, pending, form: str) -> Applied:
     row, answer = pending
     try:
         row.future.result(_SECONDS)
-        text = read_answer(example.file, answer.text(), form)
+        text = read_edit_answer(example.file, answer.text(), form)
     except TimeoutError:
         raise UserError(f"the model gave no answer within {_SECONDS:.0f} seconds: use a smaller one") from None
     except NotClosed:
@@ -178,8 +186,8 @@ def _answered(example: Example, pending, form: str) -> Applied:
 
 
 def _graded(example: Example, text: str, tokens: int) -> Applied:
-    edit_grade = grade(example.result, text, example.language)
-    stray = 0 if edit_grade == EditGrade.EXACT else outside(example.file, example.result, text)
+    edit_grade = grade_edit(example.result, text, example.language)
+    stray = 0 if edit_grade == EditGrade.EXACT else lines_changed_outside(example.file, example.result, text)
     return Applied(example, edit_grade, stray, True, text, tokens)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from etude.corpus.edits import Repository
 from etude.corpus.edits.make import pair
-from etude.edits.examples import Example
+from etude.edits import Example
 from etude.errors import UserError
 from etude.grading import open_sandbox
 from etude.grading.grade import grade

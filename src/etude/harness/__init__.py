@@ -11,6 +11,7 @@ Imports renderers, sandbox (the contract of boxes), edits, code, protocol and re
 `full_tools.py`, and its schema into `renderers/schemas.py`.
 """
 
+from etude.harness.atif import atif_document
 from etude.harness.chat_loop import run_chat_loop
 from etude.harness.edit_appliers import EditApplier, merge_applier, server_applier
 from etude.harness.focus import EditError, view_of
@@ -31,4 +32,4 @@ from etude.harness.ranking import Lexical
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
 from etude.harness.tools import Tools, clean_failure, failures
 
-PUBLIC = ("", "atif", "endpoint")
+PUBLIC = ("", "endpoint")

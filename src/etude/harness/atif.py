@@ -16,7 +16,7 @@ from etude.renderers import Renderer
 Step = dict[str, Any]
 
 
-def document(episode: Episode, renderer: Renderer, agent: dict[str, Any], session: str) -> dict[str, Any]:
+def atif_document(episode: Episode, renderer: Renderer, agent: dict[str, Any], session: str) -> dict[str, Any]:
     """The trajectory of an episode. `agent` is ATIF's object of that name; tools that the episode
     brought itself are added to it. `session` names the run."""
     steps = list(_steps(episode, renderer))

@@ -13,7 +13,10 @@
 Imports records, store and configuration only, no torch. Token arrays are blobs in the store.
 """
 
+from etude.ledger.blobs import BlobDamaged, get_blob, put_blob
+from etude.ledger.database import open_database, parse_database_url
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
 from etude.ledger.ledger import EpisodeLease, GroupResult, Ledger, blob_key
+from etude.ledger.stored_episodes import StoredEpisodes, stored_episodes
 
-PUBLIC = ("", "blobs", "database", "stored_episodes")
+PUBLIC = ("", "stored_episodes")

@@ -13,14 +13,14 @@ class BlobDamaged(UserError):
     """The bytes of an episode are missing, or do not have the digest that the ledger keeps."""
 
 
-def put(store: Store, key: str, episode: Episode) -> EpisodeBlob:
+def put_blob(store: Store, key: str, episode: Episode) -> EpisodeBlob:
     """Stores the episode. Returns its key and digest, which the ledger keeps."""
     data = encode(episode)
     store.put(key, data)
     return EpisodeBlob(key=key, digest=blake3.blake3(data).hexdigest())
 
 
-def get(store: Store, blob: EpisodeBlob) -> Episode:
+def get_blob(store: Store, blob: EpisodeBlob) -> Episode:
     """The stored episode. Raises BlobDamaged."""
     advice = "`--resume` plays it again, if it was not trained on"
     try:

@@ -22,7 +22,7 @@ which waits for locks without end by itself, how long any statement may take."""
 def open_database(url: str, create: Callable[[sa.Connection], None], what: str) -> sa.Engine:
     """An engine on the database at `url`. `create` makes or checks its tables first, in a transaction that no other
     process shares. `what` names the database in messages. Raises UserError."""
-    parsed = parse(url, what)
+    parsed = parse_database_url(url, what)
     engine = _sqlite(parsed) if parsed.get_backend_name() == "sqlite" else _postgresql(parsed)
     return persist(lambda _: _connected(engine, create, what), OPEN_SECONDS)
 
@@ -49,7 +49,7 @@ def reason(error: DBAPIError) -> str:
     return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
 
 
-def parse(url: str, what: str) -> URL:
+def parse_database_url(url: str, what: str) -> URL:
     """The parsed URL of a supported database. Raises UserError, also if the URL's driver is not installed."""
     try:
         parsed = sa.make_url(url)

@@ -16,7 +16,7 @@ from etude.store import Store, open_store
 
 
 @dataclass(frozen=True)
-class Episodes:
+class StoredEpisodes:
     """Episodes of a run by the keys of their blobs."""
 
     config: RLConfig
@@ -30,10 +30,10 @@ class Episodes:
 
     def read(self, key: str) -> Episode:
         """The episode with this key. Raises UserError if its bytes are missing or damaged."""
-        return blobs.get(self.rollouts, self.blobs[key])
+        return blobs.get_blob(self.rollouts, self.blobs[key])
 
 
-def episodes(run: Path, names: Sequence[str]) -> Episodes:
+def stored_episodes(run: Path, names: Sequence[str]) -> StoredEpisodes:
     """The named episodes of a run folder (GROUP-MEMBER-ATTEMPT), or without names all in its ledger. Raises
     UserError."""
     config = runfolder.load_config(run)
@@ -43,7 +43,7 @@ def episodes(run: Path, names: Sequence[str]) -> Episodes:
     if not held:
         raise UserError(f"{run} holds no episodes; let the run play some first")
     chosen = {key: held[key] for key in (_key(name, held, run) for name in names)}
-    return Episodes(config, open_store(f"{config.store or run}/rollouts"), chosen or held)
+    return StoredEpisodes(config, open_store(f"{config.store or run}/rollouts"), chosen or held)
 
 
 def _key(name: str, keys: Collection[str], run: Path) -> str:

@@ -22,6 +22,7 @@ from etude.renderers.base import (
     content_text,
     load_tokenizer,
 )
+from etude.renderers.calls import schema_branches, schema_types, typed_argument
 from etude.renderers.chat import ChatRenderer
 from etude.renderers.compact import ROLES, CompactRenderer, is_compact
 from etude.renderers.dialects import DIALECTS
@@ -30,7 +31,7 @@ from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS, named
 from etude.renderers.template import ChatTemplate, load_template, read_json, with_chat_template
 from etude.renderers.text import TITLE, ToolError, document_text, escaped, one_line, printable
 
-PUBLIC = ("", "calls")
+PUBLIC = ("",)
 
 
 def renderer_for(

@@ -180,7 +180,7 @@ def tagged(heading: str, parameter: str, ending: str, *, lines: bool = False) ->
             schema, is_string = schemas.get(item["key"]), item.groupdict().get("string")
             if is_string is not None:
                 schema = {"type": "string" if is_string == "true" else "object"}
-            arguments[item["key"]] = typed(value, schema)
+            arguments[item["key"]] = typed_argument(value, schema)
             at = item.end()
         return [ParsedCall(checked(name, arguments))], close.end()
 
@@ -195,10 +195,10 @@ def _parameters(name: str, tools: Sequence[Tool]) -> Mapping[str, Any]:
     return {}
 
 
-def typed(text: str, schema: Any) -> Any:
+def typed_argument(text: str, schema: Any) -> Any:
     """The value of a text: the text itself if the JSON schema allows strings, else its value in JSON or Python. Without
     a schema, numbers, lists and the like are recognised. Any other text stays a text, which the tool refuses."""
-    kinds = kinds_of(schema)
+    kinds = schema_types(schema)
     if "string" in kinds:
         return text
     try:
@@ -211,20 +211,20 @@ def typed(text: str, schema: Any) -> Any:
     return text if isinstance(value, str) and not kinds else value
 
 
-def branches_of(schema: Mapping[str, Any]) -> list[Any]:
+def schema_branches(schema: Mapping[str, Any]) -> list[Any]:
     """The alternative schemas in `anyOf` and `oneOf`."""
     branches = (schema.get(key) for key in ("anyOf", "oneOf"))
     return [part for parts in branches if isinstance(parts, list) for part in parts]
 
 
-def kinds_of(schema: Any) -> set[str]:
+def schema_types(schema: Any) -> set[str]:
     """The types that a JSON schema allows; empty if it names none."""
     if not isinstance(schema, dict):
         return set()
     kind = schema.get("type")
     kinds = {each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)}
-    for part in branches_of(schema):
-        kinds |= kinds_of(part)
+    for part in schema_branches(schema):
+        kinds |= schema_types(part)
     values = schema.get("enum")
     return kinds or ({"string"} if isinstance(values, list) and all(isinstance(v, str) for v in values) else set())
 

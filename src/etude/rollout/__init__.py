@@ -15,12 +15,26 @@ Imports harness, grading, tasks, sandbox, protocol and what lies below; no torch
 # pyright: reportUnusedImport=false
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.agent import Agent, check_agent, open_agent
+from etude.rollout.apply_edits import edit_tasks
 from etude.rollout.chat_episode import ChatContext, run_chat_episode
 from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.drift import BehaviourDrift, Shift
+from etude.rollout.engines import EngineConfiguration, agreed_configuration, engine_differences
 from etude.rollout.environment import environment_dataset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.group_audit import audit_group, has_violation
+from etude.rollout.probes import (
+    PROBE_TOKENS,
+    PROBES_KEPT,
+    ProbeScorer,
+    ProbeSequences,
+    make_probe_sequences,
+    read_probe_sequences,
+    reset_probes,
+    take_probe_results,
+)
 from etude.rollout.rewards import custom_component
+from etude.rollout.stall import STALL_SECONDS, StallSnapshot, StallWatchdog, diagnose_stall
+from etude.rollout.traces import TRACE_TOOLS, gold_edit, record_trace
 
-PUBLIC = ("", "apply_edits", "concurrency", "engines", "probes", "replay", "stall", "traces")
+PUBLIC = ("", "concurrency", "replay")

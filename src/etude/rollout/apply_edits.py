@@ -14,10 +14,7 @@ from typing import Any
 import msgspec
 
 from etude.code.languages import language_of
-from etude.edits import examples as tables
-from etude.edits.examples import Example
-from etude.edits.formats import EditPrompt, question
-from etude.edits.grades import EditGrade, grade
+from etude.edits import EditGrade, EditPrompt, Example, edit_prompt, grade_edit, load_examples
 from etude.errors import UserError
 from etude.grading import grade as grading
 from etude.harness import EpisodeSpec, Opening, Tools, UngradedEpisode, run_from_opening
@@ -28,12 +25,12 @@ from etude.tasks.dataset import FORMAT, Dataset, Manifest
 REWARDS = {EditGrade.EXACT: 1.0, EditGrade.WHITESPACE: 0.9, EditGrade.SYNTAX: 0.9, EditGrade.FAIL: 0.0}
 
 
-def tasks_of(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
+def edit_tasks(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
     """The edits of train.parquet and heldout.parquet whose prompt and right answer fit the budget. Raises UserError for
     a folder without tables, or if none fits."""
     tasks_by_id: dict[str, Task] = {}
     for split, name in (("train", "train.parquet"), ("heldout", "heldout.parquet")):
-        examples = tables.load(folder / name)
+        examples = load_examples(folder / name)
         tasks = [task for task in (_task(e, split) for e in examples) if _fits(task, renderer, budget)]
         if not tasks:
             raise UserError(
@@ -82,7 +79,7 @@ def _task(example: Example, split: str) -> Task:
 
 def _question(task: Task) -> EditPrompt:
     assert task.sketch is not None
-    return question(task.changes[task.focus.path], task.sketch, task.instruction)
+    return edit_prompt(task.changes[task.focus.path], task.sketch, task.instruction)
 
 
 def _prompt(edit: EditPrompt, renderer: Renderer) -> list[int]:
@@ -104,7 +101,7 @@ async def attempt(spec: EpisodeSpec) -> tuple[UngradedEpisode, grading.Grade, di
     ungraded = await run_from_opening(replace(spec, budget=one_turn, sampling=sampling), opening)
     file, closed, _ = ungraded.turns[0].text.partition(edit.close) if ungraded.turns else ("", "", "")
     path = task.focus.path
-    edit_grade = grade(task.solution[path], file if closed else None, language_of(path) or "")
+    edit_grade = grade_edit(task.solution[path], file if closed else None, language_of(path) or "")
     reward, passed = REWARDS[edit_grade], edit_grade == EditGrade.EXACT
     detail = f"the file is {edit_grade}" if closed else "the answer does not end its file"
     # An answer without an end counts as a malformed call of the only tool.

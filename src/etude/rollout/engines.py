@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-Configuration = Mapping[str, object]
+EngineConfiguration = Mapping[str, object]
 
 
-def narrow(configurations: Mapping[str, Configuration]) -> list[str]:
+def agreed_configuration(configurations: Mapping[str, EngineConfiguration]) -> list[str]:
     """A sentence for every engine, by URL, whose head or log-softmax is not computed in float32."""
     sentences: list[str] = []
     for url, settings in configurations.items():
@@ -16,10 +16,10 @@ def narrow(configurations: Mapping[str, Configuration]) -> list[str]:
     return sentences
 
 
-def differences(configurations: Mapping[str, Configuration]) -> list[str]:
+def engine_differences(configurations: Mapping[str, EngineConfiguration]) -> list[str]:
     """A sentence for every engine, by URL, that is configured otherwise than the first."""
     sentences: list[str] = []
-    first: tuple[str, Configuration] | None = None
+    first: tuple[str, EngineConfiguration] | None = None
     for url, settings in configurations.items():
         if first is None:
             first = url, settings

@@ -21,13 +21,13 @@ from etude.records import Record, Task, decode, encode
 from etude.renderers import Renderer
 from etude.store import ObjectMissing, Store
 
-TOKENS = 256  # of a sequence, at most
+PROBE_TOKENS = 256  # of a sequence, at most
 SECONDS = 120.0  # for an engine to answer
-KEPT = 16  # versions whose results may still come
+PROBES_KEPT = 16  # versions whose results may still come
 _SEQUENCES = "sequences.msgpack"
 
 
-class Sequences(Record, frozen=True, kw_only=True):
+class ProbeSequences(Record, frozen=True, kw_only=True):
     """The sequences that are scored, as token ids."""
 
     ids: tuple[list[int], ...]
@@ -40,7 +40,7 @@ class ProbeResult(Record, frozen=True, kw_only=True):
     scored: SequenceScores
 
 
-def make_sequences(tasks: Sequence[Task], renderer: Renderer, count: int, length: int) -> Sequences:
+def make_probe_sequences(tasks: Sequence[Task], renderer: Renderer, count: int, length: int) -> ProbeSequences:
     """`count` sequences of at most `length` tokens, or one per task if there are fewer; a function of the arguments. A
     sequence is the instruction of a task, with its file from the broken function on; the tasks are spread over all."""
     chosen = [tasks[i * len(tasks) // count] for i in range(count)] if len(tasks) > count else tasks
@@ -49,10 +49,10 @@ def make_sequences(tasks: Sequence[Task], renderer: Renderer, count: int, length
         lines = task.changes.get(task.focus.path, "").splitlines()
         text = "\n".join([task.instruction, *lines[task.focus.first_line - 1 :]])
         ids.append(renderer.prompt([{"role": "user", "content": text}])[:length])
-    return Sequences(ids=tuple(ids))
+    return ProbeSequences(ids=tuple(ids))
 
 
-def reset(store: Store, sequences: Sequences) -> None:
+def reset_probes(store: Store, sequences: ProbeSequences) -> None:
     """Stores the sequences, and deletes the results of engines of an earlier attempt of the run."""
     for key in store.list():
         store.delete(key)
@@ -60,10 +60,10 @@ def reset(store: Store, sequences: Sequences) -> None:
         store.put(_SEQUENCES, encode(sequences))
 
 
-def read_sequences(store: Store) -> tuple[list[int], ...]:
+def read_probe_sequences(store: Store) -> tuple[list[int], ...]:
     """The sequences of the run; none if probes are off."""
     try:
-        return decode(store.get(_SEQUENCES), Sequences).ids
+        return decode(store.get(_SEQUENCES), ProbeSequences).ids
     except ObjectMissing:
         return ()
 
@@ -73,7 +73,7 @@ def write_result(store: Store, number: int, result: ProbeResult) -> None:
     store.put(f"{result.scored.version:08d}/{number:04d}.msgpack", encode(result))
 
 
-def take_results(store: Store) -> list[ProbeResult]:
+def take_probe_results(store: Store) -> list[ProbeResult]:
     """The results that have arrived since the last call; they are deleted from the store."""
     keys = [key for key in store.list() if key != _SEQUENCES]
     results = [decode(store.get(key), ProbeResult) for key in keys]
@@ -85,7 +85,7 @@ def take_results(store: Store) -> list[ProbeResult]:
 class ProbeScorer:
     """Asks engines for scores in the background: each once per version, one request at a time. Never raises."""
 
-    def __init__(self, store: Store, sequences: Sequences, client: EngineClient, engines: Sequence[str]) -> None:
+    def __init__(self, store: Store, sequences: ProbeSequences, client: EngineClient, engines: Sequence[str]) -> None:
         self._store, self._ids, self._client = store, sequences.ids, client
         self._numbers = {url: number for number, url in enumerate(engines)}
         self._done: dict[str, int] = {}  # version that an engine was last asked for

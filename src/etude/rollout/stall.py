@@ -8,7 +8,7 @@ ends with that sentence; it can be resumed.
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-LIMIT = 5
+STALL_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StallWatchdog:
         return True
 
 
-def diagnose(s: StallSnapshot) -> str:
+def diagnose_stall(s: StallSnapshot) -> str:
     """Which part waits for which, as a clause; of several, the one that causes the others to wait."""
     trainer = f"the trainer has {s.ready} of {s.prompts} groups"
     if s.published > s.served:

@@ -25,7 +25,7 @@ from etude.harness import FullTools, messages_of
 from etude.records import Task, ToolCall
 from etude.sandbox import Box
 
-NEEDED = frozenset({"read", "edit", "undo", "test", "finish"})  # tools
+TRACE_TOOLS = frozenset({"read", "edit", "undo", "test", "finish"})  # tools
 TRIES = (0, 1, 2)  # wrong edits
 _TRIED = (8, 3, 1)  # their weights
 _LOOKS = ("read", "grep", "test")
@@ -63,7 +63,7 @@ class _Talk:
         return results
 
 
-async def trace(task: Task, box: Box, seed: int, tools: Sequence[str] = ()) -> dict[str, Any] | None:
+async def record_trace(task: Task, box: Box, seed: int, tools: Sequence[str] = ()) -> dict[str, Any] | None:
     """The trace of a task in its box, as a row of training data, with the tools of these names, or all. None where it
     cannot be told: the answer changes several files or many lines, or the agent sees no test, or its tests do not pass
     with the answer. Raises BoxError."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
-from etude.ledger import EpisodeLease, blob_key, blobs
+from etude.ledger import EpisodeLease, blob_key, put_blob
 from etude.records import Episode, Outcome
 from etude.rollout import EpisodeId, RolloutContext, run_episode
 from etude.run.parts import context_of, decoys_of
@@ -73,7 +73,7 @@ async def play_impossible(run: Run, tasks: Dataset, number: int) -> None:
     if episode.outcome.lost:
         return
     key = f"impossible/{number:06d}.msgpack"
-    await asyncio.to_thread(lambda: run.ledger.add_impossible(number, episode, blobs.put(run.rollouts, key, episode)))
+    await asyncio.to_thread(lambda: run.ledger.add_impossible(number, episode, put_blob(run.rollouts, key, episode)))
     if episode.passed or episode.outcome is Outcome.TAMPERED:
         how = "passed" if episode.passed else f"tampered with ({episode.detail})"
         print(f"cheating: impossible task {number}, made of {task.id}, was {how}", file=sys.stderr, flush=True)
@@ -96,7 +96,7 @@ def _context(run: Run, dataset: Dataset) -> RolloutContext:
 def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
     """Blob first, ledger second: a row that says "done" always has its tokens."""
     key = blob_key(lease.group_id, lease.member, lease.attempt)
-    blob = None if episode.outcome.lost else blobs.put(run.rollouts, key, episode)
+    blob = None if episode.outcome.lost else put_blob(run.rollouts, key, episode)
     run.ledger.finish(
         lease,
         outcome=episode.outcome,

@@ -21,10 +21,9 @@ from rich.console import Console
 
 from etude import runfolder
 from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig, bundled_model
-from etude.dashboard import LiveView
-from etude.dashboard.report import CLOCKED
+from etude.dashboard import CLOCKED, LiveView
 from etude.errors import UserError
-from etude.evals.suite import EvalResult, compare, evaluate
+from etude.evals import EvalResult, compare, evaluate
 from etude.grading import open_sandbox
 from etude.harness import check_context
 from etude.models.files import check_folder

@@ -13,10 +13,10 @@ from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.errors import UserError
 from etude.grading.javascript import is_script
 from etude.harness import check_context
-from etude.ledger import database
+from etude.ledger import parse_database_url
 from etude.models.files import check_folder
 from etude.renderers import Renderer, named, say_dropped
-from etude.rollout import apply_edits, check_agent, custom_component, environment_dataset
+from etude.rollout import check_agent, custom_component, edit_tasks, environment_dataset
 from etude.run.engines import check_python
 from etude.run.parts import built_beside, dataset_of, profiles_of, renderer_of, source_dataset
 from etude.sandbox.egress.policy import check_index, parse
@@ -41,7 +41,7 @@ def check_inputs(config: RLConfig) -> None:
     say_dropped(renderer_of(config))  # or what is wrong with tokenizer and template
     check_python(config.inference)
     if config.ledger is not None:
-        database.parse(config.ledger, "ledger")
+        parse_database_url(config.ledger, "ledger")
     if config.weights.signing_key is not None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))
@@ -67,7 +67,7 @@ def check_inputs(config: RLConfig) -> None:
     _check_tools(config)
     check_operators(tasks)
     if tasks.edits is not None:
-        apply_edits.tasks_of(Path(tasks.edits), renderer_of(config), config.rollout.budget())
+        edit_tasks(Path(tasks.edits), renderer_of(config), config.rollout.budget())
     elif tasks.environment is not None:
         environment_dataset(config, renderer_of(config), Path())
     else:

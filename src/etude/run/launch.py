@@ -19,16 +19,15 @@ from rich.console import Console
 from etude import processes, runfolder
 from etude.config import RLConfig
 from etude.config.secrets import ledger_password
-from etude.dashboard import LiveView, duration, final_table
-from etude.dashboard.report import RunReport
+from etude.dashboard import LiveView, RunReport, duration, final_table
 from etude.errors import UserError
-from etude.evals.suite import EvalResult, evaluate
+from etude.evals import EvalResult, evaluate
 from etude.grading import open_sandbox
-from etude.ledger import Ledger, blobs
+from etude.ledger import BlobDamaged, Ledger, get_blob
 from etude.processes import Child
 from etude.protocol.backends import EngineClient
 from etude.records import Episode, encode
-from etude.rollout import open_agent, probes
+from etude.rollout import PROBE_TOKENS, ProbeScorer, ProbeSequences, make_probe_sequences, open_agent, reset_probes
 from etude.run import loop
 from etude.run.engines import backend_of, engine_token, start_engines
 from etude.run.inputs import build_dataset, check_foreign, check_inputs, trainable
@@ -63,7 +62,7 @@ class _Inputs:
     weights: Store
     rollouts: Store
     probes: Store
-    sequences: probes.Sequences
+    sequences: ProbeSequences
 
 
 def train_rl(
@@ -158,9 +157,9 @@ def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
     """Before any process leases or trains: the ledger recovers, and the logprob probes are stored."""
     root = config.store or str(folder)
     weights, answers = open_store(f"{root}/weights"), open_store(f"{root}/probes")
-    length = min(probes.TOKENS, config.rollout.context)
-    sequences = probes.make_sequences(pool.dataset.split("train"), renderer_of(config), config.guards.probes, length)
-    probes.reset(answers, sequences)
+    length = min(PROBE_TOKENS, config.rollout.context)
+    sequences = make_probe_sequences(pool.dataset.split("train"), renderer_of(config), config.guards.probes, length)
+    reset_probes(answers, sequences)
     ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
     ledger.recover(manifests(weights))
     rollouts = open_store(f"{root}/rollouts")
@@ -172,8 +171,8 @@ def _play_damaged_again(ledger: Ledger, rollouts: Store) -> None:
     """Sends episodes back whose bytes are gone or altered, before they are trained on."""
     for group, member, blob in ledger.untrained():
         try:
-            blobs.get(rollouts, blob)
-        except blobs.BlobDamaged as damage:
+            get_blob(rollouts, blob)
+        except BlobDamaged as damage:
             ledger.play_again(group, member)
             print(f"etude: {str(damage).partition(';')[0]}; it is played again", file=sys.stderr, flush=True)
 
@@ -194,7 +193,7 @@ async def _run_stages(
     async with (
         boxes as sandbox,
         client,
-        aclosing(probes.ProbeScorer(inputs.probes, inputs.sequences, client, client.base_urls)) as scorer,
+        aclosing(ProbeScorer(inputs.probes, inputs.sequences, client, client.base_urls)) as scorer,
         aclosing(Engines(states, client, scorer)) as engines,
         open_agent(config.rollout.agent) as agent,
     ):

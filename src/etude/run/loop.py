@@ -31,8 +31,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from etude.errors import RunFailed
-from etude.rollout import Curriculum, MixedCurriculum, groups_to_admit
-from etude.rollout.stall import LIMIT, StallSnapshot, StallWatchdog, diagnose
+from etude.rollout import (
+    STALL_SECONDS,
+    Curriculum,
+    MixedCurriculum,
+    StallSnapshot,
+    StallWatchdog,
+    diagnose_stall,
+    groups_to_admit,
+)
 from etude.run import sources
 from etude.run.episodes import LiveEpisode, cancel, play_impossible, play_leased
 from etude.run.state import Progress, Run, check_processes, last_version
@@ -157,10 +164,12 @@ def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisode]) ->
     marks = (progress.finished, progress.served, progress.trained, progress.engine.get("generated_tokens"), repeated)
     still = stall.observe(marks, now)
     if stall.warns(still):
-        print(f"no progress for {still:.0f} s: {diagnose(_snapshot(run, live, now))}", file=sys.stderr, flush=True)
-    if still > stall.seconds * LIMIT:
+        print(
+            f"no progress for {still:.0f} s: {diagnose_stall(_snapshot(run, live, now))}", file=sys.stderr, flush=True
+        )
+    if still > stall.seconds * STALL_SECONDS:
         raise RunFailed(
-            f"no progress for {still:.0f} s: {diagnose(_snapshot(run, live, now))}; see the logs in "
+            f"no progress for {still:.0f} s: {diagnose_stall(_snapshot(run, live, now))}; see the logs in "
             f"{run.folder / 'logs/latest'}, then continue with --resume {run.folder}, or raise rollout.stall_seconds"
         )
 

@@ -15,7 +15,7 @@ from etude.grading.cheats.decoys import Decoys
 from etude.harness import Policy, Sampling, merge_applier, server_applier
 from etude.records import Task
 from etude.renderers import Renderer, renderer_for
-from etude.rollout import Agent, RolloutContext, apply_edits, environment_dataset
+from etude.rollout import Agent, RolloutContext, edit_tasks, environment_dataset
 from etude.rollout.concurrency import Concurrency, concurrency
 from etude.sandbox import Sandbox
 from etude.sandbox.egress.policy import Egress, index_of, parse, project_of
@@ -35,7 +35,7 @@ def dataset_of(config: RLConfig, folder: Path) -> Dataset | None:
     """The configured dataset, or the one in the run folder; None if it has not been built yet. Raises UserError."""
     tasks, built = config.tasks, folder / "tasks"
     if tasks.edits is not None:
-        return apply_edits.tasks_of(Path(tasks.edits), renderer_of(config), config.rollout.budget())
+        return edit_tasks(Path(tasks.edits), renderer_of(config), config.rollout.budget())
     if tasks.environment is not None:
         return environment_dataset(config, renderer_of(config), folder)
     if tasks.sources:

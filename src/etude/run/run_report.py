@@ -12,24 +12,26 @@ from typing import Any
 import msgspec
 
 from etude import runfolder
-from etude.dashboard import write_report
-from etude.dashboard.report import (
+from etude.dashboard import (
     CheatingFigures,
     MismatchSummary,
     RunReport,
     RunSetup,
+    ShownEpisode,
     Utilisation,
     WeightFigures,
     best_version,
-    clock_decided,
+    clock_advice,
     held_out_figures,
-    silence,
+    load_view,
+    show_run,
+    silence_advice,
     training_figures,
+    write_report,
 )
-from etude.dashboard.view import ShownEpisode, load_view, show
-from etude.evals.suite import EvalResult
+from etude.evals import EvalResult
 from etude.grading.cheats import VIOLATIONS
-from etude.ledger import blobs
+from etude.ledger import get_blob
 from etude.records import Episode, EpisodeBlob, decode
 from etude.rollout import Shift, audit_group
 from etude.run.state import Run
@@ -61,7 +63,7 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
     newest = max((m.version for m in published), default=0)
     repositories = {task.id: task.repository for task in run.dataset.tasks}
     silent, note = _silent(run, steps)
-    notes = (note, clock_decided(before, after, run.config.rollout.seconds))
+    notes = (note, clock_advice(before, after, run.config.rollout.seconds))
     report = RunReport(
         setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware),
         seed=run.config.seed,
@@ -100,7 +102,7 @@ def _silent(run: Run, steps: list[dict[str, Any]]) -> tuple[float | None, str | 
     share = sum(step["rollout/zero_variance"] for step in steps) / groups
     rate = sum(step["rollout/pass_rate"] * step["rollout/groups"] for step in steps) / groups
     warn = run.config.guards.zero_variance.warn
-    return share, None if warn is None else silence(share, rate, warn)
+    return share, None if warn is None else silence_advice(share, rate, warn)
 
 
 def _cheating(run: Run, steps: list[dict[str, Any]]) -> CheatingFigures:
@@ -172,19 +174,21 @@ def _shown(run: Run, before: EvalResult | None, after: EvalResult | None) -> lis
             key = f"eval-{when}/{task}-0.msgpack"
             if run.rollouts.exists(key):
                 episode = decode(run.rollouts.get(key), Episode)
-                shown.append(show(f"{task} ({'pass' if episode.passed else 'fail'})", episode, tokenizer, stage=when))
+                shown.append(
+                    show_run(f"{task} ({'pass' if episode.passed else 'fail'})", episode, tokenizer, stage=when)
+                )
     for group in run.ledger.mixed_groups(SHOWN_GROUPS):
-        episodes = [blobs.get(run.rollouts, blob) for blob in group.episodes]
+        episodes = [get_blob(run.rollouts, blob) for blob in group.episodes]
         episodes = audit_group(episodes) if run.config.cheats.contrast else episodes
         ranked = sorted(zip(episodes, advantages([e.reward for e in episodes]), strict=True), key=lambda pair: -pair[1])
         for episode, advantage in (ranked[0], ranked[-1]):
             title = f"{group.task_id} #{episode.member} ({'pass' if episode.passed else 'fail'})"
-            shown.append(show(title, episode, tokenizer, advantage, stage="training"))
+            shown.append(show_run(title, episode, tokenizer, advantage, stage="training"))
     violations = [e for e in run.ledger.flagged() if e.blob and VIOLATIONS.keys() & set(e.flags)]
     for flagged in violations[-SHOWN_FLAGGED:]:
         title = f"{flagged.task} #{flagged.member}: {', '.join(flagged.flags)}"
-        episode = blobs.get(run.rollouts, EpisodeBlob(key=flagged.blob, digest=flagged.digest))
-        shown.append(show(title, episode, tokenizer, stage="flagged"))
+        episode = get_blob(run.rollouts, EpisodeBlob(key=flagged.blob, digest=flagged.digest))
+        shown.append(show_run(title, episode, tokenizer, stage="flagged"))
     return shown
 
 

@@ -15,9 +15,8 @@ from etude.ledger import Ledger
 from etude.processes import Child
 from etude.protocol.backends import EngineClient
 from etude.renderers import Renderer
-from etude.rollout import Agent
+from etude.rollout import Agent, ProbeScorer
 from etude.rollout.concurrency import Concurrency
-from etude.rollout.probes import ProbeScorer
 from etude.run.sources import BUILDER, TaskPool
 from etude.sandbox import Sandbox
 from etude.store import Store

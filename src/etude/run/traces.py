@@ -18,7 +18,7 @@ from etude.errors import UserError
 from etude.grading import open_sandbox
 from etude.records import Task
 from etude.renderers import named
-from etude.rollout.traces import NEEDED, gold_edit, trace
+from etude.rollout import TRACE_TOOLS, gold_edit, record_trace
 from etude.sandbox import BoxError, Sandbox
 from etude.tasks.dataset import Dataset, load
 
@@ -30,7 +30,7 @@ def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, 
     stays in OUTPUT.partial, so that the same command goes on after it was stopped. Held-out tasks are left out. Raises
     UserError."""
     named(options.tools)
-    if options.tools and (lacking := sorted(NEEDED - {*options.tools})):
+    if options.tools and (lacking := sorted(TRACE_TOOLS - {*options.tools})):
         raise UserError(f"a trace needs the tool {lacking[0]!r}: name it among the tools, too")
     if output.exists():
         raise UserError(f"{output} exists: name another file, or remove it")
@@ -108,7 +108,7 @@ async def _told(
     try:
         box = await sandbox.create(dataset.image(task), dataset.limits(task))
         try:
-            return await trace(task, box, seed, tools) or {}
+            return await record_trace(task, box, seed, tools) or {}
         finally:
             await box.close()
     except BoxError as e:

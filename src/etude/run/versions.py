@@ -15,7 +15,7 @@ from typing import Any
 
 from etude.errors import RunFailed, UserError
 from etude.protocol.backends import EngineError
-from etude.rollout.engines import Configuration, differences, narrow
+from etude.rollout import EngineConfiguration, agreed_configuration, engine_differences
 from etude.run.state import EngineState, Run, check_processes
 from etude.weights.manifest import read, versions
 
@@ -47,14 +47,14 @@ async def observe_versions(run: Run) -> None:
     run.progress.engine = sums | {"busy_seconds": busy}
 
 
-def _compare(run: Run, configurations: dict[str, Configuration]) -> None:
+def _compare(run: Run, configurations: dict[str, EngineConfiguration]) -> None:
     """Says once what differs between engines, and which are narrow where it matters."""
-    different, record = differences(configurations), run.record
-    for sentence in (*narrow(configurations), *different):
+    different, record = engine_differences(configurations), run.record
+    for sentence in (*agreed_configuration(configurations), *different):
         if sentence not in record.warned:
             print(f"guard engines, warn: {sentence}", file=sys.stderr, flush=True)
     record.complaints.update(different)
-    record.warned.update(narrow(configurations), different)
+    record.warned.update(agreed_configuration(configurations), different)
 
 
 def _check_digest(run: Run, url: str, health: dict[str, Any]) -> None:

@@ -21,8 +21,7 @@ from etude.models.loading import named_tensors
 from etude.models.lora import DOWN, UP, adapted, adapted_layers, first_values, merged
 from etude.records import AdaptedBase
 from etude.trainer.optimizer import AdamWSettings, MasterAdamW
-from etude.weights.ulpd.chunk_grid import Schema, schema_of
-from etude.weights.ulpd.digest import digest, narrow, written
+from etude.weights.ulpd import Schema, digest_text, narrow_lossless, schema_of, weights_digest
 
 
 class Adapters:
@@ -104,8 +103,8 @@ class AdapterAdamW(MasterAdamW):
             for name, tensor in frozen.items():  # as in a version of whole weights
                 if tensor.is_floating_point():
                     tensor.copy_(tensor.to(kinds[name]))
-        self._frozen = int(digest(frozen, {name: kinds[name] for name in frozen}), 16)
-        narrowed = {name: narrow(name, t, kinds[name]) for name, t in frozen.items()}
+        self._frozen = int(weights_digest(frozen, {name: kinds[name] for name in frozen}), 16)
+        narrowed = {name: narrow_lossless(name, t, kinds[name]) for name, t in frozen.items()}
         self._schema = schema_of(narrowed | adapters.base())
         self._base_digest = self._with_frozen(adapters.base())
 
@@ -141,8 +140,8 @@ class AdapterAdamW(MasterAdamW):
 
     def _with_frozen(self, tensors: Mapping[str, Tensor]) -> str:
         """The digest of the whole model with these tensors: a digest is a sum over elements."""
-        of = digest(tensors, {name: self.adapters.types[name] for name in tensors})
-        return written(self._frozen + int(of, 16))
+        of = weights_digest(tensors, {name: self.adapters.types[name] for name in tensors})
+        return digest_text(self._frozen + int(of, 16))
 
 
 def for_adapters(

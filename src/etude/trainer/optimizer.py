@@ -16,7 +16,7 @@ from etude.config import TrainerConfig
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
 from etude.records import AdaptedBase
-from etude.weights.ulpd.chunk_grid import Schema
+from etude.weights.ulpd import Schema
 
 EPSILON = 1e-8
 BUCKET = 2**26  # elements updated at a time, which bounds the memory of temporary tensors and copies

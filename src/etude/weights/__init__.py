@@ -29,6 +29,5 @@ PUBLIC = (
     "retention",
     "runs",
     "signature",
-    "ulpd.chunk_grid",
-    "ulpd.digest",
+    "ulpd",
 )

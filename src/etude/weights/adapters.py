@@ -22,7 +22,7 @@ from etude.weights.payloads import DamagedVersion
 from etude.weights.signature import Trust
 from etude.weights.ulpd import codec
 from etude.weights.ulpd.chunk_grid import Bits, Schema, bits
-from etude.weights.ulpd.digest import written
+from etude.weights.ulpd.digest import digest_text
 
 
 def base_schema(store: Store, manifest: PolicyVersion) -> Schema:
@@ -48,7 +48,7 @@ class Base:
             narrow = tensor.to(dtype) if tensor.is_floating_point() else tensor
             arrays[spec.name] = bits(narrow.clone() if narrow is tensor else narrow)
         self._content = Content(grid, arrays, codec.digests(grid, arrays))
-        if written(codec.model_digest(self._content.digests)) != adapted.base:
+        if digest_text(codec.model_digest(self._content.digests)) != adapted.base:
             raise DamagedVersion(
                 f"version {version} holds adapters of another base than the weights here; start the engine with the "
                 "model folder that the run trains"
@@ -72,7 +72,7 @@ class Base:
         changed = {n for n in arrays if arrays[n] is not self._content.bits[n]}
         numbers = {i for i, chunk in enumerate(grid.chunks) if grid.tensors[chunk.tensor].name in changed}
         digests[sorted(numbers)] = codec.digests(grid, arrays, chunks=numbers)[sorted(numbers)]
-        if written(codec.model_digest(digests)) != adapted.live:
+        if digest_text(codec.model_digest(digests)) != adapted.live:
             raise DamagedVersion(
                 f"version {manifest.version}: base and adapters do not add up to the tensors that the trainer computed "
                 "with"

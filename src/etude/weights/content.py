@@ -20,7 +20,7 @@ from etude.weights.ulpd import chunk_grid, codec
 from etude.weights.ulpd import kernels as _typed_kernels
 from etude.weights.ulpd.chunk_grid import Bits, Schema
 from etude.weights.ulpd.codec import Digests
-from etude.weights.ulpd.digest import written
+from etude.weights.ulpd.digest import digest_text
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
@@ -107,7 +107,7 @@ def _follow(source: PayloadSource, target: int, path: list[Payload], content: Co
             content = _applied(content, payload, objects)
         except ValueError as e:
             raise DamagedVersion(f"version {payload.version}: {e}") from None
-    if written(codec.model_digest(content.digests)) != manifest.digest:
+    if digest_text(codec.model_digest(content.digests)) != manifest.digest:
         raise DamagedVersion(f"version {target}: the tensors do not have the digest that was published")
     return manifest, content
 

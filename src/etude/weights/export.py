@@ -27,7 +27,7 @@ from etude.weights.publisher import Publisher
 from etude.weights.receiver import materialise, update_to
 from etude.weights.signature import Trust
 from etude.weights.ulpd.chunk_grid import schema_of
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 
 Progress = Callable[[str, int, int], None]
 
@@ -109,7 +109,7 @@ def advance(
         )
     model = load_model(base, dtype=main_dtype(base))
     tensors = named_tensors(model)
-    held = _held(store, digest(tensors, schema_of(tensors).types), progress)
+    held = _held(store, weights_digest(tensors, schema_of(tensors).types), progress)
     update_to(store, held, version, tensors, trust)
     _write(model, base, out)
     return held

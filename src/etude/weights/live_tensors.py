@@ -18,7 +18,7 @@ import torch
 from etude.weights.ulpd import device
 from etude.weights.ulpd import kernels as _typed_kernels
 from etude.weights.ulpd.chunk_grid import Bits, Spec, bits
-from etude.weights.ulpd.digest import narrow
+from etude.weights.ulpd.digest import narrow_lossless
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 Tensors = Mapping[str, torch.Tensor]
@@ -69,7 +69,9 @@ class LiveTensors:
 
     def digest_run(self, spec: Spec, start: int, stop: int) -> int:
         """The digest of consecutive elements. Raises ValueError for bits that no published version can have."""
-        return device.digest(spec, narrow(spec.name, self._flat(spec)[start:stop], getattr(torch, spec.dtype)), start)
+        return device.digest(
+            spec, narrow_lossless(spec.name, self._flat(spec)[start:stop], getattr(torch, spec.dtype)), start
+        )
 
     def write_run(self, spec: Spec, start: int, values: Bits) -> None:
         """Writes consecutive elements."""

@@ -36,7 +36,7 @@ from etude.weights.ulpd import codec
 from etude.weights.ulpd.changes import Changes, fold
 from etude.weights.ulpd.chunk_grid import Bits, Schema, schema_of
 from etude.weights.ulpd.codec import Codec, Digests
-from etude.weights.ulpd.digest import digest, written
+from etude.weights.ulpd.digest import digest_text, weights_digest
 
 SPANS = (8, 64)
 """A version whose number is divisible by a span also has a folded delta from so many versions before. Ascending, each a
@@ -153,7 +153,7 @@ class Publisher:
     def resume(self, last: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
         """Continues after `last`, whose tensors these are. Raises ValueError if their digest differs. A rank among
         several is checked by the sum over all of them, at the next version."""
-        if self._ranks.count == 1 and digest(tensors, schema_of(tensors).types) != last.digest:
+        if self._ranks.count == 1 and weights_digest(tensors, schema_of(tensors).types) != last.digest:
             raise ValueError(f"the tensors do not have the digest of version {last.version}")
         schema = schema_of(tensors)
         taken = self._take(schema, tensors)()
@@ -316,7 +316,7 @@ class Publisher:
             anchor=anchor,
             schema=about.schema.id,
             model=self._model,
-            digest=written(sum(share.target for share in shares)),
+            digest=digest_text(sum(share.target for share in shares)),
             adapted=about.adapted or msgspec.UNSET,
             changed=sum(share.changed for share in shares),
             elements=sum(spec.elements for spec in about.schema.tensors),

@@ -30,7 +30,7 @@ from etude.weights.repair import Repaired, RepairSource, RepairUnavailable, repa
 from etude.weights.signature import ManifestRefused, Trust
 from etude.weights.ulpd import chunk_grid, codec
 from etude.weights.ulpd.chunk_grid import Bits, Chunk, Schema
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.digest import weights_digest
 
 SCRUBBED = 0.01
 """Share of the chunks that are digested again per version: bit rot is detected within a hundred versions."""
@@ -330,7 +330,7 @@ def _difference(live: Tensors, update: WeightUpdate) -> str | None:
     """The first difference between the live tensors and the update; None without one."""
     manifest = update.manifest
     try:
-        actual = digest(live, update.staged.schema.types)
+        actual = weights_digest(live, update.staged.schema.types)
     except ValueError as e:
         return str(e)
     if actual == manifest.live:

@@ -14,8 +14,7 @@ from textwrap import dedent
 from etude.audit.attacks.library import EXPECTED, FIXED, HONEST, PATH, TASK, WRONG, body
 from etude.audit.attacks.monitors import HONEST_COMMANDS, MINING, OTHER_FIX, REACHING, episode, graded_submission
 from etude.audit.attacks.packs import AttackPack
-from etude.edits.examples import Example
-from etude.edits.judge import question
+from etude.edits import Example, judge_prompt
 from etude.grading.cheats import commands, decoys
 from etude.grading.cheats.signals import CheatSignals
 from etude.grading.grade import Grade
@@ -146,6 +145,6 @@ def _opinion() -> str:
         lines=1,
         fraction=1.0,
     )
-    prompt = question(example, answer)
+    prompt = judge_prompt(example, answer)
     outside = re.sub(r"<(\w+-[0-9a-f]{8})>\n.*\n</\1>", "", prompt, flags=re.DOTALL)
     return "the text stands outside of its tags" if PLEA in outside or EXPECTED in outside else ""

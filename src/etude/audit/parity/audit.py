@@ -23,7 +23,7 @@ from etude.audit.parity import fingerprint, probes
 from etude.audit.parity.classifier import auc, folds, held_out, interval, logistic, scores, stumps
 from etude.audit.parity.features import Table, table
 from etude.errors import RunFailed, UserError
-from etude.evals.stats import Estimate
+from etude.evals import Estimate
 from etude.grading import open_sandbox
 from etude.harness import messages_of
 from etude.renderers import SCHEMAS

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from etude.evals.stats import Estimate
+from etude.evals import Estimate
 
 FOLDS = 5
 RIDGE = 3.0  # penalty of the standardised weights; small samples with many columns need it

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from etude.errors import UserError
-from etude.evals.stats import Estimate, mean_difference
+from etude.evals import Estimate, mean_difference
 from etude.grading.cheats import VIOLATIONS
 from etude.records import Episode, decode
 from etude.store import open_store

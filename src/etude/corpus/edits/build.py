@@ -16,8 +16,7 @@ from etude.corpus import dedup
 from etude.corpus.edits import make
 from etude.corpus.edits.card import EditBuildLog, card
 from etude.corpus.edits.repositories import FileChange, Repository, Text, read
-from etude.edits import examples as tables
-from etude.edits.examples import Example
+from etude.edits import Example, weighted_examples, write_examples
 from etude.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ def build(
     tested = _drawn(tests, options, HELD_OUT_LINES, options.held_out_edits, counter, report) if tests else []
     if not clean or (tests and not tested):
         raise UserError("no edit could be made from these repositories: give repositories with more code, or a history")
-    clean, tested = tables.weighted(clean), tables.weighted(tested)
+    clean, tested = weighted_examples(clean), weighted_examples(tested)
     history = EditBuildLog(
         repositories=tuple(
             (r.name, r.licence, r.licence_source, r.origin, len(r.texts), len(r.changes)) for r in [*read_all, *tests]
@@ -75,9 +74,9 @@ def _write(output: Path, train: Sequence[Example], tested: Sequence[Example], te
     partial = output.with_name(output.name + ".incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tables.write(train, partial / "train.parquet")
+    write_examples(train, partial / "train.parquet")
     if tested:
-        tables.write(tested, partial / "heldout.parquet")
+        write_examples(tested, partial / "heldout.parquet")
     (partial / "DATACARD.md").write_text(text, encoding="utf-8")
     partial.rename(output)
 

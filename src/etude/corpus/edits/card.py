@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from etude.code import table
 from etude.config import EditTableConfig
 from etude.corpus.edits import make
-from etude.edits.examples import BINS, Example
+from etude.edits import BINS, Example
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from etude.corpus.edits import snippets
 from etude.corpus.edits.repositories import FileChange, Repository, Text
 from etude.corpus.edits.synthetic import edit as synthetic_edit
-from etude.edits import sketch
-from etude.edits.examples import Example
+from etude.edits import Example, Sketch, draw_no_op, draw_sketch, edit_hunks
 
 PER_PATH = 4  # real edits of one file
 PER_REPOSITORY = 50  # real edits of one repository
@@ -39,7 +38,7 @@ def synthetic(
 def unchanged(repository: Repository, text: Text, max_lines: int, rng: random.Random) -> Example | None:
     """An example whose sketch changes no line; None without such a sketch."""
     part = snippets.part(text.text, text.language, _drawn_size(max_lines, rng), rng)
-    drawn = part and sketch.no_op(part, text.language, rng)
+    drawn = part and draw_no_op(part, text.language, rng)
     return _row(repository, text.path, text.language, "no-op", part, part, drawn, "") if part and drawn else None
 
 
@@ -61,7 +60,7 @@ def pair(
     """An edit with a sketch drawn for it; None if no sketch determines the edit."""
     if not after.strip() or not before.strip():
         return None
-    drawn = sketch.draw(before, after, language, rng)
+    drawn = draw_sketch(before, after, language, rng)
     if drawn is None or len(drawn.text) > 2 * len(after) + 400:
         return None
     which = rng.choice(("subject", "template", "empty"))
@@ -76,7 +75,7 @@ def _row(
     kind: str,
     before: str,
     after: str,
-    drawn: sketch.Sketch,
+    drawn: Sketch,
     instruction: str,
 ) -> Example:
     lines = max(before.count("\n"), after.count("\n"))
@@ -104,7 +103,7 @@ def changed_fraction(before: str, after: str) -> float:
     file, result = before.splitlines(), after.splitlines()
     changed = sum(
         max(sum(map(len, file[h.start : h.end])), sum(map(len, result[h.low : h.high])))
-        for h in sketch.hunks(file, result)
+        for h in edit_hunks(file, result)
     )
     return min(1.0, changed / max(1, max(sum(map(len, file)), sum(map(len, result)))))
 
@@ -112,7 +111,7 @@ def changed_fraction(before: str, after: str) -> float:
 def _template(before: str, after: str, rng: random.Random) -> str:
     """An instruction that describes the first hunk."""
     file, result = before.splitlines(), after.splitlines()
-    hunk = sketch.hunks(file, result)[0]
+    hunk = edit_hunks(file, result)[0]
     old = next((line.strip() for line in file[hunk.start : hunk.end] if line.strip()), "")[:_TITLE]
     new = next((line.strip() for line in result[hunk.low : hunk.high] if line.strip()), "")[:_TITLE]
     if old and new:

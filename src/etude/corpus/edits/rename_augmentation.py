@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from etude.edits.examples import Example
+from etude.edits import Example
 
 WORD = re.compile(r"[^\W\d]\w+")
 COMMON = 0.01  # words in a larger share of the texts belong to the languages, and stay

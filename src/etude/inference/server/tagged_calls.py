@@ -15,8 +15,7 @@ from itertools import takewhile
 from typing import Any
 
 from etude.inference.server.bodies import invalid
-from etude.renderers import Tool
-from etude.renderers.calls import branches_of, kinds_of, typed
+from etude.renderers import Tool, schema_branches, schema_types, typed_argument
 
 MARK = "\0"  # encloses the id of a special token in a rendered turn
 _SPACE = r"( |\n[ \t]{0,40})"  # between the parts of JSON; bounded, since a weak model might add spaces without end
@@ -104,7 +103,7 @@ class Tags:
             return [f": {json_rule({**shared, **schema})} {close}"]
         if values := _texts(schema):
             return [f": ({' | '.join(map(json.dumps, values))}) {close}"]
-        if not any(_is_plain(branch) for branch in (schema, *branches_of(schema))):
+        if not any(_is_plain(branch) for branch in (schema, *schema_branches(schema))):
             unknown = sorted(schema.keys() - _ANNOTATIONS)[0]
             raise invalid(
                 f"the parameter {key!r} of {name} has {unknown!r}, which a forced call does not follow in this dialect",
@@ -145,7 +144,7 @@ def _parameters(name: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[st
 
 def _is_text(schema: Any) -> bool:
     """Whether the readers take a value of this schema as text."""
-    kinds = kinds_of(schema)
+    kinds = schema_types(schema)
     return "string" in kinds or not kinds
 
 
@@ -159,7 +158,7 @@ def _texts(schema: Mapping[str, Any]) -> list[str]:
     listed: Any = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not isinstance(listed, Sequence) or schema.keys() - _ANNOTATIONS - {"enum", "const"}:
         return []
-    return [value for value in listed if isinstance(value, str) and typed(value, schema) == value]
+    return [value for value in listed if isinstance(value, str) and typed_argument(value, schema) == value]
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:

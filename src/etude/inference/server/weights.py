@@ -27,7 +27,7 @@ from etude.weights.receiver import Receiver, WeightsMismatch
 from etude.weights.repair import TRIES, Unrepairable
 from etude.weights.replica import CoordinatorVote, NotTogether, ReplicaMember, ReplicaVote, SingleMember
 from etude.weights.signature import Trust, public_key
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd import weights_digest
 
 _POLL_SECONDS = 0.1
 _LONGEST_SECONDS = 5.0  # between two tries of a failing operation
@@ -84,7 +84,7 @@ class WeightWatcher:
         """The digest of the live tensors; it starts with "altered" if no published version can have this digest."""
         try:
             held = self._member is not None and self._member.receiver.manifest is not None
-            return digest(self._tensors, self._member.receiver.types if self._member and held else self._types)
+            return weights_digest(self._tensors, self._member.receiver.types if self._member and held else self._types)
         except ValueError as e:
             return f"altered: {e}"
 
@@ -183,7 +183,7 @@ def _return_memory() -> None:
 
 def _fits_bfloat16(model: PreTrainedModel) -> bool:
     try:
-        digest(named_tensors(model))
+        weights_digest(named_tensors(model))
         return True
     except ValueError:
         return False

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.errors import UserError
-from etude.weights.ulpd.chunk_grid import Schema
+from etude.weights.ulpd import Schema
 
 Run = tuple[int, int, int]
 """A run of elements that are contiguous in source and destination: start in each, and number."""

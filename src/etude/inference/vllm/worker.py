@@ -29,7 +29,7 @@ from etude.weights.manifest import newest
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
 from etude.weights.signature import Trust
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd import weights_digest
 
 Answer = dict[str, Any]
 MOVED = "this server loaded its weights anew behind etude's back; start it again"
@@ -127,7 +127,7 @@ class WorkerExtension:
         if following.moved():
             return {"error": MOVED}
         try:
-            live = digest(following.live, following.receiver.types)
+            live = weights_digest(following.live, following.receiver.types)
         except ValueError as e:
             return {"error": f"{e}; start this server again"}
         if live != manifest.live:

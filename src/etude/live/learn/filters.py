@@ -18,7 +18,7 @@ import blake3
 import numpy as np
 
 from etude.config.live import LabelsConfig
-from etude.evals.sequential import ratio_p_value
+from etude.evals import ratio_p_value
 from etude.live.learn import estimate
 from etude.live.learn.attribution import labels
 from etude.live.learn.content import RequestFeatures, clusters

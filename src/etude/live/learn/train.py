@@ -30,7 +30,7 @@ from etude import processes, runfolder
 from etude.config import Guard, LiveConfig, OnPolicyDistillConfig, RLConfig, validate
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
-from etude.ledger import EpisodeLease, Ledger, blob_key, blobs
+from etude.ledger import EpisodeLease, Ledger, blob_key, put_blob
 from etude.live.learn.samples import live_batch
 from etude.live.learn.served import ServedVersions, served
 from etude.live.log.records import ExitKind, LiveSample
@@ -244,7 +244,7 @@ def _finish(ledger: Ledger, rollouts: Store, lease: EpisodeLease, episode: Episo
             reason="stale",
         )
         return
-    blob = blobs.put(rollouts, blob_key(lease.group_id, lease.member, lease.attempt), episode)
+    blob = put_blob(rollouts, blob_key(lease.group_id, lease.member, lease.attempt), episode)
     ledger.finish(
         lease,
         outcome=episode.outcome,

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy.event import listen
 
 from etude.errors import UserError
-from etude.ledger.database import open_database
+from etude.ledger import open_database
 
 VERSION = "1"
 """The version of the tables; a log of another version is refused."""

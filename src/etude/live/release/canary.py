@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from etude.config.live import CanaryConfig
-from etude.evals.sequential import alpha_of_version, log_evidence, plan_looks, ratio_evidence, sequence_reach
+from etude.evals import alpha_of_version, log_evidence, plan_looks, ratio_evidence, sequence_reach
 from etude.live.log.records import Arm
 
 ARMS = (Arm.CONTROL, Arm.CANARY, Arm.HOLDBACK)

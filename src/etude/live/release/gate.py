@@ -25,8 +25,7 @@ import numpy as np
 from etude.config.live import GateConfig
 from etude.config.run import GuardsConfig
 from etude.errors import UserError
-from etude.evals.sequential import defended_margin, paired_score
-from etude.evals.suite import EvalResult, TaskResult
+from etude.evals import EvalResult, TaskResult, defended_margin, paired_score
 from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
 from etude.live.release.operations import ReleaseCandidate, ReleaseSite

@@ -19,7 +19,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from etude.config import EngineConfig, EvalConfig, ServerConfig
-from etude.evals.suite import EvalResult
+from etude.evals import EvalResult
 from etude.live.learn.window import LiveContents
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs

@@ -36,7 +36,7 @@ from etude.config import (
     validate,
 )
 from etude.errors import RunFailed, UserError
-from etude.evals.stats import Estimate, mean_difference
+from etude.evals import Estimate, mean_difference
 from etude.live.learn.train import train_window
 from etude.live.learn.window import LiveContents, cut_window, samples
 from etude.live.log.accounts import Accounts, open_blobs

@@ -21,9 +21,7 @@ from transformers import PreTrainedModel
 from etude.corpus import packing
 from etude.corpus.edits import rename_augmentation
 from etude.corpus.vocabulary import Vocabulary
-from etude.edits import examples as tables
-from etude.edits import formats
-from etude.edits.examples import Example
+from etude.edits import Example, edit_answer, edit_prompt, load_examples, read_edit_answer
 from etude.errors import UserError
 from etude.models.head import head_of
 from etude.renderers import Renderer, renderer_for
@@ -44,7 +42,7 @@ def finetune(
     folders = [*([] if isinstance(source, NewModelConfig) else [source.path])]
     folders += [config.distill.teacher] if config.distill else []
     distillation.check_tokenizers(folders)
-    train, held_out = tables.load(config.data), tables.load(config.held_out)
+    train, held_out = load_examples(config.data), load_examples(config.held_out)
     if shared := {e.repository for e in train} & {e.repository for e in held_out}:
         raise UserError(
             f"{min(shared)} is both trained on and held out: make the tables with one `etude tasks fast-apply`"
@@ -92,9 +90,9 @@ def encode(examples: Sequence[Example], renderer: Renderer, form: str = "rewrite
     turn are learned."""
     encoded: list[packing.Encoded] = []
     for example in examples:
-        prompt = formats.question(example.file, example.sketch, example.instruction, form)
+        prompt = edit_prompt(example.file, example.sketch, example.instruction, form)
         seen = [*renderer.prompt([{"role": "user", "content": prompt.content}]), *renderer.plain(prompt.opening)]
-        answer = renderer.plain(formats.answer(example.file, example.result, form) + prompt.close)
+        answer = renderer.plain(edit_answer(example.file, example.result, form) + prompt.close)
         ids = np.array([*seen, *answer, renderer.stop_ids[0]], dtype=np.uint32)
         encoded.append((ids, (np.arange(len(ids)) >= len(seen)).astype(np.uint8)))
     return encoded
@@ -107,9 +105,9 @@ def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, 
     phase has no example short enough."""
     rng = random.Random(config.seed)
     # If the file itself has lines of the format, an answer is not read as the result.
-    answers = [formats.answer(e.file, e.result, config.format) for e in examples]
+    answers = [edit_answer(e.file, e.result, config.format) for e in examples]
     pairs = zip(examples, answers, strict=True)
-    examples = [e for e, answer in pairs if formats.read_answer(e.file, answer, config.format) == e.result]
+    examples = [e for e, answer in pairs if read_edit_answer(e.file, answer, config.format) == e.result]
     names = rename_augmentation.rare(examples)
     encoded = zip(encode(examples, renderer), encode(examples, renderer, config.format), strict=True)
     lengths = [max(len(whole), len(ids)) for (whole, _), (ids, _) in encoded]

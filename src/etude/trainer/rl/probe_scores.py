@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from etude.models.batch_invariant import batch_invariant
-from etude.rollout.probes import KEPT, read_sequences, take_results
+from etude.rollout import PROBES_KEPT, read_probe_sequences, take_probe_results
 from etude.store import Store
 from etude.trainer.rl.execution import evaluate
 from etude.trainer.rl.guards import ProbeComparison
@@ -22,7 +22,7 @@ class TrainerProbes:
 
     def __init__(self, store: Store, model: PreTrainedModel, *, exactly: bool) -> None:
         self._store, self._model, self._exactly = store, model, exactly
-        sequences = tuple(np.array(ids) for ids in read_sequences(store))
+        sequences = tuple(np.array(ids) for ids in read_probe_sequences(store))
         self._tokens = TokenRows(sequences, tuple(np.arange(1, len(ids)) for ids in sequences))
         self._scores: dict[int, np.ndarray] = {}  # by version, oldest first: float64 [N]
         self._seconds = 0.0
@@ -35,7 +35,7 @@ class TrainerProbes:
         with batch_invariant(self._exactly):
             logprobs_N = evaluate(self._model, rows(self._tokens), self._tokens.count).logprobs_N
         self._scores[version] = logprobs_N.double().cpu().numpy()
-        for old in [v for v in self._scores if v <= version - KEPT]:
+        for old in [v for v in self._scores if v <= version - PROBES_KEPT]:
             del self._scores[old]
         self._seconds += time.perf_counter() - started
 
@@ -45,7 +45,7 @@ class TrainerProbes:
             return []
         started = time.perf_counter()
         comparisons: list[ProbeComparison] = []
-        for answer in take_results(self._store):
+        for answer in take_probe_results(self._store):
             own_N = self._scores.get(answer.scored.version)
             theirs_N = np.concatenate([np.array(part, np.float64) for part in answer.scored.logprobs])
             if own_N is not None and len(own_N) == len(theirs_N):

@@ -42,7 +42,7 @@ from etude import runfolder
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
-from etude.ledger import Ledger, blobs
+from etude.ledger import Ledger, get_blob
 from etude.models import router_replay
 from etude.models.activations import checkpoint_activations
 from etude.models.batch_invariant import possible
@@ -281,7 +281,7 @@ class Trainer:
         )
 
     def _episodes(self, group: Group) -> list[Episode]:
-        members = [blobs.get(self.rollouts, blob) for blob in group.episodes]
+        members = [get_blob(self.rollouts, blob) for blob in group.episodes]
         return audit_group(members) if self.config.cheats.contrast else members
 
     # --- after the step ---------------------------------------------------------------------------------------------

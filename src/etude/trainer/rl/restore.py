@@ -20,7 +20,7 @@ from etude import runfolder
 from etude.config import RLConfig
 from etude.errors import UserError
 from etude.failpoints import failpoint
-from etude.ledger.blobs import BlobDamaged
+from etude.ledger import BlobDamaged
 from etude.records import PolicyVersion, StepRecord
 from etude.store import Store
 from etude.trainer import checkpoint
@@ -32,8 +32,7 @@ from etude.trainer.rl.step import Learner, train_step
 from etude.weights.content import Content, content_of
 from etude.weights.manifest import read
 from etude.weights.payloads import PayloadSource
-from etude.weights.ulpd.chunk_grid import schema_of
-from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd import schema_of, weights_digest
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class Restorer:
 
     def _is(self, manifest: PolicyVersion) -> bool:
         tensors = self.learner.optimizer.published()
-        return digest(tensors, schema_of(tensors).types) == manifest.digest
+        return weights_digest(tensors, schema_of(tensors).types) == manifest.digest
 
     def _repeat(self, manifest: PolicyVersion, published: _PublishedWeights, *, last: bool) -> bool:
         """Computes the step that made a version, from the previous version; false if the bits differ. After the `last`

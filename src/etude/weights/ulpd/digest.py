@@ -15,21 +15,23 @@ from etude.weights.ulpd import device
 from etude.weights.ulpd.chunk_grid import schema_of
 
 
-def digest(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | Mapping[str, torch.dtype] = torch.bfloat16) -> str:
+def weights_digest(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | Mapping[str, torch.dtype] = torch.bfloat16
+) -> str:
     """16 hexadecimal digits. Each tensor is digested on its device. Tensors of a wider type are digested as `dtype`,
     one for all or one for each name, after a check that this loses no bit: an engine that computes in float32 has the
     digest of its bfloat16 weights. Raises ValueError, naming the tensor, for other values."""
     types = dict.fromkeys(tensors, dtype) if isinstance(dtype, torch.dtype) else dtype
-    narrowed = {name: narrow(name, tensor, types[name]) for name, tensor in tensors.items()}
-    return written(sum(device.digest(spec, narrowed[spec.name]) for spec in schema_of(narrowed).tensors))
+    narrowed = {name: narrow_lossless(name, tensor, types[name]) for name, tensor in tensors.items()}
+    return digest_text(sum(device.digest(spec, narrowed[spec.name]) for spec in schema_of(narrowed).tensors))
 
 
-def written(total: int) -> str:
+def digest_text(total: int) -> str:
     """A digest in the format of manifests."""
     return f"{total % (1 << 64):016x}"
 
 
-def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def narrow_lossless(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`tensor` in `dtype` if that is narrower, without losing a bit. Raises ValueError if that is impossible."""
     tensor = tensor.detach()
     if not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
