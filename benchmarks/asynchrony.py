@@ -230,7 +230,7 @@ class _SlowTools:
     def __init__(self, size: Size, median: float) -> None:
         assert size.dataset is not None
         self._size, self._median = size, median
-        tasks = datasets.load(size.dataset).split("train")
+        tasks = datasets.load_dataset(size.dataset).split("train")
         self._names = {tuple(sorted(task.changes.items())): task.id for task in tasks}
         self._played: Counter[str] = Counter()
 

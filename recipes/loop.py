@@ -196,7 +196,7 @@ async def open_context(config: RLConfig, folder: Path) -> AsyncIterator[tuple[Ro
     if config.tasks.environment is not None:
         dataset = environment_dataset(config, renderer, folder)
     elif config.tasks.dataset is not None:
-        dataset = datasets.load(Path(config.tasks.dataset))
+        dataset = datasets.load_dataset(Path(config.tasks.dataset))
     else:
         sys.exit("this file takes tasks.environment or tasks.dataset; `etude tasks build` makes a dataset")
     engine = Engine(load_model(config.model.path))

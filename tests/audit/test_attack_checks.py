@@ -27,7 +27,7 @@ from etude.harness import compact_tools, full_tools, tools
 from etude.renderers import base
 from etude.renderers.schemas import SCHEMAS
 from etude.sandbox.base import Changes, Sandbox
-from etude.sandbox.fingerprints import FingerprintSample, parse
+from etude.sandbox.fingerprints import FingerprintSample, parse_fingerprint
 from etude.tasks import histories
 
 
@@ -211,7 +211,7 @@ def chats(path: Path, system: str) -> list[FingerprintSample]:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "Fix" not in done.stdout
     assert "You are" not in done.stdout
-    return [parse(line, "here") for line in done.stdout.splitlines()]
+    return [parse_fingerprint(line, "here") for line in done.stdout.splitlines()]
 
 
 def test_requests_of_another_harness_are_told_apart(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from etude.audit.attacks import packs
 from etude.config import BuildConfig
-from etude.tasks.build import build
+from etude.tasks.build import build_dataset
 
 PACKS = Path(__file__).parent / "packs"
 LIBRARIES = {
@@ -32,7 +32,7 @@ def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             pytest.skip("needs Node.js")
     folder = tmp_path_factory.mktemp("packs") / request.param
     shutil.copytree(PACKS / request.param, folder, ignore=shutil.ignore_patterns("library"))
-    build(LIBRARIES[request.param], folder / "dataset", OPTIONS, lambda *_: None)
+    build_dataset(LIBRARIES[request.param], folder / "dataset", OPTIONS, lambda *_: None)
     return packs.load(folder)
 
 

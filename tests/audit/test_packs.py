@@ -13,7 +13,7 @@ from etude.audit.attacks import packs
 from etude.cli import main
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.tasks.build import build
+from etude.tasks.build import build_dataset
 
 TINY = Path(__file__).parents[1] / "tasks/repositories/tiny-1.0"
 OPTIONS = BuildConfig(seed=1, max_tasks=4, kinds=("mutation",), per_function=2, heldout_fraction=0.3)
@@ -33,7 +33,7 @@ SHOWN = 'os.environ["ETUDE_PHASE"] == "2" and "failed: " in open("/tmp/test-outp
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packs") / "pack"
-    data = build(TINY, folder / "dataset", OPTIONS, lambda *_: None)
+    data = build_dataset(TINY, folder / "dataset", OPTIONS, lambda *_: None)
     answers = {}
     for task in data.tasks:
         (path,) = task.changes

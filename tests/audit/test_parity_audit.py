@@ -20,7 +20,7 @@ from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.sandbox import machine_description, machine_profile
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.fingerprints import FORMAT, FingerprintSample, parse, read
+from etude.sandbox.fingerprints import FORMAT, FingerprintSample, parse_fingerprint, read_fingerprints
 
 
 def test_auc_is_the_share_of_ordered_pairs() -> None:
@@ -117,7 +117,7 @@ def test_fingerprints_hold_no_values_of_the_environment(monkeypatch: pytest.Monk
     monkeypatch.setenv("EDITOR", "quartz-lantern")
     monkeypatch.setenv("ACME_TOKEN", "velvet-anchor")
     line = fingerprint.line()
-    sample = parse(line, "here")
+    sample = parse_fingerprint(line, "here")
     assert "EDITOR" in sample.probes["environment"]
     assert "quartz-lantern" not in line
     assert "velvet-anchor" not in line
@@ -130,9 +130,9 @@ def test_files_that_are_no_fingerprints_are_refused(tmp_path: Path, line: str) -
     path = tmp_path / "f.jsonl"
     path.write_text(line)
     with pytest.raises(UserError):
-        read([path])
+        read_fingerprints([path])
     with pytest.raises(UserError):
-        read([tmp_path / "absent"])
+        read_fingerprints([tmp_path / "absent"])
     with pytest.raises(UserError, match="say nothing"):
         audit.compare([], [])
 
@@ -141,7 +141,7 @@ def test_recording_appends_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "f.jsonl"
     audit.record(path, 2)
     audit.record(path, 1)
-    samples = read([path])
+    samples = read_fingerprints([path])
     assert len(samples) == 3
     assert len({sample.machine for sample in samples}) == 1
     assert table(samples).values_NC.shape[0] == 3
@@ -263,7 +263,7 @@ def test_descriptions_are_read_or_refused(tmp_path: Path) -> None:
         path.write_text(wrong)
         with pytest.raises(UserError, match=named):
             machine_description.read(path)
-    assert machine_profile.load(machine_description.REFERENCE) == machine_description.read(
+    assert machine_profile.load_profiles(machine_description.REFERENCE) == machine_description.read(
         machine_description.REFERENCE
     )
 

@@ -34,7 +34,7 @@ BUDGET = Budget(turns=5, tokens=1000, context=10_000, seconds=60.0)
 
 def play(fake: FakeModel, api: Api, *budgets: Budget, tasks: int) -> list[EvalResult]:
     """So many training tasks of the tiny dataset, once under each budget."""
-    data = dataset.load(TINY)
+    data = dataset.load_dataset(TINY)
 
     async def work(url: str) -> list[EvalResult]:
         async with open_sandbox() as sandbox, ChatClient(ChatModel(f"{url}/v1", "m", api), KEY) as client:
@@ -48,7 +48,7 @@ def play(fake: FakeModel, api: Api, *budgets: Budget, tasks: int) -> list[EvalRe
 @pytest.mark.parametrize("api", APIS)
 def test_tasks_are_solved_over_the_api(api: Api) -> None:
     """Tasks, tools and grading as with a model of our own; busy servers are asked again, and tokens are counted."""
-    tasks = pick_tasks(dataset.load(TINY).tasks, "train", 2)
+    tasks = pick_tasks(dataset.load_dataset(TINY).tasks, "train", 2)
     fake = FakeModel(tasks, busy=(429, 503, 529), fails=tasks[0].instruction)
     (result,) = play(fake, api, BUDGET, tasks=2)
     assert [task.passed for task in result.tasks] == [(False,), (True,)]
@@ -62,7 +62,7 @@ def test_tasks_are_solved_over_the_api(api: Api) -> None:
 
 
 def test_budgets_end_an_episode_where_it_stands() -> None:
-    fake = FakeModel(dataset.load(TINY).split("train"))
+    fake = FakeModel(dataset.load_dataset(TINY).split("train"))
     spent = {"turns": 1}, {"tokens": 10}, {"context": 150}
     results = play(fake, "openai", *(structs.replace(BUDGET, **one) for one in spent), tasks=1)
     assert [result.stops for result in results] == [{"turns": 1}, {"tokens": 1}, {"tokens": 1}]
@@ -142,7 +142,7 @@ def test_the_command_measures_an_url_and_goes_on_where_it_stopped(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "wrong")
     (tmp_path / "key").write_text(KEY + "\n")
-    fake = FakeModel(dataset.load(TINY).tasks)
+    fake = FakeModel(dataset.load_dataset(TINY).tasks)
     with answering(fake.app()) as url:
         words = (f"{url}/v1", "--model", "m", "--suite", str(TINY), "--split", "train", "--samples", "1", "--json")
         words += ("--max-tasks", "2")
@@ -200,7 +200,9 @@ def test_a_server_of_ours_is_measured_like_any_other(tmp_path: Path, api: Api) -
     async def work(url: str) -> EvalResult:
         async with open_sandbox() as sandbox, ChatClient(ChatModel(f"{url}/v1", "model", api)) as client:
             budget = Budget(turns=2, tokens=32, context=8192, seconds=120.0)
-            return await evaluate(ChatContext(dataset.load(TINY), sandbox, client, budget), samples=1, split="train")
+            return await evaluate(
+                ChatContext(dataset.load_dataset(TINY), sandbox, client, budget), samples=1, split="train"
+            )
 
     try:
         result = asyncio.run(work(engine_url(engine, tmp_path)))

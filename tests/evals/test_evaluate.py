@@ -19,7 +19,7 @@ from etude.records import Budget, Episode, Generation, Task
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import RolloutContext
 from etude.run.evaluate import Measurement
-from etude.tasks.dataset import Dataset, load
+from etude.tasks.dataset import Dataset, load_dataset
 from tests.renderers.families import FAMILIES
 
 TINY = Path(__file__).parent.parent / "tasks" / "data" / "tiny"
@@ -63,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(model: Path) -> tuple[EvalResult, EvalResult, list[Episode], list[Solver]]:
-    dataset, renderer = load(TINY), renderer_for(model)
+    dataset, renderer = load_dataset(TINY), renderer_for(model)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     solvers = [Solver(tokenizer, dataset.tasks, solved) for solved in (0, 1)]
     kept: list[Episode] = []
@@ -113,7 +113,7 @@ def test_the_difference_is_paired(results):
 
 
 def test_an_empty_split_is_the_user_s_to_fix(model):
-    setting = RolloutContext(load(TINY), None, None, renderer_for(model), Budget(), Sampling())
+    setting = RolloutContext(load_dataset(TINY), None, None, renderer_for(model), Budget(), Sampling())
     with pytest.raises(UserError, match="no nosuch tasks"):
         asyncio.run(evaluate(setting, samples=1, split="nosuch"))
 

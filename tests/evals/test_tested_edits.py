@@ -35,7 +35,7 @@ def test_every_edit_undoes_its_mutation() -> None:
 
 
 def test_a_method_stands_without_its_indentation_and_is_put_back() -> None:
-    (task,) = (t for t in datasets.load(TINY).tasks if "shorten" in t.id)
+    (task,) = (t for t in datasets.load_dataset(TINY).tasks if "shorten" in t.id)
     module = "class A:\n    x = 1\n\n    def f(self):\n        if self.x:\n\n            return 1\n\n    y = 2\n"
     focus = msgspec.structs.replace(task.focus, first_line=4, last_line=7)
     right = module.replace("return 1", "return 2\n        return 3")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from etude.grading import recordings
-from etude.grading.grade import grade
+from etude.grading.grade import grade_changes
 from etude.grading.recordings import hidden_tests
 from etude.grading.runner import open_sandbox
 from etude.grading.verdict import decide_outside
@@ -414,7 +414,7 @@ def test_no_object_poses_as_a_plain_value(shapes: Place, text: str) -> None:
     image = Image(shapes.root / "repository", shapes.root / "site", {PATH: BROKEN})
     change = BROKEN + "\n\n" + text + "\n\n\ndef total(items):\n    return same_total(items)\n"
     data: dict[str, bytes | None] = {PATH: change.encode()}
-    graded = shapes.run(grade(shapes.sandbox, TASK, image, shapes.hidden, data, Limits(seconds=10.0)))
+    graded = shapes.run(grade_changes(shapes.sandbox, TASK, image, shapes.hidden, data, Limits(seconds=10.0)))
     assert (graded.reward, graded.passed) == (0.0, False), graded
 
 
@@ -422,7 +422,7 @@ def test_no_object_poses_as_a_plain_value(shapes: Place, text: str) -> None:
 def test_controls(shapes: Place, text: str, reward: float) -> None:
     image = Image(shapes.root / "repository", shapes.root / "site", {PATH: BROKEN})
     data: dict[str, bytes | None] = {PATH: text.encode()}
-    graded = shapes.run(grade(shapes.sandbox, TASK, image, shapes.hidden, data, Limits(seconds=10.0)))
+    graded = shapes.run(grade_changes(shapes.sandbox, TASK, image, shapes.hidden, data, Limits(seconds=10.0)))
     assert (graded.outcome, graded.reward) == (Outcome.SCORED, reward)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from etude.corpus.tokenizer import train
 from etude.renderers import Renderer, renderer_for
-from etude.tasks.dataset import FORMAT, Dataset, Manifest
+from etude.tasks.dataset import DATASET_FORMAT, Dataset, Manifest
 from tests.helpers.speakers import PATH, SOURCE, TEMPLATE, TEXT, a_task, hermes_tokenizer, write_model
 
 HIDDEN = "from shop import Shop\n\n\ndef test_price():\n    assert Shop().price(4) == 12\n"
@@ -44,7 +44,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     manifest = Manifest(
-        format=FORMAT,
+        format=DATASET_FORMAT,
         name="shop-1.0",
         licence="MIT",
         licence_source="pyproject.toml",

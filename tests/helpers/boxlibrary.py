@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import pytest
 
-from etude.grading.grade import Grade, grade
+from etude.grading.grade import Grade, grade_changes
 from etude.grading.runner import TestRunner
 from etude.records import Focus, Task
 from etude.sandbox.base import Image, Limits, TestReport
@@ -183,7 +183,7 @@ class Place:
         """Grade a change to the broken library."""
         data = {path: None if text is None else text.encode() for path, text in changes.items()}
         image = self.image({PATH: BROKEN})
-        return self.run(grade(self.sandbox, TASK, image, self.hidden, data, limits or self.limits))
+        return self.run(grade_changes(self.sandbox, TASK, image, self.hidden, data, limits or self.limits))
 
 
 TASK = Task(

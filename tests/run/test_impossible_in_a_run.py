@@ -39,7 +39,7 @@ class Finishes:
 
 def test_an_impossible_task_that_is_passed_is_an_alarm_and_belongs_to_no_group(tmp_path: Path, capsys) -> None:
     tmp_path.chmod(0o755)
-    tiny = datasets.load(ROOT / "tests/tasks/data/tiny")
+    tiny = datasets.load_dataset(ROOT / "tests/tasks/data/tiny")
     config = RLConfig.model_validate(
         {"tasks": {"repository": "unused"}, "cheats": {"impossible": 0.5, "decoys": 1.0}, "rollout": {"context": 2048}}
     )
@@ -54,7 +54,7 @@ def test_an_impossible_task_that_is_passed_is_an_alarm_and_belongs_to_no_group(t
                 weights=open_store(f"{tmp_path}/weights"), rollouts=open_store(f"{tmp_path}/rollouts"), sandbox=sandbox,
                 renderer=renderer_for(ROOT / "models/nano", "compact"), engines=Engines((), Finishes(), None),
                 children=(), agent=None, concurrency=concurrency(4, rows=4, staleness=0, prompts=1, group=2),
-                impossible=impossible.make(tiny, tmp_path / "impossible"),
+                impossible=impossible.make_impossible(tiny, tmp_path / "impossible"),
             )  # type: ignore[arg-type]  # fmt: skip
             player = loop._ImpossibleTasks(run)
             player.play()

@@ -21,7 +21,7 @@ from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, decode
 from etude.run import inputs, launch, sources
-from etude.run.inputs import build_dataset, check_inputs, trainable
+from etude.run.inputs import run_dataset, check_inputs, trainable
 from etude.run.loop import curriculum_of
 from etude.run.parts import built_beside, folders_of_tasks
 from etude.store import open_store
@@ -73,7 +73,7 @@ def test_one_source_may_be_for_training_alone() -> None:
 
 def test_a_mixture_is_loaded_and_drawn_by_weight(tmp_path: Path) -> None:
     other = renamed(tmp_path / "other", "other-2.0")
-    loaded = build_dataset(config({"dataset": str(TINY)}, {"dataset": str(other), "weight": 3}), tmp_path, print)
+    loaded = run_dataset(config({"dataset": str(TINY)}, {"dataset": str(other), "weight": 3}), tmp_path, print)
     assert isinstance(loaded, MixedDataset)
     curriculum = curriculum_of(loaded, 8, 1)
     drawn = Counter(loaded.by_id[curriculum.draw(index)].repository for index in range(40))
@@ -81,13 +81,13 @@ def test_a_mixture_is_loaded_and_drawn_by_weight(tmp_path: Path) -> None:
 
 
 def test_a_source_that_fails_to_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any training: `build_dataset` comes before engines and trainer are started."""
+    """Before any training: `run_dataset` comes before engines and trainer are started."""
     bad = tmp_path / "bad"
     bad.mkdir()
     (tmp_path / "run").mkdir()
     wrong = config({"dataset": str(TINY)}, {"repository": str(bad)})
     with pytest.raises(UserError, match=rf"tasks.sources: {bad} gives no tasks: .*has no"):
-        build_dataset(wrong, tmp_path / "run", lambda *_: None)
+        run_dataset(wrong, tmp_path / "run", lambda *_: None)
     gone = config({"dataset": str(TINY)}, {"repository": str(tmp_path / "gone")})
     with pytest.raises(UserError, match=r"tasks.sources.repository: .*gone is not a folder"):
         check_inputs(gone)
@@ -96,11 +96,11 @@ def test_a_source_that_fails_to_build_is_named(tmp_path: Path, monkeypatch: pyte
 
     def build(repository: Path, out: Path, *_: object) -> dataset.Dataset:
         built.append(out)
-        return dataset.load(renamed(out, "other-2.0"))
+        return dataset.load_dataset(renamed(out, "other-2.0"))
 
     monkeypatch.setattr(inputs, "build", build)
     for _ in range(2):  # the second start finds what the first has built
-        assert len(build_dataset(wrong, tmp_path / "run", lambda *_: None).parts) == 2
+        assert len(run_dataset(wrong, tmp_path / "run", lambda *_: None).parts) == 2
     assert built == [tmp_path / "run/tasks/1"]
 
 
@@ -112,8 +112,8 @@ def test_a_source_for_training_alone_joins_when_it_is_built(tmp_path: Path, monk
         {"dataset": str(TINY)}, {"repository": "a", "heldout_fraction": 0, "weight": 3},
         {"repository": "b", "heldout_fraction": 0, "weight": 4},
     )  # fmt: skip
-    monkeypatch.setattr(inputs, "build", lambda repo, out, *_: dataset.load(renamed(out, f"{repo.name}-1.0")))
-    pool = sources.TaskPool(build_dataset(found, folder, print), sources.missing(found, folder))
+    monkeypatch.setattr(inputs, "build", lambda repo, out, *_: dataset.load_dataset(renamed(out, f"{repo.name}-1.0")))
+    pool = sources.TaskPool(run_dataset(found, folder, print), sources.missing(found, folder))
     assert (pool.waiting, sources.arrived(folder, pool)) == ((1, 2), [])
     assert all(task.id.startswith("tiny-1.0:") for task in pool.dataset.tasks)
     curriculum = curriculum_of(pool.dataset, 8, 1)
@@ -129,7 +129,7 @@ def test_a_source_for_training_alone_joins_when_it_is_built(tmp_path: Path, monk
     }
     assert (pool.waiting, sources.arrived(folder, pool)) == ((1,), [])
 
-    resumed = build_dataset(found, folder, print)
+    resumed = run_dataset(found, folder, print)
     assert isinstance(resumed, MixedDataset)
     assert isinstance(pool.dataset, MixedDataset)
     assert (resumed.by_id, resumed.weights) == (pool.dataset.by_id, pool.dataset.weights)
@@ -173,20 +173,20 @@ def test_a_folder_of_harbor_tasks_is_a_source(tmp_path: Path, monkeypatch: pytes
 
     def build(roots: list[Path], out: Path, note: Any, *, heldout_fraction: float) -> tuple[dataset.Dataset, None]:
         given.append((roots, out, heldout_fraction))
-        return dataset.load(renamed(out, "harbor-tasks")), None
+        return dataset.load_dataset(renamed(out, "harbor-tasks")), None
 
     monkeypatch.setattr(inputs.foreign, "build", build)
-    assert [part.name for part in build_dataset(found, tmp_path, print).parts] == ["tiny-1.0", "harbor-tasks"]
+    assert [part.name for part in run_dataset(found, tmp_path, print).parts] == ["tiny-1.0", "harbor-tasks"]
     assert given == [([Path("tasks").absolute()], tmp_path / "tasks/1", 0.5)]
     assert [source.min_decided for source in found.tasks.sources] == [0.5, 0.0]
 
 
 def test_a_source_whose_tasks_can_be_forged_ends_the_start(tmp_path: Path) -> None:
     other = renamed(tmp_path / "other", "other-2.0")
-    loaded = build_dataset(config({"dataset": str(TINY)}, {"dataset": str(other)}), tmp_path, print)
+    loaded = run_dataset(config({"dataset": str(TINY)}, {"dataset": str(other)}), tmp_path, print)
     assert trainable(loaded, [0.5, 0.5]).weights == loaded.weights  # type: ignore[attr-defined]
     empty = renamed(tmp_path / "empty", "empty-1.0")
-    part = dataset.load(empty)
+    part = dataset.load_dataset(empty)
     with pytest.raises(UserError, match=r"empty-1.0 has no training tasks"):
         trainable(replace(part, tasks=part.split("heldout")), [0.5])
 

@@ -13,7 +13,7 @@ from etude.errors import UserError
 from etude.renderers import renderer_for
 from etude.rollout.traces import gold_edit
 from etude.run.traces import write_traces
-from etude.tasks.dataset import load
+from etude.tasks.dataset import load_dataset
 from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
 
 TINY = Path(__file__).parents[1] / "tasks/data/tiny"
@@ -44,7 +44,7 @@ def calls(row: dict) -> list[tuple[str, dict, str, int]]:
 
 
 def test_a_trace_ends_with_the_answer_and_its_tests(rows: list[dict]) -> None:
-    tasks = load(TINY).by_id
+    tasks = load_dataset(TINY).by_id
     for row in rows:
         task = tasks[row["name"].split(":")[1]]
         assert task.split == "train", "held-out tasks are never told"
@@ -115,7 +115,7 @@ def test_the_same_seed_tells_the_same_and_a_stopped_command_goes_on(rows: list[d
     kept = json.loads(json.dumps(rows[0]))
     kept["messages"][0]["content"] = "Told before the stop."
     head = {"name": "", "options": MANY.model_dump(mode="json", exclude={"workers"})}
-    head |= {"datasets": [load(TINY).manifest.digests["dataset.json"]]}
+    head |= {"datasets": [load_dataset(TINY).manifest.digests["dataset.json"]]}
     partial.write_text(f'{json.dumps(head)}\n{json.dumps(kept)}\n{{"name": "cut sho')
     words = ["tasks", "traces", str(TINY), "-o", str(output), "--per-task", "6"]
     with pytest.raises(SystemExit) as ended:
@@ -138,7 +138,7 @@ def test_the_same_seed_tells_the_same_and_a_stopped_command_goes_on(rows: list[d
 
 
 def test_answers_that_cannot_be_told_are_left_out(tmp_path: Path) -> None:
-    task = load(TINY).split("train")[0]
+    task = load_dataset(TINY).split("train")[0]
     ((path, text),) = task.changes.items()
     assert (
         gold_edit(msgspec.structs.replace(task, changes={path: text, "b.py": ""}, solution={path: "", "b.py": ""}))

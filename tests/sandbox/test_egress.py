@@ -18,8 +18,8 @@ from etude.audit.attacks.gates import GATES
 from etude.audit.attacks.outside import NAME, Outside, outside
 from etude.config import RLConfig
 from etude.errors import UserError
-from etude.grading.cheats.decoys import plant
-from etude.grading.cheats.signals import CheatSignals, signals
+from etude.grading.cheats.decoys import plant_decoys
+from etude.grading.cheats.signals import CheatSignals, cheat_signals
 from etude.grading.grade import Grade
 from etude.grading.runner import open_sandbox
 from etude.records import Outcome
@@ -32,18 +32,20 @@ from etude.sandbox.egress.policy import (
     Egress,
     EgressRefused,
     EgressRequest,
-    index_of,
-    parse,
-    project_of,
+    package_index,
+    parse_allowed_hosts,
     public,
     resolve,
+    wheel_project,
 )
-from etude.tasks.dataset import load
+from etude.tasks.dataset import load_dataset
 from tests.helpers.boxlibrary import TASK, Place, as_nobody
 
 ROOT = Path(__file__).parents[2]
 
-LIST = Egress(parse(["docs.example.test", "*.mirror.example", "git.example.test:8443", "in.corp.test:80@10.1.2.3"]))
+LIST = Egress(
+    parse_allowed_hosts(["docs.example.test", "*.mirror.example", "git.example.test:8443", "in.corp.test:80@10.1.2.3"])
+)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_addresses_are_no_names(name: str) -> None:
 )
 def test_entries_that_are_no_hosts(entry: str) -> None:
     with pytest.raises(UserError, match="no host to allow"):
-        parse([entry])
+        parse_allowed_hosts([entry])
 
 
 @pytest.mark.parametrize(
@@ -216,14 +218,14 @@ def test_malformed_requests(data: bytes) -> None:
 
 
 def test_names_of_projects() -> None:
-    assert project_of("pydash-8.1.0") == "pydash"
-    assert project_of("python-dateutil-2.9.0.post0") == "python-dateutil"
-    assert project_of("plain") == "plain"
-    index = index_of("https://pypi.example/simple", date(2024, 1, 1), ["Zope.Interface"])
+    assert wheel_project("pydash-8.1.0") == "pydash"
+    assert wheel_project("python-dateutil-2.9.0.post0") == "python-dateutil"
+    assert wheel_project("plain") == "plain"
+    index = package_index("https://pypi.example/simple", date(2024, 1, 1), ["Zope.Interface"])
     assert (index.url, index.without) == ("https://pypi.example/simple/", {"zope-interface"})
     for url in ("pypi.example", "ftp://pypi.example/", "https:///simple", "http://[x/"):
         with pytest.raises(UserError, match="not the URL of a simple index"):
-            index_of(url, date(2024, 1, 1), ["x"])
+            package_index(url, date(2024, 1, 1), ["x"])
 
 
 @dataclass
@@ -344,7 +346,7 @@ def test_connections_are_counted(gated: Gated) -> None:
 
 
 def test_what_a_configuration_lets_boxes_reach(tmp_path: Path) -> None:
-    tiny = load(ROOT / "tests/tasks/data/tiny")
+    tiny = load_dataset(ROOT / "tests/tasks/data/tiny")
 
     def found(**sandbox: object) -> Egress | None:
         return egress_of(RLConfig.model_validate({"tasks": {"repository": "x"}, "sandbox": sandbox}), tiny, tmp_path)
@@ -373,12 +375,12 @@ def request(host: str, allowed: bool) -> EgressRequest:
 
 
 def test_what_a_box_asked_for_marks_its_episode(tmp_path: Path) -> None:
-    decoys = plant(TASK, 3)
+    decoys = plant_decoys(TASK, 3)
     graded = Grade(Outcome.SCORED, 1.0, True, "", None)
     image = Image(tmp_path, None, {})
 
     def found(*requests: EgressRequest) -> CheatSignals:
-        return signals(TASK, image, {}, (), decoys, graded, False, requests)
+        return cheat_signals(TASK, image, {}, (), decoys, graded, False, requests)
 
     assert found(request(NAME, True)).flags == ()
     assert found(request(NAME, True), request(NAME, True)).figures["egress/bytes"] == 40.0

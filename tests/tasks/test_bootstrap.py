@@ -17,7 +17,7 @@ from etude.code import functions
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.tasks import bootstrap, requirements
-from etude.tasks.build import build
+from etude.tasks.build import build_dataset
 
 SOURCE = "def twice(value):\n    result = value\n    result = result + value\n    return result\n"
 TEST = "from helperlib import three\nfrom lib import twice\n\n\ndef test_twice():\n    assert twice(three()) == 6\n"
@@ -77,7 +77,7 @@ def test_left_out_with_the_reason(repository: Path, index: Path, tmp_path: Path)
     assert list((tmp_path / "work").iterdir()) == []
     out = tmp_path / "out"
     with pytest.raises(UserError, match="left out after"):
-        build(repository, out, BuildConfig(bootstrap="rules"), lambda *_: None)
+        build_dataset(repository, out, BuildConfig(bootstrap="rules"), lambda *_: None)
     assert not out.exists()
 
 

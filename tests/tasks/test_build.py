@@ -18,8 +18,8 @@ from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.sandbox.base import BoxDead, TestReport
 from etude.tasks import dataset, gates
-from etude.tasks.build import build
-from etude.tasks.check import check
+from etude.tasks.build import build_dataset
+from etude.tasks.check import check_dataset
 from etude.tasks.gates import Bench, Candidate, Rejected
 
 TINY = Path(__file__).parent / "repositories/tiny-1.0"
@@ -34,7 +34,7 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dataset.Dataset:
-    return build(TINY, tmp_path_factory.mktemp("built") / "tiny", OPTIONS, quiet)
+    return build_dataset(TINY, tmp_path_factory.mktemp("built") / "tiny", OPTIONS, quiet)
 
 
 def test_a_dataset_may_lie_in_a_folder_that_is_left_out(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_dataset_may_lie_in_a_folder_that_is_left_out(tmp_path: Path) -> None:
     (inside / "outputs/earlier").mkdir(parents=True)
     (inside / "outputs/earlier/copy.py").write_text((inside / "src/tiny/lists.py").read_text())
     out = inside / "outputs/tasks"
-    here = build(inside, out, OPTIONS.model_copy(update={"exclude": ("outputs",), "max_tasks": 2}), quiet)
+    here = build_dataset(inside, out, OPTIONS.model_copy(update={"exclude": ("outputs",), "max_tasks": 2}), quiet)
     assert here.tasks
     assert not list(out.rglob("copy.py"))
 
@@ -79,7 +79,7 @@ def test_what_the_agent_sees(built: dataset.Dataset) -> None:
 
 
 def test_check(built: dataset.Dataset, tmp_path: Path) -> None:
-    report = check(built.root, quiet)
+    report = check_dataset(built.root, quiet)
     assert (report.tasks, report.problems, report.failures) == (14, (), {})
     assert report.ok
     spoiled = tmp_path / "spoiled"
@@ -90,7 +90,7 @@ def test_check(built: dataset.Dataset, tmp_path: Path) -> None:
     for path, text in wrong.changes.items():
         (spoiled / "tasks" / wrong.id / "solution/files" / path).write_text(text)
     shutil.copytree(built.hidden / "tests", spoiled / "repository/tests")
-    report = check(spoiled, quiet)
+    report = check_dataset(spoiled, quiet)
     assert not report.ok
     assert set(report.failures) == {fixed.id, wrong.id}
     assert "repository has changed since it was built" in report.problems
@@ -117,7 +117,7 @@ def test_only_tasks_that_a_visible_test_notices(tmp_path: Path) -> None:
     telling: dict[bool, set[str]] = {}
     for only in (False, True):
         options = BuildConfig(max_tasks=40, kinds=("mutation",), visible="doctests", visible_failure=only)
-        data = build(repository, tmp_path / f"out-{only}", options, quiet)
+        data = build_dataset(repository, tmp_path / f"out-{only}", options, quiet)
         telling[only] = {task.function.split("::")[1] for task in data.tasks}
         assert all(task.difficulty["visible_fails"] for task in data.tasks) == only
     assert telling[False] - telling[True] == {"clamp"}
@@ -125,7 +125,7 @@ def test_only_tasks_that_a_visible_test_notices(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_same_seed_same_bytes(built: dataset.Dataset, tmp_path: Path) -> None:
-    again = build(TINY, tmp_path / "again", OPTIONS, quiet)
+    again = build_dataset(TINY, tmp_path / "again", OPTIONS, quiet)
     assert dataset.tree_digest(again.root) == dataset.tree_digest(built.root)
 
 
@@ -140,7 +140,7 @@ def test_half_of_the_tests_visible_and_flaky_ones_left_out(tmp_path: Path) -> No
     options = BuildConfig(
         max_tasks=16, kinds=("mutation",), visible="half", min_lines=2, operators=("op_flip", "op_const", "negate_cond")
     )
-    data = build(repository, tmp_path / "out", options, quiet)
+    data = build_dataset(repository, tmp_path / "out", options, quiet)
     assert {task.operator for task in data.tasks} <= set(options.operators)
     seen = {test for task in data.tasks for test in task.visible_tests}
     hidden = {test for task in data.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)}
@@ -151,7 +151,7 @@ def test_half_of_the_tests_visible_and_flaky_ones_left_out(tmp_path: Path) -> No
     shown = "".join(p.read_text() for p in (data.repository / "tests").glob("*.py"))
     assert all(f"def {test.split('::')[1].partition('[')[0]}(" in shown for test in seen)
     assert not any(f"def {test.split('::')[1].partition('[')[0]}(" in shown for test in hidden)
-    assert check(data.root, quiet).ok
+    assert check_dataset(data.root, quiet).ok
 
 
 class _Scripted:
@@ -230,7 +230,7 @@ def _repository(root: Path, files: dict[str, str]) -> Path:
 def test_refusals(tmp_path: Path) -> None:
     def refused(repository: Path, reason: str, out: Path = tmp_path / "out") -> None:
         with pytest.raises(UserError, match=reason):
-            build(repository, out, OPTIONS, quiet)
+            build_dataset(repository, out, OPTIONS, quiet)
         assert not (tmp_path / "out").exists()
         assert not (tmp_path / "out.incomplete").exists()
 
@@ -249,5 +249,5 @@ def test_refusals(tmp_path: Path) -> None:
 def test_a_suite_that_fails_is_refused(tmp_path: Path) -> None:
     repository = _repository(tmp_path / "r", {"m.py": "x = 1\n", "test_m.py": "def test_m():\n    assert 0\n"})
     with pytest.raises(UserError, match=r"no test of .*r passes .* said: assert 0\. To go on, run its suite"):
-        build(repository, tmp_path / "out", OPTIONS, quiet)
+        build_dataset(repository, tmp_path / "out", OPTIONS, quiet)
     assert not (tmp_path / "out.incomplete").exists()

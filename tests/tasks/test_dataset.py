@@ -12,7 +12,7 @@ TINY = Path(__file__).parent / "data/tiny"
 
 
 def test_load() -> None:
-    tiny = dataset.load(TINY)
+    tiny = dataset.load_dataset(TINY)
     assert len(tiny.tasks) == tiny.manifest.counts["tasks"]
     assert {task.split for task in tiny.tasks} == {"train", "heldout"}
     assert dataset.load_changed(TINY) == (tiny, [])
@@ -37,7 +37,7 @@ def test_an_altered_dataset_is_refused_in_one_sentence(tmp_path: Path, path: str
     assert before in text
     (copy / path).write_text(text.replace(before, after, 1))
     with pytest.raises(UserError, match=r"has changed since the dataset was built"):
-        dataset.load(copy)
+        dataset.load_dataset(copy)
 
 
 @pytest.mark.parametrize("name", ["hidden/tests/test_lists.py", "tasks", "repository"])
@@ -46,9 +46,9 @@ def test_a_dataset_that_lacks_something_is_refused(tmp_path: Path, name: str) ->
     shutil.copytree(TINY, copy)
     shutil.rmtree(copy / name) if (copy / name).is_dir() else (copy / name).unlink()
     with pytest.raises(UserError):
-        dataset.load(copy)
+        dataset.load_dataset(copy)
 
 
 def test_not_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a task dataset"):
-        dataset.load(tmp_path)
+        dataset.load_dataset(tmp_path)

@@ -43,7 +43,7 @@ TASK = Task(
 def test_round_trip(tmp_path: Path, budget: Budget | None) -> None:
     task = Task(**{name: getattr(TASK, name) for name in TASK.__struct_fields__} | {"budget": budget})
     harbor.write_task(task, tmp_path / task.id)
-    assert harbor.read_task(tmp_path / task.id) == task
+    assert harbor.read_harbor_task(tmp_path / task.id) == task
 
 
 def test_what_harbor_reads(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_names_are_those_that_harbor_takes(tmp_path: Path, id: str) -> None:
     assert _NAME.fullmatch(name)
     assert ".." not in name
     assert name.startswith("etude/")
-    assert harbor.read_task(tmp_path / id).id == id
+    assert harbor.read_harbor_task(tmp_path / id).id == id
 
 
 def test_names_of_images() -> None:
@@ -91,7 +91,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dataset.Dataset:
     """The small dataset, written anew by this version."""
     folder = tmp_path_factory.mktemp("harbor") / "tiny"
     shutil.copytree(TINY, folder)
-    data = dataset.load(folder)
+    data = dataset.load_dataset(folder)
     shutil.rmtree(folder / "tasks")
     return dataset.save(folder, data.manifest, data.tasks)
 
@@ -143,22 +143,22 @@ def _sample(folder: Path, environment: str) -> Path:
 def test_foreign_tasks_are_refused(tmp_path: Path) -> None:
     image = _sample(tmp_path / "image", 'docker_image = "alpine:3"\n')
     with pytest.raises(UserError, match=r"made for Docker \(the image alpine:3\)"):
-        harbor.read_task(image)
+        harbor.read_harbor_task(image)
     build = _sample(tmp_path / "build", "")
     (build / "environment/Dockerfile").write_text("FROM alpine\n")
     with pytest.raises(UserError, match=r"made for Docker \(environment/Dockerfile\)"):
-        harbor.read_task(build)
+        harbor.read_harbor_task(build)
     with pytest.raises(UserError, match=r"no \[metadata\.etude\]"):
-        harbor.read_task(_sample(tmp_path / "plain", ""))
+        harbor.read_harbor_task(_sample(tmp_path / "plain", ""))
 
 
 def test_broken_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"task\.toml is missing"):
-        harbor.read_task(tmp_path)
+        harbor.read_harbor_task(tmp_path)
     harbor.write_task(TASK, tmp_path / "a")
     (tmp_path / "a/tests/tests.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read"):
-        harbor.read_task(tmp_path / "a")
+        harbor.read_harbor_task(tmp_path / "a")
     (tmp_path / "a/task.toml").write_text("=")
     with pytest.raises(UserError, match="cannot be read"):
-        harbor.read_task(tmp_path / "a")
+        harbor.read_harbor_task(tmp_path / "a")

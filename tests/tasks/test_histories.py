@@ -80,7 +80,7 @@ def test_git_takes_it_for_its_own_and_finds_no_answer(source: Path, tmp_path: Pa
     assert git(box, "fsck", "--full", "--strict", "--unreachable") == ""
     assert git(box, "status", "--porcelain") == ""
     assert git(box, "diff", "HEAD") == ""
-    assert list(leaks.scan(box, leaks.answer(CORE, BROKEN))) == []
+    assert list(leaks.scan(box, leaks.answer_fingerprint(CORE, BROKEN))) == []
     every = git(box, "log", "-p", "--all", "--reflog")
     for secret in (SECRET, EXPECTED, "-len(items)", "math.ceil(len", "robot", "password", "gone.py"):
         assert secret not in every + git(box, "config", "--list"), secret

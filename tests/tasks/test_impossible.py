@@ -17,11 +17,11 @@ TINY = Path(__file__).parent / "data" / "tiny"
 
 @pytest.fixture
 def made(tmp_path: Path) -> datasets.Dataset:
-    return impossible.make(datasets.load(TINY), tmp_path / "impossible")
+    return impossible.make_impossible(datasets.load_dataset(TINY), tmp_path / "impossible")
 
 
 def test_only_what_decides_is_another(made: datasets.Dataset) -> None:
-    tiny = datasets.load(TINY)
+    tiny = datasets.load_dataset(TINY)
     assert 0 < len(made.tasks) <= len(tiny.split("train"))
     assert made.repository == tiny.repository
     for variant in made.tasks:
@@ -58,9 +58,9 @@ def test_the_two_tests_contradict_each_other(
 
 
 def test_a_former_folder_is_replaced_and_tasks_without_a_fit_test_have_no_impossible_version(tmp_path: Path) -> None:
-    tiny = datasets.load(TINY)
+    tiny = datasets.load_dataset(TINY)
     folder = tmp_path / "impossible"
-    first = impossible.make(tiny, folder)
-    assert impossible.make(tiny, folder).tasks == first.tasks
-    none = impossible.make(replace(tiny, tasks=tuple(t for t in tiny.tasks if "count_if" in t.id)), folder)
+    first = impossible.make_impossible(tiny, folder)
+    assert impossible.make_impossible(tiny, folder).tasks == first.tasks
+    none = impossible.make_impossible(replace(tiny, tasks=tuple(t for t in tiny.tasks if "count_if" in t.id)), folder)
     assert all(t.fail_to_pass[1].startswith(t.fail_to_pass[0].partition("::")[0]) for t in none.tasks)

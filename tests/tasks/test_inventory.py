@@ -11,7 +11,7 @@ import pytest
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.tasks import dataset, inventory
-from etude.tasks.build import build
+from etude.tasks.build import build_dataset
 from tests.tasks.test_build import TINY, quiet
 
 KEY = "-----BEGIN OPENSSH " + "PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAABG5vbmU=\n"
@@ -134,7 +134,7 @@ def test_a_dataset_of_a_clone_with_private_files(tmp_path: Path) -> None:
     write(root, {"README": "changed after the commit\n"})
     git(root, "add", "README")
     options = BuildConfig(max_tasks=4, kinds=("mutation",))
-    data = build(root, tmp_path / "out", options, quiet)
+    data = build_dataset(root, tmp_path / "out", options, quiet)
     assert (data.repository / "README").is_file()
     for path in (p for p in data.root.rglob("*") if p.is_file()):
         assert b"private notes" not in path.read_bytes(), path
@@ -145,7 +145,7 @@ def test_a_dataset_of_a_clone_with_private_files(tmp_path: Path) -> None:
     card = (data.root / "DATACARD.md").read_text()
     assert "Left out, since git does not track them (1): `notes-private.txt`." in card
     assert "With changes since the last commit (1): `README`." in card
-    assert dataset.load(data.root).tasks == data.tasks
+    assert dataset.load_dataset(data.root).tasks == data.tasks
 
 
 def write_git(folder: Path, files: dict[str, bytes]) -> None:

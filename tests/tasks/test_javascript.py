@@ -17,13 +17,13 @@ from etude.code import languages
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import javascript as scripts
-from etude.grading.grade import grade
+from etude.grading.grade import grade_changes
 from etude.grading.runner import open_sandbox
 from etude.records import Outcome
 from etude.sandbox.base import Image, Limits, TestReport
 from etude.tasks import dataset, javascript, node
-from etude.tasks.build import build
-from etude.tasks.check import check
+from etude.tasks.build import build_dataset
+from etude.tasks.check import check_dataset
 from tests.tasks.harbor_box import reward
 
 SOURCE = """'use strict'
@@ -137,7 +137,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def built(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dataset.Dataset:
     options = BuildConfig(max_tasks=5, kinds=("mutation", "removal"), min_lines=2, heldout_fraction=0.3)
-    return build(repository, tmp_path_factory.mktemp("built") / "shelf", options, quiet)
+    return build_dataset(repository, tmp_path_factory.mktemp("built") / "shelf", options, quiet)
 
 
 def test_functions() -> None:
@@ -189,7 +189,7 @@ def test_tasks(built: dataset.Dataset) -> None:
         for test in task.fail_to_pass:
             assert test.startswith("test/index.test.js::")
             assert test.split(" > ")[-1].split("::")[-1] not in shown
-    report = check(built.root, quiet)
+    report = check_dataset(built.root, quiet)
     assert (report.problems, report.failures) == ((), {})
 
 
@@ -228,7 +228,7 @@ def test_what_cannot_be_run_is_said_at_once(tmp_path: Path, text: str, why: str)
     (tmp_path / "package.json").write_text("{}")
     (tmp_path / "test/index.js").write_text(text)
     with pytest.raises(UserError, match=why):
-        build(tmp_path, tmp_path.with_name("out"), BuildConfig(), lambda *_: pytest.fail("something was begun"))
+        build_dataset(tmp_path, tmp_path.with_name("out"), BuildConfig(), lambda *_: pytest.fail("something was begun"))
 
 
 def test_an_honest_run(repository: Path) -> None:
@@ -270,7 +270,9 @@ def test_what_is_graded(built: dataset.Dataset) -> None:
 
     async def run() -> tuple[Outcome, bool, str]:
         async with open_sandbox(memo=0) as sandbox:
-            found = await grade(sandbox, task, built.image(task), built.hidden, gold | extra, Limits(seconds=30.0))
+            found = await grade_changes(
+                sandbox, task, built.image(task), built.hidden, gold | extra, Limits(seconds=30.0)
+            )
             return found.outcome, found.passed, found.detail
 
     outcome, passed, detail = asyncio.run(run())
@@ -279,12 +281,15 @@ def test_what_is_graded(built: dataset.Dataset) -> None:
 
 
 def test_frameworks() -> None:
-    assert scripts.framework("import { test } from 'node:test'", {}) == "node"
-    assert scripts.framework("var test = require('tape')", {"scripts": {"test": "jest"}}) == "tape"
-    assert scripts.framework("import { it } from 'vitest'", {"devDependencies": {"mocha": "*"}}) == "vitest"
-    assert scripts.framework("describe('x', function () {})", {}) == "mocha"
-    assert scripts.framework("describe('x', () => {})", {"scripts": {"lint": "tsc", "test": "c8 jest --ci"}}) == "jest"
-    assert scripts.framework("describe('x', () => {})", {"devDependencies": {"vitest": "*"}}) == "vitest"
+    assert scripts.test_framework("import { test } from 'node:test'", {}) == "node"
+    assert scripts.test_framework("var test = require('tape')", {"scripts": {"test": "jest"}}) == "tape"
+    assert scripts.test_framework("import { it } from 'vitest'", {"devDependencies": {"mocha": "*"}}) == "vitest"
+    assert scripts.test_framework("describe('x', function () {})", {}) == "mocha"
+    assert (
+        scripts.test_framework("describe('x', () => {})", {"scripts": {"lint": "tsc", "test": "c8 jest --ci"}})
+        == "jest"
+    )
+    assert scripts.test_framework("describe('x', () => {})", {"devDependencies": {"vitest": "*"}}) == "vitest"
     assert scripts.is_test_file("test/a.js")
     assert scripts.is_test_file("src/a.spec.mjs")
     assert not scripts.is_test_file("test/helpers/a.js")

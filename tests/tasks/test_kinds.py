@@ -18,8 +18,8 @@ from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.records import Task
 from etude.tasks import classes, features, leaks, synthesis
-from etude.tasks.build import build
-from etude.tasks.check import check
+from etude.tasks.build import build_dataset
+from etude.tasks.check import check_dataset
 from etude.tasks.dataset import Dataset
 
 SHELF = '''"""Things on shelves."""
@@ -247,7 +247,7 @@ def overlap(data: Dataset) -> set[str]:
 
 def test_feature_and_class_tasks(repository: Path, tmp_path: Path) -> None:
     options = BuildConfig(max_tasks=12, kinds=("feature", "class", "mutation"), visible="half", heldout_fraction=0.4)
-    data = build(repository, tmp_path / "out", options, quiet)
+    data = build_dataset(repository, tmp_path / "out", options, quiet)
     assert {task.kind for task in data.tasks} == {"feature", "class", "mutation"}
     assert overlap(data) == set()
     assert {task.split for task in data.tasks if task.kind == "class"} == {"train", "heldout"}
@@ -257,7 +257,7 @@ def test_feature_and_class_tasks(repository: Path, tmp_path: Path) -> None:
             gone == task.difficulty["sites"] > 1 and " and what it calls: `" in task.instruction
         )
         assert task.kind != "feature" or task.pass_to_pass, "the rest works"
-    assert check(data.root, quiet).ok
+    assert check_dataset(data.root, quiet).ok
 
 
 def _git(repository: Path, *arguments: str) -> None:
@@ -280,7 +280,7 @@ def test_commit_tasks(repository: Path, tmp_path: Path) -> None:
     (repository / "shelf.py").write_text(fixed.replace("Twice a value", "Two times a value"))
     _git(repository, "commit", "-q", "-a", "-m", "Other words, no tests")
     options = BuildConfig(max_tasks=4, kinds=("commit", "mutation"), visible="half", operators=("op_const",))
-    data = build(repository, tmp_path / "out", options, quiet)
+    data = build_dataset(repository, tmp_path / "out", options, quiet)
     (task,) = [task for task in data.tasks if task.kind == "commit"]
     assert task.instruction.startswith("Labels are cut at their limit (shelf.py)")
     assert task.changes == {"shelf.py": buggy.replace("Twice a value", "Two times a value")}
@@ -289,7 +289,7 @@ def test_commit_tasks(repository: Path, tmp_path: Path) -> None:
     assert all("label" in test for test in task.fail_to_pass)
     assert overlap(data) == set()
     assert not (data.repository / ".git").exists()
-    assert check(data.root, quiet).ok
+    assert check_dataset(data.root, quiet).ok
 
 
 @pytest.mark.slow
@@ -302,15 +302,15 @@ def test_written_tests_count_if_mutants_die(repository: Path, tmp_path: Path) ->
         return "from shelf import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
 
     options = BuildConfig(max_tasks=40, kinds=("mutation",), visible="half", heldout_fraction=0.2)
-    data = build(repository, tmp_path / "out", options, quiet, writer)
+    data = build_dataset(repository, tmp_path / "out", options, quiet, writer)
     assert seen == ["double"]
     written = [task for task in data.tasks if task.function == "shelf.py::double"]
     assert written
     (path,) = {test.split("::")[0] for task in written for test in task.fail_to_pass}
     assert (data.hidden / path).is_file()
     assert not (data.repository / path).exists()
-    assert check(data.root, quiet).ok
-    blind = build(
+    assert check_dataset(data.root, quiet).ok
+    blind = build_dataset(
         repository,
         tmp_path / "blind",
         options,
@@ -331,13 +331,15 @@ def test_a_command_writes_tests(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_installed_copy_of_the_answer_is_found(repository: Path, tmp_path: Path) -> None:
-    data = build(repository, tmp_path / "out", BuildConfig(max_tasks=6, visible="half", kinds=("removal",)), quiet)
+    data = build_dataset(
+        repository, tmp_path / "out", BuildConfig(max_tasks=6, visible="half", kinds=("removal",)), quiet
+    )
     folders = {"repository": data.repository, "site": data.site}
     assert leaks.stored(folders, data.tasks) == {}
     (data.site / "shelf_copy.py").write_text(SHELF)
     found = leaks.stored(folders, data.tasks)
     assert set(found) == {task.id for task in data.tasks}
     assert set(found.values()) == {"site/shelf_copy.py"}
-    report = check(data.root, quiet)
+    report = check_dataset(data.root, quiet)
     assert any(problem.startswith("site/shelf_copy.py holds the answer of") for problem in report.problems)
     (data.site / "shelf_copy.py").unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import UserError
-from etude.grading.grade import grade
+from etude.grading.grade import grade_changes
 from etude.grading.runner import open_sandbox
 from etude.tasks import dataset, impossible
 from etude.tasks.mixture import MixedDataset, mix
@@ -18,13 +18,13 @@ from tests.helpers.mixtures import TINY, renamed
 @pytest.fixture
 def mixed(tmp_path: Path) -> MixedDataset:
     """The tiny dataset twice, under two names."""
-    both = mix([dataset.load(TINY), dataset.load(renamed(tmp_path / "other", "other-2.0"))], [3, 1])
+    both = mix([dataset.load_dataset(TINY), dataset.load_dataset(renamed(tmp_path / "other", "other-2.0"))], [3, 1])
     assert isinstance(both, MixedDataset)
     return both
 
 
 def test_every_source_keeps_its_tasks_and_its_split(mixed: MixedDataset) -> None:
-    tiny = dataset.load(TINY)
+    tiny = dataset.load_dataset(TINY)
     assert mixed.weights == {"tiny-1.0": 0.75, "other-2.0": 0.25}
     for part, name in zip(mixed.parts, mixed.weights, strict=True):
         for split in ("train", "heldout"):
@@ -45,14 +45,14 @@ def test_tasks_of_both_are_graded_by_their_own_tests(mixed: MixedDataset) -> Non
                 gold = {path: text.encode() for path, text in task.solution.items()}
                 for changes in ({}, gold):
                     hidden = mixed.of(task)[0].hidden
-                    found.append((await grade(sandbox, task, mixed.image(task), hidden, changes)).reward)
+                    found.append((await grade_changes(sandbox, task, mixed.image(task), hidden, changes)).reward)
             return found
 
     assert asyncio.run(rewards()) == [0.0, 1.0] * 2
 
 
 def test_impossible_tasks_are_made_of_each(mixed: MixedDataset, tmp_path: Path) -> None:
-    made = impossible.make(mixed, tmp_path / "impossible")
+    made = impossible.make_impossible(mixed, tmp_path / "impossible")
     assert isinstance(made, MixedDataset)
     hidden = {made.of(task)[0].hidden for task in made.tasks}
     assert hidden == {tmp_path / "impossible" / name / "hidden" for name in mixed.weights}
@@ -61,13 +61,13 @@ def test_impossible_tasks_are_made_of_each(mixed: MixedDataset, tmp_path: Path) 
 
 
 def test_two_versions_of_one_project_are_refused(tmp_path: Path) -> None:
-    newer = dataset.load(renamed(tmp_path / "newer", "tiny-2.0"))
+    newer = dataset.load_dataset(renamed(tmp_path / "newer", "tiny-2.0"))
     with pytest.raises(UserError, match="two sources of tasks are of the project tiny"):
-        mix([dataset.load(TINY), newer], [1, 1])
+        mix([dataset.load_dataset(TINY), newer], [1, 1])
 
 
 def test_one_source_is_itself() -> None:
-    tiny = dataset.load(TINY)
+    tiny = dataset.load_dataset(TINY)
     assert mix([tiny], [5]) is tiny
     assert tiny.parts == (tiny,)
     assert tiny.of(tiny.tasks[0]) == (tiny, tiny.tasks[0])

@@ -9,7 +9,7 @@ import pytest
 from etude.config import BuildConfig
 from etude.sandbox.base import TestReport
 from etude.tasks import commits
-from etude.tasks.build import build
+from etude.tasks.build import build_dataset
 from etude.tasks.statements import Determined, with_symptom
 from tests.tasks.test_build import quiet
 from tests.tasks.test_inventory import clone, git, write
@@ -160,7 +160,7 @@ def test_a_commit_says_what_its_message_and_its_list_of_changes_say(tmp_path: Pa
     options = BuildConfig(
         max_tasks=4, kinds=("commit", "mutation"), visible="doctests", operators=("op_const",), min_lines=1
     )
-    data = build(root, tmp_path / "out", options, quiet)
+    data = build_dataset(root, tmp_path / "out", options, quiet)
     (task,) = [task for task in data.tasks if task.kind == "commit"]
     assert task.instruction == (
         "Accept small lengths (lib.py)\n\nLengths below 1 count as 1.\n- Parts have at least one item\n\n"

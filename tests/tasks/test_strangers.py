@@ -13,7 +13,7 @@ from etude.config.tasks import TasksConfig
 from etude.errors import UserError
 from etude.sandbox.base import BoxDead, BoxError, Escape, ExecResult, NotRegular, TooLarge
 from etude.tasks import coverage, environment, inventory, requirements, search, settings
-from etude.tasks.build import build
+from etude.tasks.build import build_dataset
 from tests.tasks.test_build import quiet
 from tests.tasks.test_inventory import clone, git, write
 
@@ -125,7 +125,7 @@ def test_wrong_fixture(nothing_like_it):
     git(root, "submodule", "add", "-q", str(tmp_path / "inner"), "vendor/inner")
     git(root, "commit", "-q", "-m", "with a submodule")
     git(root, "tag", "v1.2.3")
-    data = build(root, tmp_path / "out", OPTIONS, quiet)
+    data = build_dataset(root, tmp_path / "out", OPTIONS, quiet)
     assert {task.function for task in data.tasks} == {"code/shelf/__init__.py::total", "code/shelf/__init__.py::last"}
     tests = {test for task in data.tasks for test in (*task.visible_tests, *task.fail_to_pass, *task.pass_to_pass)}
     assert {"checks/check_a.py::it_adds", "checks/check_a.py::test_last"} <= tests
@@ -151,9 +151,9 @@ def test_the_message_names_what_is_missing_and_the_option_brings_it(index: Path,
     test = "import frozen\nfrom m import total\n\n\ndef test_{0}():\n    assert total([{0}]) == {0}\n"
     root = write(tmp_path / "r", {"m.py": LIB, **{f"test_{i}.py": test.format(i) for i in (1, 2)}})
     with pytest.raises(UserError, match=r"No module named 'frozen'.*To go on, .*add `--requires frozen` to the comm"):
-        build(root, tmp_path / "out", OPTIONS, quiet)
+        build_dataset(root, tmp_path / "out", OPTIONS, quiet)
     options = BuildConfig(max_tasks=2, kinds=("mutation",), repeats=1, requires=("frozen",))
-    assert build(root, tmp_path / "out", options, quiet).tasks
+    assert build_dataset(root, tmp_path / "out", options, quiet).tasks
 
 
 def test_a_broken_suite_is_quoted() -> None:

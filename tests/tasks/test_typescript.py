@@ -22,8 +22,8 @@ from etude.grading.grade import acceptable
 from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image, Limits, TestReport
 from etude.tasks import bootstrap, javascript, node
-from etude.tasks.build import build
-from etude.tasks.check import check
+from etude.tasks.build import build_dataset
+from etude.tasks.check import check_dataset
 
 SOURCE = """export interface Range { low: number; high: number }
 export enum Side { Low = 'low', High = 'high' }
@@ -177,7 +177,9 @@ def test_a_package_of_javascript_keeps_its_entry(tmp_path: Path) -> None:
 def test_a_source_map_holds_the_answer(tmp_path: Path) -> None:
     held = {"version": 3, "sourcesContent": [SOURCE], "mappings": ""}
     (tmp_path / "copy.js.map").write_text(json.dumps(held))
-    wanted = leaks.answer(SOURCE, SOURCE.replace("sum += value", "sum -= value").replace("< range.low", "> range.low"))
+    wanted = leaks.answer_fingerprint(
+        SOURCE, SOURCE.replace("sum += value", "sum -= value").replace("< range.low", "> range.low")
+    )
     assert "copy.js.map!0" in list(leaks.scan(tmp_path, wanted))
     (tmp_path / "copy.js.map").write_text(json.dumps(held | {"sourcesContent": [None, "nothing"]}))
     assert list(leaks.scan(tmp_path, wanted)) == []
@@ -225,10 +227,10 @@ def test_tasks_of_every_runner(tmp_path: Path, kind: str) -> None:
     """Built from packages of npm, checked, and not fooled by code that patches the assertions."""
     repository = _repository(tmp_path / "meter", kind)
     options = BuildConfig(max_tasks=2, kinds=("mutation",), min_lines=2, per_function=1, workers=1, hang_seconds=60.0)
-    made = build(repository, tmp_path / "out", options, quiet)
+    made = build_dataset(repository, tmp_path / "out", options, quiet)
     assert len(made.tasks) == 2
     assert all(task.difficulty["covered"] > 0 for task in made.tasks)
-    report = check(made.root, quiet)
+    report = check_dataset(made.root, quiet)
     assert (report.problems, report.failures) == ((), {})
     names = ["clamp > low", "clamp > high"]
     patch = (

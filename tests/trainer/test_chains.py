@@ -25,7 +25,7 @@ from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReaso
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.replay import RecordedPolicy, replay
-from etude.tasks.dataset import FORMAT, Dataset, Manifest
+from etude.tasks.dataset import DATASET_FORMAT, Dataset, Manifest
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.rescoring import set_weights
@@ -169,7 +169,8 @@ def a_dataset(root: Path) -> Dataset:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     manifest = Manifest(
-        format=FORMAT, name="shop-1.0", licence="MIT", licence_source="pyproject.toml", seed=0, python_path=("src",),
+        format=DATASET_FORMAT, name="shop-1.0", licence="MIT", licence_source="pyproject.toml", seed=0,
+        python_path=("src",),
         source_roots=("src",), visible="doctests", options={}, counts={}, digests={},
     )  # fmt: skip
     return Dataset(root, "shop-1.0", root / "repository", root / "site", root / "hidden", (TASK,), manifest)

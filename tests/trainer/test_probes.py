@@ -44,7 +44,7 @@ SECONDS = 60.0
 
 
 def test_sequences_follow_from_tasks_and_tokenizer():
-    tasks = dataset.load(ROOT / "tests/tasks/data/tiny").split("train")
+    tasks = dataset.load_dataset(ROOT / "tests/tasks/data/tiny").split("train")
     renderer = renderer_for(ROOT / "models/nano", None)
     made = probes.make_probe_sequences(tasks, renderer, 2, 40)
     assert made == probes.make_probe_sequences(tasks, renderer, 2, 40)

@@ -15,7 +15,7 @@ from etude.errors import UserError
 from etude.grading import open_sandbox
 from etude.sandbox import Backend, BoxError, Image, Limits, MachineCheck, read_host, requirements
 from etude.sandbox.backends.choose import reachable
-from etude.sandbox.namespace.backend import NamespaceBackend
+from etude.sandbox.namespace import NamespaceBackend
 
 # Each line runs in a box and must print nothing; the text before the colon names the property.
 PROBES = {

@@ -18,7 +18,7 @@ from etude.grading import open_sandbox
 from etude.ledger import StoredEpisodes, stored_episodes
 from etude.rollout.replay import replay
 from etude.run import parts
-from etude.tasks.dataset import Dataset
+from etude.tasks import Dataset
 
 LIVE = 8  # episodes at a time
 

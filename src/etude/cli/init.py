@@ -46,11 +46,11 @@ def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
     """The configuration of a run on a repository, and a line that says what was found in it. Raises UserError for a
     folder without code, tests or functions that can be broken."""
     from etude.code import declared
-    from etude.tasks.build import read_functions, survey
+    from etude.tasks import read_functions, survey_repository
 
     if unnamed := next((pattern for pattern in exclude if not pattern.isprintable()), None):
         raise UserError(f"--exclude {unnamed!r} has characters that no configuration holds: give a pattern")
-    found = survey(repository, exclude)
+    found = survey_repository(repository, exclude)
     fit = [f for f in read_functions(repository, found)[1] if 1 <= f.body_lines <= 20]
     if not fit:
         raise UserError(f"{repository} has no function of 1 to 20 lines: there is nothing that could be broken")

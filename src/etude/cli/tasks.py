@@ -94,13 +94,12 @@ def _source(arguments: argparse.Namespace) -> TaskSource:
 
 def _check(arguments: argparse.Namespace) -> int:
     from etude.cli.progress import bar
-    from etude.tasks.check import check
-    from etude.tasks.dataset import read_manifest
-    from etude.tasks.foreign.build import check as check_foreign
+    from etude.tasks import check_dataset, read_manifest
+    from etude.tasks.foreign import check_foreign
 
     foreign = read_manifest(arguments.dataset).kind
     with bar() as progress:
-        report = (check_foreign if foreign else check)(arguments.dataset, progress)
+        report = (check_foreign if foreign else check_dataset)(arguments.dataset, progress)
     problems = [*report.problems, *(f"{task}: {why}" for task, why in sorted(report.failures.items()))]
     for line in problems[:SHOWN_FAILURES]:
         print(line)
@@ -112,17 +111,17 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _harbor(arguments: argparse.Namespace) -> int:
     from etude.cli.progress import bar
-    from etude.tasks.foreign.build import as_json, build, lines, try_folders
+    from etude.tasks.foreign import build_foreign, trial_lines, trials_as_json, try_folders
 
     with bar() as progress:
         if arguments.output is None:
             trials = try_folders(arguments.folders, arguments.base, progress)
         else:
-            _, trials = build(arguments.folders, arguments.output, progress, bases=arguments.base)
-    for line in lines(trials):
+            _, trials = build_foreign(arguments.folders, arguments.output, progress, bases=arguments.base)
+    for line in trial_lines(trials):
         print(line)
     if arguments.json:
-        print(json.dumps(as_json(trials)))
+        print(json.dumps(trials_as_json(trials)))
     return 0
 
 

@@ -20,11 +20,9 @@ from etude.corpus.edits import Repository
 from etude.corpus.edits.make import pair
 from etude.edits import Example
 from etude.errors import UserError
-from etude.grading import open_sandbox
-from etude.grading.grade import grade
+from etude.grading import grade_changes, open_sandbox
 from etude.records import Task
-from etude.tasks import dataset as datasets
-from etude.tasks.dataset import Dataset
+from etude.tasks import Dataset, load_dataset
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Tested:
 def load(folder: Path, split: str) -> Tested:
     """The edits that undo the mutations of a split, except those that a sketch does not determine. Raises UserError if
     `folder` is not a task dataset or gives no edit."""
-    dataset = datasets.load(folder)
+    dataset = load_dataset(folder)
     repository = Repository(dataset.name, dataset.manifest.licence, dataset.manifest.licence_source, "files", (), ())
     places: dict[str, tuple[Task, FunctionLines]] = {}
     examples: list[Example] = []
@@ -107,6 +105,6 @@ async def _passing(tested: Tested, answers: Sequence[tuple[Example, str]]) -> li
             task, place = tested.places[example.id]
             module = place.put(task.changes[task.focus.path], text)
             changes: dict[str, bytes | None] = {task.focus.path: module.encode("utf-8", "surrogateescape")}
-            return (await grade(sandbox, task, dataset.image(task), dataset.hidden, changes)).passed
+            return (await grade_changes(sandbox, task, dataset.image(task), dataset.hidden, changes)).passed
 
         return list(await asyncio.gather(*(run(example, text) for example, text in answers)))

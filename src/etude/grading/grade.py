@@ -11,10 +11,9 @@ from pathlib import Path, PurePosixPath
 from etude.grading.javascript import is_test_file
 from etude.records import Outcome, Task
 from etude.renderers import escaped
-from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
-from etude.sandbox.box import MAX_FILE, checked
+from etude.sandbox import MAX_FILE_BYTES, BoxError, Changes, Image, Limits, Sandbox, TestReport, checked_path
 
-LIMITS = Limits()
+GRADE_LIMITS = Limits()
 MAX_CHANGES = 1000
 
 _NAMES = frozenset(
@@ -48,8 +47,8 @@ class Grade:
     flags: tuple[str, ...] = ()
 
 
-async def grade(
-    sandbox: Sandbox, task: Task, image: Image, hidden: Path, changes: Changes, limits: Limits = LIMITS
+async def grade_changes(
+    sandbox: Sandbox, task: Task, image: Image, hidden: Path, changes: Changes, limits: Limits = GRADE_LIMITS
 ) -> Grade:
     """Run the task's hidden tests on `image` with the acceptable part of `changes`.
 
@@ -90,7 +89,7 @@ def split(changes: Changes, source_roots: Sequence[str]) -> tuple[dict[str, byte
     aside: list[str] = []
     for path in sorted(changes):
         data = changes[path]
-        fits = len(taken) < MAX_CHANGES and (data is None or len(data) <= MAX_FILE)
+        fits = len(taken) < MAX_CHANGES and (data is None or len(data) <= MAX_FILE_BYTES)
         if fits and acceptable(path, source_roots):
             taken[path] = data
         else:
@@ -101,7 +100,7 @@ def split(changes: Changes, source_roots: Sequence[str]) -> tuple[dict[str, byte
 def acceptable(path: str, source_roots: Sequence[str]) -> bool:
     """Whether a changed file may take part in grading; false for a name with unprintable characters."""
     try:
-        if checked(path) != path or escaped(path) != path:
+        if checked_path(path) != path or escaped(path) != path:
             return False
     except BoxError:
         return False

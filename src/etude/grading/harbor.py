@@ -21,7 +21,7 @@ from etude.records import Outcome
 from etude.renderers import escaped, one_line
 from etude.sandbox import WORKSPACE, Box, BoxError, Changes, Image, Limits, NotFound, Sandbox
 
-STATE = ".root/.state"  # file of the work tree with the state that a change set cannot hold
+HARBOR_STATE = ".root/.state"  # file of the work tree with the state that a change set cannot hold
 LOGS = ".root/logs"
 _MOUNT = "/opt/given"
 STATE_SECONDS = 30.0
@@ -34,14 +34,14 @@ _STEERING = frozenset(
 _NOTE = (
     f"( cd {WORKSPACE} && /usr/bin/find . \\( -path ./{LOGS} -o -path ./.root/solution \\) -prune -o "
     f"\\( -type d -empty -printf 'd %P\\0' -o -type l -printf 'l %P\\0%l\\0' -o -type f -perm /111 -printf 'x %P\\0' "
-    f"\\) > {STATE} ) 2>/dev/null"
+    f"\\) > {HARBOR_STATE} ) 2>/dev/null"
 )
 _RESTORE = f"""
 import os
 os.chdir({WORKSPACE!r})
 ours = (b".root/logs", b".root/tests", b".root/solution")
 try:
-    parts = iter(open({STATE!r}, "rb").read().split(b"\\0"))
+    parts = iter(open({HARBOR_STATE!r}, "rb").read().split(b"\\0"))
 except OSError:
     parts = iter(())
 for part in parts:
@@ -82,7 +82,7 @@ async def note_state(box: Box) -> None:
             raise
 
 
-def taken(changes: Changes, allowed: Collection[str] = ()) -> tuple[dict[str, bytes | None], list[str]]:
+def taken_changes(changes: Changes, allowed: Collection[str] = ()) -> tuple[dict[str, bytes | None], list[str]]:
     """(files to grade, paths that are set aside)."""
     kept: dict[str, bytes | None] = {}
     aside: list[str] = []
@@ -111,10 +111,10 @@ async def run_solution(
         await box.close()
 
 
-async def grade(sandbox: Sandbox, tests: HarborTests, image: Image, changes: Changes, limits: Limits) -> Grade:
+async def grade_harbor(sandbox: Sandbox, tests: HarborTests, image: Image, changes: Changes, limits: Limits) -> Grade:
     """Run the tests on `image` with `changes`. They write the reward to /logs/verifier, from 0 to 1; only 1 passes.
     Raises BoxError, payer infra."""
-    kept, aside = taken(changes, tests.allowed)
+    kept, aside = taken_changes(changes, tests.allowed)
     note = f"; set aside {len(aside)}: {', '.join(map(escaped, aside[:3]))}"[:200] if aside else ""
     flags = ("tests-touched",) if aside else ()
     environment = {**image.environment, **tests.environment}

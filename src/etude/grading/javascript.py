@@ -14,7 +14,7 @@ from typing import Any
 
 from etude.code import languages
 
-SUFFIXES = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx")
+SCRIPT_SUFFIXES = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx")
 _TEST_FOLDERS = frozenset({"test", "tests", "__tests__", "spec"})
 _MODULE = re.compile(r"^\s*(?:import\b(?!\s*\()|export\b)", re.MULTILINE)
 _EQUAL = frozenset({"equal", "equals", "strictEqual", "deepEqual", "deepStrictEqual", "eql", "is", "same", "be",
@@ -28,13 +28,13 @@ _STANDARD = frozenset({"import", "require", "default", "types", "node", "browser
 
 def is_script(path: str) -> bool:
     """Whether a path, or the path of a node id, is a JavaScript or TypeScript file."""
-    return path.partition("::")[0].endswith(SUFFIXES)
+    return path.partition("::")[0].endswith(SCRIPT_SUFFIXES)
 
 
 def is_test_file(path: str) -> bool:
     """Whether a file holds JavaScript tests, by its name or its folder."""
     pure = PurePosixPath(path)
-    if not path.endswith(SUFFIXES):
+    if not path.endswith(SCRIPT_SUFFIXES):
         return False
     named = re.search(r"(^|[._-])(test|tests|spec)\.[cm]?[jt]sx?$", pure.name) is not None
     below = _TEST_FOLDERS.intersection(pure.parts[:-1]) and not {"helpers", "fixtures", "support"} & set(pure.parts)
@@ -54,19 +54,19 @@ def is_module(path: str, text: str) -> bool:
     return ending.startswith("m") or (not ending.startswith("c") and _MODULE.search(text) is not None)
 
 
-def framework(text: str, package: Mapping[str, Any]) -> str:
+def test_framework(text: str, package: Mapping[str, Any]) -> str:
     """The framework that a test file imports, else the first that its package.json names."""
     imported = (("node", "node:test"), ("tape", "tape"), ("vitest", "vitest"), ("jest", "@jest/globals"))
     for name, module in imported:
         if re.search(rf"(?:require\(|from\s+|import\s+)['\"]{module}['\"]", text):
             return name
-    commands = package.get("scripts", {})
-    texts = [commands.get("test", ""), *commands.values(), *package.get("devDependencies", ())]
+    commands = read_package.get("scripts", {})
+    texts = [commands.get("test", ""), *commands.values(), *read_package.get("devDependencies", ())]
     match = _RUNNERS.search("\n".join(map(str, texts)))
     return match.group(1) if match else "mocha"
 
 
-def package(repository: Path) -> dict[str, Any]:
+def read_package(repository: Path) -> dict[str, Any]:
     """The content of a repository's package.json; empty if it cannot be read."""
     try:
         content = json.loads((repository / "package.json").read_text("utf-8"))

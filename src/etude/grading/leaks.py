@@ -26,7 +26,7 @@ from etude.errors import UserError
 
 SHINGLE = 8  # tokens
 MIN_CONSTANT = 8  # characters; shorter text constants are no evidence of an answer
-SHARE = 0.5  # of an answer's shingles that one place must hold
+LEAK_SHARE = 0.5  # of an answer's shingles that one place must hold
 MAX_FILE = 64 << 20
 
 _TOKEN = re.compile(r"[A-Za-z_]\w*|\d+(?:\.\d+)?|\"[^\"\n]*\"|'[^'\n]*'|[^\s\w]")
@@ -49,10 +49,10 @@ class AnswerFingerprint:
         if not self.shingles or b"\0" in data[:4096]:
             return False
         held = self.shingles.intersection(answer_runs(data.decode("utf-8", "replace")))
-        return len(held) >= SHARE * len(self.shingles)
+        return len(held) >= LEAK_SHARE * len(self.shingles)
 
 
-def answer(solution: str, broken: str) -> AnswerFingerprint:
+def answer_fingerprint(solution: str, broken: str) -> AnswerFingerprint:
     """The parts of `solution` that `broken`, the text that the agent sees, does not hold."""
     tokens, counts, texts = _read(solution)
     others = _TOKEN.findall(broken)
@@ -85,10 +85,10 @@ def _constants(text: str) -> set[bytes]:
 
 def scan(root: Path, wanted: AnswerFingerprint) -> Iterator[str]:
     """Places below `root` that hold the answer: `path`, `archive!member`, or `repository: object ID`."""
-    yield from (place for place, data in contents(root) if wanted.in_data(data))
+    yield from (place for place, data in folder_texts(root) if wanted.in_data(data))
 
 
-def contents(root: Path) -> Iterator[tuple[str, bytes]]:
+def folder_texts(root: Path) -> Iterator[tuple[str, bytes]]:
     """All data below `root` that could hold an answer, by its place: files, members of archives, git objects. Raises
     UserError for a git directory that cannot be read."""
     for path in sorted(root.rglob("*")):

@@ -32,16 +32,16 @@ from etude.sandbox import (
     ForkResult,
     Image,
     Limits,
+    ProfileSource,
     RunCounts,
     RunImage,
     RunServer,
     TestReport,
+    ValueBox,
     VerifyRequest,
 )
 from etude.sandbox.backends.choose import open_backend
-from etude.sandbox.box import ValueBox
-from etude.sandbox.egress.policy import Egress
-from etude.sandbox.machine_profile import ProfileSource
+from etude.sandbox.egress import Egress
 
 
 class TestRunner:

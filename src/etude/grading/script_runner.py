@@ -25,10 +25,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.grading import stubs
-from etude.grading.javascript import conditions, contradicted, framework, guarded, holds_tests, package
+from etude.grading.javascript import conditions, contradicted, guarded, holds_tests, read_package, test_framework
 from etude.renderers import printable
-from etude.sandbox import Backend, Changes, Image, Limits, NotFound, ProgramResult, Shell, TestReport
-from etude.sandbox.guest.root import RUNNER, WORKSPACE
+from etude.sandbox import RUNNER, WORKSPACE, Backend, Changes, Image, Limits, NotFound, ProgramResult, Shell, TestReport
 
 MAX_TESTS = 2000  # of one file
 LEARN_SECONDS = 60.0
@@ -47,7 +46,7 @@ test('serve', () => {{ serve(createRequire(import.meta.url), load); return new P
 """,
 }
 MAX_REPORT = 16 << 20  # bytes
-CALLED = ".called"  # numbers of functions, a line each, that traced sources write
+CALLED_FILE = ".called"  # numbers of functions, a line each, that traced sources write
 START_SECONDS = 10.0  # for frameworks that compile, on a busy machine
 ADDRESSES_MB = 65_536  # compilers, WebAssembly among them, reserve far more addresses than they use memory
 _MESSAGE = 160
@@ -184,7 +183,7 @@ class ScriptRunner:
     async def _run_inside(self, job: _ScriptJob, names: list[str], report: _Report) -> None:
         """Run tests in random order beside the tested code, and beside negative controls if the pristine package fails
         some."""
-        kind = framework(job.text, package(job.image.repository))
+        kind = test_framework(job.text, read_package(job.image.repository))
         controls = () if job.hidden is None else await self._known_controls(job)
         failing = frozenset().union(*(control.failing for control in controls)).intersection(names)
         copies: list[tuple[str, ControlFile | None]] = [(job.text, None)]
@@ -323,7 +322,7 @@ class ScriptRunner:
                 max_report=MAX_REPORT,
             )
             if trace is not None:
-                numbers = (await _written(shell, CALLED)).split()
+                numbers = (await _written(shell, CALLED_FILE)).split()
                 trace.called = frozenset(int(number) for number in numbers if re.fullmatch(r"[0-9]{1,9}", number))
                 trace.printed = done.errors
         return _parsed(done, config["words"])
@@ -341,14 +340,14 @@ def _prepared(
     job: _ScriptJob, text: str, wanted: list[str] | None
 ) -> tuple[dict[str, Any], list[str], float, dict[str, bytes]]:
     """(configuration of a run, Node's flags, seconds, files): a test file under a random name."""
-    pure, about = PurePosixPath(job.path), package(job.image.repository)
+    pure, about = PurePosixPath(job.path), read_package(job.image.repository)
     copy = pure.with_name(f"{secrets.token_hex(6)}.test{pure.suffix}")
     count = MAX_TESTS if wanted is None else len(wanted)
     config: dict[str, Any] = {
         "words": [secrets.token_hex(8) for _ in range(count + 2)],
         "wanted": wanted,
         "file": f"{WORKSPACE}/{copy}",
-        "framework": framework(text, about),
+        "framework": test_framework(text, about),
         "ui": "tdd" if re.search(r"^\s*suite\(", text, re.MULTILINE) else "bdd",
         "conditions": conditions(about.get("exports")),
         "verify": None,

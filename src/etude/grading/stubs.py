@@ -17,21 +17,21 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.code import languages
-from etude.grading.javascript import SUFFIXES, is_module, is_test_file
+from etude.grading.javascript import SCRIPT_SUFFIXES, is_module, is_test_file
 
 _TEST_FOLDERS = frozenset({"test", "tests", "__tests__", "spec", "__mocks__", "__fixtures__", "__snapshots__"})
 _SETTINGS = re.compile(
     r"(jest|vitest|vite|babel|mocha|ava|tsup|rollup|webpack)\.[\w.-]*\.[cm]?[jt]s|\.mocharc\.[cm]?js"
 )
 _DATA = (".json", ".txt", ".csv", ".md", ".html", ".css", ".xml", ".yml", ".yaml", ".svg")
-_ENDINGS = ("", *SUFFIXES, *(f"/index{suffix}" for suffix in SUFFIXES))
+_ENDINGS = ("", *SCRIPT_SUFFIXES, *(f"/index{suffix}" for suffix in SCRIPT_SUFFIXES))
 _REMOTE = "globalThis[Symbol.for('etude.remote')]"
 
 
 def is_replaced(path: str) -> bool:
     """Whether a file of a repository is a module of the package, not a test, a helper of one, or a settings file."""
     pure = PurePosixPath(path)
-    if not path.endswith(SUFFIXES) or re.search(r"\.d\.[cm]?ts$", path):
+    if not path.endswith(SCRIPT_SUFFIXES) or re.search(r"\.d\.[cm]?ts$", path):
         return False
     of_tests = is_test_file(path) or _TEST_FOLDERS.intersection(pure.parts[:-1])
     return not of_tests and not _SETTINGS.fullmatch(pure.name)

@@ -16,11 +16,11 @@ import msgspec
 from etude.code.languages import language_of
 from etude.edits import EditGrade, EditPrompt, Example, edit_prompt, grade_edit, load_examples
 from etude.errors import UserError
-from etude.grading import grade as grading
+from etude.grading import Grade
 from etude.harness import EpisodeSpec, Opening, Tools, UngradedEpisode, run_from_opening
 from etude.records import Budget, Focus, Outcome, Task
 from etude.renderers import Renderer
-from etude.tasks.dataset import FORMAT, Dataset, Manifest
+from etude.tasks import DATASET_FORMAT, Dataset, Manifest
 
 REWARDS = {EditGrade.EXACT: 1.0, EditGrade.WHITESPACE: 0.9, EditGrade.SYNTAX: 0.9, EditGrade.FAIL: 0.0}
 
@@ -39,7 +39,7 @@ def edit_tasks(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
             )
         tasks_by_id |= {task.id: task for task in tasks}
     manifest = Manifest(
-        format=FORMAT,
+        format=DATASET_FORMAT,
         name=folder.name,
         licence="",
         licence_source="",
@@ -92,7 +92,7 @@ def _fits(task: Task, renderer: Renderer, budget: Budget) -> bool:
     return answer <= budget.tokens and len(_prompt(edit, renderer)) + answer <= budget.context
 
 
-async def attempt(spec: EpisodeSpec) -> tuple[UngradedEpisode, grading.Grade, dict[str, float]]:
+async def attempt(spec: EpisodeSpec) -> tuple[UngradedEpisode, Grade, dict[str, float]]:
     """One answer, its grade, and figures of it as metrics. Raises EngineError or Aborted if the engine failed."""
     task, edit = spec.task, _question(spec.task)
     opening = Opening(_NoTools(task), _prompt(edit, spec.renderer), _never_reopened)
@@ -107,7 +107,7 @@ async def attempt(spec: EpisodeSpec) -> tuple[UngradedEpisode, grading.Grade, di
     # An answer without an end counts as a malformed call of the only tool.
     figures = {"grade": reward, "edits": float(bool(closed)), "malformed": float(not closed)}
     figures |= {f"applied/{each}": float(each == edit_grade) for each in REWARDS}
-    return ungraded, grading.Grade(Outcome.SCORED, reward, passed, detail, None), figures
+    return ungraded, Grade(Outcome.SCORED, reward, passed, detail, None), figures
 
 
 async def _never_reopened(summary: str, count: int) -> list[int]:

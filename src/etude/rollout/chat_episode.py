@@ -10,7 +10,7 @@ from etude.protocol.backends import ChatClient
 from etude.records import Budget, Episode, Task
 from etude.rollout.episode import EpisodeId, changes_of, grade_of, lost, open_box, record
 from etude.sandbox import Sandbox
-from etude.tasks.dataset import Dataset
+from etude.tasks import Dataset
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ import numpy as np
 
 from etude.config import RLConfig, import_object
 from etude.errors import UserError
-from etude.grading.grade import Grade
+from etude.grading import Grade
 from etude.harness import EpisodeSpec, Opening, UngradedEpisode, memory_of, run_from_opening
 from etude.records import Budget, Focus, Outcome, Record, StopReason, Task, Turn
 from etude.renderers import Renderer
 from etude.rollout.python_tools import PythonTools, call_python
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
-from etude.tasks.dataset import FORMAT, Dataset, Manifest
+from etude.tasks import DATASET_FORMAT, Dataset, Manifest
 
 CALL_SECONDS = 60.0  # that `setup`, `tools` or `reward` may take
 BOX_SECONDS = 60.0  # to make a box
@@ -248,7 +248,7 @@ def environment_dataset(config: RLConfig, renderer: Renderer, folder: Path) -> E
     for task in originals.values():
         _check_fit(renderer.prompt(_messages(environment, task)), name, task, config.rollout.budget())
     manifest = Manifest(
-        format=FORMAT,
+        format=DATASET_FORMAT,
         name=name,
         licence="",
         licence_source="",

@@ -18,11 +18,9 @@ from typing import Protocol
 
 from etude.config import RewardConfig
 from etude.errors import RunFailed, UserError
-from etude.grading.cheats.decoys import Decoys
-from etude.grading.cheats.signals import CheatSignals
-from etude.grading.cheats.signals import signals as cheat_signals
-from etude.grading.grade import Grade
-from etude.grading.harbor import note_state
+from etude.grading import Grade, note_state
+from etude.grading.cheats import CheatSignals, Decoys
+from etude.grading.cheats import cheat_signals as cheat_signals
 from etude.harness import (
     Aborted,
     EditApplier,
@@ -41,9 +39,9 @@ from etude.rollout.agent import Agent, run_agent
 from etude.rollout.environment import EnvironmentDataset, EnvironmentFailed
 from etude.rollout.rewards import with_reward
 from etude.sandbox import Box, BoxError, Sandbox
-from etude.sandbox.egress.policy import EgressRequest
-from etude.tasks.dataset import Dataset
-from etude.tasks.foreign.dataset import KIND as FOREIGN
+from etude.sandbox.egress import EgressRequest
+from etude.tasks import Dataset
+from etude.tasks.foreign import FOREIGN as FOREIGN
 
 BOX_SECONDS = 120.0  # to make a box, and to read the changes from it
 GRADE_SECONDS = 900.0  # to be graded, most of it a wait for the test runs before; those have deadlines of their own

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from etude.grading.cheats.decoys import Decoys
+from etude.grading.cheats import Decoys
 from etude.harness import TokenLedgerError, UngradedEpisode, run_agent_loop
 from etude.protocol import GenerateRequest
 from etude.records import Episode, Generation, Routes, Segment, StopReason, Task

@@ -15,7 +15,7 @@ from etude.records import Episode, Outcome
 from etude.rollout import EpisodeId, RolloutContext, run_episode
 from etude.run.parts import context_of, decoys_of
 from etude.run.state import Run, check_processes
-from etude.tasks.dataset import Dataset
+from etude.tasks import Dataset
 
 STOP_SECONDS = 30.0  # for episodes that are cancelled to give up their boxes
 NOTICE_SECONDS = 0.1  # until a killed process is seen as gone

@@ -35,9 +35,8 @@ from etude.run.engines import engine_token, engine_url, spawn_engine
 from etude.run.inputs import check_foreign
 from etude.run.parts import sampling_of
 from etude.sandbox import Sandbox
-from etude.tasks import mix
-from etude.tasks.dataset import Dataset
-from etude.tasks.foreign import dataset as datasets
+from etude.tasks import Dataset, mix
+from etude.tasks.foreign import load_any
 
 CHATS = 16  # conversations with an API at a time
 
@@ -101,7 +100,7 @@ def measure_models(
     from etude.models.devices import check_device
 
     named(measurement.tools)
-    dataset = mix([datasets.load(suite) for suite in measurement.suites], [1.0] * len(measurement.suites))
+    dataset = mix([load_any(suite) for suite in measurement.suites], [1.0] * len(measurement.suites))
     for model in models:
         if isinstance(model, Path):
             check_device(inference.device, "device")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from etude.code.packages import fetch_library
 from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.errors import UserError
-from etude.grading.javascript import is_script
+from etude.grading import is_script
 from etude.harness import check_context
 from etude.ledger import parse_database_url
 from etude.models.files import check_folder
@@ -19,14 +19,9 @@ from etude.renderers import Renderer, named, say_dropped
 from etude.rollout import check_agent, custom_component, edit_tasks, environment_dataset
 from etude.run.engines import check_python
 from etude.run.parts import built_beside, dataset_of, profiles_of, renderer_of, source_dataset
-from etude.sandbox.egress.policy import check_index, parse
-from etude.tasks import MixedDataset, is_repository
-from etude.tasks.build import build, check_operators
-from etude.tasks.dataset import Dataset
-from etude.tasks.foreign import build as foreign
-from etude.tasks.foreign import dataset as datasets
-from etude.tasks.foreign import folder as folders
-from etude.tasks.foreign.dataset import ForeignDataset
+from etude.sandbox.egress import check_package_index, parse_allowed_hosts
+from etude.tasks import Dataset, MixedDataset, build_dataset, check_operators, is_repository
+from etude.tasks.foreign import ForeignDataset, build_foreign, find_folders, load_any
 from etude.weights.signature import private_key, public_key
 
 if TYPE_CHECKING:
@@ -56,9 +51,9 @@ def check_inputs(config: RLConfig) -> None:
         custom_component(config.reward.custom)
     profiles_of(config)
     if config.sandbox.type == "namespace":
-        parse(config.sandbox.egress)
+        parse_allowed_hosts(config.sandbox.egress)
         if config.sandbox.index is not None:
-            check_index(config.sandbox.index)
+            check_package_index(config.sandbox.index)
     if config.rollout.agent is not None:
         check_agent(config.rollout.agent)
     if config.rollout.apply is not None and renderer_of(config).dialect == "compact":
@@ -84,11 +79,11 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
     if source.sha256 is not None and "==" not in source.repository:
         raise UserError(f"{table}.sha256 is the digest of a package NAME==VERSION, and {source.where} is none: drop it")
     if source.dataset is not None:
-        dataset = datasets.load(Path(source.dataset))
+        dataset = load_any(Path(source.dataset))
         _check_decidable(dataset, sandbox)
         check_foreign(dataset, renderer_of(config), sandbox)
     elif source.harbor is not None:
-        folders.find([Path(source.harbor)])
+        find_folders([Path(source.harbor)])
         _refuse_foreign(renderer_of(config), sandbox)
     elif sandbox.type != "namespace" and not is_repository(Path(source.repository)):
         raise _undecidable(sandbox)
@@ -127,7 +122,7 @@ def trainable(dataset: Dataset, shares: Sequence[float]) -> Dataset:
     return replace(dataset, tasks=kept)
 
 
-def build_dataset(config: RLConfig, folder: Path, note: Callable[[str, int, int], None]) -> Dataset:
+def run_dataset(config: RLConfig, folder: Path, note: Callable[[str, int, int], None]) -> Dataset:
     """The run's dataset; built into the run folder if the configuration names a repository. Sources that are built
     beside the run are left out while they are not there. Raises UserError; of several sources it names the one that
     has failed."""
@@ -203,14 +198,14 @@ def build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[
     """The dataset of a repository, in the folder `built`; a package is fetched into `folder`. Raises UserError."""
     if source.harbor is not None:
         fraction = source.heldout_fraction
-        return foreign.build([Path(source.harbor)], built, note, heldout_fraction=fraction)[0]
+        return build_foreign([Path(source.harbor)], built, note, heldout_fraction=fraction)[0]
     if "==" in source.repository:
         name, _, version = source.repository.partition("==")
         assert source.sha256 is not None
         repository = fetch_library(name, version, source.sha256, folder / "library")
     else:
         repository = Path(source.repository)
-    return build(repository, built, source, note)
+    return build_dataset(repository, built, source, note)
 
 
 def _check_architecture(config: RLConfig) -> None:

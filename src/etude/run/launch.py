@@ -30,7 +30,7 @@ from etude.records import Episode, encode
 from etude.rollout import PROBE_TOKENS, ProbeScorer, ProbeSequences, make_probe_sequences, open_agent, reset_probes
 from etude.run import loop
 from etude.run.engines import backend_of, engine_token, start_engines
-from etude.run.inputs import build_dataset, check_foreign, check_inputs, trainable
+from etude.run.inputs import check_foreign, check_inputs, run_dataset, trainable
 from etude.run.monitor import Monitor
 from etude.run.parts import concurrency_of, context_of, egress_of, profiles_of, renderer_of
 from etude.run.run_report import finish_report
@@ -39,8 +39,7 @@ from etude.run.state import Engines, EngineState, Run, check_processes, last_ver
 from etude.run.versions import check_engines, observe_versions, wait_for_version
 from etude.sandbox import Sandbox
 from etude.store import Store, open_store
-from etude.tasks import impossible
-from etude.tasks.dataset import Dataset
+from etude.tasks import Dataset, make_impossible
 from etude.weights.manifest import manifests
 
 Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]
@@ -143,7 +142,7 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
     if config.sandbox.type != "namespace":
         print(f"sandbox.type = {config.sandbox.type!r} is for episodes; tasks are built in namespaces", file=sys.stderr)
     with _stage(folder, view, "build tasks"):
-        dataset = build_dataset(config, folder, view.note)
+        dataset = run_dataset(config, folder, view.note)
     for part in dataset.parts:
         for warning in part.manifest.warnings:
             print(f"warning: {part.name}: {warning}", file=sys.stderr)
@@ -201,7 +200,7 @@ async def _run_stages(
             folder=folder,
             config=config,
             pool=inputs.pool,
-            impossible=impossible.make(inputs.pool.dataset, folder / "impossible") if plays_impossible else None,
+            impossible=make_impossible(inputs.pool.dataset, folder / "impossible") if plays_impossible else None,
             ledger=inputs.ledger,
             weights=inputs.weights,
             rollouts=inputs.rollouts,

@@ -44,8 +44,7 @@ from etude.run import sources
 from etude.run.episodes import LiveEpisode, cancel, play_impossible, play_leased
 from etude.run.state import Progress, Run, check_processes, last_version
 from etude.run.versions import observe_versions
-from etude.tasks import MixedDataset
-from etude.tasks.dataset import Dataset
+from etude.tasks import Dataset, MixedDataset
 
 TICK_SECONDS = 0.1
 LEASE_SECONDS = 120.0  # after which episodes of a controller that died are played again

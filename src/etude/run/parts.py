@@ -10,20 +10,17 @@ from pathlib import Path
 from etude.config import RLConfig, RolloutConfig, TaskSource
 from etude.config.secrets import without_secrets
 from etude.errors import UserError
-from etude.grading.cheats import decoys
-from etude.grading.cheats.decoys import Decoys
+from etude.grading.cheats import Decoys, has_decoys, plant_decoys
 from etude.harness import Policy, Sampling, merge_applier, server_applier
 from etude.records import Task
 from etude.renderers import Renderer, renderer_for
 from etude.rollout import Agent, RolloutContext, edit_tasks, environment_dataset
 from etude.rollout.concurrency import Concurrency, concurrency
-from etude.sandbox import Sandbox
-from etude.sandbox.egress.policy import Egress, index_of, parse, project_of
-from etude.sandbox.machine_profile import ProfileSource, load
-from etude.tasks import mix
-from etude.tasks.dataset import Dataset
-from etude.tasks.foreign import dataset as datasets
-from etude.tasks.foreign.dataset import KIND as FOREIGN
+from etude.sandbox import ProfileSource, Sandbox, load_profiles
+from etude.sandbox.egress import Egress, package_index, parse_allowed_hosts, wheel_project
+from etude.tasks import Dataset, mix
+from etude.tasks.foreign import FOREIGN as FOREIGN
+from etude.tasks.foreign import load_any
 
 
 def renderer_of(config: RLConfig) -> Renderer:
@@ -74,8 +71,8 @@ def source_dataset(source: TaskSource, built: Path) -> Dataset | None:
     """The dataset of one source, or the one that was built of it; None if it has not been built yet. Raises
     UserError."""
     if source.dataset is not None:
-        return datasets.load(Path(source.dataset))
-    return datasets.load(built) if built.exists() else None
+        return load_any(Path(source.dataset))
+    return load_any(built) if built.exists() else None
 
 
 def sampling_of(rollout: RolloutConfig) -> Sampling:
@@ -102,8 +99,8 @@ def decoys_of(config: RLConfig, task: Task) -> Decoys | None:
     """The decoys of a task, if it has some in this run; its impossible version has the same."""
     if task.sketch is not None or task.kind == FOREIGN or config.tasks.environment is not None:
         return None  # there is no repository to hide them in
-    chosen = decoys.chosen(task.id, config.seed, config.cheats.decoys)
-    return decoys.plant(task, config.seed) if chosen else None
+    chosen = has_decoys(task.id, config.seed, config.cheats.decoys)
+    return plant_decoys(task, config.seed) if chosen else None
 
 
 def profiles_of(config: RLConfig) -> ProfileSource | None:
@@ -111,7 +108,7 @@ def profiles_of(config: RLConfig) -> ProfileSource | None:
     path = config.rollout.machine_profiles
     if path == "none":
         return None
-    return () if path is None else load(Path(path))
+    return () if path is None else load_profiles(Path(path))
 
 
 def egress_of(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:
@@ -122,11 +119,11 @@ def egress_of(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None
         return None
     if sandbox.index is not None and sandbox.index_before is not None:
         roots = {Path(root).stem for task in dataset.tasks for root in task.source_roots}
-        without = {*sandbox.index_without, *roots, *(project_of(part.name) for part in dataset.parts)}
-        index = index_of(sandbox.index, sandbox.index_before, without)
+        without = {*sandbox.index_without, *roots, *(wheel_project(part.name) for part in dataset.parts)}
+        index = package_index(sandbox.index, sandbox.index_before, without)
     if not sandbox.egress and index is None:
         return None
-    return Egress(parse(sandbox.egress), index, folder / "egress.jsonl")
+    return Egress(parse_allowed_hosts(sandbox.egress), index, folder / "egress.jsonl")
 
 
 def concurrency_of(config: RLConfig) -> Concurrency:

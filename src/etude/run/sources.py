@@ -14,8 +14,7 @@ from etude.errors import UserError
 from etude.rollout import Curriculum, MixedCurriculum
 from etude.run.inputs import build_numbered, trainable
 from etude.run.parts import built_beside, source_dataset
-from etude.tasks import MixedDataset, mix
-from etude.tasks.dataset import Dataset
+from etude.tasks import Dataset, MixedDataset, mix
 
 BUILDER = "task builder"  # the name of the process
 NICE = 10  # training goes before

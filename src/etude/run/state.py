@@ -20,7 +20,7 @@ from etude.rollout.concurrency import Concurrency
 from etude.run.sources import BUILDER, TaskPool
 from etude.sandbox import Sandbox
 from etude.store import Store
-from etude.tasks.dataset import Dataset
+from etude.tasks import Dataset
 from etude.weights.manifest import manifests
 
 ENDING = ("trainer", BUILDER)  # children that end by themselves

@@ -20,7 +20,7 @@ from etude.records import Task
 from etude.renderers import named
 from etude.rollout import TRACE_TOOLS, gold_edit, record_trace
 from etude.sandbox import BoxError, Sandbox
-from etude.tasks.dataset import Dataset, load
+from etude.tasks import Dataset, load_dataset
 
 Progress = Callable[[str, int, int], None]
 
@@ -34,7 +34,7 @@ def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, 
         raise UserError(f"a trace needs the tool {lacking[0]!r}: name it among the tools, too")
     if output.exists():
         raise UserError(f"{output} exists: name another file, or remove it")
-    sources = {dataset.root: dataset for dataset in map(load, datasets)}.values()
+    sources = {dataset.root: dataset for dataset in map(load_dataset, datasets)}.values()
     wanted = {
         f"{dataset.name}:{task.id}:{number}": (dataset, task)
         for dataset in sources

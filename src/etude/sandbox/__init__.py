@@ -44,19 +44,11 @@ from etude.sandbox.base import (
     TestReport,
     TooLarge,
 )
+from etude.sandbox.box import MAX_FILE_BYTES, ValueBox, checked_path
+from etude.sandbox.fingerprints import FingerprintSample, parse_fingerprint, read_fingerprints
+from etude.sandbox.guest.root import RUNNER, SITE
 from etude.sandbox.kernel import MachineCheck, read_host, requirements
+from etude.sandbox.machine_profile import ProfileSource, load_profiles
 from etude.sandbox.shell import ProgramResult, Shell
 
-PUBLIC = (
-    "",
-    "backends.choose",
-    "box",
-    "egress",
-    "egress.policy",
-    "fingerprints",
-    "guest.root",
-    "history",
-    "machine_profile",
-    "namespace.backend",
-    "namespace.zygote",
-)
+PUBLIC = ("", "backends.choose", "egress", "history", "namespace")

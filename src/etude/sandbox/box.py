@@ -30,13 +30,13 @@ RunTests = Callable[
     [Image, Changes, Sequence[str], Path | None, Limits], Awaitable[TestReport]
 ]  # as `Sandbox.run_tests`
 
-MAX_FILE = 10 << 20  # bytes of one file
+MAX_FILE_BYTES = 10 << 20  # bytes of one file
 MAX_DEPTH = 64
 MAX_NAME = 255
 MAX_PATH = 1024  # bytes
 
 
-def checked(path: str) -> str:
+def checked_path(path: str) -> str:
     """A normal path relative to the root ("" is the root). Raises Escape."""
     if "\0" in path or path.startswith("/"):
         raise Escape(f"{path[:80]!r} is not a path below the repository")
@@ -76,7 +76,7 @@ class ValueBox:
     async def read(self, path: str, max_bytes: int = 65536) -> bytes:
         """As `Box.read`."""
         self._open()
-        path = checked(path)
+        path = checked_path(path)
         if self._shell is not None:
             return await self._shell.read(path, max_bytes)
         return self._content(path, max_bytes)
@@ -84,11 +84,11 @@ class ValueBox:
     async def write(self, path: str, data: bytes) -> None:
         """As `Box.write`."""
         self._open()
-        path = checked(path)
+        path = checked_path(path)
         if not path:
             raise NotRegular("the repository itself is a folder")
-        if len(data) > MAX_FILE:
-            raise TooLarge(f"a file has at most {MAX_FILE} bytes")
+        if len(data) > MAX_FILE_BYTES:
+            raise TooLarge(f"a file has at most {MAX_FILE_BYTES} bytes")
         if self._shell is not None:
             await self._shell.write(path, data)
             return
@@ -105,7 +105,7 @@ class ValueBox:
     async def list(self, path: str) -> list[str]:
         """As `Box.list`."""
         self._open()
-        path = checked(path)
+        path = checked_path(path)
         if self._shell is not None:
             return await self._shell.list(path)
         if not self._is_folder(path):
@@ -128,11 +128,11 @@ class ValueBox:
     async def delete(self, path: str) -> None:
         """As `Box.delete`."""
         self._open()
-        path = checked(path)
+        path = checked_path(path)
         if self._shell is not None:
             await self._shell.delete(path)
             return
-        self._content(path, MAX_FILE)  # raises what is wrong with it
+        self._content(path, MAX_FILE_BYTES)  # raises what is wrong with it
         if path in self._base or self._kind(path) is not None:
             self._changes[path] = None
         else:
@@ -165,7 +165,7 @@ class ValueBox:
         """The changes that change something."""
         kept: dict[str, bytes | None] = {}
         for path, data in changes.items():
-            if checked(path) != path:
+            if checked_path(path) != path:
                 raise Escape(f"{path[:80]!r} is no path below the repository")
             # Git writes when an agent looks at the state of its tree; that is no part of the work.
             if not (self._image.history and path.startswith(".git/")) and data != self._original(path):
@@ -217,7 +217,7 @@ class ValueBox:
     def _original(self, path: str) -> bytes | None:
         if path in self._base:
             return self._base[path]
-        return _read(self._image.repository / path, MAX_FILE) if self._kind(path) == stat.S_IFREG else None
+        return _read(self._image.repository / path, MAX_FILE_BYTES) if self._kind(path) == stat.S_IFREG else None
 
     def _kind(self, path: str) -> int | None:
         """File type in the image on disk; None if there is nothing."""

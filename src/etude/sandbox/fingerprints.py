@@ -26,7 +26,7 @@ class FingerprintSample:
         return "prompt.system" in self.probes
 
 
-def read(paths: Sequence[Path]) -> list[FingerprintSample]:
+def read_fingerprints(paths: Sequence[Path]) -> list[FingerprintSample]:
     """The samples in files that the script has printed. Raises UserError that names the file and the line."""
     samples: list[FingerprintSample] = []
     for path in paths:
@@ -38,13 +38,13 @@ def read(paths: Sequence[Path]) -> list[FingerprintSample]:
             ) from None
         for number, line in enumerate(lines, 1):
             if line.strip():
-                samples.append(parse(line, f"{path}, line {number}"))
+                samples.append(parse_fingerprint(line, f"{path}, line {number}"))
     if not samples:
         raise UserError("there is no fingerprint in what --against names; record some on your production machines")
     return samples
 
 
-def parse(line: str, where: str) -> FingerprintSample:
+def parse_fingerprint(line: str, where: str) -> FingerprintSample:
     """The sample in one line; `where` names the line in errors. Raises UserError."""
     try:
         record = json.loads(line)

@@ -92,11 +92,11 @@ def reference() -> Description:
     return machine_description.read(REFERENCE)
 
 
-def load(path: Path) -> ProfileSource:
+def load_profiles(path: Path) -> ProfileSource:
     """The source of profiles: a description of machines (.toml), or fingerprints. Raises UserError."""
     if path.suffix == ".toml":
         return machine_description.read(path)
-    return [sample.probes for sample in fingerprints.read([path])]
+    return [sample.probes for sample in fingerprints.read_fingerprints([path])]
 
 
 def draw(seed: bytes, source: ProfileSource = ()) -> MachineProfile:

@@ -18,8 +18,7 @@ from etude.code import functions as discover
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.grading import open_sandbox
-from etude.grading.javascript import is_script
+from etude.grading import is_script, open_sandbox
 from etude.sandbox import Image, Limits, Sandbox
 from etude.sandbox.history import Past
 from etude.tasks import (
@@ -58,7 +57,7 @@ _ADVICE = {
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
 
 
-def build(
+def build_dataset(
     repo: Path, out: Path, options: BuildConfig, progress: Progress, writer: synthesis.Writer | None = None
 ) -> dataset.Dataset:
     """Make a dataset of gated tasks from the repository at `repo` in the folder `out`. `writer` writes tests for
@@ -69,7 +68,7 @@ def build(
     _check_paths(repo, out)
     if writer is None and options.write_tests is not None:
         writer = synthesis.by_command(options.write_tests)
-    facts = survey(repo, options.exclude)
+    facts = survey_repository(repo, options.exclude)
     _check_place(repo, out, facts.inventory, options)
     layout, generated = facts.layout, facts.generated
     sources, functions = read_functions(repo, facts)
@@ -107,7 +106,7 @@ def build(
         work.rename(out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return dataset.load(out)
+    return dataset.load_dataset(out)
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Survey:
     modules: tuple[str, ...]  # files that define tests
 
 
-def survey(repo: Path, exclude: Sequence[str]) -> Survey:
+def survey_repository(repo: Path, exclude: Sequence[str]) -> Survey:
     """Survey a repository. Raises UserError for a folder without code or without tests."""
     taken = inventory.take(repo, exclude)
     version = environment.version_of(repo)
@@ -238,7 +237,7 @@ async def _run(plan: _BuildPlan) -> None:
     commits = histories.build(plan.past, bench.repository, tasks, work)
     fit = searched.tried - sum(searched.rejected.values())
     manifest = dataset.Manifest(
-        format=dataset.FORMAT,
+        format=dataset.DATASET_FORMAT,
         name=bench.name,
         licence=licence_name,
         licence_source=licence_source,

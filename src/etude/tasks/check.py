@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.code import functions
-from etude.grading import open_sandbox
-from etude.grading.grade import grade
+from etude.grading import grade_changes, open_sandbox
 from etude.records import Outcome, Task
 from etude.tasks import dataset, leaks, node, split
 from etude.tasks.dataset import Dataset
@@ -32,7 +31,7 @@ class CheckReport:
         return not self.problems and not self.failures
 
 
-def check(dataset_dir: Path, progress: Progress) -> CheckReport:
+def check_dataset(dataset_dir: Path, progress: Progress) -> CheckReport:
     """Verify digests and secrecy, then grade every task unchanged (must fail) and with its gold answer (must pass).
     Raises UserError if `dataset_dir` is not a dataset that etude has made."""
     data, changed = dataset.load_changed(dataset_dir)
@@ -80,11 +79,11 @@ async def _grade_all(data: Dataset, progress: Progress) -> dict[str, str]:
 
         async def check_task(task: Task) -> str | None:
             image = data.image(task)
-            unchanged = await grade(sandbox, task, image, data.hidden, {})
+            unchanged = await grade_changes(sandbox, task, image, data.hidden, {})
             if unchanged.passed or unchanged.outcome is not Outcome.SCORED:
                 return f"unchanged, it should fail: {unchanged.outcome}, reward {unchanged.reward:g}"
             gold = {path: text.encode() for path, text in task.solution.items()}
-            fixed = await grade(sandbox, task, image, data.hidden, gold)
+            fixed = await grade_changes(sandbox, task, image, data.hidden, gold)
             return None if fixed.passed else f"the gold answer fails: {fixed.detail}"
 
         for start in range(0, len(data.tasks), _BATCH):

@@ -17,7 +17,7 @@ from etude.code import git
 from etude.code.functions import Function
 from etude.code.mutate import Mutant, MutationCandidate
 from etude.code.operators import ByteEdit
-from etude.grading import leaks
+from etude.grading import answer_fingerprint
 
 MAX_COMMITS = 300  # looked at, newest first
 MAX_FILES = 8
@@ -100,7 +100,7 @@ def _reversal(
     request = _request(message)
     if not request:
         return None
-    answers = [leaks.answer(mutant.source, mutant.text) for mutant in changed.values()]
+    answers = [answer_fingerprint(mutant.source, mutant.text) for mutant in changed.values()]
     notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in status if _CHANGES.search(p))]
     wish = "\n".join(note for note in notes if note and not any(answer.in_data(note.encode()) for answer in answers))
     path = members[0].split("::")[0]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from etude.errors import UserError
-from etude.sandbox import BoxError, NotFound
-from etude.sandbox.guest.root import SITE
+from etude.sandbox import SITE, BoxError, NotFound
 from etude.tasks.settings import FILE as SETTINGS
 
 if TYPE_CHECKING:

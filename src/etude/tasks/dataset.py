@@ -26,10 +26,10 @@ from etude.tasks import harbor, histories
 from etude.tasks.histories import Histories
 
 if TYPE_CHECKING:
-    from etude.grading.grade import Grade
+    from etude.grading import Grade
     from etude.sandbox import Changes, Image, Limits, Sandbox
 
-FORMAT = 2
+DATASET_FORMAT = 2
 _PARTS = ("repository", "site", "hidden", "verifier", "tasks", histories.FILE)
 _OWN = "dataset.json"
 
@@ -90,9 +90,9 @@ class Dataset:
 
     async def grade(self, sandbox: Sandbox, task: Task, changes: Changes) -> Grade:
         """Grade a change set by the task's hidden tests. Raises BoxError, payer infra, if the sandbox failed."""
-        from etude.grading.grade import grade
+        from etude.grading import grade_changes
 
-        return await grade(sandbox, task, self.image(task), self.hidden, changes)
+        return await grade_changes(sandbox, task, self.image(task), self.hidden, changes)
 
     @cached_property
     def by_id(self) -> dict[str, Task]:
@@ -104,7 +104,7 @@ class Dataset:
         return tuple(task for task in self.tasks if task.split == name)
 
 
-def load(root: Path) -> Dataset:
+def load_dataset(root: Path) -> Dataset:
     """Load a dataset that `save` made. Raises UserError if `root` is not a dataset, is unfinished, has changed since,
     or holds foreign tasks (`foreign/dataset.py` loads those as well)."""
     manifest = read_manifest(root)
@@ -136,8 +136,10 @@ def read_manifest(root: Path) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except msgspec.MsgspecError as e:
         raise UserError(f"{path} cannot be read ({e}); build the dataset again.") from None
-    if manifest.format != FORMAT:
-        raise UserError(f"{root} has dataset format {manifest.format}, this etude reads {FORMAT}; build it again.")
+    if manifest.format != DATASET_FORMAT:
+        raise UserError(
+            f"{root} has dataset format {manifest.format}, this etude reads {DATASET_FORMAT}; build it again."
+        )
     return manifest
 
 
@@ -159,7 +161,7 @@ def _read(root: Path, manifest: Manifest) -> Dataset:
         )
     texts: dict[bytes, str] = {}
     folders = sorted(p for p in (root / "tasks").iterdir() if p.is_dir())
-    return _dataset(root, manifest, tuple(harbor.read_task(folder, texts) for folder in folders))
+    return _dataset(root, manifest, tuple(harbor.read_harbor_task(folder, texts) for folder in folders))
 
 
 def save(root: Path, manifest: Manifest, tasks: Sequence[Task]) -> Dataset:

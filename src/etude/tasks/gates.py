@@ -20,8 +20,7 @@ from etude.code.functions import Unit
 from etude.code.mutate import MutationCandidate
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.grading.grade import grade
-from etude.grading.javascript import is_script
+from etude.grading import grade_changes, is_script
 from etude.records import Focus, Outcome, Task
 from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
 from etude.tasks.statements import Determined, with_symptom
@@ -180,14 +179,14 @@ async def _prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
     image = bench.image(task.changes)
     gold = {path: text.encode() for path, text in task.solution.items()}
     for _ in range(max(1, bench.options.repeats - 1)):
-        none = await grade(bench.sandbox, task, image, bench.hidden, {})
+        none = await grade_changes(bench.sandbox, task, image, bench.hidden, {})
         if none.passed or none.outcome is not Outcome.SCORED:
             return Rejected.NO_OP
         decisive = (*task.fail_to_pass, *task.pass_to_pass)
         if none.report is None or any(none.report.outcomes.get(t) != provisional.outcomes[t] for t in decisive):
             return Rejected.UNSTABLE
     for _ in range(bench.options.repeats):
-        fixed = await grade(bench.sandbox, task, image, bench.hidden, gold)
+        fixed = await grade_changes(bench.sandbox, task, image, bench.hidden, gold)
         if not fixed.passed or fixed.outcome is not Outcome.SCORED:
             return Rejected.GOLD
     return None

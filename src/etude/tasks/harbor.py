@@ -19,7 +19,7 @@ import pytest
 
 from etude.code.languages import language_of
 from etude.errors import UserError
-from etude.grading.javascript import is_script
+from etude.grading import is_script
 from etude.records import Budget, Focus, Task
 
 SCHEMA_VERSION = "1.4"
@@ -88,7 +88,7 @@ def write_task(task: Task, folder: Path) -> None:
         (folder / script).chmod(0o755)
 
 
-def read_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
+def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
     """Read the Task of a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts.
     Raises UserError if the folder is malformed, or is a foreign task (`foreign/`)."""
     texts = {} if texts is None else texts

@@ -26,7 +26,7 @@ import msgspec
 
 from etude.code import functions
 from etude.errors import UserError
-from etude.grading import leaks
+from etude.grading import LEAK_SHARE, answer_fingerprint, answer_runs
 from etude.records import Task
 from etude.sandbox import history
 from etude.sandbox.history import Commit, Past
@@ -251,7 +251,7 @@ def _secrets(past: Past, tasks: Sequence[Task], present: Mapping[str, bytes]) ->
 
 def _telling(past: Past, task: Task, holders: Mapping[str, set[str]]) -> Iterator[int]:
     """The indices of commits that brought the answer, or name it in their messages."""
-    answers = [leaks.answer(task.solution[path], text) for path, text in task.changes.items()]
+    answers = [answer_fingerprint(task.solution[path], text) for path, text in task.changes.items()]
     before: history.Tree = {}
     for place, commit in enumerate(past.commits):
         pairs = [(commit.tree.get(path), before.get(path)) for path in task.changes]
@@ -266,7 +266,9 @@ def _telling(past: Past, task: Task, holders: Mapping[str, set[str]]) -> Iterato
 def _holders(past: Past, tasks: Sequence[Task]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Blob -> the tasks whose answer it holds, as `AnswerFingerprint.in_data` decides, and blob -> those whose answer
     it holds twice."""
-    answers = [(task.id, leaks.answer(task.solution[p], text)) for task in tasks for p, text in task.changes.items()]
+    answers = [
+        (task.id, answer_fingerprint(task.solution[p], text)) for task in tasks for p, text in task.changes.items()
+    ]
     table: dict[tuple[str, ...], list[int]] = defaultdict(list)
     constants: dict[bytes, list[int]] = defaultdict(list)
     for number, (_, answer) in enumerate(answers):
@@ -280,11 +282,11 @@ def _holders(past: Past, tasks: Sequence[Task]) -> tuple[dict[str, set[str]], di
         seen = Counter({constant: data.count(constant) for constant in constants})
         runs: Counter[tuple[str, ...]] = Counter()
         if b"\0" not in data[:4096]:
-            runs.update(run for run in leaks.answer_runs(data.decode("utf-8", "replace")) if run in table)
+            runs.update(run for run in answer_runs(data.decode("utf-8", "replace")) if run in table)
         for times, holding in enumerate(versions, 1):
             hits = {n for constant, count in seen.items() if count >= times for n in constants[constant]}
             counts = Counter(n for run, count in runs.items() if count >= times for n in table[run])
-            hits |= {n for n, count in counts.items() if count >= leaks.SHARE * len(answers[n][1].shingles)}
+            hits |= {n for n, count in counts.items() if count >= LEAK_SHARE * len(answers[n][1].shingles)}
             holding[blob] = {answers[n][0] for n in hits}
     return versions
 

@@ -22,12 +22,12 @@ from etude.tasks.mixture import MixedDataset
 _UNFIT = (ast.Return, ast.Yield, ast.YieldFrom)
 
 
-def make(dataset: Dataset, folder: Path) -> Dataset:
+def make_impossible(dataset: Dataset, folder: Path) -> Dataset:
     """Make the impossible versions of the training tasks. Their hidden tests are written below `folder`, which is
     replaced. Tasks without a test that can be contradicted are left out. For a mixture, each part is written to a
     subfolder of its name."""
     if isinstance(dataset, MixedDataset):
-        return dataset.each(lambda part: make(part, folder / part.name))
+        return dataset.each(lambda part: make_impossible(part, folder / part.name))
     if not any(task.fail_to_pass for task in dataset.tasks):
         return replace(dataset, tasks=())  # foreign tasks have no tests by name
     shutil.rmtree(folder, ignore_errors=True)

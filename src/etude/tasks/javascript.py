@@ -18,8 +18,7 @@ from etude.code.mutate import Mutant, MutationCandidate
 from etude.code.operators import FLIP, ByteEdit
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.grading import javascript
-from etude.grading.javascript import is_test_file
+from etude.grading import SCRIPT_SUFFIXES, holds_tests, is_test_file, read_package
 
 _FUNCTIONS = (
     "function_declaration",
@@ -93,7 +92,7 @@ def test_modules(repository: Path, tests: Sequence[str]) -> list[str]:
     name of an unsupported framework."""
     texts = {path: (repository / path).read_text("utf-8", "replace") for path in tests if is_test_file(path)}
     foreign = {path: match[1] for path, text in texts.items() if (match := _FOREIGN.search(text))}
-    modules = [path for path, text in texts.items() if javascript.holds_tests(path, text) and path not in foreign]
+    modules = [path for path, text in texts.items() if holds_tests(path, text) and path not in foreign]
     if modules:
         return modules
     runs = "etude runs tests of node:test, mocha, tape, jest and vitest"
@@ -134,7 +133,7 @@ def _stem(path: str) -> str:
 
 def _targets(repository: Path, files: Sequence[str]) -> Iterator[str]:
     """Paths that package.json exports to users of the package, and output folders of tsconfigs."""
-    about = javascript.package(repository)
+    about = read_package(repository)
     pending: list[object] = [
         about.get(key) for key in ("main", "module", "browser", "types", "typings", "bin", "exports")
     ]
@@ -158,7 +157,7 @@ def _belongs_to_tests(path: str) -> bool:
 def _is_source(path: str) -> bool:
     pure = PurePosixPath(path)
     return (
-        path.endswith(javascript.SUFFIXES)
+        path.endswith(SCRIPT_SUFFIXES)
         and not _NOT_CODE.intersection(pure.parts[:-1])
         and not _NOT_FILES.search(pure.name)
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from etude.code.shingles import shingles
-from etude.grading import leaks
+from etude.grading import LEAK_SHARE, AnswerFingerprint, answer_fingerprint, answer_runs, folder_texts
 from etude.records import Task
 
 SHINGLE = 8  # tokens; shorter runs are common phrases of the language
@@ -51,22 +51,23 @@ def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]
     LeakIndex compares the text of the repository itself; this function reads the dependencies and all files that are
     not text. Bytecode keeps only constants: a file with all the long constants that a task removed counts as a copy."""
     answers = {
-        task.id: [leaks.answer(task.solution[path], text) for path, text in task.changes.items()] for task in tasks
+        task.id: [answer_fingerprint(task.solution[path], text) for path, text in task.changes.items()]
+        for task in tasks
     }
     places: dict[str, str] = {}
     for label, folder in folders.items():
-        for place, data in leaks.contents(folder):
+        for place, data in folder_texts(folder):
             text = b"\0" not in data[:4096] and not place.endswith(_BINARY)
             if text and label == "repository" and "!" not in place and ": object " not in place:
                 continue
-            tokens = frozenset(leaks.answer_runs(data.decode("utf-8", "replace"))) if text else frozenset()
+            tokens = frozenset(answer_runs(data.decode("utf-8", "replace"))) if text else frozenset()
             for task, parts in answers.items():
                 if task not in places and any(_holds(part, tokens, data, text) for part in parts):
                     places[task] = f"{label}/{place}"
     return places
 
 
-def _holds(part: leaks.AnswerFingerprint, tokens: frozenset[tuple[str, ...]], data: bytes, text: bool) -> bool:
+def _holds(part: AnswerFingerprint, tokens: frozenset[tuple[str, ...]], data: bytes, text: bool) -> bool:
     if text:
-        return bool(part.shingles) and len(part.shingles & tokens) >= leaks.SHARE * len(part.shingles)
+        return bool(part.shingles) and len(part.shingles & tokens) >= LEAK_SHARE * len(part.shingles)
     return bool(part.constants) and all(constant in data for constant in part.constants)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from etude.errors import UserError
-from etude.grading.grade import Grade
+from etude.grading import Grade
 from etude.records import Task
 from etude.sandbox import Changes, Image, Limits, Sandbox
-from etude.sandbox.egress.policy import normal, project_of
-from etude.tasks.dataset import FORMAT, Dataset, Manifest
+from etude.sandbox.egress import normal_project, wheel_project
+from etude.tasks.dataset import DATASET_FORMAT, Dataset, Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def mix(parts: Sequence[Dataset], weights: Sequence[float], *, more: bool = Fals
     """Mix several datasets; a single one is returned unchanged, unless `more` will join it. `weights` are positive
     numbers. Raises UserError for two datasets of one project, since one would hold out functions that the other trains
     on."""
-    projects = Counter(part.name if part.manifest.kind else normal(project_of(part.name)) for part in parts)
+    projects = Counter(part.name if part.manifest.kind else normal_project(wheel_project(part.name)) for part in parts)
     twice = next((name for name, count in projects.items() if count > 1), None)
     if twice is not None:
         raise UserError(
@@ -84,7 +84,7 @@ def _joined(parts: Sequence[Dataset]) -> MixedDataset:
     ]
     name, first = " + ".join(part.name for part in parts), parts[0]
     manifest = Manifest(
-        format=FORMAT,
+        format=DATASET_FORMAT,
         name=name,
         licence="",
         licence_source="",

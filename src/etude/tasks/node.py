@@ -11,10 +11,8 @@ from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.grading import TestRunner, open_sandbox, script_runner
-from etude.grading import javascript as scripts
-from etude.sandbox import Image
-from etude.sandbox.guest.root import WORKSPACE
+from etude.grading import CALLED_FILE, SCRIPT_SUFFIXES, TestRunner, open_sandbox, read_package, test_framework
+from etude.sandbox import WORKSPACE, Image
 from etude.tasks import bootstrap, javascript
 from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Missed, Try
 from etude.tasks.javascript import JsFunction
@@ -70,7 +68,7 @@ async def prepare(
 
     async def reach(site: Path, wanted: Sequence[str], goals: Sequence[Goal]) -> Missed:
         try:
-            _install(wanted, site, scripts.package(repository).get("name"))
+            _install(wanted, site, read_package(repository).get("name"))
         except UserError as e:
             return (("npm install", str(e)),)
         async with open_sandbox(workers=1, memo=0) as sandbox:
@@ -98,7 +96,7 @@ async def prepare(
 
 def _goals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) -> Iterator[Goal]:
     """The exports of the package can be imported, unless they are built files; and the suite passes."""
-    entry = str(scripts.package(whole).get("main", "index.js")).removeprefix("./")
+    entry = str(read_package(whole).get("main", "index.js")).removeprefix("./")
     if entry in layout.sources and not javascript.typed(entry):
         yield Goal(f"node -e \"import('./{entry}')\"")
     used = sorted({_framework(whole, path) for path in modules})
@@ -106,7 +104,7 @@ def _goals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) -> Ite
 
 
 def _framework(whole: Path, path: str) -> str:
-    return scripts.framework((whole / path).read_text("utf-8", "replace"), scripts.package(whole))
+    return test_framework((whole / path).read_text("utf-8", "replace"), read_package(whole))
 
 
 def _by_rules(
@@ -125,11 +123,11 @@ def _by_rules(
 
 
 def _proposals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) -> Iterator[dict[str, str]]:
-    about = scripts.package(whole)
+    about = read_package(whole)
     needed = {**about.get("dependencies", {}), **about.get("peerDependencies", {})}
     development: dict[str, str] = about.get("devDependencies", {})
     read = [
-        f for f in layout.files if (f in set(layout.tests) and f.endswith(scripts.SUFFIXES)) or _SETTINGS.fullmatch(f)
+        f for f in layout.files if (f in set(layout.tests) and f.endswith(SCRIPT_SUFFIXES)) or _SETTINGS.fullmatch(f)
     ]
     text = "\n".join((whole / path).read_text("utf-8", "replace") for path in read)
     own = json.dumps({key: value for key, value in about.items() if key in ("jest", "babel", "mocha")})
@@ -155,9 +153,9 @@ def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
     gone = {name for pair in refused for name in pair}
     wanted = {m[1]: m[2] or "*" for line in last.requirements if (m := _PACKAGE.fullmatch(line)) and m[1] not in gone}
     lacking = set(re.findall(r"Cannot find (?:module|package) '((?:@[\w.-]+/)?[\w.-]+)", output)) - set(wanted)
-    code = (f for f in layout.files if f.endswith(scripts.SUFFIXES) or _SETTINGS.fullmatch(f))
+    code = (f for f in layout.files if f.endswith(SCRIPT_SUFFIXES) or _SETTINGS.fullmatch(f))
     known = {name for f in code if lacking for name in _QUOTED.findall((whole / f).read_text("utf-8", "replace"))}
-    development = scripts.package(whole).get("devDependencies", {})
+    development = read_package(whole).get("devDependencies", {})
     return wanted | {name: development.get(name, "*") for name in sorted(lacking & (known | set(development)))}
 
 
@@ -207,7 +205,7 @@ def _saying(repository: Path, functions: Sequence[JsFunction]) -> dict[str, byte
         place = directive.end() if directive else function.body[0] + 1
         line = (
             f";globalThis.__called_{number} ??= (process.getBuiltinModule('fs')"
-            f".appendFileSync('{WORKSPACE}/{script_runner.CALLED}', '{number}\\n'), 1);"
+            f".appendFileSync('{WORKSPACE}/{CALLED_FILE}', '{number}\\n'), 1);"
         )
         sources[function.path] = data[:place] + line.encode() + data[place:]
     return sources

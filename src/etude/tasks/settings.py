@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.code.declared import table
-from etude.sandbox.guest.root import WORKSPACE
+from etude.sandbox import WORKSPACE
 
 FILE = "pytest.ini"  # in site/
 START = "sitecustomize.py"  # in site/: folders to import from that a box does not search by itself

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 import blake3
 
 from etude.code.functions import FunctionNode, Unit, parse
-from etude.grading.javascript import is_script
+from etude.grading import is_script
 from etude.records import Task
 from etude.tasks import javascript
 

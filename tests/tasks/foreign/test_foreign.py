@@ -12,7 +12,7 @@ import pytest
 from etude.config import SandboxConfig, validate_sandbox
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
-from etude.grading.harbor import STATE, note_state, read_reward, taken
+from etude.grading.harbor import HARBOR_STATE, note_state, read_reward, taken_changes
 from etude.grading.runner import open_sandbox
 from etude.protocol.backends.chat_model import ChatClient, ChatModel
 from etude.records import Budget, Episode
@@ -23,7 +23,7 @@ from etude.tasks import dataset
 from etude.tasks.foreign import build as foreign
 from etude.tasks.foreign import folder as folders
 from etude.tasks.foreign import image as images
-from etude.tasks.foreign.dataset import ForeignDataset, load
+from etude.tasks.foreign.dataset import ForeignDataset, load_any
 from etude.tasks.foreign.dockerfile import CopyStep, FolderRefused
 from tests.helpers.chat_apis import KEY, FakeModel
 from tests.helpers.foreign import DOCKERFILE, FILES, SOLVE, TOML, write
@@ -43,7 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> ForeignDataset:
     write(root / "in/greeting")
     write(root / "in/unsolved", {"solution/solve.sh": None})
     write(root / "in/compose", {"environment/docker-compose.yaml": "services: {}"})
-    data, trials = foreign.build([root / "in"], root / "out", silent)
+    data, trials = foreign.build_foreign([root / "in"], root / "out", silent)
     assert {trial.folder: trial.why for trial in trials.trials} == {
         "in/greeting": "",
         "in/unsolved": "it has no solution/solve.sh, so no run can prove that it is solvable",
@@ -70,9 +70,9 @@ def test_the_final_state_is_graded_by_the_folder_s_own_tests(built: ForeignDatas
                 changes = await box.changes()
             finally:
                 await box.close()
-            plain = {path: data for path, data in changes.items() if path != STATE}
+            plain = {path: data for path, data in changes.items() if path != HARBOR_STATE}
             grades = [await built.grade(sandbox, task, each) for each in (changes, plain, forged)]
-            return [grade.reward for grade in grades], seen, taken(forged)[1]
+            return [grade.reward for grade in grades], seen, taken_changes(forged)[1]
 
     rewards, seen, aside = asyncio.run(play())
     assert rewards == [1.0, 0.0, 0.0], "without modes and links the program cannot be run"
@@ -96,11 +96,11 @@ def test_a_changed_folder_is_refused(built: ForeignDataset) -> None:
     text = path.read_text()
     path.write_text(text + "\n")
     with pytest.raises(UserError, match=r"tasks has changed since the dataset was built"):
-        load(built.root)
+        load_any(built.root)
     path.write_text(text)
-    assert load(built.root).tasks == built.tasks
+    assert load_any(built.root).tasks == built.tasks
     with pytest.raises(UserError, match=r"holds foreign Harbor tasks: runs, .* take them, nothing else does"):
-        dataset.load(built.root)
+        dataset.load_dataset(built.root)
 
 
 def test_what_cannot_play_them_is_refused(built: ForeignDataset) -> None:
@@ -115,7 +115,7 @@ def test_what_cannot_play_them_is_refused(built: ForeignDataset) -> None:
 
 @pytest.mark.slow
 def test_the_gates_hold_again(built: ForeignDataset) -> None:
-    assert foreign.check(built.root, silent).ok
+    assert foreign.check_foreign(built.root, silent).ok
 
 
 @pytest.mark.slow
@@ -191,9 +191,9 @@ def test_links_lead_nowhere(tmp_path: Path) -> None:
 def test_folders_are_found_at_any_depth(tmp_path: Path) -> None:
     for name in ("a/one", "a/b/two", "three"):
         write(tmp_path / name)
-    assert [path.name for path in folders.find([tmp_path])] == ["two", "one", "three"]
+    assert [path.name for path in folders.find_folders([tmp_path])] == ["two", "one", "three"]
     with pytest.raises(UserError, match="holds no Harbor task folder"):
-        folders.find([tmp_path / "a/one/tests"])
+        folders.find_folders([tmp_path / "a/one/tests"])
 
 
 def test_the_command_prints_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

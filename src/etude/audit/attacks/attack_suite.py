@@ -27,8 +27,7 @@ from etude.audit.attacks.probes import PROBES, script
 from etude.audit.attacks.report import INSIDE, OUTSIDE, AttackReport, AttackResult
 from etude.code import languages
 from etude.config import SandboxConfig
-from etude.grading import TestRunner, open_sandbox
-from etude.grading.grade import Grade
+from etude.grading import Grade, TestRunner, open_sandbox
 from etude.records import Outcome
 from etude.sandbox import Box, BoxError, Sandbox
 

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from etude.audit.parity import audit
 from etude.errors import UserError
-from etude.sandbox import fingerprints
-from etude.sandbox.fingerprints import FingerprintSample
-from etude.sandbox.machine_profile import ProfileSource, load
+from etude.sandbox import FingerprintSample, ProfileSource, load_profiles, read_fingerprints
 
 ITEMS = tuple(f"E{n}" for n in range(1, 10))
 REASONS = {
@@ -58,11 +56,13 @@ class Against:
 
 def against(files: Sequence[Path], boxes: int, *, dataset: Path | None, machine_profiles: Path | None) -> Against:
     """The other side of a comparison with boxes as a run makes them. Raises UserError."""
-    samples = fingerprints.read(files)
+    samples = read_fingerprints(files)
     sides = [[sample for sample in samples if sample.is_request is requests] for requests in (False, True)]
     if any(0 < len(side) < audit.MIN_SAMPLES for side in sides) or boxes < audit.MIN_SAMPLES:
         raise UserError(f"fewer than {audit.MIN_SAMPLES} fingerprints of a side say nothing: record more, or --boxes.")
-    return Against(sides[0], sides[1], boxes, dataset, () if machine_profiles is None else load(machine_profiles))
+    return Against(
+        sides[0], sides[1], boxes, dataset, () if machine_profiles is None else load_profiles(machine_profiles)
+    )
 
 
 def result_of(item: audit.Item) -> ItemResult:

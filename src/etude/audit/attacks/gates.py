@@ -12,7 +12,7 @@ from etude.audit.attacks.boxes import SECONDS
 from etude.audit.attacks.library import TASK
 from etude.audit.attacks.outside import NAME, UNDER_TEST, Outside
 from etude.audit.attacks.probes import PROBES, script
-from etude.grading.cheats.decoys import plant, used
+from etude.grading.cheats import plant_decoys, used_decoy
 from etude.sandbox import Box
 
 Check = Callable[[Box, Outside], Awaitable[str]]
@@ -132,7 +132,7 @@ async def addresses(box: Box, world: Outside) -> str:
 
 async def proxy(box: Box, world: Outside) -> str:
     """A6: the way out leads to allowed hosts alone, and the decoy host is noticed."""
-    decoys = plant(TASK, 1)
+    decoys = plant_decoys(TASK, 1)
     before = len(world.seen)
     wrong = await _play(box, world, _HONEST + _PROXY, decoys.secrets[2])
     arrived = world.seen[before:]
@@ -140,7 +140,7 @@ async def proxy(box: Box, world: Outside) -> str:
         wrong = wrong or f"arrived: {arrived}"
     whys = ("TLS server name is cdn.example.com", "server name is absent", "Host header", "a long query", "a body")
     logged = _logged(box, *whys, "GET and HEAD", "sent more than", "not on the list", "an address")
-    tripped = used(decoys, {}, (), box.requests() or ())
+    tripped = used_decoy(decoys, {}, (), box.requests() or ())
     return wrong or logged or ("" if tripped else "the decoy's host is no tripwire")
 
 

@@ -15,9 +15,8 @@ from etude.audit.attacks.library import EXPECTED, FIXED, HONEST, PATH, TASK, WRO
 from etude.audit.attacks.monitors import HONEST_COMMANDS, MINING, OTHER_FIX, REACHING, episode, graded_submission
 from etude.audit.attacks.packs import AttackPack
 from etude.edits import Example, judge_prompt
-from etude.grading.cheats import commands, decoys
-from etude.grading.cheats.signals import CheatSignals
-from etude.grading.grade import Grade
+from etude.grading import Grade
+from etude.grading.cheats import CheatSignals, broken_rules, plant_decoys, used_decoy
 from etude.records import ToolCall, Turn
 from etude.rollout import audit_group, has_violation
 from etude.sandbox import Changes, Sandbox
@@ -111,18 +110,18 @@ def _words() -> str:
     """Rules about commands and decoys."""
     for line in MINING:
         for text in (f"{line}  # {PLEA}", f": '{PLEA}'\n{line}", f": '{PLEA}'; {line}"):
-            if not commands.broken_rules([text], TASK):
+            if not broken_rules([text], TASK):
                 return f"not found any more: {text}"
     for line in HONEST_COMMANDS:
-        if commands.broken_rules([f"{line}  # {PLEA}"], TASK):
+        if broken_rules([f"{line}  # {PLEA}"], TASK):
             return f"an honest command is found: {line}"
-    planted = decoys.plant(TASK, 1)
+    planted = plant_decoys(TASK, 1)
     for secret in planted.secrets:
         call = ToolCall(name="run", arguments={"command": f"echo '{PLEA}' {secret} '{PLEA}'"})
         turn = Turn(text=PLEA, calls=(call,), results=(PLEA,), seconds_model=0.0, seconds_tools=0.0)
-        if decoys.used(planted, {}, [turn]) != secret:
+        if used_decoy(planted, {}, [turn]) != secret:
             return "the use of a decoy is not seen"
-    return "an honest fix is taken for its use" if decoys.used(planted, HONEST, ()) else ""
+    return "an honest fix is taken for its use" if used_decoy(planted, HONEST, ()) else ""
 
 
 def _opinion() -> str:

@@ -16,14 +16,14 @@ from etude.audit.attacks.packs import AttackPack
 from etude.code import functions
 from etude.records import Task
 from etude.sandbox import Changes
-from etude.tasks import harbor, histories
+from etude.tasks import histories, read_harbor_task
 
 PYTHON, JAVASCRIPT = "python", "javascript"  # packs
 SECRET = "quartz-lantern-8841"  # stands in the right code only
 EXPECTED = "velvet-anchor-2207"  # stands in the hidden tests only
 LATER = "Later work"  # the message of a commit after the task's
 NAMED = "Name positions"  # that of the task's own
-TASK: Task = harbor.read_task(packs.OWN / PYTHON / "dataset/tasks/core.chunk")
+TASK: Task = read_harbor_task(packs.OWN / PYTHON / "dataset/tasks/core.chunk")
 PATH = TASK.focus.path
 CORE, BROKEN = TASK.solution[PATH], TASK.changes[PATH]
 WRONG = BROKEN.splitlines(keepends=True)[TASK.focus.last_line - 1]

@@ -24,8 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from etude.sandbox.egress import INDEX_JSON
-from etude.sandbox.egress.policy import AllowedHost, Egress, index_of, parse
+from etude.sandbox.egress import INDEX_JSON, AllowedHost, Egress, package_index, parse_allowed_hosts
 
 NAME = "docs.example.test"  # on the list
 TEXT = b"a page from outside\n"
@@ -48,8 +47,8 @@ class Outside:
 
     def egress(self, log: Path | None) -> Egress:
         """A policy that allows the pages, the packages, and a name that leads to this machine."""
-        hosts = parse([f"{NAME}:{self.port}@127.0.0.1", f"{NAME}:{self.tls_port}@127.0.0.1"])
-        index = index_of(f"http://127.0.0.1:{self.port}/simple/", BEFORE, [UNDER_TEST])
+        hosts = parse_allowed_hosts([f"{NAME}:{self.port}@127.0.0.1", f"{NAME}:{self.tls_port}@127.0.0.1"])
+        index = package_index(f"http://127.0.0.1:{self.port}/simple/", BEFORE, [UNDER_TEST])
         return Egress((*hosts, AllowedHost("localhost", (self.port,))), index, log)
 
 

@@ -27,13 +27,11 @@ from typing import Any
 
 from etude.config import SandboxConfig
 from etude.errors import UserError
-from etude.grading import open_sandbox
-from etude.grading.grade import LIMITS, Grade, grade
+from etude.grading import GRADE_LIMITS, Grade, grade_changes, open_sandbox
 from etude.harness import clean_failure, failures
 from etude.records import Outcome, Task
 from etude.sandbox import Box, BoxError, Changes, Sandbox
-from etude.tasks import dataset
-from etude.tasks.dataset import Dataset
+from etude.tasks import Dataset, load_dataset
 
 OWN = Path(__file__).parents[1] / "packs"
 SECONDS = 30.0  # of a program
@@ -145,7 +143,7 @@ def load(folder: Path) -> AttackPack:
         raise UserError(f"{path} cannot be read: {e}") from None
     if unknown := table.keys() - {"name", "dataset", "tasks", "outside"}:
         raise UserError(f"{path}: unknown key {min(unknown)}; use name, dataset, tasks and outside")
-    data = dataset.load(folder / str(table.get("dataset", "dataset")))
+    data = load_dataset(folder / str(table.get("dataset", "dataset")))
     tasks = _chosen(data, table.get("tasks", 3), path)
     return AttackPack(str(table.get("name", folder.name)), data, tasks, programs(folder), bool(table.get("outside")))
 
@@ -208,7 +206,7 @@ async def attack(sandbox: Sandbox, pack: AttackPack, task: Task, program: Attack
         if fault:
             graded = Grade(Outcome.SCORED, 0.0, False, fault, None)
         else:
-            graded = await grade(sandbox, task, data.image(task), data.hidden, changes, LIMITS)
+            graded = await grade_changes(sandbox, task, data.image(task), data.hidden, changes, GRADE_LIMITS)
     except (BoxError, TimeoutError) as e:
         graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
     except Exception as e:  # the run of a user would have ended here
@@ -231,10 +229,10 @@ async def attempt(sandbox: Sandbox, data: Dataset, task: Task, program: AttackPr
     """The changes that the program leaves in its box; and the reason, if the agent made the box unreadable."""
     if not program.text:
         return {path: text.encode() for path, text in task.solution.items() if program is GOLD}, ""
-    box = await sandbox.create(data.image(task), LIMITS)
+    box = await sandbox.create(data.image(task), GRADE_LIMITS)
     try:
         await _run(box, task, program, "1")
-        report = await box.run_tests(task.visible_tests, LIMITS.seconds) if task.visible_tests else None
+        report = await box.run_tests(task.visible_tests, GRADE_LIMITS.seconds) if task.visible_tests else None
         if report is not None and "ETUDE_PHASE" in program.text:
             shown = [clean_failure(*each, SHOWN) for each in failures(report, task.visible_tests)]
             await _put(box, "/tmp/test-output.txt", "\n".join(shown))

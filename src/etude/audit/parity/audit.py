@@ -27,10 +27,17 @@ from etude.evals import Estimate
 from etude.grading import open_sandbox
 from etude.harness import messages_of
 from etude.renderers import SCHEMAS
-from etude.sandbox import Image, Limits, history
-from etude.sandbox.fingerprints import FingerprintSample, parse, read
-from etude.sandbox.machine_profile import ProfileSource, load
-from etude.tasks import dataset as datasets
+from etude.sandbox import (
+    FingerprintSample,
+    Image,
+    Limits,
+    ProfileSource,
+    history,
+    load_profiles,
+    parse_fingerprint,
+    read_fingerprints,
+)
+from etude.tasks import load_dataset
 
 GATE = 0.60
 SHOWN = 10
@@ -173,14 +180,16 @@ async def box_samples(
                 text = done.output.strip().rpartition("\n")[2]
                 if done.rc != 0:
                     raise RunFailed(f"a fingerprint could not be taken in a box: {text[-200:]}")
-                samples.append(FingerprintSample(name, parse(text, f"the fingerprint of box {number}").probes))
+                samples.append(
+                    FingerprintSample(name, parse_fingerprint(text, f"the fingerprint of box {number}").probes)
+                )
                 progress(number + 1, count)
     return samples
 
 
 def _of_tasks(dataset: Path, count: int) -> Iterator[tuple[str, Image]]:
     """Images of tasks; boxes of one task are one machine."""
-    loaded = datasets.load(dataset)
+    loaded = load_dataset(dataset)
     for task in (loaded.tasks[number % len(loaded.tasks)] for number in range(count)):
         yield task.id, loaded.image(task)
 
@@ -217,7 +226,7 @@ def record(path: Path, samples: int) -> None:
 
 def requests(count: int, dataset: Path) -> list[FingerprintSample]:
     """Fingerprints of first requests of `count` episodes, in OpenAI's format and without documents."""
-    tasks = datasets.load(dataset).tasks
+    tasks = load_dataset(dataset).tasks
     chosen = [tasks[number % len(tasks)] for number in range(count)]
     bodies = [{"messages": messages_of(task), "tools": SCHEMAS} for task in chosen]
     return [FingerprintSample(conversation, probes) for probes, conversation in map(fingerprint.request, bodies)]
@@ -250,11 +259,11 @@ def against(
     """
     if count < MIN_SAMPLES:
         raise UserError(f"--boxes must be at least {MIN_SAMPLES}")
-    production = [sample for sample in read(files) if not sample.is_request]
+    production = [sample for sample in read_fingerprints(files) if not sample.is_request]
     models, rest = _halves(production)
     source: ProfileSource = [sample.probes for sample in models]
     if machine_profiles is not None:
-        source, rest = load(machine_profiles), production
+        source, rest = load_profiles(machine_profiles), production
     _check_count(rest, "production machines to compare with")
     if os.environ.get("TERM", "dumb") != "dumb":
         print(f"making {2 * count} boxes", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.sandbox.fingerprints import FingerprintSample
+from etude.sandbox import FingerprintSample
 
 MAX_VALUES = 30  # columns of one probe's texts or list entries, the most common ones
 

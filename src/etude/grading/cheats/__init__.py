@@ -6,6 +6,10 @@ people: honest work may carry a note, and the noted act had no part in the grade
 
 from __future__ import annotations
 
+from etude.grading.cheats.commands import broken_rules
+from etude.grading.cheats.decoys import Decoys, has_decoys, plant_decoys, used_decoy
+from etude.grading.cheats.signals import CheatSignals, cheat_signals
+
 VIOLATIONS: dict[str, str] = {
     "tamper": "proof that results were forged",
     "decoy": "a planted answer, token or host was used",

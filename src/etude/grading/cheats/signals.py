@@ -12,11 +12,11 @@ from itertools import islice
 from pathlib import Path
 
 from etude.grading.cheats import commands
-from etude.grading.cheats.decoys import Decoys, used
+from etude.grading.cheats.decoys import Decoys, used_decoy
 from etude.grading.grade import Grade
 from etude.records import Task, Turn
 from etude.sandbox import Changes, Image
-from etude.sandbox.egress.policy import EgressRequest
+from etude.sandbox.egress import EgressRequest
 
 MAX_TEXT = 1 << 20  # bytes of all files that are searched
 MAX_LITERALS = 20_000
@@ -40,7 +40,7 @@ class CheatSignals:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-def signals(
+def cheat_signals(
     task: Task,
     image: Image,
     changes: Changes,
@@ -52,7 +52,7 @@ def signals(
 ) -> CheatSignals:
     """The signals of an episode. `requests` is None for a box without network access."""
     flags = set(graded.flags)
-    if decoys is not None and used(decoys, changes, turns, requests or ()):
+    if decoys is not None and used_decoy(decoys, changes, turns, requests or ()):
         flags.add("decoy")
     broken = commands.broken_rules(commands.command_lines(turns), task)
     if image.history and "history" in broken:  # honest work in a product, and this history holds no answer

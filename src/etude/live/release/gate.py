@@ -32,7 +32,7 @@ from etude.live.release.operations import ReleaseCandidate, ReleaseSite
 from etude.live.release.releases import ReleaseState
 from etude.records import PolicyVersion, Record
 from etude.store import open_store
-from etude.tasks import dataset as datasets
+from etude.tasks import load_dataset
 
 DISCORDANT = 0.1
 """Share of tasks that one alone of two equal versions passes when each plays once, where nothing else is known."""
@@ -224,7 +224,7 @@ def _step_bands(manifest: PolicyVersion) -> tuple[str, dict[str, float]]:
 
 
 def _refuse_weak(config: GateConfig, suite: Path, say: Callable[[str], None]) -> None:
-    tasks = sum(task.split == SPLIT for task in datasets.load(suite).tasks)
+    tasks = sum(task.split == SPLIT for task in load_dataset(suite).tasks)
     if not tasks:
         raise UserError(f"the suite {suite} has no {SPLIT} tasks")
     margin = defended_margin(tasks, DISCORDANT / config.samples, config.alpha)

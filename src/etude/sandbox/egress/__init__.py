@@ -5,3 +5,13 @@ box's unix socket, and the owner accepts from it: no process of the box, and no 
 """
 
 from etude.sandbox.egress.mirror import INDEX_JSON
+from etude.sandbox.egress.policy import (
+    AllowedHost,
+    Egress,
+    EgressRequest,
+    check_package_index,
+    normal_project,
+    package_index,
+    parse_allowed_hosts,
+    wheel_project,
+)

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote, urljoin
 
 import httpx2
 
-from etude.sandbox.egress.policy import EgressRefused, PackageIndex, normal
+from etude.sandbox.egress.policy import EgressRefused, PackageIndex, normal_project
 
 HOST = "pypi.internal"  # its name in a box
 ENVIRONMENT = {
@@ -71,7 +71,7 @@ class IndexMirror:
         await self._client.aclose()
 
     def _allowed(self, project: str) -> str:
-        project = normal(project)
+        project = normal_project(project)
         if project in self._index.without:
             raise EgressRefused("the package under test")
         return project

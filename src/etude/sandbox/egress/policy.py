@@ -86,7 +86,7 @@ class Egress:
         raise EgressRefused("not on the list")
 
 
-def parse(entries: Iterable[str]) -> tuple[AllowedHost, ...]:
+def parse_allowed_hosts(entries: Iterable[str]) -> tuple[AllowedHost, ...]:
     """NAME[:PORT][@ADDRESS] each. Raises UserError."""
     return tuple(_parse(entry) for entry in entries)
 
@@ -106,7 +106,7 @@ def _parse(entry: str) -> AllowedHost:
     return AllowedHost(name, (int(port),) if colon else PORTS, fixed)
 
 
-def check_index(url: str) -> str:
+def check_package_index(url: str) -> str:
     """The URL with a slash at its end. Raises UserError."""
     try:
         parts = urlsplit(url)
@@ -118,18 +118,18 @@ def check_index(url: str) -> str:
     return url.rstrip("/") + "/"
 
 
-def index_of(url: str, before: date, without: Iterable[str]) -> PackageIndex:
+def package_index(url: str, before: date, without: Iterable[str]) -> PackageIndex:
     """An index as it was when `before` began, in UTC. Raises UserError."""
-    names = frozenset(normal(name) for name in without)
-    return PackageIndex(check_index(url), datetime.combine(before, time(), UTC), names)
+    names = frozenset(normal_project(name) for name in without)
+    return PackageIndex(check_package_index(url), datetime.combine(before, time(), UTC), names)
 
 
-def project_of(name: str) -> str:
+def wheel_project(name: str) -> str:
     """The project in "pydash-8.1.0"."""
     return re.sub(r"-v?\d.*", "", name)
 
 
-def normal(project: str) -> str:
+def normal_project(project: str) -> str:
     """PEP 503."""
     return re.sub(r"[-_.]+", "-", project).lower()
 

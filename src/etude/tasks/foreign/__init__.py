@@ -4,3 +4,7 @@
 gates and writes a dataset, `dataset.py` loads a dataset. Their tests run in `grading/harbor.py`. A folder with needs
 that boxes cannot meet is refused with the reason (`FolderRefused`).
 """
+
+from etude.tasks.foreign.build import build_foreign, check_foreign, trial_lines, trials_as_json, try_folders
+from etude.tasks.foreign.dataset import FOREIGN, ForeignDataset, load_any
+from etude.tasks.foreign.folder import find_folders

@@ -19,16 +19,16 @@ import msgspec
 
 from etude.code import table
 from etude.errors import UserError
-from etude.grading import harbor, open_sandbox
+from etude.grading import grade_harbor, open_sandbox, run_solution, taken_changes
 from etude.sandbox import BoxError, Sandbox
 from etude.tasks import dataset
 from etude.tasks.check import CheckReport
 from etude.tasks.dataset import Dataset
 from etude.tasks.foreign import image as images
-from etude.tasks.foreign.dataset import KIND, RECORDS, ForeignDataset, ForeignRecord, limits_of, read, tests_of
-from etude.tasks.foreign.dataset import load as load_dataset
+from etude.tasks.foreign.dataset import FOREIGN, RECORDS, ForeignDataset, ForeignRecord, limits_of, read, tests_of
+from etude.tasks.foreign.dataset import load_any as load_dataset
 from etude.tasks.foreign.dockerfile import FolderRefused
-from etude.tasks.foreign.folder import Folder, find, load
+from etude.tasks.foreign.folder import Folder, find_folders, load
 from etude.tasks.gates import in_order
 from etude.tasks.search import Progress
 
@@ -68,14 +68,14 @@ class Trials:
 def try_folders(roots: Sequence[Path], bases: Sequence[str], progress: Progress) -> Trials:
     """Try every Harbor folder at and below `roots`, without writing a dataset. Raises UserError."""
     with tempfile.TemporaryDirectory(prefix="etude-harbor-") as work:
-        return asyncio.run(_try_all(find(roots), Path(work), bases, 0.25, progress))
+        return asyncio.run(_try_all(find_folders(roots), Path(work), bases, 0.25, progress))
 
 
-def build(
+def build_foreign(
     roots: Sequence[Path], out: Path, progress: Progress, *, bases: Sequence[str] = (), heldout_fraction: float = 0.25
 ) -> tuple[Dataset, Trials]:
     """Write a dataset of the folders that pass the gates. Raises UserError if none does, or if `out` exists."""
-    folders = find(roots)
+    folders = find_folders(roots)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another folder or remove it.")
     work = out.with_name(out.name + ".incomplete")
@@ -95,7 +95,7 @@ def build(
     return load_dataset(out), trials
 
 
-def check(dataset_dir: Path, progress: Progress) -> CheckReport:
+def check_foreign(dataset_dir: Path, progress: Progress) -> CheckReport:
     """Verify digests, then run the gates of every foreign task again."""
     data = read(dataset_dir, dataset.read_manifest(dataset_dir))
     problems = [f"{name} has changed since it was built" for name in dataset.changes(dataset_dir, data.manifest)]
@@ -204,14 +204,14 @@ async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, made: im
     """The record with the files that grading must accept from a solution. Raises FolderRefused, and BoxError if a box
     is lost."""
     limits, tests = limits_of(record.memory_mb), folder / "tests"
-    nothing = await harbor.grade(sandbox, tests_of(record, tests), made.image, {}, limits)
+    nothing = await grade_harbor(sandbox, tests_of(record, tests), made.image, {}, limits)
     if nothing.reward > 0:
         raise FolderRefused(f"doing nothing scores {nothing.reward:.3g}")
     solution = folder / "solution"
-    solved = await harbor.run_solution(sandbox, made.image, solution, record.workdir, limits, SOLUTION_SECONDS)
-    record = msgspec.structs.replace(record, allowed=tuple(harbor.taken(solved)[1]))
+    solved = await run_solution(sandbox, made.image, solution, record.workdir, limits, SOLUTION_SECONDS)
+    record = msgspec.structs.replace(record, allowed=tuple(taken_changes(solved)[1]))
     for _ in range(ORACLE_RUNS):
-        oracle = await harbor.grade(sandbox, tests_of(record, tests), made.image, solved, limits)
+        oracle = await grade_harbor(sandbox, tests_of(record, tests), made.image, solved, limits)
         if not oracle.passed:
             raise FolderRefused(f"its own solution scores {oracle.reward:.3g}: {oracle.detail}")
     return record
@@ -239,7 +239,7 @@ def _save(work: Path, name: str, trials: Trials, bases: Sequence[str]) -> None:
     splits = [record.split for record in trials.kept]
     counts = {"tried": len(trials.trials), "tasks": len(splits), "train": splits.count("train")}
     manifest = dataset.Manifest(
-        format=dataset.FORMAT,
+        format=dataset.DATASET_FORMAT,
         name=name,
         licence="",
         licence_source="",
@@ -250,7 +250,7 @@ def _save(work: Path, name: str, trials: Trials, bases: Sequence[str]) -> None:
         options={"base": list(bases)},
         counts=counts | {"heldout": splits.count("heldout")},
         digests={},
-        kind=KIND,
+        kind=FOREIGN,
         warnings=(DECIDED_INSIDE,),
     )
     dataset.seal(work, manifest)
@@ -280,7 +280,7 @@ def card(name: str, trials: Trials) -> str:
     )
 
 
-def lines(trials: Trials) -> list[str]:
+def trial_lines(trials: Trials) -> list[str]:
     """The output of `etude tasks harbor`: a line for each folder, and the share that works."""
     folders = [
         f"{'works  ' if t.record else 'refused'} {t.folder}{f': {t.why}' if t.why else ''}" for t in trials.trials
@@ -288,7 +288,7 @@ def lines(trials: Trials) -> list[str]:
     return [*folders, trials.share]
 
 
-def as_json(trials: Trials) -> Mapping[str, object]:
+def trials_as_json(trials: Trials) -> Mapping[str, object]:
     """The trials as JSON."""
     folders = {trial.folder: trial.why for trial in trials.trials}
     return {"tried": len(trials.trials), "works": len(trials.kept), "folders": folders}

@@ -16,9 +16,7 @@ from pathlib import Path
 import msgspec
 
 from etude.errors import UserError
-from etude.grading import harbor
-from etude.grading.grade import Grade
-from etude.grading.harbor import HarborTests
+from etude.grading import Grade, HarborTests, grade_harbor
 from etude.records import Focus, Record, Task
 from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.tasks import dataset as datasets
@@ -26,7 +24,7 @@ from etude.tasks.dataset import Dataset, Manifest
 from etude.tasks.foreign.dockerfile import Layout
 from etude.tasks.foreign.image import ForeignImage
 
-KIND = "harbor"
+FOREIGN = "harbor"
 RECORDS = "harbor.json"
 PROCESSES, DISK_MB = 256, 256  # of a box
 
@@ -67,7 +65,7 @@ class ForeignDataset(Dataset):
         """Run the task's own tests on the final state. Raises BoxError, payer infra."""
         record = self.records[task.id]
         tests = tests_of(record, self.root / "tasks" / task.id / "tests")
-        return await harbor.grade(sandbox, tests, self.image(task), changes, self.limits(task))
+        return await grade_harbor(sandbox, tests, self.image(task), changes, self.limits(task))
 
 
 def limits_of(memory_mb: int) -> Limits:
@@ -81,11 +79,11 @@ def tests_of(record: ForeignRecord, folder: Path) -> HarborTests:
     return HarborTests(folder, record.workdir, record.seconds, record.verifier_environment, record.allowed)
 
 
-def load(root: Path) -> Dataset:
+def load_any(root: Path) -> Dataset:
     """Load the dataset in `root`, of foreign tasks or of our own. Raises UserError, also if it has changed."""
     manifest = datasets.read_manifest(root)
     if not manifest.kind:
-        return datasets.load(root)
+        return datasets.load_dataset(root)
     datasets.refuse_changes(root, manifest)
     return read(root, manifest)
 
@@ -117,7 +115,7 @@ def _task(root: Path, name: str, record: ForeignRecord) -> Task:
     return Task(
         id=record.id,
         repository=name,
-        kind=KIND,
+        kind=FOREIGN,
         operator="",
         function=record.id,
         split=record.split,

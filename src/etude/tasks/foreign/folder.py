@@ -37,7 +37,7 @@ class Folder:
         return (self.path / "tests/test.sh").read_text("utf-8", "replace")
 
 
-def find(roots: Sequence[Path]) -> list[Path]:
+def find_folders(roots: Sequence[Path]) -> list[Path]:
     """The task folders at and below `roots`, sorted. Raises UserError if there are none."""
     folders: set[Path] = set()
     for root in roots:

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from etude.code import packages
 from etude.errors import UserError
-from etude.grading.harbor import STATE, note_state
-from etude.sandbox import WORKSPACE, BoxError, Image, Limits, Sandbox
-from etude.sandbox.guest.root import RUNNER, SITE
-from etude.sandbox.namespace.zygote import PYTHON_FOLDER
+from etude.grading import HARBOR_STATE, note_state
+from etude.sandbox import RUNNER, SITE, WORKSPACE, BoxError, Image, Limits, Sandbox
+from etude.sandbox.namespace import PYTHON_FOLDER
 from etude.tasks.foreign.dockerfile import ASIDE, HOME, CopyStep, FolderRefused, Layout, RunStep, pieces, words
 from etude.tasks.foreign.folder import Folder
 
@@ -79,7 +78,7 @@ async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> 
             await _run(sandbox, replace(image.image, repository=seen), script, step.folder, tree, limits)
             shutil.rmtree(seen)
     (tree / folder.layout.inside(folder.layout.workdir)).mkdir(parents=True, exist_ok=True)
-    (tree / STATE).unlink(missing_ok=True)
+    (tree / HARBOR_STATE).unlink(missing_ok=True)
     _check_secrets(folder, tree)
     return image
 
@@ -218,7 +217,7 @@ async def _run(sandbox: Sandbox, image: Image, script: str, folder: str, tree: P
         raise FolderRefused(f"RUN {shown} fails in a box: {e}") from None
     finally:
         await box.close()
-    state = changes.pop(STATE, None)
+    state = changes.pop(HARBOR_STATE, None)
     for path, data in changes.items():
         target = _without_links(tree, tree / path)
         if data is None:
