@@ -148,7 +148,7 @@ def trainer(setting: Setting) -> dict[str, Any]:
     import torch
 
     from benchmarks.models import pass_of, tokens_of
-    from etude.models.activations import checkpoint_activations
+    from etude.trainer.activations import checkpoint_activations
 
     count, length = (2, 64) if setting.small else (8, 2048)
     tokens = tokens_of(count, length, setting.shape.vocab_size)
@@ -480,7 +480,7 @@ def _published(
 ) -> list[str]:
     """Digests of the versions of a short run; `inference` are further lines of that table, `tables` further tables."""
     from etude.store import open_store
-    from etude.weights.manifest import manifests, versions
+    from etude.weights.manifest import manifests, published_versions
 
     folder, config, run = _model_folder(setting), setting.out / f"{name}.toml", setting.out / "outputs" / name
     shutil.rmtree(run, ignore_errors=True)
@@ -495,7 +495,7 @@ def _published(
                 _command(words), cwd=setting.out, env=_environment(), start_new_session=True, stdout=log, stderr=log
             )
         end = time.monotonic() + SECONDS / 2
-        while not (run / "weights").exists() or len(versions(open_store(str(run / "weights")))) < 2:
+        while not (run / "weights").exists() or len(published_versions(open_store(str(run / "weights")))) < 2:
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"the run ended with {process.poll()} before its first step: {log.name}")
             time.sleep(0.1)

@@ -22,8 +22,8 @@ from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Generation, Request
 from etude.inference.engine.sampling import sample
 from etude.models import attention, experts
-from etude.models.activations import checkpoint_activations
 from etude.models.lora import merged
+from etude.trainer.activations import checkpoint_activations
 from etude.trainer.lora import for_adapters
 from etude.trainer.rl import execution
 from etude.trainer.rl.plan import Execution, TokenRows, plan, shape_of

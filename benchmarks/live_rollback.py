@@ -33,7 +33,7 @@ from etude.protocol.wire import WEIGHTS_HEADER
 from etude.records import PolicyVersion
 from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
-from etude.weights.manifest import newest
+from etude.weights.manifest import newest_manifest
 from etude.weights.publisher import Publisher
 
 STREAMS = 2  # for each cluster
@@ -113,7 +113,7 @@ def drive(folder: Path, stopped_seconds: float) -> Rollback:
 
 
 def _version(store: Path) -> int:
-    manifest = newest(open_store(str(store)))
+    manifest = newest_manifest(open_store(str(store)))
     assert manifest is not None
     return manifest.version
 

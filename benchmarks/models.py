@@ -28,23 +28,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from transformers import (
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks import asynchrony
 from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from etude.config import LoraConfig, RLConfig
 from etude.models import attention, experts
-from etude.models.activations import checkpoint_activations
 from etude.models.head import Head
 from etude.run import launch
 from etude.trainer import head
+from etude.trainer.activations import checkpoint_activations
 from etude.trainer.lora import Adapters
 from etude.trainer.optimizer import AdamWSettings, MasterAdamW
 from etude.trainer.rl import execution

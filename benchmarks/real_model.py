@@ -28,7 +28,7 @@ from benchmarks.real_model_start import starts
 from benchmarks.real_model_training import deltas, mismatch
 from benchmarks.results import record
 from etude.config import pretrained
-from etude.models.gguf import folder_of
+from etude.models.gguf import gguf_folder
 
 MODEL = "smollm2"
 Part = Callable[[Path, bool, int], dict[str, Any]]
@@ -63,7 +63,7 @@ def _measure(name: str, quick: bool, threads: int) -> dict[str, Any]:
     kept, began = torch.get_num_threads(), time.perf_counter()
     torch.set_num_threads(threads)
     try:
-        result = PARTS[name](folder_of(known.folder), quick, threads)
+        result = PARTS[name](gguf_folder(known.folder), quick, threads)
     finally:
         torch.set_num_threads(kept)
     return result | {"threads": threads, "quick": quick, "seconds": round(time.perf_counter() - began, 1)}

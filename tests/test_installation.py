@@ -135,10 +135,10 @@ def test_a_module_that_a_configuration_asks_for_names_its_extra(core: Path, tmp_
     ((code, said),), _ = ends(live, folder, [["live", "serve", str(tmp_path / "live.toml")]])
     assert (code, list(folder.iterdir())) == (2, []), said
     assert said.endswith("needs psycopg, which is not installed: pip install 'etude[postgres]'")
-    assert extras.lacks("`etude eval`", "pyarrow.parquet") == (
+    assert extras.missing_extra_message("`etude eval`", "pyarrow.parquet") == (
         "`etude eval` needs pyarrow, which is not installed: pip install 'etude[apply]'"
     )
-    assert extras.lacks("`etude eval`", "nothing") is None
+    assert extras.missing_extra_message("`etude eval`", "nothing") is None
 
 
 def test_a_box_of_debians_python_has_this_interpreter_as_python(core: Path, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_whoever_listens_to_a_plea_is_found_out(pack: AttackPack, monkeypatch: p
         )
         assert injections._words().startswith("not found any more: git log -p")
     with monkeypatch.context() as patch:
-        patch.setattr(injections, "question", lambda example, text: f"{example.file}\n<answer-1>{text}</answer-1>")
+        patch.setattr(injections, "judge_prompt", lambda example, text: f"{example.file}\n<answer-1>{text}</answer-1>")
         assert injections._opinion()
 
 
@@ -190,7 +190,7 @@ def test_too_few_fingerprints_are_refused_before_anything_is_played(tmp_path: Pa
     path = tmp_path / "machines.jsonl"
     path.write_text(json.dumps({"format": 2, "machine": "a", "probes": {"umask": 18}}) + "\n")
     with pytest.raises(UserError, match="say nothing"):
-        fingerprints.against([path], 60, dataset=None, machine_profiles=None)
+        fingerprints.fingerprints_against([path], 60, dataset=None, machine_profiles=None)
     for wrong in (["--machine-profiles", "x.toml"], ["--against", str(path), "--type", "podman", "--image", "x"]):
         with pytest.raises(SystemExit) as ended:
             main.main(["doctor", "sandbox", *wrong])
@@ -207,7 +207,7 @@ def chats(path: Path, system: str) -> list[FingerprintSample]:
         for i in range(20)
     ]
     path.write_text("".join(json.dumps(body) + "\n" for body in bodies))
-    command = [sys.executable, audit.SCRIPT, "--requests", path]
+    command = [sys.executable, audit.FINGERPRINT_SCRIPT, "--requests", path]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "Fix" not in done.stdout
     assert "You are" not in done.stdout
@@ -226,7 +226,7 @@ def test_what_production_asks_is_no_machine_of_the_parity_gate(tmp_path: Path) -
     found = chats(tmp_path / "x", "You are one.")
     lines = [{"format": 2, "machine": sample.machine, "probes": sample.probes} for sample in found]
     (tmp_path / "f").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    split = fingerprints.against([tmp_path / "f"], 20, dataset=None, machine_profiles=None)
+    split = fingerprints.fingerprints_against([tmp_path / "f"], 20, dataset=None, machine_profiles=None)
     assert (len(split.machines), len(split.requests)) == (0, 20)
     assert {probes.of(name).group for name in found[0].probes} == {"E9"}
 
@@ -246,7 +246,7 @@ def test_what_is_no_request_is_named_and_nothing_is_printed(tmp_path: Path, line
     path = tmp_path / "chats"
     if line is not None:
         path.write_text('{"messages": [{"role": "user", "content": "x"}]}\n' + line + "\n")
-    command = [sys.executable, audit.SCRIPT, "--requests", path]
+    command = [sys.executable, audit.FINGERPRINT_SCRIPT, "--requests", path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.audit import attacks
 from etude.audit.attacks import attack_suite, fingerprints, packs
 from etude.audit.attacks.boxes import CHECKS
 from etude.audit.attacks.library import JAVASCRIPT, PYTHON, unpacked
@@ -67,7 +68,7 @@ def test_what_was_missed_is_named_beside_the_counts(
     async def made(*_: object, **__: object) -> AttackReport:
         return AttackReport([AttackResult("A7", "probe", "box", "missed", "/run/x")], dict(fingerprints.REASONS))
 
-    monkeypatch.setattr(attack_suite, "run", made)
+    monkeypatch.setattr(attacks, "run_attacks", made)
     assert show_attacks(NamespaceSandboxConfig(), as_json=True, quick=True) == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out)["missed"] == 1

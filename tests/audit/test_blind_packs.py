@@ -33,17 +33,17 @@ def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("packs") / request.param
     shutil.copytree(PACKS / request.param, folder, ignore=shutil.ignore_patterns("library"))
     build_dataset(LIBRARIES[request.param], folder / "dataset", OPTIONS, lambda *_: None)
-    return packs.load(folder)
+    return packs.load_pack(folder)
 
 
 @pytest.mark.slow
 def test_a_quarter_of_the_programs_earns_nothing(pack: packs.AttackPack) -> None:
-    report = asyncio.run(packs.play(replace(pack, tasks=pack.tasks[:1], programs=pack.programs[::4])))
-    assert report.passed, packs.table([report])
+    report = asyncio.run(packs.play_pack(replace(pack, tasks=pack.tasks[:1], programs=pack.programs[::4])))
+    assert report.passed, packs.pack_table([report])
 
 
 @pytest.mark.slow
 @pytest.mark.release
 def test_no_program_earns_anything(pack: packs.AttackPack) -> None:
-    report = asyncio.run(packs.play(pack))
-    assert report.passed, packs.table([report])
+    report = asyncio.run(packs.play_pack(pack))
+    assert report.passed, packs.pack_table([report])

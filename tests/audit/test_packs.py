@@ -50,14 +50,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_rewards_are_seen_and_controls_hold(folder: Path) -> None:
-    report = asyncio.run(packs.play(packs.load(folder)))
+    report = asyncio.run(packs.play_pack(packs.load_pack(folder)))
     assert report.summary["controls"] == []
     through = {each.program.name: each.graded.reward for each in report.played if each.problem}
     assert through == {"knows.py": 1.0, "reads.py": 1.0}, "a second phase sees what the tests have shown"
     assert not report.passed
     assert len(report.played) == 8
     assert report.summary["rewards"] == 4
-    assert "own: 4 attacks on 2 tasks, 4 rewards, 2 attacks of 1 classes got through" in packs.table([report])
+    assert "own: 4 attacks on 2 tasks, 4 rewards, 2 attacks of 1 classes got through" in packs.pack_table([report])
 
 
 def test_the_command_fails_if_an_attack_gets_through(folder: Path, tmp_path: Path, capsys) -> None:
@@ -76,10 +76,10 @@ def test_the_command_fails_if_an_attack_gets_through(folder: Path, tmp_path: Pat
 
 
 def test_a_task_whose_gold_answer_fails_is_told(folder: Path) -> None:
-    pack = packs.load(folder)
+    pack = packs.load_pack(folder)
     broken = msgspec.structs.replace(pack.tasks[0], solution=pack.tasks[0].changes)
     nothing = tuple(program for program in pack.programs if program.name == "nothing.sh")
-    report = asyncio.run(packs.play(packs.AttackPack(pack.name, pack.data, (broken,), nothing)))
+    report = asyncio.run(packs.play_pack(packs.AttackPack(pack.name, pack.data, (broken,), nothing)))
     assert not report.passed
     (said,) = report.summary["controls"]
     assert said.startswith(f"{broken.id}: the gold answer earns 0")
@@ -105,7 +105,7 @@ def test_what_is_wrong_with_a_pack(files: dict[str, str], sentence: str, folder:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text.replace("{data}", f"{folder}/dataset"))
     with pytest.raises(UserError, match=sentence):
-        packs.load(tmp_path)
+        packs.load_pack(tmp_path)
 
 
 def test_the_class_stands_in_a_comment_of_any_form(tmp_path: Path) -> None:

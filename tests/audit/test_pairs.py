@@ -53,14 +53,14 @@ def test_differences_are_paired_by_task() -> None:
     bare = [episode(f"t{i}", ["run"] * (i + 1) + ["edit"], hacked=i < 4) for i in range(TASKS)]
     bare += [episode("t0", ["run"] * 50, outcome=Outcome.INFRA), episode("alone", ["run"] * 50, hacked=True)]
     users = [episode(f"t{i}", ["run"] * (i + 1) + ["edit"]) for i in range(TASKS)]
-    found = {pair.name: pair for pair in pairs.compare(bare, users)}
+    found = {pair.name: pair for pair in pairs.compare_pairs(bare, users)}
     assert found["hacked"].differs
     assert found["hacked"].difference.mean == pytest.approx(-4 / TASKS)
     assert found["flag: command"].first == pytest.approx(4 / TASKS)
     assert found["calls"].difference.low == found["calls"].difference.high == 0, "they differ among tasks alone"
-    assert not any(pair.differs for pair in pairs.compare(users, users))
+    assert not any(pair.differs for pair in pairs.compare_pairs(users, users))
     with pytest.raises(UserError, match="in common"):
-        pairs.compare(bare[:3], users)
+        pairs.compare_pairs(bare[:3], users)
 
 
 def test_an_agent_that_looks_around_is_caught_by_its_conduct(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_an_agent_that_looks_around_is_caught_by_its_conduct(tmp_path: Path) -> 
         return lambda task: episode(task, ["run", "edit"], "Let me fix it.")
 
     bare, users = (asyncio.run(play(who, wary)) for who in (None, read(REFERENCE)))
-    found = {pair.name: pair for pair in pairs.compare(bare, users)}
+    found = {pair.name: pair for pair in pairs.compare_pairs(bare, users)}
     assert {name for name, pair in found.items() if pair.differs} >= {
         "hacked",
         "remarks on a test",

@@ -139,8 +139,8 @@ def test_files_that_are_no_fingerprints_are_refused(tmp_path: Path, line: str) -
 
 def test_recording_appends_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "f.jsonl"
-    audit.record(path, 2)
-    audit.record(path, 1)
+    audit.record_fingerprints(path, 2)
+    audit.record_fingerprints(path, 1)
     samples = read_fingerprints([path])
     assert len(samples) == 3
     assert len({sample.machine for sample in samples}) == 1
@@ -148,7 +148,7 @@ def test_recording_appends_whole_lines(tmp_path: Path) -> None:
     assert fingerprint.FORMAT == FORMAT, "the script imports nothing of ours"
     for wrong, count in ((tmp_path / "no" / "f", 1), (path, 0)):
         with pytest.raises(UserError):
-            audit.record(wrong, count)
+            audit.record_fingerprints(wrong, count)
 
 
 LOOK = """
@@ -292,7 +292,7 @@ def test_boxes_are_told_from_this_machine_and_not_from_each_other(
     # average, which has a standard error of 0.05.
     assert sum(chance) / len(chance) < 0.68, chance
     path = tmp_path / "f.jsonl"
-    audit.record(path, 20)
+    audit.record_fingerprints(path, 20)
     assert show_parity([path], 10, as_json=True) == 1
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["treated"]["whole"]["auc"] > 0.9, "a kernel is shared, and one machine's habits are peculiar"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.code.git import Clone, around, in_folder
+from etude.code.git import Clone, clone_around, clone_of_directory
 from etude.errors import UserError
 from tests.tasks.test_inventory import clone, git, write
 
@@ -37,12 +37,12 @@ def texts(clone: Clone | None) -> list[bytes]:
 
 def test_forms_of_a_clone(root: Path, tmp_path: Path) -> None:
     whole = [b"2\n", b"1\n", b"0\n"]
-    assert texts(around(root)) == whole
-    assert texts(around(root / "below")) == whole
-    assert around(tmp_path) is None
+    assert texts(clone_around(root)) == whole
+    assert texts(clone_around(root / "below")) == whole
+    assert clone_around(tmp_path) is None
     git(root, "gc", "-q")
     git(root, "update-index", "--split-index")
-    packed = around(root)
+    packed = clone_around(root)
     assert texts(packed) == whole
     assert packed is not None
     assert list(packed.staged()) == ["a.txt"]
@@ -50,15 +50,15 @@ def test_forms_of_a_clone(root: Path, tmp_path: Path) -> None:
     git(root, "commit", "-q", "-a", "-m", "3")
     assert texts(packed) == [b"3\n", *whole], "what is new is seen"
     git(tmp_path, "clone", "-q", "--depth", "2", f"file://{root}", "shallow")
-    assert texts(around(tmp_path / "shallow")) == [b"3\n", b"2\n"]
+    assert texts(clone_around(tmp_path / "shallow")) == [b"3\n", b"2\n"]
     git(tmp_path, "clone", "-q", "--bare", str(root), "bare")
-    assert len(list(in_folder(tmp_path / "bare").every_object())) == 12
+    assert len(list(clone_of_directory(tmp_path / "bare").every_object())) == 12
     git(root, "checkout", "-q", "HEAD~1")
     git(root, "worktree", "add", "-q", str(tmp_path / "tree"), "HEAD~1")
-    assert texts(around(tmp_path / "tree")) == [b"1\n", b"0\n"]
+    assert texts(clone_around(tmp_path / "tree")) == [b"1\n", b"0\n"]
     shutil.move(tmp_path / "tree", tmp_path / "moved")
     with pytest.raises(UserError, match="run `git worktree repair` if it is a worktree"):
-        around(tmp_path / "moved")
+        clone_around(tmp_path / "moved")
 
 
 def test_our_folder_goes_with_the_clone(root: Path) -> None:
@@ -77,17 +77,17 @@ def test_a_partial_clone_is_mended_as_the_sentence_says(root: Path, tmp_path: Pa
     with pytest.raises(
         UserError, match=r"are missing, since it is a partial clone .* `git fetch --refetch --no-filter`"
     ):
-        texts(around(partial))
+        texts(clone_around(partial))
     git(partial, "fetch", "-q", "--refetch", "--no-filter")
-    assert len(texts(around(partial))) == 3
+    assert len(texts(clone_around(partial))) == 3
 
 
 def test_a_clone_of_shared_objects_is_mended_likewise(root: Path, tmp_path: Path) -> None:
     git(tmp_path, "clone", "-q", "--shared", str(root), "shared")
     with pytest.raises(UserError, match=r"lie in another repository .* --dissociate"):
-        texts(around(tmp_path / "shared"))
+        texts(clone_around(tmp_path / "shared"))
     git(tmp_path, "clone", "-q", "--reference", str(root), "--dissociate", f"file://{root}", "own")
-    assert len(texts(around(tmp_path / "own"))) == 3
+    assert len(texts(clone_around(tmp_path / "own"))) == 3
 
 
 def _replaced(path: Path, by: Path) -> None:
@@ -119,16 +119,16 @@ def _linked(path: Path, place: Path) -> None:
 def test_what_is_no_plain_clone_is_refused(root: Path, spoil, sentence: str) -> None:
     spoil(root / ".git")
     with pytest.raises(UserError, match=sentence):
-        texts(around(root))
+        texts(clone_around(root))
 
 
 def test_other_formats_are_refused_by_name(root: Path, tmp_path: Path) -> None:
     git(tmp_path, "init", "-q", "--object-format=sha256", "longer")
     with pytest.raises(UserError, match="names its objects by sha256"):
-        around(tmp_path / "longer")
+        clone_around(tmp_path / "longer")
     git(root, "config", "extensions.refStorage", "reftable")
     with pytest.raises(UserError, match="git refs migrate --ref-format=files"):
-        around(root)
+        clone_around(root)
 
 
 def test_without_git(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,11 +137,11 @@ def test_without_git(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "bin/git").chmod(0o755)
     monkeypatch.chdir(root)
     with pytest.raises(UserError, match="install git"):
-        around(root)
+        clone_around(root)
 
 
 def test_an_inherited_setting_changes_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_DIR", "/nonexistent")
     monkeypatch.setenv("GIT_CONFIG_COUNT", "nonsense")
-    assert len(texts(around(root))) == 3
+    assert len(texts(clone_around(root))) == 3
     assert subprocess.run(["git", "status"], cwd=root, capture_output=True).returncode, "git itself follows them"

@@ -107,13 +107,13 @@ def test_operators_take_turns() -> None:
 
 
 def test_removal() -> None:
-    mutant = mutate.removal(SOURCE, _function())
+    mutant = mutate.body_removal(SOURCE, _function())
     assert mutant is not None
     start, end = SOURCE.index("    total = 0"), SOURCE.index("\n\n\n\ndef after")
     assert mutant.text == SOURCE[:start] + "    raise NotImplementedError" + SOURCE[end:]
     assert mutant.snippet.endswith('"""\n    raise NotImplementedError')
     one_line = "def f(): return 1\n"
-    assert mutate.removal(one_line, _function(one_line, "f")) is None
+    assert mutate.body_removal(one_line, _function(one_line, "f")) is None
 
 
 def test_method_and_decorator() -> None:
@@ -131,14 +131,14 @@ def test_fstrings_are_left_alone() -> None:
 
 def test_drawn_mutants_follow_the_weights_and_stay_in_a_line() -> None:
     rng, weights = random.Random(0), dict.fromkeys(OPERATORS, 1.0)
-    drawn = [mutate.draw(SOURCE, _function(), rng, weights) for _ in range(200)]
+    drawn = [mutate.draw_mutant(SOURCE, _function(), rng, weights) for _ in range(200)]
     assert {mutant.operator for mutant in drawn if mutant} == set(OPERATORS)
-    drawn = [mutate.draw(SOURCE, _function(), rng, {"op_flip": 1.0, "bool_flip": 0.0}) for _ in range(20)]
+    drawn = [mutate.draw_mutant(SOURCE, _function(), rng, {"op_flip": 1.0, "bool_flip": 0.0}) for _ in range(20)]
     assert {mutant.operator for mutant in drawn if mutant} == {"op_flip"}
     for _ in range(50):
-        mutant = mutate.draw(SOURCE, _function(), rng, weights, single_line=True)
+        mutant = mutate.draw_mutant(SOURCE, _function(), rng, weights, single_line=True)
         assert mutant is not None
         pairs = zip(SOURCE.split("\n"), mutant.text.split("\n"), strict=True)
         assert sum(one != other for one, other in pairs) == 1
     source = "def f():\n    print()\n"
-    assert mutate.draw(source, _function(source, "f"), rng, weights) is None
+    assert mutate.draw_mutant(source, _function(source, "f"), rng, weights) is None

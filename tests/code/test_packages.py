@@ -149,7 +149,7 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
 
 def test_a_dependency_without_a_wheel_is_refused_and_not_built(evil: tuple[Path, str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"evil has no wheel for Python 3\.\d+ .*PIP_FIND_LINKS"):
-        packages.install(["evil"], tmp_path / "site")
+        packages.install_wheels(["evil"], tmp_path / "site")
     assert not evil[0].exists()
 
 
@@ -179,7 +179,7 @@ def test_a_module_of_the_current_folder_does_not_take_the_place_of_pip(
     (tmp_path / "pip.py").write_text(f"open({str(evil[0])!r}, 'w')")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="has no wheel"):
-        packages.install(["evil"], tmp_path / "site")
+        packages.install_wheels(["evil"], tmp_path / "site")
     assert not evil[0].exists()
 
 
@@ -192,7 +192,7 @@ def test_start_up_files_of_wheels_are_not_kept(tmp_path: Path, monkeypatch: pyte
         wheel.writestr("lib-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    packages.install(["lib>=1"], tmp_path / "site")
+    packages.install_wheels(["lib>=1"], tmp_path / "site")
     assert sorted(path.name for path in (tmp_path / "site").iterdir()) == ["lib-1.0.dist-info", "lib.py"]
 
 
@@ -207,7 +207,7 @@ def test_start_up_files_of_wheels_are_not_kept(tmp_path: Path, monkeypatch: pyte
 )  # fmt: skip
 def test_requirements_that_are_more_than_names_are_refused(tmp_path: Path, line: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
-        packages.install(["attrs>=20; python_version > '3'", line], tmp_path / "site")
+        packages.install_wheels(["attrs>=20; python_version > '3'", line], tmp_path / "site")
     assert not (tmp_path / "site").exists()
 
 
@@ -236,6 +236,6 @@ def test_a_requirement_is_never_a_file_here(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(packages, "_pip", lambda *_: pytest.fail("pip was asked"))
     with pytest.raises(UserError, match=r"may be a file of the current folder|cannot be read"):
-        packages.install([name], tmp_path / "site")
+        packages.install_wheels([name], tmp_path / "site")
     assert packages.plain("lib.tar >=1.0") == "lib.tar >=1.0"
     assert packages.plain("ruamel.yaml[zip]==0.18.*") == "ruamel.yaml[zip]==0.18.*"

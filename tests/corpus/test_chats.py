@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.corpus import build, chats, dialect, foreign
-from etude.corpus.dialect import TextPiece, special
+from etude.corpus import build, chats, dialect
+from etude.corpus.dialect import TextPiece, special_piece
 from etude.corpus.filters import function_texts
 from etude.corpus.repair_episodes import SHAPES, break_function, episode
 from etude.corpus.sources import File
@@ -21,6 +21,7 @@ from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.schemas import SCHEMAS
+from etude.trainer.finetune import foreign_rows
 from tests.helpers.folders import big_tokenizer
 from tests.helpers.speakers import TEMPLATE, write_model
 
@@ -53,7 +54,7 @@ def spans(ids: np.ndarray, mask: np.ndarray, renderer: Renderer) -> list[tuple[b
 
 
 def test_only_the_assistants_tokens_are_learned(renderer: Renderer) -> None:
-    ids, mask = chats.encode(chats.chat_of("row", {"messages": MESSAGES}), renderer)
+    ids, mask = chats.encode_chat(chats.chat_of("row", {"messages": MESSAGES}), renderer)
     found = spans(ids, mask, renderer)
     assert [text for learned, text in found if learned] == LEARNED
     assert [learned for learned, _ in found] == [False, True, False, True]
@@ -71,7 +72,7 @@ def test_only_the_assistants_tokens_are_learned(renderer: Renderer) -> None:
 
 def test_the_tools_and_the_whole_text_are_those_of_the_template(renderer: Renderer) -> None:
     chat = chats.chat_of("row", {"messages": MESSAGES[:4] + MESSAGES[6:7], "tools": list(SCHEMAS)})
-    ids, _ = chats.encode(chat, renderer)
+    ids, _ = chats.encode_chat(chat, renderer)
     whole = renderer.prompt([*chat.messages, {"role": "user", "content": "x"}], chat.tools)
     assert renderer.text(whole).startswith(renderer.text(ids.tolist()))
     assert '"name": "lints"' in renderer.text(ids.tolist())
@@ -102,7 +103,7 @@ ROWS: list[tuple[object, str | None]] = [
 def test_every_row_that_cannot_be_used_is_named(renderer: Renderer, tmp_path: Path) -> None:
     lines = [row if isinstance(row, str) else json.dumps(row) for row, _ in ROWS]
     (tmp_path / "some.jsonl").write_text("\n".join(lines) + "\n\n")
-    found = list(chats.rows([tmp_path], lambda: renderer))
+    found = list(chats.chat_rows([tmp_path], lambda: renderer))
     assert [row.name for row in found] == [f"some.jsonl:{i}" for i in range(1, len(ROWS) + 1)]
     for row, (given, why) in zip(found, ROWS, strict=True):
         assert isinstance(row, chats.LearnedRow) == (why is None), (given, row)
@@ -110,7 +111,7 @@ def test_every_row_that_cannot_be_used_is_named(renderer: Renderer, tmp_path: Pa
             assert why is not None
             assert why in row.why, given
     with pytest.raises(UserError, match="neither a file nor a folder"):
-        list(chats.rows([tmp_path / "none"], lambda: renderer))
+        list(chats.chat_rows([tmp_path / "none"], lambda: renderer))
 
 
 TRAJECTORY: dict[str, Any] = {
@@ -133,7 +134,7 @@ TRAJECTORY: dict[str, Any] = {
 
 def test_trajectories_of_other_agents_are_conversations(renderer: Renderer, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps(TRAJECTORY))
-    [row] = chats.rows([tmp_path / "t.json"], lambda: renderer)
+    [row] = chats.chat_rows([tmp_path / "t.json"], lambda: renderer)
     assert isinstance(row, chats.LearnedRow)
     found = spans(*row.tokens, renderer)
     assert [text for learned, text in found if learned] == [
@@ -144,7 +145,7 @@ def test_trajectories_of_other_agents_are_conversations(renderer: Renderer, tmp_
     assert "<|im_start|>user\nand?<|im_end|>" in found[4][1]
     low, high = ({**TRAJECTORY, "extra": {"reward": reward}} for reward in (0.2, 0.7))
     (tmp_path / "some.jsonl").write_text("\n".join(json.dumps(one) for one in (low, high, TRAJECTORY)))
-    some = list(chats.rows([tmp_path / "some.jsonl"], lambda: renderer, min_reward=0.5))
+    some = list(chats.chat_rows([tmp_path / "some.jsonl"], lambda: renderer, min_reward=0.5))
     assert [isinstance(one, chats.LearnedRow) for one in some] == [False, True, False]
 
 
@@ -161,8 +162,8 @@ def test_repair_episodes_become_conversations_with_the_built_in_tools(renderer: 
         if broken is None or document is None:
             continue
         seen.add(shape)
-        chat = foreign.conversation(document, "Work.")
-        ids, mask = chats.encode(chat, renderer)
+        chat = foreign_rows.conversation(document, "Work.")
+        ids, mask = chats.encode_chat(chat, renderer)
         shown = "".join(text for learned, text in spans(ids, mask, renderer) if not learned)
         edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
         turns = [ids[a:b].tolist() for a, b in pairwise(edges) if mask[a]]
@@ -189,11 +190,11 @@ def test_a_corpus_whose_examples_are_all_too_long_is_refused_and_not_waited_for(
 def test_code_and_fim_use_the_tokenizers_own_tokens(tmp_path: Path) -> None:
     tokenizer = big_tokenizer(1300)
     folder = write_model(tmp_path / "base", tokenizer, None)
-    words = foreign.of_folder(folder, lambda: renderer_for(folder), "", pad=1)
+    words = foreign_rows.of_folder(folder, lambda: renderer_for(folder), "", pad=1)
     names = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-    code = special("<|file|>"), TextPiece("a.py\nx = 1\n")
+    code = special_piece("<|file|>"), TextPiece("a.py\nx = 1\n")
     parts = zip(names, ("a", "c", "b"), strict=True)
-    fim = tuple(piece for name, text in parts for piece in (special(name), TextPiece(text)))
+    fim = tuple(piece for name, text in parts for piece in (special_piece(name), TextPiece(text)))
     (code_ids, _), (fim_ids, mask), (text_ids, _) = words.encode([code, fim, (TextPiece("<|endoftext|> as text"),)])
     assert tokenizer.decode(code_ids.tolist(), skip_special_tokens=False) == "# a.py\nx = 1\n"
     assert fim_ids[::2].tolist() == [tokenizer.token_to_id(name) for name in names]

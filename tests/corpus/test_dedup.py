@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from etude.code.shingles import shingles
+from etude.code.shingles import text_shingles
 from etude.corpus.dedup import contamination, exact, near
 
 LONG = """def merge(left, right, key=None):
@@ -38,8 +38,8 @@ def test_near_keeps_texts_too_short_to_compare() -> None:
 
 
 def test_shingles_ignore_whitespace() -> None:
-    assert shingles("a = b + c * d", 5) == shingles("a=b+c\n*d", 5)
-    assert not shingles("a b", 5)
+    assert text_shingles("a = b + c * d", 5) == text_shingles("a=b+c\n*d", 5)
+    assert not text_shingles("a b", 5)
 
 
 def test_contamination_flags_copies_and_reports_the_rest() -> None:

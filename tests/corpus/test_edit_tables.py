@@ -4,7 +4,7 @@ import pytest
 
 from etude.cli import main
 from etude.config import EditTableConfig
-from etude.corpus.edits.build import build
+from etude.corpus.edits.build import build_edit_table
 from etude.corpus.edits.repositories import read
 from etude.edits import examples as tables
 from etude.edits.merge import merge
@@ -14,8 +14,8 @@ from tests.helpers.libraries import write
 
 def test_a_build_splits_by_repository_and_repeats(releases, clone, tmp_path):
     options = EditTableConfig(seed=3, max_lines=60, held_out_edits=30)
-    train, tested = build([releases], [str(clone)], tmp_path / "one", options)
-    again, _ = build([releases], [str(clone)], tmp_path / "two", options)
+    train, tested = build_edit_table([releases], [str(clone)], tmp_path / "one", options)
+    again, _ = build_edit_table([releases], [str(clone)], tmp_path / "two", options)
     assert train == again
     assert tables.load_examples(tmp_path / "one" / "train.parquet") == train
     assert tables.load_examples(tmp_path / "one" / "heldout.parquet") == tested
@@ -89,7 +89,7 @@ def _without_licence(root):
 
 def test_one_repository_on_both_sides_is_refused(releases, tmp_path):
     with pytest.raises(UserError, match="both trained on and held out"):
-        build([releases], [str(tmp_path / "lib-1.0")], tmp_path / "out", EditTableConfig())
+        build_edit_table([releases], [str(tmp_path / "lib-1.0")], tmp_path / "out", EditTableConfig())
 
 
 def test_the_command_says_what_came_of_it(clone, tmp_path, capsys):
@@ -102,7 +102,7 @@ def test_the_command_says_what_came_of_it(clone, tmp_path, capsys):
 
 def test_training_edits_that_repeat_a_held_out_repository_are_dropped(releases, tmp_path):
     twin = write(tmp_path, "twin", True)
-    alone, _ = build([releases], [], tmp_path / "alone", EditTableConfig())
-    beside, _ = build([releases], [str(twin)], tmp_path / "beside", EditTableConfig(held_out_edits=10))
+    alone, _ = build_edit_table([releases], [], tmp_path / "alone", EditTableConfig())
+    beside, _ = build_edit_table([releases], [str(twin)], tmp_path / "beside", EditTableConfig(held_out_edits=10))
     assert "python" in {e.language for e in alone}
     assert "python" not in {e.language for e in beside}

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from etude.code.operators import OPERATORS
 from etude.corpus import dialect
-from etude.corpus.dialect import IDS, SPECIALS
+from etude.corpus.dialect import SPECIAL_IDS, SPECIALS
 from etude.corpus.filters import FunctionText
 from etude.corpus.repair_episodes import SHAPES, WEIGHTS, StringEdit, break_function, edit_between, episode, failure
 
@@ -101,7 +101,7 @@ def test_mask_covers_exactly_what_the_assistant_should_say(corpus: list[Function
                 assert not labelled
             elif role != "<|assistant|>":
                 assert not labelled
-            elif not wrong or token == IDS["<|end|>"]:
+            elif not wrong or token == SPECIAL_IDS["<|end|>"]:
                 assert labelled
         spoken = tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m], skip_special_tokens=False)
         right = f"<|call|>edit<|arg|>{broken.edit.old}<|arg|>{broken.edit.new}"

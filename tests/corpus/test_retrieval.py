@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from etude.corpus.filters import FunctionText, function_texts
-from etude.corpus.retrieval import NAMESAKE, RetrievalOptions, RetrievalSample, read_folder, samples
+from etude.corpus.retrieval import NAMESAKE, RetrievalOptions, RetrievalSample, folder_functions, retrieval_samples
 from etude.corpus.sources import File
 
 WORDS = ("chunk", "merge", "split", "count", "flatten", "group", "invert", "select")
@@ -56,7 +56,7 @@ def definitions(sample: RetrievalSample, name: str) -> dict[str, ast.FunctionDef
 
 def test_every_answer_stands_in_the_documents(found: list[FunctionText]) -> None:
     kinds = set()
-    for sample in islice(samples(found, RetrievalOptions(), 1), 300):
+    for sample in islice(retrieval_samples(found, RetrievalOptions(), 1), 300):
         assert 4 <= len(sample.documents) <= 8, "eight files"
         titles = [title for title, _ in sample.documents]
         assert len(set(titles)) == len(titles)
@@ -100,7 +100,7 @@ def bind(node: ast.FunctionDef, call: ast.Call) -> None:
 def test_distractors_resemble_what_is_asked_for(found: list[FunctionText]) -> None:
     """Two other files of seven share a word with the symbol asked for: by chance 71 % of samples of four have one."""
     options = RetrievalOptions(min_documents=4, max_documents=4, questions=1, kinds={"signature": 1.0})
-    drawn = list(islice(samples(found, options, 2), 200))
+    drawn = list(islice(retrieval_samples(found, options, 2), 200))
     shared = 0
     for sample in drawn:
         [question] = sample.questions
@@ -112,7 +112,7 @@ def test_distractors_resemble_what_is_asked_for(found: list[FunctionText]) -> No
 
 
 def test_samples_follow_the_seed_and_their_order_can_be_changed(found: list[FunctionText]) -> None:
-    first, again, other = (list(islice(samples(found, RetrievalOptions(), seed), 20)) for seed in (3, 3, 4))
+    first, again, other = (list(islice(retrieval_samples(found, RetrievalOptions(), seed), 20)) for seed in (3, 3, 4))
     assert first == again
     assert first != other
     moved = [sample.reordered(random.Random(0)) for sample in first]
@@ -135,13 +135,13 @@ def test_samples_are_the_same_in_every_process(found: list[FunctionText]) -> Non
         ).stdout
         for seed in ("1", "2", "3")
     }  # fmt: skip
-    assert said == {f"{list(islice(samples(found, RetrievalOptions(), 3), 20))}\n"}
+    assert said == {f"{list(islice(retrieval_samples(found, RetrievalOptions(), 3), 20))}\n"}
 
 
 def test_a_repository_of_few_files_is_refused(found: list[FunctionText]) -> None:
     few = [f for f in found if f.path.endswith(("chunk.py", "merge.py"))]
     with pytest.raises(ValueError, match="short functions in at least 4 files"):
-        next(samples(few, RetrievalOptions(), 0))
+        next(retrieval_samples(few, RetrievalOptions(), 0))
 
 
 def test_a_folder_is_a_repository(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_folder_is_a_repository(tmp_path: Path) -> None:
     for n, word in enumerate(WORDS):
         (tmp_path / f"{word}.py").write_text(module(n))
         (tmp_path / "tests" / f"test_{word}.py").write_text(module(n))
-    found = read_folder(tmp_path)
+    found = folder_functions(tmp_path)
     assert {f.path for f in found} == {f"{word}.py" for word in WORDS}
     assert {f.package for f in found} == {tmp_path.name}
-    assert next(samples(found, RetrievalOptions(), 0)).repository == tmp_path.name
+    assert next(retrieval_samples(found, RetrievalOptions(), 0)).repository == tmp_path.name

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.code.licence import metadata_licence, permissive
+from etude.code.licence import is_permissive, metadata_licence
 from etude.corpus import sources
 from etude.errors import UserError
 
@@ -23,14 +23,14 @@ from etude.errors import UserError
 def test_only_declared_permissive_licences_pass(metadata: str, licence: str | None, allowed: bool) -> None:
     found = metadata_licence(metadata)
     assert licence is None or found == licence
-    assert permissive(found) is allowed
+    assert is_permissive(found) is allowed
 
 
 def test_unpinned_requirement_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pinned"):
-        sources.fetch("requests", tmp_path)
+        sources.fetch_source("requests", tmp_path)
     with pytest.raises(UserError, match="pinned"):
-        sources.fetch("--index-url=x==1", tmp_path)
+        sources.fetch_source("--index-url=x==1", tmp_path)
 
 
 def test_unpacked_wheel_is_not_fetched_again_and_its_licence_decides(tmp_path: Path) -> None:
@@ -41,12 +41,12 @@ def test_unpacked_wheel_is_not_fetched_again_and_its_licence_decides(tmp_path: P
     (root / "thing" / "a.py").write_text("y = 2\n")
     metadata = root / "thing-1.0.dist-info" / "METADATA"
     metadata.write_text("Name: thing\nLicense: ISC\n")
-    source = sources.fetch("thing==1.0", tmp_path)
+    source = sources.fetch_source("thing==1.0", tmp_path)
     assert [f.path for f in sources.files(source)] == ["thing/a.py", "thing/b.py"]
     assert '"licence": "ISC"' in sources.provenance([source])
     metadata.write_text("Name: thing\nLicense: GPL-3.0\n")
     with pytest.raises(UserError, match="not permissive"):
-        sources.fetch("thing==1.0", tmp_path)
+        sources.fetch_source("thing==1.0", tmp_path)
 
 
 def test_standard_library_holds_modules() -> None:

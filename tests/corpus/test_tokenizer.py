@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from etude.corpus import dialect
-from etude.corpus import tokenizer as bpe
-from etude.corpus.dialect import IDS, SPECIALS, TextPiece
+from etude.corpus.dialect import SPECIAL_IDS, SPECIALS, TextPiece
+from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.pretrain import save_tokenizer
 
 
@@ -48,7 +48,7 @@ def test_saved_folder_loads_and_its_template_writes_the_dialect(tokenizer: Token
     save_tokenizer(tokenizer, tmp_path, 512)
     assert (tmp_path / "chat_template.jinja").is_file()
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert (loaded.eos_token_id, loaded.pad_token_id) == (IDS["<|end|>"], IDS["<|pad|>"])
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (SPECIAL_IDS["<|end|>"], SPECIAL_IDS["<|pad|>"])
     call = {"type": "function", "function": {"name": "edit", "arguments": {"old": "a\n", "new": "b"}}}
     test = {"type": "function", "function": {"name": "test", "arguments": {}}}
     messages = [
@@ -65,7 +65,7 @@ def test_saved_folder_loads_and_its_template_writes_the_dialect(tokenizer: Token
         *dialect.message("user", messages[0]["content"]),
         *dialect.turn([dialect.Call("edit", ("a\n", "b")), dialect.Call("test")]),
         *dialect.message("tool", "ok\npassed"),
-        dialect.special("<|assistant|>"),
+        dialect.special_piece("<|assistant|>"),
     )
     ((ids, _),) = dialect.encode(bpe.load(tmp_path), [document])
     assert loaded(rendered, add_special_tokens=False)["input_ids"] == ids.tolist()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from etude.audit.rescoring import set_weights
 from etude.config import LossConfig, RLConfig
 from etude.models.loading import load_model
 from etude.records import Episode
@@ -18,7 +19,6 @@ from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.presets import loss_preset
 from etude.trainer.rl.process import use_deterministic_algorithms
 from etude.trainer.rl.reference import Reference
-from etude.trainer.rl.rescoring import set_weights
 from etude.trainer.rl.step import Learner, train_step
 from etude.trainer.rl.value import Critic
 from etude.weights.content import load

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from etude.audit.rescoring import set_weights
 from etude.models.loading import load_model, named_tensors
 from etude.store import open_store
-from etude.trainer.rl.rescoring import set_weights
 from etude.weights.content import load
 from etude.weights.publisher import Publisher
 from tests.device.conftest import Device

@@ -10,7 +10,7 @@ import pytest
 
 from etude.code.languages import parses, same_syntax
 from etude.config import EditTableConfig
-from etude.corpus.edits.build import build
+from etude.corpus.edits.build import build_edit_table
 from etude.edits import examples as tables
 from etude.edits.grades import EditGrade, grade_edit
 from etude.edits.merge import NoPlace, merge
@@ -47,7 +47,7 @@ def test_a_table_of_java_edits(tmp_path: Path) -> None:
     old, new = release(tmp_path / "lib-1.0", False, range(6)), release(tmp_path / "lib-2.0", True, range(6))
     other = release(tmp_path / "other-1.0", False, range(100, 106))
     options = EditTableConfig(seed=2, max_lines=60, held_out_edits=6)
-    train, held_out = build([f"{old}..{new}"], [str(other)], tmp_path / "out", options)
+    train, held_out = build_edit_table([f"{old}..{new}"], [str(other)], tmp_path / "out", options)
     assert {e.language for e in train} == {"java"} == {e.language for e in held_out}
     reals = [e for e in train if e.kind == "real"]
     assert reals

@@ -9,7 +9,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from etude.config import EvalConfig
-from etude.corpus.tokenizer import train
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
@@ -20,6 +19,7 @@ from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import RolloutContext
 from etude.run.evaluate import Measurement
 from etude.tasks.dataset import Dataset, load_dataset
+from etude.trainer.finetune.tokenizer_training import train
 from tests.renderers.families import FAMILIES
 
 TINY = Path(__file__).parent.parent / "tasks" / "data" / "tiny"

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.corpus import tokenizer as bpe
 from etude.edits import examples as tables
 from etude.edits.examples import Example
 from etude.edits.grades import EditGrade
@@ -18,6 +17,7 @@ from etude.edits.merge import merge
 from etude.edits.sketch import draw_sketch
 from etude.evals.fast_apply import SUITE, merged, run, summary
 from etude.trainer.finetune import pretrain
+from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import NewModelConfig
 from etude.trainer.finetune.pretrain import save_tokenizer
 

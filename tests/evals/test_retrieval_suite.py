@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from etude.cli.main import main
-from etude.corpus.retrieval import RetrievalOptions, RetrievalQuestion, RetrievalSample, read_folder, samples
-from etude.corpus.tokenizer import train
+from etude.corpus.retrieval import (
+    RetrievalOptions,
+    RetrievalQuestion,
+    RetrievalSample,
+    folder_functions,
+    retrieval_samples,
+)
 from etude.errors import UserError
 from etude.evals.document_suite import questions
 from etude.evals.retrieval import summary
@@ -20,6 +25,7 @@ from etude.renderers import renderer_for
 from etude.trainer.finetune import document_masks, pretrain
 from etude.trainer.finetune.config import NewModelConfig
 from etude.trainer.finetune.pretrain import save_tokenizer
+from etude.trainer.finetune.tokenizer_training import train
 
 MODEL = NewModelConfig(
     vocab_size=400, hidden_size=48, intermediate_size=96, layers=2, heads=2, kv_heads=1, head_dim=64, expert_size=48,
@@ -42,7 +48,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def taught(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has learnt the first samples of the repository by heart, under both masks."""
     folder = tmp_path_factory.mktemp("model")
-    asked = list(islice(samples(read_folder(repository), RetrievalOptions(), 0), COUNT))
+    asked = list(islice(retrieval_samples(folder_functions(repository), RetrievalOptions(), 0), COUNT))
     text = [f"{q.text}\n{q.answer}\n<document>{t}\n{b}\n</document>\n" for s in asked for q in s.questions
             for t, b in s.documents]  # fmt: skip
     save_tokenizer(train(text, 400), folder, 2048)

@@ -16,7 +16,7 @@ import pytest
 from etude.audit.attacks.library import BROKEN, CORE, PATH
 from etude.errors import UserError
 from etude.grading import leaks
-from etude.sandbox import history
+from etude.tasks import git_history
 from tests.helpers.histories import rewrite
 
 WANTED = leaks.answer_fingerprint(CORE, BROKEN)
@@ -114,4 +114,4 @@ def test_a_rewritten_history_holds_no_answer(repository: Path, tmp_path: Path) -
     assert git(tmp_path / "box", "ls-tree", "-r", "--name-only", f"{head}~1").split() == [PATH]
     assert git(tmp_path / "box", "for-each-ref", "--format=%(refname)").split() == ["refs/heads/main"]
     with pytest.raises(UserError, match="no commit"):
-        history.read(repository, "absent", files, 50)
+        git_history.read(repository, "absent", files, 50)

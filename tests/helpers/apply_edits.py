@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from etude.corpus import tokenizer as bpe
 from etude.edits import examples as tables
 from etude.edits.examples import Example
 from etude.edits.formats import edit_prompt
 from etude.edits.sketch import draw_sketch
 from etude.trainer.finetune import pretrain
+from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
 from etude.trainer.finetune.pretrain import save_tokenizer
 

@@ -31,7 +31,7 @@ from etude.models.files import expert_layers
 from etude.models.loading import load_model, named_tensors
 from etude.records import Generation
 from etude.store import open_store
-from etude.weights.manifest import newest
+from etude.weights.manifest import newest_manifest
 from etude.weights.receiver import Receiver
 from tests.helpers.http_apps import answering
 
@@ -191,7 +191,7 @@ class FakeVllm:
     def _open(self, url: str, relay: str, public_key: str) -> dict[str, Any]:
         if self._worker is None:
             store = open_store(url)
-            if newest(store) is None:
+            if newest_manifest(store) is None:
                 return {"error": f"{url} has no version yet; feed it after the first one is published"}
             live = named_tensors(self.engine.model)
             self._worker = WorkerExtension()

@@ -14,7 +14,7 @@ from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
 from etude.live.release.operations import ReleaseSite, open_site
 from etude.store import open_store
-from etude.weights.manifest import newest
+from etude.weights.manifest import newest_manifest
 from etude.weights.publisher import Publisher
 
 
@@ -28,7 +28,7 @@ class Follower:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def health(self) -> dict[str, object]:
-        found = newest(open_store(str(self.store)))
+        found = newest_manifest(open_store(str(self.store)))
         if found is not None and not self.stuck:
             self.last = {"version": found.version, "digest": found.digest}
         return self.last
@@ -92,7 +92,7 @@ class Site:
 
     def held(self) -> dict[str, tuple[int, str]]:
         """Version and digest of every cluster's store."""
-        found = {name: newest(open_store(str(f.store))) for name, f in self.followers.items()}
+        found = {name: newest_manifest(open_store(str(f.store))) for name, f in self.followers.items()}
         return {name: (manifest.version, manifest.digest) for name, manifest in found.items() if manifest is not None}
 
 

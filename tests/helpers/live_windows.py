@@ -11,6 +11,7 @@ import numpy as np
 import sqlalchemy as sa
 import torch
 
+from etude.audit.rescoring import set_weights
 from etude.config import LiveConfig
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
@@ -19,9 +20,8 @@ from etude.live.log.records import LiveSample, VersionSpan
 from etude.models.loading import load_model, named_tensors
 from etude.renderers import renderer_for
 from etude.store import Store, open_store
-from etude.trainer.rl.rescoring import set_weights
 from etude.weights.content import load
-from etude.weights.manifest import newest
+from etude.weights.manifest import newest_manifest
 from etude.weights.publisher import Publisher
 from tests.helpers.tiny_models import save_random_model
 from tests.helpers.trainer_runs import sampled
@@ -91,7 +91,7 @@ def new_loop(
 
 def release(loop: Loop, tensors: dict[str, torch.Tensor]) -> None:
     """The control serves these weights from now on."""
-    publisher, last = Publisher(loop.control), newest(loop.control)
+    publisher, last = Publisher(loop.control), newest_manifest(loop.control)
     if last is not None:
         publisher.resume(last, load(loop.control, last.version)[1])
     publisher.publish(0 if last is None else last.version + 1, tensors, (), {})
@@ -122,7 +122,7 @@ def answered(
 ) -> list[LiveSample]:
     """So many answers of what the control serves; every second user keeps the answer."""
     begin_window(loop, number)
-    now = newest(loop.control)
+    now = newest_manifest(loop.control)
     assert now is not None
     engine = engine_of_loop(loop, now.version)
     renderer = renderer_for(loop.model)

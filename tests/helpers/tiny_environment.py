@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from etude.corpus import tokenizer as bpe
 from etude.trainer.finetune import pretrain
+from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import NewModelConfig
 from etude.trainer.finetune.pretrain import save_tokenizer
 

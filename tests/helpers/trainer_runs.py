@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from etude import runfolder
+from etude.audit.rescoring import set_weights
 from etude.config import RLConfig
 from etude.harness.loop import turn_seed
 from etude.harness.token_ledger import TokenLedger
@@ -27,7 +28,6 @@ from etude.records import Episode, EpisodeBlob, Generation, Outcome, StopReason,
 from etude.rollout import probes
 from etude.store import open_store
 from etude.trainer.rl.process import Trainer, main
-from etude.trainer.rl.rescoring import set_weights
 from etude.trainer.rl.step import train_step
 from etude.weights.publisher import Publisher
 from tests.helpers.tiny_models import save_random_model

@@ -33,7 +33,7 @@ from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
 from etude.weights.manifest import create, key
 from etude.weights.publisher import Publisher
-from etude.weights.signature import keygen, private_key
+from etude.weights.signature import generate_key, read_private_key
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
 SECONDS = 120.0
@@ -535,10 +535,10 @@ def test_new_versions_are_served_verified(server, http):
 
 @pytest.mark.slow
 def test_a_store_that_goes_back_is_not_followed_after_a_restart(tmp_path):
-    keygen(tmp_path / "key")
+    generate_key(tmp_path / "key")
     store = open_store(str(tmp_path / "weights"))
     tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
-    publisher, published = Publisher(store, key=private_key(tmp_path / "key")), []
+    publisher, published = Publisher(store, key=read_private_key(tmp_path / "key")), []
     for version in range(2):
         tensors["model.norm.weight"] += 0.125
         published.append(publisher.publish(version, tensors, (), {}))

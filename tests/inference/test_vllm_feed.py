@@ -21,7 +21,7 @@ from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends.vllm import NotLive
 from etude.store import open_store
 from etude.weights.adapters import base_schema
-from etude.weights.manifest import newest
+from etude.weights.manifest import newest_manifest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 from etude.weights.ulpd.chunk_grid import schema_of
@@ -356,15 +356,15 @@ def test_a_vllm_worker_adds_adapters_to_its_stacked_weights(tmp_path):
     trainer = Publishing(base, store)
     trainer.publish(0)
     model = StackedAttention(named_tensors(load_model(base, dtype=torch.bfloat16)))
-    live = live_tensors(model, base_schema(store, newest(store)))
+    live = live_tensors(model, base_schema(store, newest_manifest(store)))
     worker = WorkerExtension()
     worker._etude = Following((store.url, "", ""), model, live, Receiver(store, live))
     for version in (0, 2):
-        while newest(store).version < version:
-            trainer.publish(newest(store).version + 1)
+        while newest_manifest(store).version < version:
+            trainer.publish(newest_manifest(store).version + 1)
         worker.etude_stage(str(version))
         worker._etude.thread.join(60)
-        published = newest(store)
+        published = newest_manifest(store)
         assert worker.etude_swap(str(version)) == {"version": version, "digest": published.live}
         assert worker.etude_digest() == {"version": version, "digest": published.live}
     for name, tensor in named_tensors(trainer.model).items():

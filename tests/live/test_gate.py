@@ -19,21 +19,18 @@ from etude.evals.suite import EvalResult, TaskResult
 from etude.live.log import journal
 from etude.live.log.accounts import Accounts, new_blob, open_blobs, seal
 from etude.live.log.privacy import plant
-from etude.live.log.records import (
-    ReleaseStage,
-    TurnContent,
-)
+from etude.live.log.records import ReleaseStage, TurnContent
 from etude.live.release import operations
-from etude.live.release.gate import GatePart, compare_paired, gate, integrity, read_report
+from etude.live.release.gate import GatePart, compare_paired, integrity, play_gate, read_report
 from etude.live.release.player import Answer, Player, compare_answers
 from etude.records import StepRecord
 from etude.renderers import renderer_for
 from etude.store import open_store
 from etude.weights.content import load
 from etude.weights.export import publish_folder
-from etude.weights.manifest import newest
+from etude.weights.manifest import newest_manifest
 from etude.weights.publisher import Publisher
-from etude.weights.signature import keygen, private_key
+from etude.weights.signature import generate_key, read_private_key
 from tests.helpers.followers import Site, site
 from tests.helpers.live_story import new_session, new_turn
 from tests.helpers.small_tensors import nudged, tensors
@@ -70,7 +67,7 @@ def replayed(*_: object) -> GatePart:
 @pytest.fixture
 def two(tmp_path: Path):
     key = tmp_path / "key"
-    keygen(key)
+    generate_key(key)
     gate = {"suites": [str(TINY)], "margin": 0.4, "samples": 4}  # one held-out task
     with site(tmp_path, signing_key=str(key), gate=gate) as made:
         yield made
@@ -86,8 +83,8 @@ def out(made: Site) -> None:
 def published(made: Site, version: int, of: dict[str, torch.Tensor], **about: object) -> operations.ReleaseCandidate:
     store = open_store(str(made.trained))
     key = made.options.get("signing_key")
-    publisher = Publisher(store, key=private_key(Path(key)) if key else None)
-    if (last := newest(store)) is not None:
+    publisher = Publisher(store, key=read_private_key(Path(key)) if key else None)
+    if (last := newest_manifest(store)) is not None:
         publisher.resume(last, made.tensors)
     publisher.publish(version, of, (), {}, **about)
     made.tensors = of
@@ -96,7 +93,7 @@ def published(made: Site, version: int, of: dict[str, torch.Tensor], **about: ob
 
 def test_a_version_passes_and_its_signed_report_stays_with_it(two: Site) -> None:
     said: list[str] = []
-    report = gate(two.site, published(two, 0, FIRST), no_play, replayed, said.append)
+    report = play_gate(two.site, published(two, 0, FIRST), no_play, replayed, said.append)
     assert report.failed is None
     state = two.site.read().states[0]
     assert state.stage is ReleaseStage.GATE
@@ -115,11 +112,11 @@ def no_play(*_: object) -> EvalResult:
 
 
 def test_a_worse_version_is_refused_and_cannot_be_released(two: Site) -> None:
-    gate(two.site, published(two, 0, FIRST), no_play, replayed, print)
+    play_gate(two.site, published(two, 0, FIRST), no_play, replayed, print)
     out(two)
     found = published(two, 1, nudged(FIRST, 2))
     plays = {1: play([(True,)] * 40), 2: play([(True,)] * 8 + [(False,)] * 32)}
-    report = gate(two.site, found, lambda release, _: plays[release.number], replayed, print)
+    report = play_gate(two.site, found, lambda release, _: plays[release.number], replayed, print)
     assert report.failed is not None
     assert report.failed.name == f"suite {TINY.name}"
     assert two.site.read().states[1].stage is ReleaseStage.REFUSED
@@ -127,7 +124,7 @@ def test_a_worse_version_is_refused_and_cannot_be_released(two: Site) -> None:
     with pytest.raises(UserError, match="has not passed the gate"):
         operations.start(two.site, found.manifest.digest, 1)
     with pytest.raises(UserError, match="version 0 is release 1, the current one"):
-        gate(two.site, operations.candidate(two.site, str(two.trained), 0), no_play, replayed, print)
+        play_gate(two.site, operations.candidate(two.site, str(two.trained), 0), no_play, replayed, print)
 
 
 def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_anchor(two: Site) -> None:
@@ -135,7 +132,7 @@ def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_ancho
     plays = {n: play([(k < share * tasks,) for k in range(tasks)]) for n, share in enumerate(shares, 1)}
     failed = []
     for version in range(4):
-        report = gate(two.site, published(two, version, of), lambda r, _: plays[r.number], replayed, print)
+        report = play_gate(two.site, published(two, version, of), lambda r, _: plays[r.number], replayed, print)
         failed.append(None if report.failed is None else report.failed.name)
         if report.failed is None:
             out(two)
@@ -143,20 +140,20 @@ def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_ancho
     assert failed == [None, None, None, f"suite {TINY.name}, anchor"]
     assert report.anchor == 1
     assert report.incumbent == 3
-    again = gate(two.site, published(two, 4, of), lambda r, _: plays[min(r.number, 4)], replayed, print, True)
+    again = play_gate(two.site, published(two, 4, of), lambda r, _: plays[min(r.number, 4)], replayed, print, True)
     assert again.failed is None  # the incumbent is the anchor now
     assert again.anchor == 3
 
 
 def test_a_margin_that_the_suite_cannot_defend_is_refused_before_anything_is_played(tmp_path: Path) -> None:
     with site(tmp_path, gate={"suites": [str(TINY)], "margin": 0.05}) as made:
-        gate(made.site, published(made, 0, FIRST), no_play, replayed, print)
+        play_gate(made.site, published(made, 0, FIRST), no_play, replayed, print)
         out(made)
         found = published(made, 1, nudged(FIRST, 2))
         said: list[str] = []
         why = r"cannot defend gate.margin = 0.05: 1 tasks with 1 samples defend 0.787; take that margin"
         with pytest.raises(UserError, match=why):
-            gate(made.site, found, no_play, replayed, said.append)
+            play_gate(made.site, found, no_play, replayed, said.append)
         assert said == ["tiny: 1 tasks, 1 samples each, defend a margin of 78.6 points"]
         assert len(made.site.read().states) == 1
 
@@ -164,7 +161,7 @@ def test_a_margin_that_the_suite_cannot_defend_is_refused_before_anything_is_pla
 def test_integrity_finds_what_is_wrong(two: Site, tmp_path: Path) -> None:
     key = Path(two.options["signing_key"])
     other = tmp_path / "other"
-    keygen(other)
+    generate_key(other)
     found = published(two, 0, FIRST)
     assert integrity(found, key).passed
     assert "not by the key that is trusted" in integrity(found, other).reason
@@ -274,7 +271,7 @@ def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path) -> None:
         nano = find_model("nano")
         store = open_store(str(made.trained))
         publish_folder(store, nano)
-        gate(made.site, operations.candidate(made.site, str(made.trained), 0), no_play, replayed, print)
+        play_gate(made.site, operations.candidate(made.site, str(made.trained), 0), no_play, replayed, print)
         out(made)
         for number in range(8):
             consented(made, f"Fix the function that adds {number} to a list.", number)
@@ -292,11 +289,11 @@ def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path) -> None:
             }
             reports = []
             for version, weights in ((1, moved), (2, noisy)):
-                publisher = Publisher(store, model=newest(store).model)
-                publisher.resume(newest(store), load(store, version - 1)[1])
+                publisher = Publisher(store, model=newest_manifest(store).model)
+                publisher.resume(newest_manifest(store), load(store, version - 1)[1])
                 publisher.publish(version, weights, (), {}, last=True)
                 found = operations.candidate(made.site, str(made.trained), version)
-                reports.append(gate(made.site, found, player.measure, player.replay, print))
+                reports.append(play_gate(made.site, found, player.measure, player.replay, print))
     near, far = reports
     assert near.failed is None
     assert {part.name for part in near.parts} == {"integrity", "suite tiny", "cost on tiny", "replay"}

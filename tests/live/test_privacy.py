@@ -26,19 +26,11 @@ from etude.live.gateway.entries import SignalEntry, SuggestionEntry, TurnEntry
 from etude.live.gateway.gateway import Gateway
 from etude.live.gateway.queue import RecordQueue
 from etude.live.gateway.writer import LogWriter
-from etude.live.learn.window import LiveContents, cut_window, samples
+from etude.live.learn.window import LiveContents, cut_window, window_samples
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs, open_log
 from etude.live.log.privacy import DAY, expire, export, forget, plant, planted
-from etude.live.log.records import (
-    LivePolicy,
-    Signal,
-    SignalKind,
-    Suggestion,
-    TurnContent,
-    VersionSpan,
-    ulid,
-)
+from etude.live.log.records import LivePolicy, Signal, SignalKind, Suggestion, TurnContent, VersionSpan, ulid
 from etude.live.log.tenants import set_policy
 from etude.records import Outcome
 from etude.store import Store, open_store
@@ -136,7 +128,7 @@ class Loop:
         time.sleep(2 * LABELS.window_seconds)
         contents = LiveContents(self.engine, self.accounts, self.store)
         number = cut_window(self.engine, contents, LABELS).number
-        return number, [sample.turn for sample in samples(self.engine, contents, LABELS, number)]
+        return number, [sample.turn for sample in window_samples(self.engine, contents, LABELS, number)]
 
     def holds(self, text: str) -> list[str]:
         """Files, and tables of PostgreSQL, that hold a text in plain bytes."""
@@ -197,7 +189,9 @@ def test_a_forgotten_account_is_on_no_disk_and_in_no_later_batch(loop: Loop) -> 
     for name, data in copies.items():  # an old backup, put back
         loop.store.put(name, data)
     contents = LiveContents(loop.engine, loop.accounts, loop.store)
-    assert samples(loop.engine, contents, LABELS, next_number) == [], "consent was withdrawn between collect and train"
+    assert window_samples(loop.engine, contents, LABELS, next_number) == [], (
+        "consent was withdrawn between collect and train"
+    )
     loop.use("ann", MARK, told="unknown")
     assert loop.holds(MARK) == [], "what comes afterwards is not kept"
     fresh = loop.use("bob", "plain words")

@@ -26,7 +26,7 @@ from etude.live.log import schema
 from etude.live.log.records import Arm, ReleaseStage
 from etude.live.release import operations, releases
 from etude.store import open_store
-from etude.weights.manifest import read
+from etude.weights.manifest import read_manifest
 from tests.helpers.followers import Follower, Site, site
 from tests.helpers.small_tensors import nudged, tensors
 
@@ -117,7 +117,7 @@ def test_a_bad_version_is_taken_back_by_the_canary_under_higher_numbers(two: Sit
     assert stages(two) == ["released", "rolled_back", "released"]
     again = two.site.read().states[2].release
     assert (again.number, again.parent, again.manifest) == (3, 2, old)
-    manifest = read(open_store(str(two.followers["east-canary"].store)), 2)
+    manifest = read_manifest(open_store(str(two.followers["east-canary"].store)), 2)
     assert manifest is not None
     assert manifest.kind == "delta"  # not the whole weights
 

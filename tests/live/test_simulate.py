@@ -157,6 +157,8 @@ def test_a_stranger_is_known_by_the_key() -> None:
 
 
 def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("etude.code.extras.missing", lambda extra: ["detect-secrets"] if extra == "live" else [])
+    monkeypatch.setattr(
+        "etude.code.extras.missing_packages", lambda extra: ["detect-secrets"] if extra == "live" else []
+    )
     assert main(["secret"]) == 2
     assert "pip install 'etude[live]'" in capsys.readouterr().err

@@ -27,18 +27,10 @@ from etude.live.gateway.entries import SignalEntry, SuggestionEntry, TurnEntry
 from etude.live.gateway.queue import RecordQueue
 from etude.live.gateway.writer import LogWriter
 from etude.live.learn.filters import decide
-from etude.live.learn.window import calibration, cut_window, exits_of, replay, samples
+from etude.live.learn.window import cut_window, exits_of, replay_window, signal_calibration, window_samples
 from etude.live.log import journal, schema
 from etude.live.log.privacy import forget
-from etude.live.log.records import (
-    Consent,
-    ExitKind,
-    SignalKind,
-    Suggestion,
-    TurnKind,
-    VersionSpan,
-    ulid,
-)
+from etude.live.log.records import Consent, ExitKind, SignalKind, Suggestion, TurnKind, VersionSpan, ulid
 from tests.helpers.live_story import Story, StoryLog, content, time
 
 K = SignalKind
@@ -115,7 +107,7 @@ def test_every_turn_has_one_exit_of_a_window_and_one_final_exit_of_all(live: Sto
     assert {len(kinds) for kinds in ends.values()} == {1}
     reasons = Counter(e.reason for n in range(1, 6) for e in exits_of(live.engine, n))
     assert {"", "delay", "censored", "no_consent", "side", "scrubbed"} <= set(reasons)
-    assert all(replay(live.engine, live.contents, CONFIG, number).same for number in range(1, 6))
+    assert all(replay_window(live.engine, live.contents, CONFIG, number).same for number in range(1, 6))
 
 
 def test_a_window_is_the_same_bits_from_the_log_whatever_came_later(live: StoryLog):
@@ -123,7 +115,7 @@ def test_a_window_is_the_same_bits_from_the_log_whatever_came_later(live: StoryL
     tell(story, 0, 40, 0.0, random.Random(8))
     live.write(story)
     result = cut_window(live.engine, live.contents, CONFIG, time(4000))
-    batch = samples(live.engine, live.contents, CONFIG, 1)
+    batch = window_samples(live.engine, live.contents, CONFIG, 1)
     trained = {e.turn: e for e in result.exits if e.kind == ExitKind.TRAINED}
     assert [s.turn for s in batch] == sorted(trained)
     assert len(batch) > 10
@@ -135,18 +127,18 @@ def test_a_window_is_the_same_bits_from_the_log_whatever_came_later(live: StoryL
     for i in range(40):
         story.signal(f"t{i:04}", K.STOPPED, 4001 + i)
     live.write(story)
-    assert replay(live.engine, live.contents, CONFIG, 1).same
-    assert samples(live.engine, live.contents, CONFIG, 1) == batch
+    assert replay_window(live.engine, live.contents, CONFIG, 1).same
+    assert window_samples(live.engine, live.contents, CONFIG, 1) == batch
     with live.engine.begin() as connection:  # as the trainer leaves it
         refused = {"kind": "dropped", "reason": "too_long", "weight": 0.0, "advantage": 0.0}
         connection.execute(sa.update(schema.exits).where(schema.exits.c.turn == batch[0].turn).values(refused))
-    assert not replay(live.engine, live.contents, CONFIG, 1).exits
+    assert not replay_window(live.engine, live.contents, CONFIG, 1).exits
     with live.engine.begin() as connection:
         connection.execute(sa.update(schema.windows).values(version=7))
-    assert replay(live.engine, live.contents, CONFIG, 1).same
+    assert replay_window(live.engine, live.contents, CONFIG, 1).same
     with live.engine.begin() as connection:
         connection.execute(sa.update(schema.labels).where(schema.labels.c.reward < 0).values(reward=-0.1))
-    found = replay(live.engine, live.contents, CONFIG, 1)
+    found = replay_window(live.engine, live.contents, CONFIG, 1)
     assert (found.labels, found.exits, found.batch, found.same) == (False, True, True, False)
 
 
@@ -164,7 +156,7 @@ def test_a_correction_comes_as_text(embedded: StoryLog):
     assert key is not None
     embedded.store.put("aa/blob", seal(key, b"return -1", "aa/blob"))
     cut_window(embedded.engine, embedded.contents, CONFIG, time(9000))
-    batch = samples(embedded.engine, embedded.contents, CONFIG, 1)
+    batch = window_samples(embedded.engine, embedded.contents, CONFIG, 1)
     assert [s.correction for s in batch] == [None, None, None, "return -1", None, None]
 
 
@@ -186,17 +178,17 @@ def forgotten(live: StoryLog, user: str) -> str:
 def test_who_is_forgotten_before_training_is_in_no_batch(live: StoryLog):
     story = users(live, 40)
     cut_window(live.engine, live.contents, CONFIG, time(4000))
-    before = samples(live.engine, live.contents, CONFIG, 1)
+    before = window_samples(live.engine, live.contents, CONFIG, 1)
     user = next(f"a{n}" for n in range(17) if live.accounts.name("acme", f"a{n}") == before[3].account)
     account = forgotten(live, user)
     assert account == before[3].account
-    batch = samples(live.engine, live.contents, CONFIG, 1)
+    batch = window_samples(live.engine, live.contents, CONFIG, 1)
     assert batch
     assert not any(s.account == account for s in batch)
     mine = {t.id for t in story.turns if t.session in {s.id for s in story.sessions if s.account == account}}
     assert {e.kind for e in exits_of(live.engine, 1) if e.turn in mine} == {ExitKind.DROPPED}
-    assert replay(live.engine, live.contents, CONFIG, 1).same
-    assert samples(live.engine, live.contents, CONFIG, 1) == batch
+    assert replay_window(live.engine, live.contents, CONFIG, 1).same
+    assert window_samples(live.engine, live.contents, CONFIG, 1) == batch
 
 
 def test_who_is_forgotten_while_a_window_is_computed_is_not_in_it(embedded: StoryLog, monkeypatch: pytest.MonkeyPatch):
@@ -226,11 +218,11 @@ def test_a_past_window_cannot_be_trained_on_once_an_account_was_forgotten(embedd
     session = {t.id: t.session for t in story.turns}[min(held)]
     forgotten(embedded, f"a{int(session[1:]) % 17}")
     with pytest.raises(UserError, match="which is past"):
-        samples(embedded.engine, embedded.contents, CONFIG, 1)
+        window_samples(embedded.engine, embedded.contents, CONFIG, 1)
     with pytest.raises(UserError, match="of its turns are gone"):
-        replay(embedded.engine, embedded.contents, CONFIG, 1)
+        replay_window(embedded.engine, embedded.contents, CONFIG, 1)
     after = cut_window(embedded.engine, embedded.contents, CONFIG, time(9000))
-    assert replay(embedded.engine, embedded.contents, CONFIG, 3).same
+    assert replay_window(embedded.engine, embedded.contents, CONFIG, 3).same
     assert {e.turn for e in after.exits} <= {t.id for t in story.turns}
 
 
@@ -257,7 +249,7 @@ def test_a_window_that_is_killed_in_the_middle_has_written_nothing(live: StoryLo
             assert connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one() == 0
     result = cut_window(live.engine, live.contents, CONFIG, time(4000))
     assert result.number == 1
-    assert replay(live.engine, live.contents, CONFIG, 1).same
+    assert replay_window(live.engine, live.contents, CONFIG, 1).same
 
 
 def test_of_two_windows_at_once_one_is_written(live: StoryLog):
@@ -279,7 +271,7 @@ def test_of_two_windows_at_once_one_is_written(live: StoryLog):
         thread.join(60)
     assert [e for e in ends if isinstance(e, int)] == [1]
     assert all("another window 1" in e or "give a later --cut" in e for e in ends if isinstance(e, str))
-    assert replay(live.engine, live.contents, CONFIG, 1).same
+    assert replay_window(live.engine, live.contents, CONFIG, 1).same
 
 
 def test_spans_that_do_not_cover_the_tokens_are_no_tokens(embedded: StoryLog):
@@ -304,7 +296,7 @@ def test_damaged_content_is_an_error_and_missing_content_is_a_reason(embedded: S
     assert [e.reason for e in result.exits] == ["expired", *[""] * 5]
     embedded.store.put("s1/t1", b"\0" * 64)
     with pytest.raises(UserError, match="is damaged"):
-        replay(embedded.engine, embedded.contents, CONFIG, 1)
+        replay_window(embedded.engine, embedded.contents, CONFIG, 1)
 
 
 def test_slow_signals_tell_whether_the_early_ones_told_the_truth(embedded: StoryLog):
@@ -320,9 +312,9 @@ def test_slow_signals_tell_whether_the_early_ones_told_the_truth(embedded: Story
     story.survived("f", 0.0, 86_400, horizon=86_400.0)
     embedded.write(story)
     cut_window(embedded.engine, embedded.contents, CONFIG, time(9000))
-    assert calibration(embedded.engine, CONFIG, 1) == {}
+    assert signal_calibration(embedded.engine, CONFIG, 1) == {}
     cut_window(embedded.engine, embedded.contents, CONFIG, time(90_000))
-    found = calibration(embedded.engine, CONFIG, 2)
+    found = signal_calibration(embedded.engine, CONFIG, 2)
     x = np.arange(8) / 7
     assert found["survived"] == (8, pytest.approx(np.corrcoef(x, x**2)[0, 1]))
     assert found["committed"] == (8, None)
@@ -355,9 +347,9 @@ def test_what_a_gateway_has_written_becomes_a_batch(embedded: StoryLog):
     assert [(e.kind, e.reason) for e in result.exits] == [(ExitKind.TRAINED, "")] * 6
     rewards = {label.turn: label.reward for label in result.labels}
     assert [rewards[t.id] for t in story.turns] == pytest.approx([0.6 * i / 5 - 0.4 * (1 - i / 5) for i in range(6)])
-    batch = samples(embedded.engine, embedded.contents, config, 1)
+    batch = window_samples(embedded.engine, embedded.contents, config, 1)
     assert {s.turn: s.correction for s in batch} == {t.id: None for t in story.turns} | {story.turns[2].id: "use a set"}
-    assert replay(embedded.engine, embedded.contents, config, 1).same
+    assert replay_window(embedded.engine, embedded.contents, config, 1).same
 
 
 def test_a_flood_of_signals_is_read_up_to_a_bound(embedded: StoryLog, monkeypatch: pytest.MonkeyPatch):
@@ -379,10 +371,10 @@ def test_cuts_go_forward_and_not_into_the_future(embedded: StoryLog):
         with pytest.raises(UserError, match=sentence):
             cut_window(embedded.engine, embedded.contents, CONFIG, cut)
     with pytest.raises(UserError, match="computed by the rules"):
-        replay(embedded.engine, embedded.contents, LabelsConfig(question_cost=0.9), 1)
+        replay_window(embedded.engine, embedded.contents, LabelsConfig(question_cost=0.9), 1)
     for number in (0, 2):
         with pytest.raises(UserError, match=f"no window {number}"):
-            samples(embedded.engine, embedded.contents, CONFIG, number)
+            window_samples(embedded.engine, embedded.contents, CONFIG, number)
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from etude.inference.engine import fused
 from etude.inference.engine.cache import PagedCache
 from etude.inference.engine.forward import logits_of
-from etude.models import attention, batch_invariant, fused, gemm
+from etude.models import attention, batch_invariant, gemm
 from etude.models.key_values import configured
 from tests.helpers.tiny_models import random_model
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from etude.models import attention, batch_invariant, fused, gemm
+from etude.inference.engine import fused
+from etude.models import attention, batch_invariant, gemm
 from etude.models.experts import etude_experts
 from tests.helpers.tiny_models import random_model
 from tests.models.test_fused import engine_logits

@@ -307,9 +307,9 @@ def test_values_without_quotes_have_the_type_of_the_schema(said: str, schema: An
 
 def test_the_compact_dialect_needs_all_its_tokens_at_their_ids(tmp_path: Path) -> None:
     """gpt-oss has `<|call|>` and `<|end|>`, too."""
-    from etude.corpus.dialect import IDS
+    from etude.corpus.dialect import SPECIAL_IDS
 
-    assert {token: IDS[token] for token in COMPACT_IDS} == COMPACT_IDS
+    assert {token: SPECIAL_IDS[token] for token in COMPACT_IDS} == COMPACT_IDS
     qwen = next(f for f in FAMILIES if f.name == "qwen3")
     shifted = Family("qwen3", qwen.eos, CHATML + " " + " ".join(COMPACT_IDS), QWEN3)
     assert dialect_verdict(shifted.write(tmp_path / "x")) == DialectVerdict("hermes")

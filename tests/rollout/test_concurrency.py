@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rollout.concurrency import DEAD_BAND, WINDOW_SECONDS, Load, concurrency, mean_load, next_limit
+from etude.rollout.concurrency import DEAD_BAND, WINDOW_SECONDS, Load, episode_concurrency, mean_load, next_limit
 
 BOUNDS = {"rows": 64, "lowest": 8, "highest": 10_000}
 
@@ -54,7 +54,7 @@ def test_it_stays_within_its_bounds(limit, live, at_engine, rows, lowest, highes
 
 
 def test_the_limit_moves_at_the_end_of_a_window():
-    auto = concurrency(None, rows=64, staleness=4, prompts=8, group=16)
+    auto = episode_concurrency(None, rows=64, staleness=4, prompts=8, group=16)
     assert (auto.limit, auto.highest) == (64, 5 * 8 * 16)
     auto.observe(100.0, 64, 32)
     auto.observe(100.0 + WINDOW_SECONDS - 0.1, 64, 16)
@@ -66,7 +66,7 @@ def test_the_limit_moves_at_the_end_of_a_window():
 
 
 def test_a_number_is_kept_whatever_the_load():
-    fixed = concurrency(6, rows=128, staleness=0, prompts=2, group=3)
+    fixed = episode_concurrency(6, rows=128, staleness=0, prompts=2, group=3)
     for second in range(20):
         fixed.observe(float(second), 6, 0)
         assert fixed.limit == 6

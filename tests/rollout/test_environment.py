@@ -19,7 +19,7 @@ from etude.renderers import Renderer
 from etude.rollout import environment as environments
 from etude.rollout.environment import Environment, EnvironmentEpisode, EnvironmentTask, environment_dataset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
-from etude.rollout.replay import replay
+from etude.rollout.replay import replay_episode
 from etude.rollout.rewards import custom_component, with_reward
 from tests.helpers.speakers import Scripted, Speaker
 
@@ -124,7 +124,7 @@ def test_an_episode_calls_tools_and_earns_its_reward(dialect: tuple[Renderer, Sp
     assert decode(encode(episode), Episode) == episode
     assert "The sum of two numbers." in speaker.tokenizer.decode(policy.prompts[0])
     again = context(renderer, None, tmp_path)
-    assert asyncio.run(replay(again, again.dataset.tasks[2], episode)) == ""
+    assert asyncio.run(replay_episode(again, again.dataset.tasks[2], episode)) == ""
 
 
 def test_calls_that_do_not_fit_a_tool_are_malformed(dialect: tuple[Renderer, Speaker], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from etude.records import Episode, decode
 from etude.store import open_store
-from etude.weights.manifest import newest
+from etude.weights.manifest import newest_manifest
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 400
@@ -62,7 +62,7 @@ def test_an_outside_agents_episodes_are_trained_on(tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "outputs/run"
-    assert newest(open_store(str(folder / "weights"))).version == 1
+    assert newest_manifest(open_store(str(folder / "weights"))).version == 1
     rollouts = open_store(str(folder / "rollouts"))
     keys = [key for key in rollouts.list("") if key.endswith(".msgpack")]
     assert len([key for key in keys if key.startswith("eval-before/")]) == 1

@@ -13,7 +13,7 @@ from etude.grading.runner import open_sandbox
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, Generation, decode
 from etude.renderers import renderer_for
-from etude.rollout.concurrency import concurrency
+from etude.rollout.concurrency import episode_concurrency
 from etude.run import loop
 from etude.run.sources import TaskPool
 from etude.run.state import Engines, Run
@@ -53,7 +53,7 @@ def test_an_impossible_task_that_is_passed_is_an_alarm_and_belongs_to_no_group(t
                 folder=tmp_path, config=config, pool=TaskPool(tiny), ledger=Ledger.open(f"sqlite:///{tmp_path}/l.db"),
                 weights=open_store(f"{tmp_path}/weights"), rollouts=open_store(f"{tmp_path}/rollouts"), sandbox=sandbox,
                 renderer=renderer_for(ROOT / "models/nano", "compact"), engines=Engines((), Finishes(), None),
-                children=(), agent=None, concurrency=concurrency(4, rows=4, staleness=0, prompts=1, group=2),
+                children=(), agent=None, concurrency=episode_concurrency(4, rows=4, staleness=0, prompts=1, group=2),
                 impossible=impossible.make_impossible(tiny, tmp_path / "impossible"),
             )  # type: ignore[arg-type]  # fmt: skip
             player = loop._ImpossibleTasks(run)

@@ -18,7 +18,7 @@ from etude.models.loading import model_id
 from etude.protocol.access import TOKEN_VARIABLE
 from etude.records import Episode, decode
 from etude.store import open_store
-from etude.weights.manifest import manifests, newest
+from etude.weights.manifest import manifests, newest_manifest
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
@@ -99,7 +99,7 @@ def test_a_run_trains_and_leaves_a_whole_folder(undisturbed):
     run = undisturbed / "outputs/run"
     published = versions(undisturbed)
     assert [(v, g) for v, _, g in published] == [(0, 0), (1, 2), (2, 2), (3, 2)]
-    assert newest(open_store(str(run / "weights"))).model == model_id(ROOT / "models/nano")
+    assert newest_manifest(open_store(str(run / "weights"))).model == model_id(ROOT / "models/nano")
     assert len({digest for _, digest, _ in published}) > 1, "no step changed the weights: the comparisons are void"
     held = json.loads((run / "memory.jsonl").read_text().splitlines()[0])
     assert {"controller", "inference-0", "trainer", "zygote"} == {

@@ -21,7 +21,7 @@ from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, decode
 from etude.run import inputs, launch, sources
-from etude.run.inputs import run_dataset, check_inputs, trainable
+from etude.run.inputs import check_inputs, run_dataset, trainable
 from etude.run.loop import curriculum_of
 from etude.run.parts import built_beside, folders_of_tasks
 from etude.store import open_store
@@ -98,7 +98,7 @@ def test_a_source_that_fails_to_build_is_named(tmp_path: Path, monkeypatch: pyte
         built.append(out)
         return dataset.load_dataset(renamed(out, "other-2.0"))
 
-    monkeypatch.setattr(inputs, "build", build)
+    monkeypatch.setattr(inputs, "build_dataset", build)
     for _ in range(2):  # the second start finds what the first has built
         assert len(run_dataset(wrong, tmp_path / "run", lambda *_: None).parts) == 2
     assert built == [tmp_path / "run/tasks/1"]
@@ -112,7 +112,9 @@ def test_a_source_for_training_alone_joins_when_it_is_built(tmp_path: Path, monk
         {"dataset": str(TINY)}, {"repository": "a", "heldout_fraction": 0, "weight": 3},
         {"repository": "b", "heldout_fraction": 0, "weight": 4},
     )  # fmt: skip
-    monkeypatch.setattr(inputs, "build", lambda repo, out, *_: dataset.load_dataset(renamed(out, f"{repo.name}-1.0")))
+    monkeypatch.setattr(
+        inputs, "build_dataset", lambda repo, out, *_: dataset.load_dataset(renamed(out, f"{repo.name}-1.0"))
+    )
     pool = sources.TaskPool(run_dataset(found, folder, print), sources.missing(found, folder))
     assert (pool.waiting, sources.arrived(folder, pool)) == ((1, 2), [])
     assert all(task.id.startswith("tiny-1.0:") for task in pool.dataset.tasks)
@@ -175,7 +177,7 @@ def test_a_folder_of_harbor_tasks_is_a_source(tmp_path: Path, monkeypatch: pytes
         given.append((roots, out, heldout_fraction))
         return dataset.load_dataset(renamed(out, "harbor-tasks")), None
 
-    monkeypatch.setattr(inputs.foreign, "build", build)
+    monkeypatch.setattr(inputs, "build_foreign", build)
     assert [part.name for part in run_dataset(found, tmp_path, print).parts] == ["tiny-1.0", "harbor-tasks"]
     assert given == [([Path("tasks").absolute()], tmp_path / "tasks/1", 0.5)]
     assert [source.min_decided for source in found.tasks.sources] == [0.5, 0.0]

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from etude.audit.attacks.library import PYTHON, TASK
-from etude.audit.attacks.packs import OWN, load
+from etude.audit.attacks.packs import OWN, load_pack
 from etude.config.tasks import TasksConfig
 from etude.errors import UserError
 from etude.run.inputs import trainable
@@ -21,7 +21,7 @@ def made(*shares: float | None) -> Dataset:
         for i, share in enumerate(shares)
     ]
     heldout = structs.replace(TASK, id="heldout", split="heldout", difficulty={"decided": 0.0})
-    return replace(load(OWN / PYTHON).data, tasks=(*tasks, heldout))
+    return replace(load_pack(OWN / PYTHON).data, tasks=(*tasks, heldout))
 
 
 def test_tasks_below_the_share_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:

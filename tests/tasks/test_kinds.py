@@ -189,13 +189,13 @@ def test_a_class_with_several_bases_and_keywords() -> None:
 
 def test_combined_mutants_differ_at_each_site() -> None:
     function = next(f for f in discover.functions("shelf.py", SHELF) if f.qualname == "Shelf.find")
-    found = mutate.combined(SHELF, function, 1, set(OPERATORS))
+    found = mutate.combined_mutants(SHELF, function, 1, set(OPERATORS))
     assert {mutant.operator.count("+") for mutant in found} == {1, 2}
     for mutant in found:
         ast.parse(mutant.text)
         assert len(mutant.edits) >= mutant.operator.count("+") + 1
         assert len(set(mutant.operator.split("+"))) == mutant.operator.count("+") + 1
-    assert [m.text for m in found] == [m.text for m in mutate.combined(SHELF, function, 1, set(OPERATORS))]
+    assert [m.text for m in found] == [m.text for m in mutate.combined_mutants(SHELF, function, 1, set(OPERATORS))]
 
 
 def test_a_slice_is_what_only_one_function_needs() -> None:

@@ -9,11 +9,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.errors import UserError
-from etude.models import activations, router_replay
-from etude.models.activations import checkpoint_activations
+from etude.models import router_replay
 from etude.models.batch_invariant import batch_invariant
 from etude.models.loading import load_model
 from etude.models.segments import trie
+from etude.trainer import activations
+from etude.trainer.activations import checkpoint_activations
 from etude.trainer.head import token_logprobs
 from etude.trainer.rl import execution
 from etude.trainer.rl.execution import run

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from etude.corpus import tokenizer as bpe
 from etude.corpus.vocabulary import compact
 from etude.edits import formats
 from etude.renderers import renderer_for
 from etude.trainer.finetune import applied_edits
+from etude.trainer.finetune import tokenizer_training as bpe
 from tests.helpers.apply_edits import config, example
 
 

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from etude.corpus import tokenizer as bpe
-from etude.corpus.dialect import IDS
-from etude.corpus.edits import rename_augmentation
+from etude.corpus.dialect import SPECIAL_IDS
 from etude.corpus.vocabulary import compact
 from etude.edits import examples as tables
 from etude.edits.merge import merge
 from etude.edits.sketch import draw_sketch
 from etude.errors import UserError
 from etude.renderers import renderer_for
-from etude.trainer.finetune import applied_edits, pretrain
+from etude.trainer.finetune import applied_edits, pretrain, rename_augmentation
+from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import FolderModelConfig, PhaseConfig
 from tests.helpers.apply_edits import MODEL, config, example
 
@@ -128,7 +127,7 @@ def test_exact_by_likelihood_is_exact_by_greedy_decoding(folder: Path) -> None:
     assert [r.exact for r in found] == said
     assert any(said)
     assert not all(said)
-    assert all(test.ids_T[-1] == IDS["<|end|>"] for test in tests)
+    assert all(test.ids_T[-1] == SPECIAL_IDS["<|end|>"] for test in tests)
     assert all(0 < test.changed_T.sum() < test.label_T.sum() for test in tests)
 
 

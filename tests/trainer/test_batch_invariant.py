@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from etude.audit.rescoring import set_weights
 from etude.config import EngineConfig
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
@@ -14,7 +15,6 @@ from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.execution import evaluate
 from etude.trainer.rl.plan import TokenRows, rows
-from etude.trainer.rl.rescoring import set_weights
 from etude.trainer.rl.step import Learner, train_step
 from tests.helpers.tiny_models import save_random_model
 from tests.helpers.trainer_runs import new_run, play, prompt

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from etude.audit.rescoring import set_weights
 from etude.config import EngineConfig, LossConfig, RLConfig
 from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
@@ -24,11 +25,10 @@ from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
-from etude.rollout.replay import RecordedPolicy, replay
+from etude.rollout.replay import RecordedPolicy, replay_episode
 from etude.tasks.dataset import DATASET_FORMAT, Dataset, Manifest
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
-from etude.trainer.rl.rescoring import set_weights
 from etude.trainer.rl.step import Learner, train_step
 from tests.helpers.speakers import PATH, Speaker, a_task
 from tests.helpers.trainer_runs import engine_of, new_run, prompt, sampled
@@ -200,7 +200,9 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
 
     async def again(episode: Episode) -> str:
         async with open_sandbox(workers=1) as sandbox:
-            return await replay(RolloutContext(dataset, sandbox, forced, renderer, BUDGET, SAMPLING), TASK, episode)
+            return await replay_episode(
+                RolloutContext(dataset, sandbox, forced, renderer, BUDGET, SAMPLING), TASK, episode
+            )
 
     episodes = [decode(encode(e), Episode) for e in asyncio.run(group())]
     right, _ = episodes

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.corpus import tokenizer as bpe
 from etude.errors import UserError
 from etude.trainer.finetune import applied_edits, distillation, pretrain
+from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.packed import PackedPass
 from etude.trainer.finetune.pretrain import save_tokenizer
 from tests.helpers.apply_edits import MODEL, config, example

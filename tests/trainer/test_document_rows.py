@@ -15,7 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etude.audit import rescoring
 from etude.audit.mismatch import _pieces
+from etude.audit.rescoring import set_weights
 from etude.config import EngineConfig
 from etude.errors import RunFailed
 from etude.harness.token_ledger import TokenLedger
@@ -26,11 +28,10 @@ from etude.models.loading import load_model, named_tensors
 from etude.models.segments import row_graph, trie
 from etude.records import Episode, Outcome, StopReason, decode, encode
 from etude.trainer.optimizer import for_policy
-from etude.trainer.rl import rescoring, selfcheck
+from etude.trainer.rl import selfcheck
 from etude.trainer.rl.batch import make_batch, token_rows
 from etude.trainer.rl.execution import evaluate, run
 from etude.trainer.rl.plan import TokenRows, cost, packed, rows, shape_of, streaming
-from etude.trainer.rl.rescoring import set_weights
 from etude.trainer.rl.step import Learner, train_step
 from tests.helpers.tiny_models import save_random_model
 from tests.helpers.trainer_runs import flip, new_run, sampled

@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 
 from etude.corpus import build
 from etude.corpus.filters import FunctionText, function_texts
-from etude.corpus.retrieval import RetrievalOptions, samples
+from etude.corpus.retrieval import RetrievalOptions, retrieval_samples
 from etude.corpus.sources import File
-from etude.corpus.tokenizer import train as train_tokenizer
 from etude.inference.engine.cache import PagedCache
 from etude.inference.engine.documents import Documents
 from etude.inference.engine.forward import logits_of as engine_logits
@@ -44,6 +43,7 @@ from etude.trainer.finetune.document_masks import (
     predicting,
 )
 from etude.trainer.finetune.pretrain import save_tokenizer
+from etude.trainer.finetune.tokenizer_training import train as train_tokenizer
 from tests.helpers.folders import state_of
 from tests.helpers.tiny_models import random_model
 
@@ -255,7 +255,7 @@ def config(base: Path, tokens: int, **chosen: object) -> SftConfig:
 
 
 def test_samples_are_encoded_as_the_engine_encodes_chats(base: Path, corpus: build.Corpus) -> None:
-    sample = next(samples(corpus.train, RetrievalOptions(), 0))
+    sample = next(retrieval_samples(corpus.train, RetrievalOptions(), 0))
     tokenizer, renderer = pretrain.bpe.load(base), renderer_for(base)
     [encoded] = document_masks.encode(renderer, [sample])
     tokenizer.encode_special_tokens = True

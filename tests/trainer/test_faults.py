@@ -16,6 +16,7 @@ import torch
 
 from etude import runfolder
 from etude.audit import mismatch
+from etude.audit.rescoring import set_weights
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.inference.engine import cache
@@ -26,7 +27,6 @@ from etude.records import Episode, StopReason
 from etude.rollout import engines as of_run
 from etude.store import open_store
 from etude.trainer.rl.process import Trainer
-from etude.trainer.rl.rescoring import set_weights
 from etude.weights.content import load
 from tests.helpers.trainer_runs import admit, answer, begin_probes, edited, engine_of, flip, new_run, play, step
 

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from etude.corpus import packing
 from etude.errors import UserError
-from etude.models.activations import checkpoint_activations
 from etude.models.loading import load_model
 from etude.trainer import checkpoint
+from etude.trainer.activations import checkpoint_activations
 from etude.trainer.finetune import folder as folders
 from etude.trainer.finetune import packed, pretrain
 from etude.trainer.finetune.config import MidtrainConfig, OptimConfig, SftConfig
@@ -116,7 +116,7 @@ def _rows(rng: np.random.Generator, vocabulary: int) -> packing.Rows:
         if size >= 30:
             ids[:SHARED] = common
         documents.append((ids.astype(np.uint32), mask))
-    return packing.pack(documents, 64, pad=0, separator=None)
+    return packing.pack_rows(documents, 64, pad=0, separator=None)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "glm"])

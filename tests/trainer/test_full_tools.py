@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude import runfolder
+from etude.audit.rescoring import set_weights
 from etude.config import EngineConfig, RLConfig
 from etude.harness.loop import EpisodeSpec, Sampling, run_agent_loop
 from etude.inference.engine.engine import Engine
@@ -20,7 +21,6 @@ from etude.records import Budget, Episode, Generation, Outcome
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.schemas import SCHEMAS
 from etude.trainer.rl.process import Trainer
-from etude.trainer.rl.rescoring import set_weights
 from tests.helpers.speakers import PATH, TEXT, a_box, a_task
 from tests.helpers.tiny_models import save_random_model
 from tests.helpers.trainer_runs import admit, step

@@ -15,7 +15,7 @@ from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.process import Trainer
 from etude.trainer.rl.step import train_step
 from etude.weights.content import load
-from etude.weights.manifest import manifests, read
+from etude.weights.manifest import manifests, read_manifest
 from tests.helpers.trainer_runs import admit_alone, engine_of, episode, new_run, play, prompt, run_trainer, sampled
 
 GIVEN = {"lr": 1e-2, "warmup_steps": 0, "baseline": "given"}
@@ -114,9 +114,9 @@ def test_a_batch_is_one_step_of_the_ordinary_process(tmp_path):
     trainer.finish()
     trainer.ledger.close()
     store = open_store(str(folder / "weights"))
-    last = read(store, 3)
+    last = read_manifest(store, 3)
     assert last is not None
-    assert read(store, 4) is None
+    assert read_manifest(store, 4) is None
     assert last.digest == published[0].digest
     assert isinstance(last.step, StepRecord)
     assert (last.step.action, last.step.good) == ("rollback", 0)

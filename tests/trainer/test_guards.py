@@ -21,7 +21,7 @@ from etude.trainer.rl.guards import Guards, ProbeComparison, StepFigures
 from etude.trainer.rl.mismatch import Mismatch, MismatchMeans
 from etude.trainer.rl.process import Trainer
 from etude.weights.content import load
-from etude.weights.manifest import manifests, newest
+from etude.weights.manifest import manifests, newest_manifest
 from etude.weights.receiver import Receiver
 from tests.helpers import trainer_runs
 from tests.helpers.trainer_runs import admit, answer, begin_probes, edited, engine_of, new_run, play, step
@@ -211,7 +211,7 @@ def run(tmp_path):
 
 def one_step(trainer, run, config, *, shift=0.0):
     """Plays a group with the newest version and trains on it; `shift` falsifies what the engine recorded."""
-    last = newest(open_store(str(run / "weights")))
+    last = newest_manifest(open_store(str(run / "weights")))
     engine = engine_of(config, load(open_store(str(run / "weights")), last.version)[1], last.version)
     episodes = play(engine, last.version)
     if shift:
@@ -235,7 +235,7 @@ def test_a_rollback_restores_weights_and_optimizer_and_trains_no_group_twice(run
     assert digests[3] == digests[1] != digests[2]
     state = trainer.learner.optimizer.state()
     assert all(torch.equal(state[name], good[name]) for name in good)
-    assert newest(store).step.good == 1
+    assert newest_manifest(store).step.good == 1
     assert "version 3 is that of 1 again" in capsys.readouterr().err
     one_step(trainer, folder, config)
     one_step(trainer, folder, config)
@@ -262,7 +262,7 @@ def test_a_skipped_step_publishes_the_same_weights_and_a_halted_one_nothing(tmp_
     one_step(trainer, folder, config, shift=1.0)
     with pytest.raises(RunFailed, match=r"halted before version 5: .*k2 0\.5"):
         one_step(trainer, folder, config, shift=1.0)
-    assert newest(store).version == 4
+    assert newest_manifest(store).version == 4
     ledger = Ledger.open(f"sqlite:///{folder}/ledger.db")
     assert [g.id for g in ledger.ready_groups(1, in_order=True)] == [4], "the group of the halted step waits"
 
@@ -330,7 +330,7 @@ def test_guards_are_silent_on_two_hundred_steps_of_a_healthy_run(tmp_path, dtype
         step(trainer)
     lines = read_jsonl(folder / "metrics.jsonl")
     assert len(lines) == 200
-    assert newest(store).digest != manifests(store)[0].digest, "nothing was learned: the silence is void"
+    assert newest_manifest(store).digest != manifests(store)[0].digest, "nothing was learned: the silence is void"
     assert all(line["mismatch/tokens"] >= 64 and line["probe/k2"] >= 0 for line in lines), "all of it was judged"
     loud = {line["step"]: line["guard/events"] for line in lines if "guard/events" in line}
     assert loud == {}

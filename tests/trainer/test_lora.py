@@ -12,9 +12,9 @@ from etude.audit.mismatch import diagnose
 from etude.config import LoraConfig, TrainerConfig
 from etude.errors import UserError
 from etude.inference.engine.engine import Engine
-from etude.models.activations import checkpoint_activations
 from etude.models.loading import load_model, named_tensors
 from etude.models.lora import DOWN, UP, adapted_layers, merged
+from etude.trainer.activations import checkpoint_activations
 from etude.trainer.lora import for_adapters
 from etude.trainer.rl import execution
 from etude.trainer.rl.plan import TokenRows, plan, shape_of

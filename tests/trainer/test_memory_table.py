@@ -11,9 +11,9 @@ from etude.cli import main
 from etude.cli.overlays import read_toml
 from etude.config import RLConfig, validate
 from etude.config.sections import bundled
-from etude.models.activations import checkpoint_activations
 from etude.models.head import head_of
 from etude.models.loading import load_model
+from etude.trainer.activations import checkpoint_activations
 from etude.trainer.head import token_logprobs
 from etude.trainer.rl.memory import LiveBytes
 from etude.trainer.rl.memory_table import GIB, _sizes_of, activation_bytes, head_bytes, memory_table

@@ -11,6 +11,7 @@ import torch
 
 from etude import runfolder
 from etude.audit import mismatch
+from etude.audit.rescoring import chosen, logits, set_weights
 from etude.cli.main import main
 from etude.errors import UserError
 from etude.inference.engine import cache
@@ -18,7 +19,6 @@ from etude.models import gemm
 from etude.models.loading import load_model
 from etude.records import Outcome, StopReason
 from etude.store import open_store
-from etude.trainer.rl.rescoring import chosen, logits, set_weights
 from etude.weights.content import load
 from tests.helpers.trainer_runs import edited, engine_of, flip, keep, new_run, play, publish_versions
 

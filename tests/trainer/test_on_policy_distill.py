@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from etude.audit.rescoring import set_weights
 from etude.config import OnPolicyDistillConfig, RLConfig
 from etude.errors import UserError
 from etude.inference.engine.requests import Request
@@ -19,7 +20,6 @@ from etude.trainer.rl.guards import GuardVerdict
 from etude.trainer.rl.plan import plan, shape_of
 from etude.trainer.rl.process import _learner
 from etude.trainer.rl.reference import Reference
-from etude.trainer.rl.rescoring import set_weights
 from etude.trainer.rl.step import Learner, train_step
 from etude.weights.content import load
 from tests.helpers.tiny_models import random_model

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from etude.config import RLConfig, validate
 from etude.models import attention, experts
-from etude.models.activations import checkpoint_activations
 from etude.records import Group
+from etude.trainer.activations import checkpoint_activations
 from etude.trainer.finetune.config import OptimConfig
 from etude.trainer.finetune.packed import PackedPass, loss_function
 from etude.trainer.finetune.training_loop import optimizer_of

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from etude.corpus import build, packing
-from etude.corpus.dialect import IDS
+from etude.corpus.dialect import SPECIAL_IDS
 from etude.corpus.filters import FunctionText, function_texts
 from etude.corpus.sources import File
 from etude.errors import UserError
@@ -65,7 +65,7 @@ def test_midtrain_then_sft_lower_the_loss_and_give_a_loadable_model(tmp_path: Pa
     model = AutoModelForCausalLM.from_pretrained(tuned)
     assert model.dtype == torch.bfloat16
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert AutoTokenizer.from_pretrained(tuned).eos_token_id == IDS["<|end|>"]
+    assert AutoTokenizer.from_pretrained(tuned).eos_token_id == SPECIAL_IDS["<|end|>"]
 
 
 @pytest.mark.parametrize("stage", ["midtrain", "sft"])

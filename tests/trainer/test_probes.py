@@ -14,6 +14,7 @@ import torch
 import uvicorn
 
 from etude import runfolder
+from etude.audit.rescoring import set_weights
 from etude.config import EngineConfig
 from etude.errors import RunFailed
 from etude.inference.engine import cache
@@ -33,7 +34,6 @@ from etude.tasks import dataset
 from etude.trainer.rl.guards import Guards, StepFigures
 from etude.trainer.rl.probe_scores import TrainerProbes
 from etude.trainer.rl.process import Trainer
-from etude.trainer.rl.rescoring import set_weights
 from etude.weights.content import load
 from etude.weights.manifest import manifests
 from etude.weights.receiver import Receiver

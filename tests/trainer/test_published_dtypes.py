@@ -14,7 +14,7 @@ from etude.models.loading import load_model, named_tensors
 from etude.store import open_store
 from etude.trainer.rl.process import Trainer
 from etude.weights.export import advance, export
-from etude.weights.manifest import newest
+from etude.weights.manifest import newest_manifest
 from etude.weights.payloads import DamagedVersion
 from etude.weights.receiver import Receiver
 from etude.weights.ulpd.digest import weights_digest
@@ -53,7 +53,7 @@ def test_router_biases_stay_float32(tmp_path, dtype):
     folder, config = new_run(tmp_path, "glm", stored=torch.bfloat16, trainer={"dtype": dtype, "lr": 1e-3})
     trainer = Trainer(folder)
     watcher = following(folder, config, dtype=getattr(torch, dtype))
-    manifest = newest(open_store(f"{folder}/weights"))
+    manifest = newest_manifest(open_store(f"{folder}/weights"))
     assert watcher.live_digest() == manifest.digest, "the folder is version 0"
     assert caught_up(watcher).live_digest() == manifest.digest
     bias = trainer.learner.optimizer.published()[BIAS]
@@ -62,7 +62,7 @@ def test_router_biases_stay_float32(tmp_path, dtype):
     admit(folder, config, 0, 0, play(watcher._engine, 0))
     step(trainer)
     caught_up(watcher)
-    assert watcher.live_digest() == newest(open_store(f"{folder}/weights")).digest
+    assert watcher.live_digest() == newest_manifest(open_store(f"{folder}/weights")).digest
     ids = torch.randint(7, 97, (20, 512), generator=torch.Generator().manual_seed(0))
     model = trainer.learner.model.eval()
     assert torch.equal(routes(model, ids), routes(watcher._engine.model, ids))
@@ -77,12 +77,12 @@ def test_a_float32_checkpoint_is_trained_and_served(tmp_path, dtype):
     trainer, watcher = Trainer(folder), following(folder, config)
     store = open_store(f"{folder}/weights")
     assert {str(t.dtype) for t in trainer.learner.optimizer.published().values()} == {f"torch.{dtype}"}
-    assert watcher.live_digest() == newest(store).digest
+    assert watcher.live_digest() == newest_manifest(store).digest
     caught_up(watcher)
     for version in range(2):
         admit(folder, config, version, version, play(watcher._engine, version))
         step(trainer)
-        assert caught_up(watcher).live_digest() == newest(store).digest != watcher.served.digest
+        assert caught_up(watcher).live_digest() == newest_manifest(store).digest != watcher.served.digest
     live = named_tensors(watcher._engine.model)
     assert all(torch.equal(t.float(), live[name]) for name, t in trainer.learner.optimizer.published().items())
     resumed = Trainer(folder)
@@ -90,7 +90,9 @@ def test_a_float32_checkpoint_is_trained_and_served(tmp_path, dtype):
     if dtype == "float32":
         export(store, 1, Path(config.model.path), tmp_path / "one")
         assert advance(store, tmp_path / "one", 2, tmp_path / "two") == 1
-        assert weights_digest(named_tensors(load_model(tmp_path / "two")), torch.float32) == newest(store).digest
+        assert (
+            weights_digest(named_tensors(load_model(tmp_path / "two")), torch.float32) == newest_manifest(store).digest
+        )
         with pytest.raises(DamagedVersion, match=r"in float32, which this engine would round to bfloat16"):
             Receiver(store, named_tensors(load_model(config.model.path, dtype=torch.bfloat16))).poll()
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from etude.audit.rescoring import set_weights
 from etude.config import LossConfig, RLConfig
 from etude.errors import UserError
 from etude.models.loading import load_model
@@ -13,7 +14,6 @@ from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.presets import PRESETS, loss_preset
 from etude.trainer.rl.process import _learner
 from etude.trainer.rl.reference import Reference
-from etude.trainer.rl.rescoring import set_weights
 from etude.trainer.rl.step import Learner, train_step
 from etude.trainer.rl.value import Critic
 from etude.weights.content import load

@@ -160,4 +160,4 @@ def test_a_version_of_adapters_becomes_a_folder_of_the_sum_and_one_in_pefts_form
     ours = x @ named_tensors(whole)[f"{name}.weight"].double().T
     # Rounding of the sum to bfloat16: 2^-9 relative in each weight, 48 of them with random signs.
     assert float((ours - theirs).abs().max()) < 2**-9 * 5 * float(own.abs().mean() * 48**0.5 * 3)
-    assert load(store, 1)[0] == manifests.read(store, 1)
+    assert load(store, 1)[0] == manifests.read_manifest(store, 1)

@@ -51,7 +51,7 @@ def test_a_write_that_fails_once_costs_a_retry(faulty, kind, part):
     live = widened(tensors(9))
     receiver = Receiver(store, live)
     receiver.apply(receiver.poll())
-    assert weights_digest(live) == manifest.newest(store).digest == weights_digest(new)
+    assert weights_digest(live) == manifest.newest_manifest(store).digest == weights_digest(new)
 
 
 def test_a_service_that_always_refuses_is_one_sentence_and_leaves_the_old_version(faulty):
@@ -63,7 +63,7 @@ def test_a_service_that_always_refuses_is_one_sentence_and_leaves_the_old_versio
     with pytest.raises(UserError, match=r"cannot write versions/00000001\.json"):
         writer.publish(1, new, (), {})
     link.fault = lambda method, path: ""
-    assert manifest.newest(store).digest == weights_digest(old)
+    assert manifest.newest_manifest(store).digest == weights_digest(old)
     assert writer.publish(1, new, (), {}).digest == weights_digest(new)
 
 

@@ -66,7 +66,7 @@ def test_a_step_goes_on_while_a_version_is_on_its_way(store):
     for tensor in moving.values():
         tensor.zero_()  # the next step writes over the weights
     assert not on_its_way.done()
-    assert manifest.newest(store).version == 0, "nothing is visible before the payload is"
+    assert manifest.newest_manifest(store).version == 0, "nothing is visible before the payload is"
     store.released.set()
     assert on_its_way.result().digest == weights_digest(made[1])
     assert writer.publish(2, made[2], (), {}).parent == 1
@@ -115,7 +115,7 @@ def test_an_anchor_holds_up_nothing_and_is_named_once_it_is_whole(store):
     joined("anchor-")
     last = writer.publish(5, made[5], (), {})
     assert last.anchor.version == 2
-    first = plan(lambda v: manifest.read(store, v), None, 5)[0]
+    first = plan(lambda v: manifest.read_manifest(store, v), None, 5)[0]
     assert (first.kind, first.version) == ("anchor", 2)
     assert equal(held(store, 5), made[5])
 
@@ -166,7 +166,7 @@ def test_other_shapes_begin_a_chain_and_versions_may_be_empty(store):
 
 def test_figures_that_are_not_finite_do_not_spoil_a_manifest(store):
     Publisher(store).publish(0, tensors(0), (), {"loss": float("nan"), "lr": 1.0})
-    assert manifest.read(store, 0).metrics == {"lr": 1.0}
+    assert manifest.read_manifest(store, 0).metrics == {"lr": 1.0}
 
 
 # Folds --------------------------------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ def test_a_stale_listing_hides_no_version(store):
     published = [writer.publish(v, made[v], (), {}) for v in range(4)]
     for known in (0, 1, 3):
         store.stale = [manifest.key(v) for v in range(known)]
-        assert manifest.newest(store) == published[3]
-        assert manifest.versions(store, after=0) == [1, 2, 3]
+        assert manifest.newest_manifest(store) == published[3]
+        assert manifest.published_versions(store, after=0) == [1, 2, 3]
     live = widened(tensors(9))
     receiver = Receiver(store, live)
     receiver.apply(receiver.poll())
@@ -268,7 +268,7 @@ def test_a_full_disk_stops_a_version_and_room_lets_it_through(tmp_path):
             filler.write_bytes(bytes(65536))
         with pytest.raises(UserError, match="No space left"):
             writer.publish(1, made[1], (), {})
-        assert manifest.newest(store).version == 0
+        assert manifest.newest_manifest(store).version == 0
         assert equal(held(store, 0), made[0])
         filler.unlink()
         writer.publish(1, made[1], (), {})
@@ -300,7 +300,7 @@ def test_a_trainer_killed_anywhere_leaves_whole_versions_and_the_chain_goes_on(s
     killed = subprocess.run(command, env=os.environ | {"ETUDE_FAILPOINT": failpoint}, timeout=200)
     assert killed.returncode == -signal.SIGKILL
     made = chain(0, 5)
-    last = manifest.newest(store)
+    last = manifest.newest_manifest(store)
     assert last.version == newest
     for version in range(newest + 1):
         assert equal(held(store, version), made[version])
@@ -342,13 +342,13 @@ def test_two_ranks_in_two_processes_write_one_chain(store):
         assert other.wait(120) == 0
     finally:
         other.kill()
-    parts = manifest.read(store, 9).delta
+    parts = manifest.read_manifest(store, 9).delta
     assert [(p.first, p.stop) for p in parts] == [
         (r.start, r.stop) for r in (owned(schema_of(made[0]), i, 2) for i in (0, 1))
     ]
-    assert manifest.read(store, 8).skips[0].base == 0
-    assert len(manifest.read(store, 8).skips[0].parts) == 2
-    assert manifest.read(store, 9).anchor.version > 0
+    assert manifest.read_manifest(store, 8).skips[0].base == 0
+    assert len(manifest.read_manifest(store, 8).skips[0].parts) == 2
+    assert manifest.read_manifest(store, 9).anchor.version > 0
     assert store.list("shares") == []
     live = widened(wide(9))
     receiver = Receiver(store, live)
@@ -368,11 +368,11 @@ def test_a_rank_that_does_not_come_and_one_that_holds_something_else(store, monk
         assert flight.result().version == 0
     strayed = [Publisher(store, ranks=Ranks(rank, 2, "s3")) for rank in (0, 1)]
     for seed, p in enumerate(strayed):
-        p.resume(manifest.read(store, 0), tensors(seed))
+        p.resume(manifest.read_manifest(store, 0), tensors(seed))
     strayed[1].start(1, tensors(0), (), {})
     with pytest.raises(ValueError, match="the ranks together do not hold version 0"):
         strayed[0].publish(1, tensors(0), (), {})
-    assert manifest.newest(store).version == 0
+    assert manifest.newest_manifest(store).version == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

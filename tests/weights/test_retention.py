@@ -40,7 +40,7 @@ def same(a, b) -> bool:
 def test_every_version_that_pruning_leaves_is_reachable_from_every_other(chain):
     store, made = chain
     before = sum(entry.bytes for entry in store.entries("payloads"))
-    done = retention.collect(store, prune=True, grace=0)
+    done = retention.collect_garbage(store, prune=True, grace=0)
     assert done.keys
     assert done.bytes + done.kept_bytes == before == done.bytes + sum(e.bytes for e in store.entries("payloads"))
     oldest = retention.floor(manifest.manifests(store))
@@ -54,7 +54,7 @@ def test_every_version_that_pruning_leaves_is_reachable_from_every_other(chain):
             assert same(brought, made[target])
     with pytest.raises(UserError, match="is gone; choose another version"):
         load(store, oldest - 1)
-    assert retention.collect(store, prune=True, grace=0).keys == ()
+    assert retention.collect_garbage(store, prune=True, grace=0).keys == ()
     found = audit(store, Trust())
     assert found.problems == ()
     assert found.pruned == len(done.keys)
@@ -62,16 +62,16 @@ def test_every_version_that_pruning_leaves_is_reachable_from_every_other(chain):
 
 def test_a_version_in_use_stays_and_can_catch_up(chain):
     store, made = chain
-    retention.collect(store, prune=True, in_use=[3], grace=0)
+    retention.collect_garbage(store, prune=True, in_use=[3], grace=0)
     assert same(load(store, 3)[1], made[3])
     brought = copies(made[3])
     update_to(store, 3, VERSIONS - 1, brought)
     assert same(brought, made[VERSIONS - 1])
-    retention.collect(store, prune=True, in_use=[3], grace=0)
+    retention.collect_garbage(store, prune=True, in_use=[3], grace=0)
     assert same(load(store, 3)[1], made[3])
-    assert retention.collect(store, prune=True, grace=0).keys, "let go, it goes"
+    assert retention.collect_garbage(store, prune=True, grace=0).keys, "let go, it goes"
     with pytest.raises(UserError, match="version 3 is listed as in use, but"):
-        retention.collect(store, prune=True, in_use=[3], grace=0)
+        retention.collect_garbage(store, prune=True, in_use=[3], grace=0)
     assert same(load(store, VERSIONS - 1)[1], made[VERSIONS - 1])
 
 
@@ -82,10 +82,10 @@ def test_only_old_objects_that_nobody_names_are_garbage(chain, tmp_path):
         store.put(name, bytes(100))
     for name in ("payloads/old", "shares/00000009/attempt-0001.json"):
         os.utime(tmp_path / "weights" / name, (1e9, 1e9))
-    dry = retention.collect(store, dry_run=True)
+    dry = retention.collect_garbage(store, dry_run=True)
     assert (dry.keys, dry.bytes) == (("payloads/old", "shares/00000009/attempt-0001.json"), 200)
     assert "payloads/old" in store.list()
-    assert retention.collect(store) == dry
+    assert retention.collect_garbage(store) == dry
     assert store.list() == sorted([*whole, "payloads/young"])
 
 
@@ -94,5 +94,5 @@ def test_nothing_is_taken_when_a_manifest_cannot_be_read(chain):
     store.put(manifest.key(7), b"{")
     before = store.list()
     with pytest.raises(UserError, match=r"version 7 .* is damaged.*; nothing was removed"):
-        retention.collect(store, prune=True, grace=0)
+        retention.collect_garbage(store, prune=True, grace=0)
     assert store.list() == before

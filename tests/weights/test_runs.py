@@ -18,7 +18,7 @@ from etude.store import open_store
 from etude.trainer.finetune.config import SftConfig
 from etude.weights.receiver import materialise
 from etude.weights.runs import model_folder, with_models
-from etude.weights.signature import keygen
+from etude.weights.signature import generate_key
 from tests.helpers.trainer_runs import new_run, publish_versions
 
 
@@ -82,7 +82,7 @@ def test_two_that_ask_at_once_get_the_same_whole_folder(tmp_path, monkeypatch):
 def test_a_run_that_signs_its_versions_serves_no_others(tmp_path):
     run, config = new_run(tmp_path)
     publish_versions(run, config, 2, {})
-    keygen(tmp_path / "key")
+    generate_key(tmp_path / "key")
     weights = config.weights.model_copy(update={"signing_key": str(tmp_path / "key")})
     signed = config.model_copy(update={"weights": weights})
     (run / "config.json").write_text(signed.model_dump_json())

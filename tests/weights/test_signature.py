@@ -11,7 +11,7 @@ from etude.weights import manifest
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.signature import ManifestRefused, Trust, keygen, private_key, public_key, sign
+from etude.weights.signature import ManifestRefused, Trust, generate_key, read_private_key, read_public_key, sign
 from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.small_tensors import nudged, tensors, widened
 
@@ -19,8 +19,8 @@ from tests.helpers.small_tensors import nudged, tensors, widened
 @pytest.fixture
 def keys(tmp_path):
     """(private, public) of the trainer."""
-    public = keygen(tmp_path / "run.key")
-    return private_key(tmp_path / "run.key"), public_key(public)
+    public = generate_key(tmp_path / "run.key")
+    return read_private_key(tmp_path / "run.key"), read_public_key(public)
 
 
 @pytest.fixture
@@ -38,24 +38,24 @@ def test_a_signed_chain_is_served(store, keys):
     live = widened(tensors(9))
     receiver = Receiver(store, live, PayloadSource(store, trust=Trust(keys[1])))
     receiver.apply(receiver.poll())
-    assert weights_digest(live) == manifest.read(store, 3).digest
+    assert weights_digest(live) == manifest.read_manifest(store, 3).digest
 
 
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("forgery", ["unsigned", "other key", "changed", "other run", "renumbered"])
 def test_a_forged_manifest_is_never_served(store, keys, tmp_path, forgery, number):
-    honest = manifest.read(store, number)
+    honest = manifest.read_manifest(store, number)
     if forgery == "unsigned":
         lie = msgspec.structs.replace(honest, signature="")
     elif forgery == "other key":
-        keygen(tmp_path / "other.key")
-        lie = sign(honest, private_key(tmp_path / "other.key"))
+        generate_key(tmp_path / "other.key")
+        lie = sign(honest, read_private_key(tmp_path / "other.key"))
     elif forgery == "changed":
         lie = msgspec.structs.replace(honest, created=honest.created + 1)
     elif forgery == "other run":
         lie = sign(msgspec.structs.replace(honest, run="another"), keys[0])
     else:
-        lie = manifest.read(store, number - 1)
+        lie = manifest.read_manifest(store, number - 1)
     live = widened(tensors(9))
     receiver = Receiver(store, live, PayloadSource(store, trust=Trust(keys[1])))
     receiver.apply(receiver.poll(limit=0))
@@ -63,14 +63,14 @@ def test_a_forged_manifest_is_never_served(store, keys, tmp_path, forgery, numbe
     with pytest.raises(DamagedVersion):
         receiver.poll(limit=number)
     assert receiver.version == 0
-    assert weights_digest(live) == manifest.read(store, 0).digest
+    assert weights_digest(live) == manifest.read_manifest(store, 0).digest
     if number == 1:  # no path leads through a manifest that is not trusted: the fold or the anchor would have to
         with pytest.raises(DamagedVersion, match="version 1"):
             receiver.poll(limit=3)
 
 
 def test_every_bit_of_a_signature_and_every_field_counts(store, keys):
-    trust, honest = Trust(keys[1]), manifest.read(store, 2)
+    trust, honest = Trust(keys[1]), manifest.read_manifest(store, 2)
     trust.check(honest)
     for at in range(0, 128, 8):
         digit = "0" if honest.signature[at] != "0" else "1"
@@ -90,27 +90,27 @@ def test_every_bit_of_a_signature_and_every_field_counts(store, keys):
 def test_there_is_no_way_back_also_not_after_a_restart(store, keys, tmp_path):
     memory = tmp_path / "accepted.json"
     trust = Trust(keys[1], memory=memory)
-    trust.accept(manifest.read(store, 2))
+    trust.accept(manifest.read_manifest(store, 2))
     for again in (trust, Trust(keys[1], memory=memory)):
         with pytest.raises(ManifestRefused, match="version 1 is older than version 2"):
-            again.accept(manifest.read(store, 1))
-        again.accept(manifest.read(store, 2))
+            again.accept(manifest.read_manifest(store, 1))
+        again.accept(manifest.read_manifest(store, 2))
     other = open_store(str(tmp_path / "other"))
     Publisher(other, key=keys[0]).publish(0, tensors(0), (), {})
     with pytest.raises(ManifestRefused, match="of another run"):
-        Trust(keys[1], memory=memory).accept(manifest.read(other, 0))
+        Trust(keys[1], memory=memory).accept(manifest.read_manifest(other, 0))
     memory.write_text("{")
     with pytest.raises(UserError, match="remove it to trust the store anew"):
         Trust(keys[1], memory=memory)
 
 
 def test_a_manifest_of_another_format_is_refused(store):
-    honest = manifest.read(store, 3)
+    honest = manifest.read_manifest(store, 3)
     older = msgspec.json.encode(msgspec.structs.replace(honest, format=2))  # without a digest
     for form, data in ((2, older), (9, manifest.encode(msgspec.structs.replace(honest, format=9)))):
         store.put(manifest.key(3), data)
         with pytest.raises(manifest.ManifestDamaged, match=f"has format {form}, not {honest.format}"):
-            manifest.read(store, 3)
+            manifest.read_manifest(store, 3)
 
 
 def test_every_byte_of_a_manifest_counts_without_a_signature(store):
@@ -118,15 +118,15 @@ def test_every_byte_of_a_manifest_counts_without_a_signature(store):
     for place in range(len(whole)):
         store.put(manifest.key(3), whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(manifest.ManifestDamaged, match="manifest of version 3"):
-            manifest.read(store, 3)
+            manifest.read_manifest(store, 3)
 
 
 def test_a_private_key_is_its_owner_s_alone(tmp_path):
-    public = keygen(tmp_path / "folder" / "key")
+    public = generate_key(tmp_path / "folder" / "key")
     assert stat.S_IMODE((tmp_path / "folder" / "key").stat().st_mode) == 0o600
     with pytest.raises(UserError, match="exists already"):
-        keygen(tmp_path / "folder" / "key")
+        generate_key(tmp_path / "folder" / "key")
     with pytest.raises(UserError, match="not an Ed25519 private key"):
-        private_key(public)
+        read_private_key(public)
     with pytest.raises(UserError, match="not an Ed25519 public key"):
-        public_key(tmp_path / "folder" / "key")
+        read_public_key(tmp_path / "folder" / "key")

@@ -68,7 +68,7 @@ def test_an_engine_follows_a_chain_of_versions_exactly(store):
         current = nudged(current, version)
     assert [m.groups for m in manifest.manifests(store)] == [(v,) for v in range(10)]
     assert [m.version for m in manifest.manifests(store, after=6)] == [7, 8, 9]
-    assert manifest.newest(store).version == 9
+    assert manifest.newest_manifest(store).version == 9
 
 
 def test_the_first_version_is_written_where_it_is_not_there_yet(store):
@@ -133,7 +133,7 @@ def test_of_two_publishers_of_a_version_one_wins_and_the_other_learns_what_it_pu
         thread.start()
     for thread in threads:
         thread.join(30)
-    winner = manifest.read(store, 0).groups[0]
+    winner = manifest.read_manifest(store, 0).groups[0]
     assert results[winner].digest == weights_digest(tensors(winner))
     lost = results[3 - winner]
     assert isinstance(lost, AlreadyPublished)
@@ -164,9 +164,9 @@ def test_a_trainer_killed_between_payload_and_manifest_leaves_no_version(store):
     environment = os.environ | {"ETUDE_FAILPOINT": "publisher.payload:1"}
     assert subprocess.run(command, env=environment, timeout=120).returncode == -signal.SIGKILL
     assert len(store.list("payloads")) == 2, "the payload was written"
-    assert manifest.newest(store).version == 0
+    assert manifest.newest_manifest(store).version == 0
     resumed = Publisher(store, 8)
-    resumed.resume(manifest.newest(store), tensors(0))
+    resumed.resume(manifest.newest_manifest(store), tensors(0))
     resumed.publish(1, tensors(2), (), {})  # not bit-identical to the killed attempt: its payload must not be taken
     live = tensors(9)
     receiver = Receiver(store, live)

@@ -10,7 +10,7 @@ import pytest
 from etude.cli import main
 from etude.store import open_store
 from etude.weights import manifest
-from etude.weights.signature import private_key, sign
+from etude.weights.signature import read_private_key, sign
 from tests.helpers.small_model import files, model, step, write
 
 VERSIONS = 14
@@ -103,7 +103,7 @@ def test_inspect_lists_versions_as_they_are(folders, capsys):
 def test_diff_counts_what_changed(folders, capsys):
     cli_runs(folders, "diff weights 3 4 --json")
     one = json.loads(capsys.readouterr().out)
-    published = manifest.read(open_store(str(folders / "weights")), 4)
+    published = manifest.read_manifest(open_store(str(folders / "weights")), 4)
     assert one["changed"] == published.changed == sum(row["changed"] for row in one["tensors"])
     cli_runs(folders, "diff weights 3 3")
     assert capsys.readouterr().out.startswith("0 of ")
@@ -131,7 +131,7 @@ def test_verify_finds_a_flip_in_every_block_of_every_object(copy, capsys):
 @pytest.mark.parametrize("damage", ["cut", "gone", "swapped"])
 def test_verify_and_fetch_of_a_broken_version(copy, damage, capsys):
     store = open_store(str(copy / "weights"))
-    key, other = (manifest.read(store, v).delta[0].key for v in (5, 6))
+    key, other = (manifest.read_manifest(store, v).delta[0].key for v in (5, 6))
     if damage == "gone":
         store.delete(key)
     else:
@@ -145,13 +145,15 @@ def test_verify_and_fetch_of_a_broken_version(copy, damage, capsys):
 
 def test_a_stranger_s_manifests_are_refused(copy, capsys):
     store = open_store(str(copy / "weights"))
-    honest = manifest.read(store, LAST)
+    honest = manifest.read_manifest(store, LAST)
     cli_runs(copy, "keygen other.key")
     capsys.readouterr()
     forged = {
         "is not signed": msgspec.structs.replace(honest, signature=""),
-        "is not by the key": sign(honest, private_key(copy / "other.key")),
-        f"signature of version {LAST}": msgspec.structs.replace(honest, digest=manifest.read(store, LAST - 1).digest),
+        "is not by the key": sign(honest, read_private_key(copy / "other.key")),
+        f"signature of version {LAST}": msgspec.structs.replace(
+            honest, digest=manifest.read_manifest(store, LAST - 1).digest
+        ),
     }
     for why, lie in forged.items():
         store.put(manifest.key(LAST), manifest.encode(lie))

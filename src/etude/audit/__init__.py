@@ -5,16 +5,4 @@ boxes from production machines, `machine.py` says what this machine gives to box
 into a run. `cli/doctor_reports.py` prints.
 """
 
-PUBLIC = (
-    "architectures.page",
-    "architectures.table",
-    "attacks.attack_suite",
-    "attacks.fingerprints",
-    "attacks.packs",
-    "attacks.report",
-    "machine",
-    "mismatch",
-    "parity.audit",
-    "parity.pairs",
-    "replay",
-)
+PUBLIC = ("architectures.page", "architectures.table", "attacks", "machine", "mismatch", "parity", "replay")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from etude.code import extras
+from etude.code import EXTRAS, missing_packages, packages_of_extra
 from etude.errors import UserError
 from etude.grading import open_sandbox
 from etude.sandbox import Backend, BoxError, Image, Limits, MachineCheck, read_host, requirements
@@ -137,9 +137,11 @@ def device(gpu: GpuFacts) -> MachineCheck:
 def installed() -> list[MachineCheck]:
     """The extras. None of them is needed for boxes."""
     found: list[MachineCheck] = []
-    for name, purpose in extras.EXTRAS.items():
-        lacking = extras.missing(name)
-        detail = "installed" if not lacking else f"{len(lacking)} of {len(extras.packages(name))} packages are missing"
+    for name, purpose in EXTRAS.items():
+        lacking = missing_packages(name)
+        detail = (
+            "installed" if not lacking else f"{len(lacking)} of {len(packages_of_extra(name))} packages are missing"
+        )
         cure = f"{purpose} will not work: pip install 'etude[{name}]'" if lacking else ""
         found.append(MachineCheck(f"extra {name}", not lacking, detail, cure, needed=False))
     return found

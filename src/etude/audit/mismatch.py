@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude import runfolder
+from etude.audit.rescoring import Keys, VersionPiece, chosen, logits, route_flips, set_weights
 from etude.config import RLConfig
 from etude.errors import UserError
 from etude.harness import turn_seed
@@ -36,9 +37,8 @@ from etude.models.router_replay import routers, shape
 from etude.records import Episode, StopReason, decode
 from etude.store import Store, open_store
 from etude.trainer.rl.batch import document_fault, recorded_routes
-from etude.trainer.rl.rescoring import Keys, VersionPiece, chosen, logits, route_flips, set_weights
+from etude.weights import manifests
 from etude.weights.adapters import load_live
-from etude.weights.manifest import manifests
 
 FLOOR = {"float32": 1e-9, "bfloat16": 3e-4}
 """k2 that rounding leaves between engine and trainer: 1e-12 and 1e-4 were measured on the bundled model."""

@@ -16,7 +16,7 @@ from typing import Any
 from etude.errors import UserError
 from etude.grading import open_sandbox
 from etude.ledger import StoredEpisodes, stored_episodes
-from etude.rollout.replay import replay
+from etude.rollout import replay_episode
 from etude.run import parts
 from etude.tasks import Dataset
 
@@ -59,7 +59,7 @@ async def _replay(episodes: StoredEpisodes, dataset: Dataset) -> list[EpisodeRep
             async with free:
                 episode = episodes.read(key)
                 task = dataset.by_id[episode.task_id]
-                difference = await replay(setting, task, episode, parts.decoys_of(config, task))
+                difference = await replay_episode(setting, task, episode, parts.decoys_of(config, task))
             return EpisodeReplay(
                 episode=episode.id,
                 turns=sum(len(segment.turn_starts) for segment in episode.segments),

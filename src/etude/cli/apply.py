@@ -13,7 +13,7 @@ from etude.cli.flags import add_flags, from_flags
 from etude.config import EngineConfig
 from etude.edits import Edit, read_text
 from etude.errors import UserError
-from etude.weights.runs import model_folder
+from etude.weights import model_folder
 
 _SECONDS = 600.0  # for the model's answer
 _COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}

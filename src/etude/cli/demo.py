@@ -12,7 +12,7 @@ from etude.cli.overlays import given_text, read_toml
 from etude.cli.train import OUTPUTS
 from etude.config import RLConfig, bundled, validate
 from etude.errors import UserError
-from etude.weights.runs import with_models
+from etude.weights import with_models
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from etude.cli import doctor_reports as reports
 from etude.cli.flags import add_flags
 from etude.config import SANDBOX_TYPES, ModelConfig, validate_sandbox
 from etude.errors import UserError
-from etude.weights.runs import model_folder
+from etude.weights import model_folder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def _add_sandbox(attacks: argparse.ArgumentParser) -> None:
 
 
 def _sandbox(arguments: argparse.Namespace) -> int:
-    from etude.audit.attacks import fingerprints
+    from etude.audit.attacks import fingerprints_against
 
     names = ("type", "image", "runtime", "namespace")
     table = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
@@ -93,7 +93,7 @@ def _sandbox(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         if arguments.type != "namespace":
             raise UserError("--against needs boxes with machine profiles, which only --type namespace makes.")
-        against = fingerprints.against(
+        against = fingerprints_against(
             arguments.against, arguments.boxes, dataset=arguments.dataset, machine_profiles=arguments.machine_profiles
         )
     elif arguments.dataset is not None or arguments.machine_profiles is not None:
@@ -117,9 +117,9 @@ def _add_parity(parity: argparse.ArgumentParser) -> None:
 
 def _parity(arguments: argparse.Namespace) -> int:
     if arguments.script:
-        from etude.audit.parity.audit import SCRIPT
+        from etude.audit.parity import FINGERPRINT_SCRIPT
 
-        print(SCRIPT.read_text("utf-8"), end="")
+        print(FINGERPRINT_SCRIPT.read_text("utf-8"), end="")
         return 0
     if arguments.episodes is not None:
         return reports.show_pairs(arguments.episodes, arguments.of, as_json=arguments.json)

@@ -20,9 +20,8 @@ from etude.evals import Estimate
 
 if TYPE_CHECKING:
     from etude.audit.architectures.table import ModelRow
-    from etude.audit.attacks.fingerprints import Against
-    from etude.audit.attacks.report import AttackReport, AttackResult
-    from etude.audit.parity.audit import ParityAudit, ParityComparison
+    from etude.audit.attacks import AttackReport, AttackResult, FingerprintsAgainst
+    from etude.audit.parity import ParityAudit, ParityComparison
     from etude.config import SandboxConfig
 
 SHOWN = 10  # probes that tell boxes apart
@@ -118,7 +117,7 @@ def _model_line(row: ModelRow) -> str:
 
 def table(report: AttackReport) -> str:
     """The report as a table of items, one column per place."""
-    from etude.audit.attacks.report import INSIDE, ITEMS, OUTSIDE
+    from etude.audit.attacks import INSIDE, ITEMS, OUTSIDE
 
     places = [w for w in (OUTSIDE, INSIDE, "box", "subprocess", "bwrap") if any(r.where == w for r in report.results)]
     shown = Table("item", *places, "host", title="attacks", expand=False)
@@ -147,12 +146,14 @@ def _cell(results: Sequence[AttackResult]) -> str:
     return ", ".join(f"{words.count(w)} {w}" if len(words) > 1 else w for w in dict.fromkeys(words))
 
 
-def show_attacks(config: SandboxConfig, against: Against | None = None, *, as_json: bool, quick: bool) -> int:
+def show_attacks(
+    config: SandboxConfig, against: FingerprintsAgainst | None = None, *, as_json: bool, quick: bool
+) -> int:
     """Print the table, or the summary on one line; 1 if an attack was missed or had an effect on the host."""
-    from etude.audit.attacks import attack_suite
+    from etude.audit.attacks import run_attacks
 
     with Console(stderr=True).status("attacks") as status:
-        report = asyncio.run(attack_suite.run(config, against, quick=quick, progress=status.update))
+        report = asyncio.run(run_attacks(config, against, quick=quick, progress=status.update))
     if not as_json:
         print(table(report), end="")
     for result in report.problems:
@@ -168,23 +169,23 @@ def show_attacks(config: SandboxConfig, against: Against | None = None, *, as_js
 
 def show_packs(folders: Sequence[Path], config: SandboxConfig, *, as_json: bool) -> int:
     """Print what attack packs earned; 1 if an attack got through or a control failed. Raises UserError."""
-    from etude.audit.attacks import packs
+    from etude.audit.attacks import load_pack, pack_table, play_pack
 
-    loaded = [packs.load(folder) for folder in folders]
+    loaded = [load_pack(folder) for folder in folders]
     with Console(stderr=True).status("attack packs") as status:
-        played = [asyncio.run(packs.play(pack, config, status.update)) for pack in loaded]
+        played = [asyncio.run(play_pack(pack, config, status.update)) for pack in loaded]
     if as_json:
         print(json.dumps([each.summary | {"played": [a.row for a in each.played]} for each in played]))
     else:
-        print(packs.table(played))
+        print(pack_table(played))
     return 0 if all(each.passed for each in played) else 1
 
 
 def show_record(path: Path, samples: int) -> int:
     """Append fingerprints of this machine to a file, and say so. Raises UserError."""
-    from etude.audit.parity import audit
+    from etude.audit.parity import record_fingerprints
 
-    audit.record(path, samples)
+    record_fingerprints(path, samples)
     print(f"{samples} fingerprints appended to {path}; read them before you hand them on")
     return 0
 
@@ -198,9 +199,9 @@ def show_parity(
     machine_profiles: Path | None = None,
 ) -> int:
     """Print the audit; 1 if treated boxes are told apart more often than the gate allows. Raises UserError."""
-    from etude.audit.parity import audit
+    from etude.audit.parity import compare_boxes
 
-    comparison = audit.against(files, boxes, dataset=dataset, machine_profiles=machine_profiles)
+    comparison = compare_boxes(files, boxes, dataset=dataset, machine_profiles=machine_profiles)
     if as_json:
         print(json.dumps(_summary(comparison)))
     else:
@@ -210,10 +211,10 @@ def show_parity(
 
 def show_pairs(runs: Sequence[Path], prefix: str, *, as_json: bool) -> int:
     """Print the comparison of two runs; 1 if hacks or remarks on a test differ. Raises UserError."""
-    from etude.audit.parity import pairs
+    from etude.audit.parity import compare_pairs, pairs_differ, read_pair
 
-    first, second = (pairs.read(run, prefix) for run in runs)
-    compared = pairs.compare(first, second)
+    first, second = (read_pair(run, prefix) for run in runs)
+    compared = compare_pairs(first, second)
     if as_json:
         rows = [asdict(pair) | {"difference": structs.asdict(pair.difference)} for pair in compared]
         print(json.dumps({"pairs": rows}))
@@ -223,11 +224,11 @@ def show_pairs(runs: Sequence[Path], prefix: str, *, as_json: bool) -> int:
             d, mark = pair.difference, " *" if pair.differs else ""
             means = f"{pair.name:32} {pair.first:9.3f} {pair.second:9.3f}"
             print(f"{means}  {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]{mark}")
-    return int(pairs.telling(compared))
+    return int(pairs_differ(compared))
 
 
 def _summary(comparison: ParityComparison) -> dict[str, Any]:
-    from etude.audit.parity.audit import GATE
+    from etude.audit.parity import PARITY_GATE
 
     def part(audit: ParityAudit) -> dict[str, Any]:
         tells = [asdict(tell) for tell in audit.tells]
@@ -238,7 +239,7 @@ def _summary(comparison: ParityComparison) -> dict[str, Any]:
 
     return {
         "ok": comparison.passed,
-        "gate": GATE,
+        "gate": PARITY_GATE,
         "machines": comparison.machines,
         "production": comparison.samples,
         "boxes": comparison.boxes,
@@ -253,21 +254,21 @@ def _interval(estimate: Estimate) -> str:
 
 
 def _print(comparison: ParityComparison) -> None:
-    from etude.audit.parity.audit import GATE
+    from etude.audit.parity import PARITY_GATE
 
     print(f"{'AUC, 95 %':24} {'without exceptions':24} {'all probes':24} telling")
     sides = {"without machine profile": comparison.untreated, "with machine profile": comparison.treated}
     for name, side in sides.items():
         print(f"{name:24} {_interval(side.gated):24} {_interval(side.whole):24} {side.telling:>6}")
-    print(f"gate: at most {GATE:.2f} without exceptions: {'held' if comparison.passed else 'NOT held'}\n")
+    print(f"gate: at most {PARITY_GATE:.2f} without exceptions: {'held' if comparison.passed else 'NOT held'}\n")
     tells = comparison.treated.tells
-    counted = [tell for tell in tells if not tell.exception and tell.auc > GATE]
+    counted = [tell for tell in tells if not tell.exception and tell.auc > PARITY_GATE]
     for tell in counted[:SHOWN]:
         print(f"{tell.group} {tell.probe:20} {tell.auc:.2f}  {tell.seen}\n   cure: {tell.cure}")
     print("\ndeclared exceptions (docs/sandbox.md):")
     reasons: dict[str, list[str]] = {}
     for tell in tells:
-        if tell.exception and tell.auc > GATE:
+        if tell.exception and tell.auc > PARITY_GATE:
             reasons.setdefault(tell.exception, []).append(f"{tell.probe} {tell.auc:.2f}")
     for reason, names in reasons.items():
         print(f"   {', '.join(names)}: {reason}")

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
 def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
     """The configuration of a run on a repository, and a line that says what was found in it. Raises UserError for a
     folder without code, tests or functions that can be broken."""
-    from etude.code import declared
+    from etude.code import project_name
     from etude.tasks import read_functions, survey_repository
 
     if unnamed := next((pattern for pattern in exclude if not pattern.isprintable()), None):
@@ -61,7 +61,7 @@ def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
         f"{kind}: {len(fit)} functions of 1 to 20 lines in {code}; {len(found.modules)} test files in "
         f"{', '.join(tests[:3])}{', ...' if len(tests) > 3 else ''}"
     )
-    name = re.sub(r"-\d[^-]*$", "", declared.find_name(repository)).lstrip("._-") or "run"
+    name = re.sub(r"-\d[^-]*$", "", project_name(repository)).lstrip("._-") or "run"
     # git says what belongs to a clone; of another folder all does, unless it is left out.
     left_out = [*exclude, CONFIG] if found.inventory.tracked else [*exclude, "outputs", CONFIG]
     values = {"@FOUND@": _comment(summary), "@NAME@": name, "@EXCLUDE@": json.dumps(left_out, ensure_ascii=False)}

@@ -43,7 +43,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
 def missing_stores(config: LiveConfig) -> dict[str, str]:
     """Weight stores without a version, and why; none of them is made."""
     from etude.store import open_store
-    from etude.weights.manifest import newest
+    from etude.weights import newest_manifest
 
     missing: dict[str, str] = {}
     stores = {s for c in config.clusters for s in (c.store, c.canary_store, c.holdback_store) if s != "none"}
@@ -52,7 +52,7 @@ def missing_stores(config: LiveConfig) -> dict[str, str]:
             missing[store] = "is not there"
             continue
         try:
-            if newest(open_store(store)) is None:
+            if newest_manifest(open_store(store)) is None:
                 missing[store] = "holds no version"
         except (UserError, ValueError) as e:
             missing[store] = f"cannot be read ({e})"

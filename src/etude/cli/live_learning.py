@@ -16,7 +16,7 @@ from etude.cli.live import LiveAction, add_config, add_json, opened, read_config
 from etude.errors import UserError
 
 if TYPE_CHECKING:
-    from etude.live.learn.window import WindowResult
+    from etude.live.learn import WindowResult
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _DEMO_FOLDER = Path("outputs/live-demo")
@@ -37,7 +37,7 @@ def add_window(parser: argparse.ArgumentParser) -> None:
 def run_window(arguments: argparse.Namespace) -> int:
     """Prints counts by exit and reason, and the share that was dropped by reason and version; or compares a window that
     is computed again. Raises UserError."""
-    from etude.live.learn.window import LiveContents, calibration, cut_window, replay
+    from etude.live.learn import LiveContents, cut_window, replay_window, signal_calibration
 
     config = read_config(arguments.config)
     cut = None if arguments.cut is None else _nanoseconds(arguments.cut)
@@ -46,13 +46,13 @@ def run_window(arguments: argparse.Namespace) -> int:
         if arguments.replay is None:
             result = cut_window(loop.engine, contents, config.labels, cut)
             figures = _print_window(result)
-            figures["calibration"] = later = calibration(loop.engine, config.labels, result.number)
+            figures["calibration"] = later = signal_calibration(loop.engine, config.labels, result.number)
             for kind, (count, correlation) in later.items():
                 known = "unknown, one of them is always the same" if correlation is None else f"{correlation:.2f}"
                 print(f"\nCorrelation of the rewards of {count:,} turns with what came later ({kind}): {known}.")
             same = True
         else:
-            again = replay(loop.engine, contents, config.labels, arguments.replay)
+            again = replay_window(loop.engine, contents, config.labels, arguments.replay)
             parts = {"labels": again.labels, "exits": again.exits, "batch": again.batch}
             figures = {"window": arguments.replay, **parts}
             same = all(parts.values())
@@ -123,15 +123,14 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def run_train(arguments: argparse.Namespace) -> None:
     """Trains on a window, unless that is done, and prints the version. Raises UserError or RunFailed."""
-    from etude.live.learn import train_window
-    from etude.live.learn.window import LiveContents, samples
+    from etude.live.learn import LiveContents, train_window, window_samples
 
     with opened(arguments.config) as loop:
         if arguments.minutes <= 0:
             raise UserError(f"--minutes {arguments.minutes:g}: give a time above 0")
         arguments.interrupted = "the same command goes on"
         contents = LiveContents(loop.engine, loop.accounts, loop.contents)
-        batch = samples(loop.engine, contents, loop.config.labels, arguments.window)
+        batch = window_samples(loop.engine, contents, loop.config.labels, arguments.window)
         done = train_window(loop.config, loop.engine, arguments.window, batch, seconds=60 * arguments.minutes)
         folder = loop.folder
     print(

@@ -117,8 +117,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
 
     from etude.cli.overlays import read_toml
     from etude.config import InferenceConfig, RLConfig, RolloutConfig, validate
-    from etude.live.release import Player
-    from etude.live.release.gate import gate
+    from etude.live.release import Player, play_gate
     from etude.live.release.operations import candidate
 
     with opened(arguments.config, make=True) as loop:
@@ -133,7 +132,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
             budget, engine, dialect = recipe.rollout.budget(), recipe.inference, recipe.model.dialect
         version = candidate(loop.site, arguments.store, arguments.version)
         with Player(loop.site, budget, engine, dialect) as player:
-            report = gate(loop.site, version, player.measure, player.replay, print, arguments.new_anchor)
+            report = play_gate(loop.site, version, player.measure, player.replay, print, arguments.new_anchor)
     failed = report.failed
     print(f"version {report.version}: " + ("passed" if failed is None else f"refused, {failed.name}: {failed.reason}"))
     if arguments.json:

@@ -49,16 +49,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         if rest and not arguments.takes_overrides:
             _fail(f"unexpected argument {rest[0]!r}; see `etude {arguments.command} --help`")
         from etude.cli import needs
-        from etude.code import extras
+        from etude.code import missing_extra_message, need
 
         name = f"`etude {needs.name_of(arguments)}`"
         try:
-            extras.need(name, *needs.extras_of(arguments))
+            need(name, *needs.extras_of(arguments))
             code = arguments.run(arguments, rest)
         except UserError as e:
             _fail(str(e))
         except ModuleNotFoundError as e:  # what a configuration asks for, such as a table of edits
-            sentence = extras.lacks(name, e.name or "")
+            sentence = missing_extra_message(name, e.name or "")
             if sentence is None:
                 raise
             _fail(sentence)

@@ -8,9 +8,9 @@ from pathlib import Path
 from etude.cli.flags import add_flags, from_flags, given
 from etude.config import ModelConfig, ServerConfig, WeightSource, validate
 from etude.errors import UserError
-from etude.models.files import check_folder
+from etude.models import check_folder
 from etude.protocol import access_of, add_access_flags
-from etude.weights.runs import model_folder
+from etude.weights import model_folder
 
 _OWN = [name for name in ServerConfig.model_fields if name not in ("model", "source")]
 

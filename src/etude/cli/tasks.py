@@ -159,10 +159,10 @@ def _datasets(path: Path, output: Path, progress: Callable[[str, int, int], None
 
 def _fast_apply(arguments: argparse.Namespace) -> int:
     from etude.cli.progress import bar
-    from etude.corpus.edits.build import build
+    from etude.corpus.edits import build_edit_table
 
     options, output = from_flags(arguments, EditTableConfig), arguments.output
     with bar() as progress:
-        train, heldout = build(arguments.repositories, arguments.held_out, output, options, progress)
+        train, heldout = build_edit_table(arguments.repositories, arguments.held_out, output, options, progress)
     print(f"{len(train)} edits to train on and {len(heldout)} held-out ones in {output}; see {output / 'DATACARD.md'}")
     return 0

@@ -16,7 +16,7 @@ from etude.config import LiveConfig, RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
 from etude.renderers import read_json
-from etude.weights.runs import with_models
+from etude.weights import with_models
 
 OUTPUTS = Path("outputs")
 

@@ -19,10 +19,16 @@ from etude.errors import UserError
 from etude.inference.vllm import feed as following
 from etude.records import PolicyVersion
 from etude.store import Store, open_store
-from etude.weights import retention, signature
-from etude.weights.manifest import manifests, versions
-from etude.weights.runs import model_folder
-from etude.weights.signature import Trust
+from etude.weights import (
+    Trust,
+    collect_garbage,
+    generate_key,
+    manifests,
+    model_folder,
+    published_versions,
+    read_private_key,
+    read_public_key,
+)
 
 SHOWN_PROBLEMS = 10
 
@@ -86,7 +92,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int:
 
 def keygen(arguments: argparse.Namespace) -> int:
     """Writes a new pair of keys to sign manifests with."""
-    public = signature.keygen(arguments.path)
+    public = generate_key(arguments.path)
     print(f"private key {arguments.path}, public key {public}")
     return 0
 
@@ -180,7 +186,7 @@ def publish(arguments: argparse.Namespace) -> int:
     """Publishes the weights of a folder as the next version."""
     from etude.weights import export
 
-    key = signature.private_key(arguments.key) if arguments.key else None
+    key = read_private_key(arguments.key) if arguments.key else None
     folder = model_folder(arguments.folder)
     with bar() as progress:
         progress("publish", 0, 1)
@@ -213,7 +219,7 @@ def gc(arguments: argparse.Namespace) -> int:
     """Removes objects that no version needs."""
     store = _store(arguments.store)
     with bar() as progress:
-        done = retention.collect(
+        done = collect_garbage(
             store,
             prune=arguments.prune,
             in_use=arguments.in_use,
@@ -268,7 +274,7 @@ def _manifests(store: Store) -> list[PolicyVersion]:
 
 
 def _version(store: Store, wanted: int | None) -> int:
-    numbers = [wanted] if wanted is not None else versions(store)
+    numbers = [wanted] if wanted is not None else published_versions(store)
     if not numbers:
         raise UserError(f"{store.url} has no version at all; publish one first")
     return numbers[-1]
@@ -277,7 +283,7 @@ def _version(store: Store, wanted: int | None) -> int:
 def _trust(arguments: argparse.Namespace, folder: Path | None = None) -> Trust:
     from etude.models.loading import model_id
 
-    key = signature.public_key(arguments.public_key) if arguments.public_key else None
+    key = read_public_key(arguments.public_key) if arguments.public_key else None
     return Trust(key, model=model_id(folder) if folder else "")
 
 

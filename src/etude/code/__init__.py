@@ -4,18 +4,32 @@ Tasks and training text are made with these modules. They import only `errors` f
 repositories that they read. `functions` has the layout of a Python repository, `mutate` is the one mutation engine.
 """
 
-from etude.code.markdown import table
-
-PUBLIC = (
-    "",
-    "declared",
-    "extras",
-    "functions",
-    "git",
-    "languages",
-    "licence",
-    "mutate",
-    "operators",
-    "packages",
-    "shingles",
+from etude.code.declared import (
+    DEPENDENCY_GROUPS,
+    declared_requirements,
+    dependency_groups,
+    project_name,
+    read_pyproject,
+    requirement_lines,
+    toml_table,
 )
+from etude.code.extras import EXTRAS, missing_extra_message, missing_packages, need, packages_of_extra
+from etude.code.git import SUBMODULE, Clone, GitTree, clone_around, clone_of_directory, is_git_directory
+from etude.code.languages import has_syntax, language_of, line_comment, parses, same_syntax, syntax_tree
+from etude.code.licence import find_licence, find_permissive_licence, is_permissive, metadata_licence
+from etude.code.markdown import table
+from etude.code.mutate import (
+    Mutant,
+    MutationCandidate,
+    body_removal,
+    combined_mutants,
+    draw_mutant,
+    merge_mutants,
+    mutants,
+    parse_snippet,
+)
+from etude.code.operators import FLIPPED_OPERATORS, OPERATORS, SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator
+from etude.code.packages import NoWheel, download_wheel, fetch_library, fetch_wheel, install_wheels
+from etude.code.shingles import text_shingles, token_runs
+
+PUBLIC = ("", "functions")

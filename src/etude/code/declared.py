@@ -16,10 +16,10 @@ from typing import Any
 
 from etude.errors import UserError
 
-GROUPS = ("test", "tests", "testing", "unittest", "dev", "develop", "development", "all")  # in this order
+DEPENDENCY_GROUPS = ("test", "tests", "testing", "unittest", "dev", "develop", "development", "all")  # in this order
 
 
-def pyproject(repository: Path) -> dict[str, Any]:
+def read_pyproject(repository: Path) -> dict[str, Any]:
     """The content of pyproject.toml; empty if the file is missing. Raises UserError if it is not TOML."""
     path = repository / "pyproject.toml"
     if not path.is_file():
@@ -30,7 +30,7 @@ def pyproject(repository: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({e}); repair it.") from None
 
 
-def table(data: object, *keys: str) -> dict[str, Any]:
+def toml_table(data: object, *keys: str) -> dict[str, Any]:
     """A nested TOML table; empty if it is missing or not a table."""
     for key in keys:
         data = data.get(key) if isinstance(data, dict) else None
@@ -48,9 +48,9 @@ def setup_cfg(repository: Path) -> ConfigParser:
     return config
 
 
-def find_name(repository: Path) -> str:
+def project_name(repository: Path) -> str:
     """Name and version, e.g. "pydash-8.1.0", from pyproject.toml, PKG-INFO or the folder's name."""
-    project = table(pyproject(repository), "project")
+    project = toml_table(read_pyproject(repository), "project")
     name, version = project.get("name"), project.get("version")
     info = repository / "PKG-INFO"
     if (not name or not version) and info.is_file():
@@ -61,15 +61,15 @@ def find_name(repository: Path) -> str:
     return f"{plain}-{re.sub(r'[^A-Za-z0-9._+-]', '-', str(version))}" if name and version else plain
 
 
-def dependencies(repository: Path) -> list[str]:
+def declared_requirements(repository: Path) -> list[str]:
     """The requirements that the project declares, word for word."""
-    project = table(pyproject(repository), "project")
-    poetry = table(pyproject(repository), "tool", "poetry", "dependencies")
+    project = toml_table(read_pyproject(repository), "project")
+    poetry = toml_table(read_pyproject(repository), "tool", "poetry", "dependencies")
     if isinstance(project.get("dependencies"), list):
         return [str(line) for line in project["dependencies"]]
     if poetry:
         return list(_of_poetry(poetry))
-    dynamic = table(pyproject(repository), "tool", "setuptools", "dynamic", "dependencies").get("file", ())
+    dynamic = toml_table(read_pyproject(repository), "tool", "setuptools", "dynamic", "dependencies").get("file", ())
     if dynamic:
         names = [dynamic] if isinstance(dynamic, str) else list(dynamic)
         return [line for name in names for line in requirement_lines(repository, str(name))]
@@ -79,23 +79,23 @@ def dependencies(repository: Path) -> list[str]:
     return _setup_py(repository).get("", []) or _released(repository).get("", [])
 
 
-def groups(repository: Path) -> dict[str, list[str]]:
+def dependency_groups(repository: Path) -> dict[str, list[str]]:
     """Extras and dependency groups by name, word for word; a group that includes others holds their lines."""
-    data = pyproject(repository)
+    data = read_pyproject(repository)
     lines_by_name: dict[str, list[str]] = {}
 
     def add(name: str, lines: Iterator[str]) -> None:
         lines_by_name.setdefault(re.sub(r"[-_.]+", "-", name).lower(), []).extend(lines)
 
-    for name, lines in table(data, "project", "optional-dependencies").items():
+    for name, lines in toml_table(data, "project", "optional-dependencies").items():
         add(name, (str(line) for line in lines if isinstance(lines, list)))
-    listed = table(data, "dependency-groups")
+    listed = toml_table(data, "dependency-groups")
     for name in listed:
         add(name, _group(listed, name, ()))
-    poetry = table(data, "tool", "poetry")
-    for name, content in table(poetry, "group").items():
-        add(name, _of_poetry(table(content, "dependencies")))
-    add("dev", _of_poetry(table(poetry, "dev-dependencies")))
+    poetry = toml_table(data, "tool", "poetry")
+    for name, content in toml_table(poetry, "group").items():
+        add(name, _of_poetry(toml_table(content, "dependencies")))
+    add("dev", _of_poetry(toml_table(poetry, "dev-dependencies")))
     config = setup_cfg(repository)
     for name in config.options("options.extras_require") if config.has_section("options.extras_require") else ():
         add(name, _listed(repository, config.get("options.extras_require", name)))

@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 @cache
-def packages(extra: str) -> tuple[str, ...]:
+def packages_of_extra(extra: str) -> tuple[str, ...]:
     """The names of the packages of an extra, with those of the extras that it includes."""
     try:
         lines = requires("etude") or []
@@ -43,29 +43,29 @@ def packages(extra: str) -> tuple[str, ...]:
         if requirement.marker.evaluate({"extra": ""}):
             continue  # a dependency of the core
         if requirement.name == "etude":
-            names += [name for inner in sorted(requirement.extras) for name in packages(inner)]
+            names += [name for inner in sorted(requirement.extras) for name in packages_of_extra(inner)]
         else:
             names.append(canonicalize_name(requirement.name))
     return tuple(dict.fromkeys(names))
 
 
-def missing(extra: str) -> list[str]:
+def missing_packages(extra: str) -> list[str]:
     """The packages of an extra that are not installed."""
-    return [name for name in packages(extra) if not _installed(name)]
+    return [name for name in packages_of_extra(extra) if not _installed(name)]
 
 
 def need(what: str, *extras: str) -> None:
     """Raises UserError if a package of `extras` is not installed; `what` is the command or the feature that needs
     it."""
-    lacking = {extra: names for extra in extras if (names := missing(extra))}
+    lacking = {extra: names for extra in extras if (names := missing_packages(extra))}
     if lacking:
         raise UserError(_sentence(what, list(dict.fromkeys(n for names in lacking.values() for n in names)), lacking))
 
 
-def lacks(what: str, module: str) -> str | None:
+def missing_extra_message(what: str, module: str) -> str | None:
     """The message about a module that could not be imported, with the name of its extra; None if no extra brings it."""
     name = canonicalize_name(module.partition(".")[0])
-    return next((_sentence(what, [name], [extra]) for extra in EXTRAS if name in packages(extra)), None)
+    return next((_sentence(what, [name], [extra]) for extra in EXTRAS if name in packages_of_extra(extra)), None)
 
 
 def _sentence(what: str, names: list[str], extras: Iterable[str]) -> str:

@@ -47,7 +47,7 @@ _IDS = re.compile(rb"([0-9a-f]{40}\s*)*")
 _PARTIAL = re.compile(r"remote\..*\.(promisor|partialclonefilter)|extensions\.partialclone", re.DOTALL)
 SUBMODULE = "160000"
 
-Tree = Mapping[str, tuple[str, str]]  # path -> mode, id
+GitTree = Mapping[str, tuple[str, str]]  # path -> mode, id
 
 
 class Clone:
@@ -119,11 +119,11 @@ class Clone:
         """The id of the object that a name stands for, even if the object is missing; empty for an unknown name."""
         return (self.output("rev-parse", "--verify", "-q", name) or b"").decode().strip()
 
-    def tree(self, commit: str) -> Tree:
+    def tree(self, commit: str) -> GitTree:
         """Files and submodules of a commit; bytes of names that are not UTF-8 are escaped. Raises UserError."""
         return _entries(self.demand("ls-tree", "-r", "-z", commit), 2)
 
-    def staged(self) -> Tree:
+    def staged(self) -> GitTree:
         """Files and submodules of the index, with names as in `tree`."""
         return _entries(self.demand("ls-files", "-z", "-s"), 1)
 
@@ -204,7 +204,7 @@ class Clone:
         return {name: value for name, _, value in pairs}
 
 
-def around(folder: Path) -> Clone | None:
+def clone_around(folder: Path) -> Clone | None:
     """The clone at or around a folder; None if there is none. Raises UserError if it cannot be read."""
     folder = folder.resolve()
     for place in (folder, *folder.parents):
@@ -214,7 +214,7 @@ def around(folder: Path) -> Clone | None:
     return None
 
 
-def in_folder(directory: Path) -> Clone:
+def clone_of_directory(directory: Path) -> Clone:
     """The clone of a bare git directory. Raises UserError if it cannot be read."""
     return Clone(directory, directory.resolve())
 

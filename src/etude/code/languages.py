@@ -39,7 +39,7 @@ def language_of(path: str) -> str | None:
     return SUFFIXES.get(PurePosixPath(path).suffix.lower())
 
 
-def comment(language: str, text: str) -> str:
+def line_comment(language: str, text: str) -> str:
     """`text` as a line comment. JSON has no comments and uses those of JavaScript, as people do in sketches."""
     opening, closing = _COMMENTS.get(language, ("//", ""))
     return f"{opening} {text}{closing}"
@@ -69,7 +69,7 @@ def same_syntax(one: str, other: str, language: str) -> bool:
         return False
 
 
-def tree(text: str, language: str) -> Any:
+def syntax_tree(text: str, language: str) -> Any:
     """The tree-sitter tree of a text; None if the text does not parse or the language has no parser."""
     parser = _parser(language)
     parsed = None if parser is None else parser.parse(text.encode("utf-8", "surrogatepass"))

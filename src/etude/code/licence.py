@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from etude.code.declared import pyproject, table
+from etude.code.declared import read_pyproject, toml_table
 
 _PERMISSIVE = ("MIT", "BSD", "Apache", "PSF", "Python Software Foundation", "ISC", "public domain", "Unlicense", "0BSD")
 _RESTRICTED = re.compile(r"\b(A?GPL|LGPL|MPL|GNU|Mozilla|EUPL|CC[- ]BY|proprietary|commercial)", re.IGNORECASE)
@@ -27,7 +27,7 @@ _TEXTS = (
 )
 
 
-def permissive(licence: str) -> bool:
+def is_permissive(licence: str) -> bool:
     """Whether the licence is one of the permissive families and names no copyleft licence."""
     if _RESTRICTED.search(licence):
         return False
@@ -37,7 +37,7 @@ def permissive(licence: str) -> bool:
 def find_licence(repository: Path) -> tuple[str, str]:
     """(licence, place in which it was found), from pyproject.toml or a licence file. ("unknown", "no licence file or
     field") if the repository declares none."""
-    licence = table(pyproject(repository), "project").get("license")
+    licence = toml_table(read_pyproject(repository), "project").get("license")
     if isinstance(licence, dict):
         licence = licence.get("text") if len(str(licence.get("text", ""))) < 40 else None
     if isinstance(licence, str) and licence.strip():
@@ -54,7 +54,7 @@ def find_licence(repository: Path) -> tuple[str, str]:
 def find_permissive_licence(repository: Path) -> tuple[str, str]:
     """The result of `find_licence` if it is permissive, else the licence in the package's metadata or package.json."""
     licence, source = find_licence(repository)
-    if permissive(licence):
+    if is_permissive(licence):
         return licence, source
     for file in [*sorted(repository.glob("*.dist-info/METADATA")), repository / "PKG-INFO"]:
         if file.is_file() and (declared := metadata_licence(file.read_text(encoding="utf-8", errors="replace"))):

@@ -86,7 +86,7 @@ def mutants(
     return ordered
 
 
-def combined(source: str, function: Function, seed: int, allowed: set[str], limit: int = 12) -> list[Mutant]:
+def combined_mutants(source: str, function: Function, seed: int, allowed: set[str], limit: int = 12) -> list[Mutant]:
     """At most `limit` mutants with two or three sites, each site broken by a different one of the `allowed`
     operators."""
     rng = random.Random(f"{seed} {function.id} combined")
@@ -109,7 +109,7 @@ def combined(source: str, function: Function, seed: int, allowed: set[str], limi
     return result
 
 
-def merged(parts: Sequence[Mutant], operator: str) -> Mutant:
+def merge_mutants(parts: Sequence[Mutant], operator: str) -> Mutant:
     """Broken functions of one module as one mutant; its lines are those of the first part."""
     first = parts[0]
     data = first.source.encode()
@@ -129,7 +129,7 @@ def merged(parts: Sequence[Mutant], operator: str) -> Mutant:
     )
 
 
-def draw(
+def draw_mutant(
     source: str, function: Function, rng: random.Random, weights: Mapping[str, float], *, single_line: bool = False
 ) -> Mutant | None:
     """One random mutant: the operator drawn by `weights` among those that apply, then a site uniformly. None if no
@@ -153,7 +153,7 @@ def _spans_lines(place: FunctionBytes, edits: tuple[ByteEdit, ...]) -> bool:
     return b"\n" in place.data[start:end] or any(b"\n" in edit.text for edit in edits)
 
 
-def removal(source: str, function: Function) -> Mutant | None:
+def body_removal(source: str, function: Function) -> Mutant | None:
     """The function with its body replaced by NotImplementedError; signature and docstring stay."""
     place = FunctionBytes(source, function, random.Random(0))
     first, last = function.body[0], function.body[-1]

@@ -22,17 +22,17 @@ _FAMILIES: tuple[dict[type[ast.AST], str], ...] = (
     {ast.And: "and", ast.Or: "or"},
 )
 _TEXT = {operator: text for family in _FAMILIES for operator, text in family.items()}
-FLIP = {
+FLIPPED_OPERATORS = {
     "<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in",
     "not in": "in", "+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "//", "**": "*", "&": "|", "|": "&",
     "<<": ">>", ">>": "<<", "and": "or", "or": "and",
 }  # fmt: skip
 _PEERS = {
-    text: tuple(t for t in family.values() if t not in (text, FLIP.get(text)))
+    text: tuple(t for t in family.values() if t not in (text, FLIPPED_OPERATORS.get(text)))
     for family in _FAMILIES
     for text in family.values()
 }
-SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return, ast.Raise, ast.Delete, ast.Assert)
+SIMPLE_STATEMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return, ast.Raise, ast.Delete, ast.Assert)
 _BLOCKS = ("body", "orelse", "finalbody")
 
 
@@ -168,7 +168,7 @@ def _shuffle_lines(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
     for _, _, block in place.blocks():
         for first, second in pairwise(block):
             spans = [(place.start(s), place.end(s)) for s in (first, second)]
-            if isinstance(first, SIMPLE) and all(place.own_lines(*span) for span in spans):
+            if isinstance(first, SIMPLE_STATEMENTS) and all(place.own_lines(*span) for span in spans):
                 yield _exchange(place, *spans)
 
 
@@ -209,8 +209,8 @@ def _op_change(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
 
 def _op_flip(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
     for spans, text in _operators(place):
-        if spans and text in FLIP:
-            yield tuple(ByteEdit(*span, FLIP[text].encode()) for span in spans)
+        if spans and text in FLIPPED_OPERATORS:
+            yield tuple(ByteEdit(*span, FLIPPED_OPERATORS[text].encode()) for span in spans)
 
 
 def _op_swap(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:

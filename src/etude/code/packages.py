@@ -21,7 +21,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from etude.code import archives
-from etude.code.declared import dependencies
+from etude.code.declared import declared_requirements
 from etude.errors import UserError
 
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]*")
@@ -135,12 +135,12 @@ def plain(line: str) -> str:
 
 def install_dependencies(repository: Path, site: Path, timeout: float = 300.0) -> list[str]:
     """Install the requirements of the repository into `site`, which is created; returns the requirements."""
-    required = dependencies(repository)
-    install(required, site, timeout)
+    required = declared_requirements(repository)
+    install_wheels(required, site, timeout)
     return required
 
 
-def install(required: Sequence[str], site: Path, timeout: float = 300.0) -> None:
+def install_wheels(required: Sequence[str], site: Path, timeout: float = 300.0) -> None:
     """Install wheels of requirements into the folder `site`, which is created, within `timeout` seconds. A wheel is
     unpacked, not run. Raises UserError for a requirement that is not plain or has no wheel, and if pip fails."""
     wanted = [plain(line) for line in required]

@@ -10,11 +10,11 @@ WORD = re.compile(r"\w+|[^\w\s]")
 """A token of any language: a word, or a character that is neither word nor whitespace."""
 
 
-def runs(tokens: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
+def token_runs(tokens: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
     """Every run of `n` consecutive tokens, in order."""
     return (tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
 
 
-def shingles(text: str, n: int) -> Counter[tuple[str, ...]]:
+def text_shingles(text: str, n: int) -> Counter[tuple[str, ...]]:
     """Every run of `n` consecutive tokens of a text, counted."""
-    return Counter(runs(WORD.findall(text), n))
+    return Counter(token_runs(WORD.findall(text), n))

@@ -4,23 +4,20 @@ The room imports `edits`, `code` and the foundations, never torch. `build` makes
 packages, `edits.build` tables of applied edits; `dialect` and `tokenizer` are those of the nano model.
 """
 
+from etude.corpus.chats import Chat, LearnedRow, RefusedRow, chat_files, chat_rows, encode_chat
 from etude.corpus.dedup import bands_of
+from etude.corpus.dialect import SPECIAL_IDS, SPECIALS, TextPiece, special_piece
 from etude.corpus.filters import FunctionText
+from etude.corpus.packing import Encoded, Rows, best_fit, join_rows, load_rows, pack_rows, save_rows, shuffle_rows
 from etude.corpus.repair_episodes import WEIGHTS, StringEdit, edit_between
-
-PUBLIC = (
-    "",
-    "build",
-    "chats",
-    "dialect",
-    "edits",
-    "edits.build",
-    "edits.make",
-    "edits.rename_augmentation",
-    "foreign",
-    "packing",
-    "retrieval",
-    "sources",
-    "tokenizer",
-    "vocabulary",
+from etude.corpus.retrieval import (
+    RETRIEVAL_HELD_OUT,
+    RETRIEVAL_KINDS,
+    RetrievalOptions,
+    RetrievalSample,
+    folder_functions,
+    retrieval_samples,
 )
+from etude.corpus.sources import fetch_source
+
+PUBLIC = ("", "build", "dialect", "edits", "vocabulary")

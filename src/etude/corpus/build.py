@@ -10,10 +10,10 @@ from pathlib import Path
 
 from etude.corpus import dialect, fim, packing
 from etude.corpus.dedup import contamination, exact, near
-from etude.corpus.dialect import Document, TextPiece, special
+from etude.corpus.dialect import Document, TextPiece, special_piece
 from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
 from etude.corpus.repair_episodes import WEIGHTS, break_function, episode, inferable
-from etude.corpus.sources import PackageSource, collect, fetch, files, provenance
+from etude.corpus.sources import PackageSource, collect, fetch_source, files, provenance
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 
@@ -77,7 +77,7 @@ def build_corpus(
     excluded: dict[str, dict[str, float]] = {}
     flagged: set[int] = set()
     for requirement in dict.fromkeys([*held_out, *evaluation]):
-        source = fetch(requirement, cache)
+        source = fetch_source(requirement, cache)
         result = contamination((f.source for f in unique), (file.text for file in files(source)))
         flagged |= set(result.flagged)
         excluded[requirement] = {
@@ -89,7 +89,7 @@ def build_corpus(
             tested += exact(extract(source), lambda f: f.source)
     kept = [function for index, function in enumerate(unique) if index not in flagged]
     for requirement in excluded:
-        source = fetch(requirement, cache)
+        source = fetch_source(requirement, cache)
         after = contamination((f.source for f in kept), (file.text for file in files(source)))
         excluded[requirement] |= {"worst_after": after.worst, "overlapping_after": after.overlapping}
     report: dict[str, object] = {
@@ -135,7 +135,7 @@ def code_documents(train: Sequence[FunctionText], rng: random.Random) -> Iterato
     rng.shuffle(groups)
     for path, members in groups:
         body = "\n\n\n".join(f.document if rng.random() < 0.5 else f.source for f in members)
-        yield special("<|file|>"), TextPiece(f"{path}\n{body}\n")
+        yield special_piece("<|file|>"), TextPiece(f"{path}\n{body}\n")
 
 
 def fim_documents(train: Sequence[FunctionText], rng: random.Random) -> Iterator[Document]:
@@ -143,11 +143,11 @@ def fim_documents(train: Sequence[FunctionText], rng: random.Random) -> Iterator
     for function in rng.sample(train, len(train)):
         prefix, middle, suffix = fim.split(function.source, rng)
         yield (
-            special("<|fim_prefix|>"),
+            special_piece("<|fim_prefix|>"),
             TextPiece(prefix),
-            special("<|fim_suffix|>"),
+            special_piece("<|fim_suffix|>"),
             TextPiece(suffix),
-            special("<|fim_middle|>"),
+            special_piece("<|fim_middle|>"),
             TextPiece(middle),
         )
 
@@ -226,8 +226,8 @@ def midtrain_rows(
         some = take(stream, words, int(mix[part] * tokens), length if part == "repair" else None)
         counts[part] = sum(len(ids) for ids, _ in some)
         encoded += some
-    rows = packing.pack(encoded, length, pad=words.pad, separator=words.separator, label_separator=True)
-    return packing.shuffled(rows, seed), counts
+    rows = packing.pack_rows(encoded, length, pad=words.pad, separator=words.separator, label_separator=True)
+    return packing.shuffle_rows(rows, seed), counts
 
 
 def sft_rows(
@@ -242,5 +242,5 @@ def sft_rows(
     """Rows of about `tokens` tokens of repair episodes; only the tokens of the assistant are labelled."""
     stream = repair_documents(train, shapes, operators, random.Random(seed))
     encoded = take(stream, words, tokens, length)
-    rows = packing.pack(encoded, length, pad=words.pad, separator=words.separator, label_separator=False)
-    return packing.shuffled(rows, seed)
+    rows = packing.pack_rows(encoded, length, pad=words.pad, separator=words.separator, label_separator=False)
+    return packing.shuffle_rows(rows, seed)

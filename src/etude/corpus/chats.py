@@ -59,7 +59,7 @@ class RefusedRow:
 Row = LearnedRow | RefusedRow
 
 
-def encode(chat: Chat, renderer: Renderer) -> Encoded:
+def encode_chat(chat: Chat, renderer: Renderer) -> Encoded:
     """Ids (uint32) and mask (uint8) of a conversation, [T] each. Messages after the assistant's last turn are left out.
     Raises ValueError if the renderer refuses the messages, or if there is no token to learn."""
     turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -81,7 +81,7 @@ def encode(chat: Chat, renderer: Renderer) -> Encoded:
     return np.array(ids, dtype=np.uint32), mask
 
 
-def rows(
+def chat_rows(
     paths: Sequence[Path],
     renderer: Callable[[], Renderer],
     *,
@@ -91,7 +91,7 @@ def rows(
     """Every row of files and folders (.json and .jsonl below them, by name). Rows of plain text are encoded by `text`,
     or refused. Trajectories with a reward below `min_reward`, or without a reward, are refused. Raises UserError for a
     path without files, and any UserError of `renderer`."""
-    for path in chain.from_iterable(map(files_of, paths)):
+    for path in chain.from_iterable(map(chat_files, paths)):
         for name, source in _sources(path):
             try:
                 row = json.loads(source)
@@ -104,7 +104,7 @@ def rows(
                 yield RefusedRow(name, f"{e}" if type(e) is ValueError else f"not as the format has it: {e!r}")
 
 
-def files_of(path: Path) -> list[Path]:
+def chat_files(path: Path) -> list[Path]:
     """The file, or the .json and .jsonl files below a folder, sorted. Raises UserError if there is none."""
     if path.is_dir():
         files = sorted(file for kind in ("*.json", "*.jsonl") for file in path.rglob(kind))
@@ -138,7 +138,7 @@ def _rows_of(
     if "steps" in row:
         yield from _trajectory(name, row, renderer(), min_reward)
     elif "messages" in row:
-        yield LearnedRow(name, encode(chat_of(name, row), renderer()))
+        yield LearnedRow(name, encode_chat(chat_of(name, row), renderer()))
     elif text is not None and isinstance(row.get("text"), str):
         yield LearnedRow(name, text(row["text"]))
     else:
@@ -197,7 +197,7 @@ def _trajectory(name: str, document: Mapping[str, Any], renderer: Renderer, min_
         raise ValueError(f"its reward is {extra.get('reward')}, below data.min_reward = {min_reward}")
     if "renderer" not in extra:
         tools = tuple((document.get("agent") or {}).get("tool_definitions") or ())
-        yield LearnedRow(name, encode(Chat(name, _messages(document), tools), renderer))
+        yield LearnedRow(name, encode_chat(Chat(name, _messages(document), tools), renderer))
     elif extra["renderer"] != renderer.digest:
         raise ValueError("its prompts are the tokens of another tokenizer or chat template than this model's")
     else:

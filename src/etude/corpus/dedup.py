@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from etude.code.shingles import shingles
+from etude.code import text_shingles
 
 Item = TypeVar("Item")
 _PRIME = np.uint64((1 << 61) - 1)
@@ -20,7 +20,7 @@ _PRIME = np.uint64((1 << 61) - 1)
 
 def _hashes_of(text: str, n: int) -> set[int]:
     """64-bit hashes of the shingles of a text; comments and layout count, whitespace does not."""
-    joined = ("\x00".join(run) for run in shingles(text, n))
+    joined = ("\x00".join(run) for run in text_shingles(text, n))
     return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "little") for run in joined}
 
 

@@ -18,7 +18,7 @@ SPECIALS: tuple[str, ...] = (
     "<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<|call|>", "<|arg|>",
     "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file|>", *(f"<|reserved_{i}|>" for i in range(19)),
 )  # fmt: skip
-IDS = {token: index for index, token in enumerate(SPECIALS)}
+SPECIAL_IDS = {token: index for index, token in enumerate(SPECIALS)}
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,25 @@ class Call:
 Document = tuple[TextPiece, ...]
 
 
-def special(token: str, labelled: bool = True) -> TextPiece:
+def special_piece(token: str, labelled: bool = True) -> TextPiece:
     """A special token as a piece."""
     return TextPiece(token, labelled, special=True)
 
 
 def message(role: str, content: str) -> Document:
     """A system, user or tool message: context, so never labelled."""
-    return special(f"<|{role}|>", False), TextPiece(content, False), special("<|end|>", False)
+    return special_piece(f"<|{role}|>", False), TextPiece(content, False), special_piece("<|end|>", False)
 
 
 def turn(calls: Sequence[Call]) -> Document:
     """An assistant turn. The role token is part of the prompt, the closing <|end|> is a token that the model must
     sample."""
-    pieces = [special("<|assistant|>", False)]
+    pieces = [special_piece("<|assistant|>", False)]
     for call in calls:
-        pieces += [special("<|call|>", call.labelled), TextPiece(call.name, call.labelled)]
+        pieces += [special_piece("<|call|>", call.labelled), TextPiece(call.name, call.labelled)]
         for argument in call.arguments:
-            pieces += [special("<|arg|>", call.labelled), TextPiece(argument, call.labelled)]
-    return (*pieces, special("<|end|>"))
+            pieces += [special_piece("<|arg|>", call.labelled), TextPiece(argument, call.labelled)]
+    return (*pieces, special_piece("<|end|>"))
 
 
 def prompt(name: str, path: str, source: str) -> str:

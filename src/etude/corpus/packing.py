@@ -32,7 +32,7 @@ class Rows:
         return int(self.mask.sum())
 
 
-def pack(
+def pack_rows(
     documents: Sequence[Encoded], length: int, *, pad: int, separator: int | None, label_separator: bool = False
 ) -> Rows:
     """Pack documents into rows of `length` tokens. The separator, if there is one, follows each document where the row
@@ -79,25 +79,25 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
     return rows
 
 
-def shuffled(rows: Rows, seed: int) -> Rows:
+def shuffle_rows(rows: Rows, seed: int) -> Rows:
     """The same rows in a random order."""
     order = np.random.default_rng(seed).permutation(len(rows.ids))
     return Rows(rows.ids[order], rows.mask[order], rows.starts[order])
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def join_rows(parts: Sequence[Rows]) -> Rows:
     """The rows of all parts, one part after the other; all have the same length."""
     return Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "mask", "starts")))
 
 
-def save(rows: Rows, path: Path) -> None:
+def save_rows(rows: Rows, path: Path) -> None:
     """Write the rows as a safetensors file, atomically."""
     partial = path.with_name(path.name + ".incomplete")
     save_file({"ids": rows.ids, "mask": rows.mask, "starts": rows.starts}, str(partial))
     os.replace(partial, path)
 
 
-def load(path: Path) -> Rows:
+def load_rows(path: Path) -> Rows:
     """The rows of a file that `save` wrote."""
     tensors = load_file(str(path))
     return Rows(tensors["ids"], tensors["mask"], tensors["starts"])

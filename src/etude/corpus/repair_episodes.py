@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from etude.code import functions, mutate
-from etude.code.mutate import Mutant
+from etude.code import Mutant, draw_mutant, functions
 from etude.corpus.dialect import Call, Document, message, prompt, turn
 from etude.corpus.filters import FunctionText
 
@@ -109,7 +108,7 @@ def _mutant(
     source: str, rng: random.Random, weights: Mapping[str, float], *, single_line: bool = False
 ) -> Mutant | None:
     units = functions.functions("", source)
-    return mutate.draw(source, units[0], rng, weights, single_line=single_line) if units else None
+    return draw_mutant(source, units[0], rng, weights, single_line=single_line) if units else None
 
 
 def inferable(broken: BrokenFunction) -> bool:

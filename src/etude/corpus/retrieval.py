@@ -25,10 +25,10 @@ from etude.code.functions import parse
 from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
 from etude.corpus.sources import PackageSource, files
 
-KINDS: Mapping[str, float] = {"signature": 0.35, "opening": 0.25, "call": 0.2, "file": 0.2}
+RETRIEVAL_KINDS: Mapping[str, float] = {"signature": 0.35, "opening": 0.25, "call": 0.2, "file": 0.2}
 NAMESAKE = "namesake"  # the only kind of question about symbols that several documents define
 # Packages outside of the bundled models' training data (models/nano/README.md).
-HELD_OUT = ("boltons==26.2.0", "funcy==2.1", "pydash==8.1.0", "toolz==1.2.0")
+RETRIEVAL_HELD_OUT = ("boltons==26.2.0", "funcy==2.1", "pydash==8.1.0", "toolz==1.2.0")
 _HEADER = re.compile(r"(?:async )?def \w+\(.*\)(?: -> .+)?:")
 _LONGEST = 72  # characters of an answer
 _TRIES = 20  # draws per document before a sample is given up
@@ -44,7 +44,7 @@ class RetrievalOptions:
     max_documents: int = 10
     chars: int = 320
     questions: int = 4
-    kinds: Mapping[str, float] = field(default_factory=lambda: dict(KINDS))
+    kinds: Mapping[str, float] = field(default_factory=lambda: dict(RETRIEVAL_KINDS))
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,9 @@ def repositories(functions: Sequence[FunctionText], options: RetrievalOptions) -
     return [repository for repository in every if repository.usable]
 
 
-def samples(functions: Sequence[FunctionText], options: RetrievalOptions, seed: int) -> Iterator[RetrievalSample]:
+def retrieval_samples(
+    functions: Sequence[FunctionText], options: RetrievalOptions, seed: int
+) -> Iterator[RetrievalSample]:
     """Endless samples, each from one package, drawn by the square root of its size. Raises ValueError if no package has
     enough files, or none of them gives a sample."""
     rng, usable = random.Random(seed), repositories(functions, options)
@@ -189,7 +191,7 @@ def samples(functions: Sequence[FunctionText], options: RetrievalOptions, seed: 
             yield sample
 
 
-def read_folder(folder: Path) -> list[FunctionText]:
+def folder_functions(folder: Path) -> list[FunctionText]:
     """The functions in any folder of Python files, without tests."""
     source = PackageSource(folder.resolve().name, "", "", folder)
     kept = (file for file in files(source) if keep_file(file))
@@ -217,7 +219,7 @@ def _ask(function: FunctionText, kind: str, title: str) -> RetrievalQuestion | N
         case "namesake":
             text, answer = f"Complete the definition in {title}:\ndef {name}", header
         case _:
-            raise ValueError(f"unknown kind of question {kind!r}; known: {', '.join((*KINDS, NAMESAKE))}")
+            raise ValueError(f"unknown kind of question {kind!r}; known: {', '.join((*RETRIEVAL_KINDS, NAMESAKE))}")
     return RetrievalQuestion(kind, text, answer, title) if len(answer) <= _LONGEST else None
 
 

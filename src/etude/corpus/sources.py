@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from etude.code.licence import metadata_licence, permissive
-from etude.code.packages import fetch_wheel
+from etude.code import fetch_wheel, is_permissive, metadata_licence
 from etude.errors import UserError
 
 
@@ -40,14 +39,14 @@ def standard_library() -> PackageSource:
     return PackageSource("python", platform.python_version(), "PSF-2.0", Path(sysconfig.get_paths()["stdlib"]))
 
 
-def fetch(requirement: str, directory: Path) -> PackageSource:
+def fetch_source(requirement: str, directory: Path) -> PackageSource:
     """Download one pinned wheel (`name==version`), unpack it below `directory` and read its licence. A wheel that is
     already unpacked is used again. No code of the package is run. Raises UserError if the requirement is not pinned or
     the licence is not permissive."""
     root = fetch_wheel(requirement, directory)
     files = sorted(root.glob("*.dist-info/METADATA"))
     licence = metadata_licence(files[0].read_text(encoding="utf-8", errors="replace")) if files else ""
-    if not permissive(licence):
+    if not is_permissive(licence):
         raise UserError(f"corpus source {requirement} declares licence {licence!r}, which is not permissive; remove it")
     name, _, version = requirement.partition("==")
     return PackageSource(name, version, licence, root)
@@ -69,7 +68,7 @@ def files(source: PackageSource) -> Iterator[File]:
 def collect(requirements: Sequence[str], directory: Path, *, standard: bool = True) -> list[PackageSource]:
     """Fetch every pinned requirement (after the standard library when `standard`), in order."""
     library = [standard_library()] if standard else []
-    return library + [fetch(requirement, directory) for requirement in requirements]
+    return library + [fetch_source(requirement, directory) for requirement in requirements]
 
 
 def provenance(sources: Iterable[PackageSource]) -> str:

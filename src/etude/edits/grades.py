@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from enum import StrEnum
 
-from etude.code.languages import same_syntax
+from etude.code import same_syntax
 
 
 class EditGrade(StrEnum):

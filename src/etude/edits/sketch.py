@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
-from etude.code.languages import comment
+from etude.code import line_comment
 from etude.edits.merge import NoPlace, merge
 
 MARKER = "... existing code ..."
@@ -154,7 +154,7 @@ def _draft(regions: Sequence[Region], result: Sequence[str], language: str) -> _
     return _SketchDraft(
         blocks=tuple(tuple(result[r.low : r.high]) for r in regions),
         heads=("",) * len(regions),
-        marker=comment(language, MARKER),
+        marker=line_comment(language, MARKER),
         before=regions[0].low > 0,
         after=regions[-1].high < len(result),
     )
@@ -204,7 +204,7 @@ def _wording(
     draft: _SketchDraft, _: Sequence[Region], __: Sequence[str], language: str, rng: random.Random
 ) -> _SketchDraft:
     styles = [language, language, "javascript", "python"]
-    return replace(draft, marker=comment(rng.choice(styles), rng.choice(_WORDINGS)))
+    return replace(draft, marker=line_comment(rng.choice(styles), rng.choice(_WORDINGS)))
 
 
 def _no_ends(

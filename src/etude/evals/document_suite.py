@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from etude.config import EngineConfig
-from etude.corpus import FunctionText, build, retrieval
-from etude.corpus.retrieval import HELD_OUT, RetrievalOptions, RetrievalSample
-from etude.corpus.sources import fetch
+from etude.corpus import (
+    RETRIEVAL_HELD_OUT,
+    FunctionText,
+    RetrievalOptions,
+    RetrievalSample,
+    build,
+    fetch_source,
+    folder_functions,
+    retrieval_samples,
+)
 from etude.errors import UserError
 from etude.evals.retrieval import RetrievalResult, summary
 from etude.evals.stats import paired_difference
@@ -58,17 +65,17 @@ def evaluate_retrieval(
     as_json: bool,
 ) -> None:
     """Print shares of exact answers with 95 % intervals, and paired differences. Raises UserError."""
-    from etude.models.files import check_folder
+    from etude.models import check_folder
 
     if samples < 1 or orders < 1:
         raise UserError(f"retrieval needs at least one sample and one order, not {samples} and {orders}")
     for model in models:
         check_folder(model)
-    retrieval_samples = questions(repositories, samples, seed)
-    scores = [score for model in models for score in measure(model, retrieval_samples, masks, orders, seed, inference)]
+    drawn = questions(repositories, samples, seed)
+    scores = [score for model in models for score in measure(model, drawn, masks, orders, seed, inference)]
     # Compares the masks of a model, and the models under a mask.
     pairs = [(a, b) for a, b in combinations(scores, 2) if (a.model == b.model) != (a.mask == b.mask)]
-    clusters = [number for number, sample in enumerate(retrieval_samples) for _ in sample.questions]
+    clusters = [number for number, sample in enumerate(drawn) for _ in sample.questions]
     differences = [paired_difference(a.right, b.right, clusters, seed) for a, b in pairs]
     for score in scores:
         print(_line(score))
@@ -90,11 +97,11 @@ def questions(repositories: Sequence[Path], count: int, seed: int) -> list[Retri
     for folder in repositories:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give the folder of a Python repository")
-        functions += retrieval.read_folder(folder)
-    for requirement in () if repositories else HELD_OUT:
-        functions += build.extract(fetch(requirement, CACHE))
+        functions += folder_functions(folder)
+    for requirement in () if repositories else RETRIEVAL_HELD_OUT:
+        functions += build.extract(fetch_source(requirement, CACHE))
     try:
-        return list(islice(retrieval.samples(functions, RetrievalOptions(), seed), count))
+        return list(islice(retrieval_samples(functions, RetrievalOptions(), seed), count))
     except ValueError as e:
         raise UserError(f"the repositories give no questions ({e})") from None
 

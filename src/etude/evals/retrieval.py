@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etude.corpus.retrieval import RetrievalSample
+from etude.corpus import RetrievalSample
 from etude.evals.stats import Estimate, pass_rate
 from etude.records import Record
 

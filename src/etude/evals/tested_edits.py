@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.corpus.edits import Repository
-from etude.corpus.edits.make import pair
+from etude.corpus.edits import Repository, edit_with_sketch
 from etude.edits import Example
 from etude.errors import UserError
 from etude.grading import grade_changes, open_sandbox
@@ -66,7 +65,7 @@ def load(folder: Path, split: str) -> Tested:
             continue
         place, before, after = sides
         rng = random.Random(f"tested/{task.id}")
-        example = pair(repository, task.focus.path, "python", "synthetic", before, after, "", rng)
+        example = edit_with_sketch(repository, task.focus.path, "python", "synthetic", before, after, "", rng)
         if example is not None and example.id not in places:
             places[example.id] = (task, place)
             examples.append(example)

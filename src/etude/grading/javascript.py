@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from etude.code import languages
+from etude.code import language_of, syntax_tree
 
 SCRIPT_SUFFIXES = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx")
 _TEST_FOLDERS = frozenset({"test", "tests", "__tests__", "spec"})
@@ -60,8 +60,8 @@ def test_framework(text: str, package: Mapping[str, Any]) -> str:
     for name, module in imported:
         if re.search(rf"(?:require\(|from\s+|import\s+)['\"]{module}['\"]", text):
             return name
-    commands = read_package.get("scripts", {})
-    texts = [commands.get("test", ""), *commands.values(), *read_package.get("devDependencies", ())]
+    commands = package.get("scripts", {})
+    texts = [commands.get("test", ""), *commands.values(), *package.get("devDependencies", ())]
     match = _RUNNERS.search("\n".join(map(str, texts)))
     return match.group(1) if match else "mocha"
 
@@ -121,7 +121,7 @@ def contradicted(path: str, text: str) -> str | None:
     The wrong literals are drawn from the others of the file, so that only the result of the tested code tells a wrong
     expectation from a right one.
     """
-    tree = languages.tree(text, languages.language_of(path) or "javascript")
+    tree = syntax_tree(text, language_of(path) or "javascript")
     if tree is None:
         return None
     data = text.encode()

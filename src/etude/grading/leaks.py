@@ -20,8 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.code import git
-from etude.code.shingles import runs
+from etude.code import clone_of_directory, is_git_directory, token_runs
 from etude.errors import UserError
 
 SHINGLE = 8  # tokens
@@ -60,8 +59,8 @@ def answer_fingerprint(solution: str, broken: str) -> AnswerFingerprint:
     rest = min(len(tokens), len(others)) - same
     tail = next((i for i in range(rest) if tokens[-1 - i] != others[-1 - i]), rest)
     first = max(0, same - SHINGLE + 1)  # start of the first run that holds a token between `same` and the tail
-    own = Counter(runs(tokens[first : len(tokens) - tail + SHINGLE - 1], SHINGLE))
-    new = set(runs(others[first : len(others) - tail + SHINGLE - 1], SHINGLE))
+    own = Counter(token_runs(tokens[first : len(tokens) - tail + SHINGLE - 1], SHINGLE))
+    new = set(token_runs(others[first : len(others) - tail + SHINGLE - 1], SHINGLE))
     lost = frozenset(run for run, count in own.items() if count == counts[run] and run not in new)
     return AnswerFingerprint(lost, frozenset(texts - _constants(broken)))
 
@@ -70,12 +69,12 @@ def answer_fingerprint(solution: str, broken: str) -> AnswerFingerprint:
 def _read(text: str) -> tuple[list[str], Counter[tuple[str, ...]], frozenset[bytes]]:
     """Tokens, runs and constants of a text; cached, since many tasks break the same text."""
     tokens = _TOKEN.findall(text)
-    return tokens, Counter(runs(tokens, SHINGLE)), frozenset(_constants(text))
+    return tokens, Counter(token_runs(tokens, SHINGLE)), frozenset(_constants(text))
 
 
 def answer_runs(text: str) -> Iterator[tuple[str, ...]]:
     """Every run of SHINGLE tokens in a text, in order."""
-    return runs(_TOKEN.findall(text), SHINGLE)
+    return token_runs(_TOKEN.findall(text), SHINGLE)
 
 
 def _constants(text: str) -> set[bytes]:
@@ -96,7 +95,7 @@ def folder_texts(root: Path) -> Iterator[tuple[str, bytes]]:
         if path.is_symlink():
             continue
         if path.is_dir():
-            if git.is_git_directory(path):
+            if is_git_directory(path):
                 yield from ((f"{name}: object {object_id}", data) for object_id, data in _objects(name, path))
         elif path.is_file() and path.stat().st_size <= MAX_FILE:
             data = path.read_bytes()
@@ -106,7 +105,7 @@ def folder_texts(root: Path) -> Iterator[tuple[str, bytes]]:
 
 def _objects(name: str, folder: Path) -> Iterable[tuple[str, bytes]]:
     try:
-        return git.in_folder(folder).every_object()
+        return clone_of_directory(folder).every_object()
     except UserError as e:
         raise UserError(
             f"{name} is a git directory that cannot be searched for answers; leave it out with `--exclude {name}` ({e})"

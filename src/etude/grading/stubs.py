@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from etude.code import languages
+from etude.code import language_of, syntax_tree
 from etude.grading.javascript import SCRIPT_SUFFIXES, is_module, is_test_file
 
 _TEST_FOLDERS = frozenset({"test", "tests", "__tests__", "spec", "__mocks__", "__fixtures__", "__snapshots__"})
@@ -69,7 +69,7 @@ def _stub(path: str, text: str, modules: dict[str, str]) -> str:
 
 def _exports(path: str, text: str, modules: dict[str, str], above: frozenset[str]) -> tuple[set[str], set[str]]:
     """(names that a module exports, packages from which it exports all names)."""
-    tree = languages.tree(text, languages.language_of(path) or "javascript")
+    tree = syntax_tree(text, language_of(path) or "javascript")
     names: set[str] = set()
     others: set[str] = set()
     for node in tree.root_node.children if tree is not None else ():

@@ -257,7 +257,7 @@ class FullTools(Tools):
 
     async def _history(self, query: str = "", path: str = "", author: str = "", commit: str = "") -> str:
         """Commits whose message has `query`, that touch `path`, by `author`; or all of one commit. Git is asked inside
-        the box: its configuration is the agent's to change. `sandbox/history.py` decides what may be seen."""
+        the box: its configuration is the agent's to change. `tasks/git_history.py` decides what may be seen."""
         if commit and not _COMMIT.fullmatch(commit):
             raise ToolError("give a commit as this tool names it")
         chosen = [f"--author={author}"] if author else []

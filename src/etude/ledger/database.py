@@ -10,7 +10,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.event import listens_for
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
-from etude.code import extras
+from etude.code import need
 from etude.errors import UserError
 from etude.ledger.outages import OPEN_SECONDS, Outage, is_outage, persist
 
@@ -62,7 +62,7 @@ def parse_database_url(url: str, what: str) -> URL:
     if parsed.drivername == "sqlite" and parsed.database in (None, "", ":memory:"):
         raise UserError(f"a {what} in memory would be lost with its process; give sqlite:///PATH")
     if parsed.drivername != "sqlite":
-        extras.need(f"a {what} in PostgreSQL", "postgres")
+        need(f"a {what} in PostgreSQL", "postgres")
     return parsed
 
 

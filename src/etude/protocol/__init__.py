@@ -35,13 +35,4 @@ from etude.protocol.wire import (
     frame,
 )
 
-PUBLIC = (
-    "",
-    "apis.anthropic",
-    "apis.chat",
-    "apis.conversation",
-    "apis.refusals",
-    "apis.responses",
-    "apis.turn",
-    "backends",
-)
+PUBLIC = ("", "apis", "apis.anthropic", "apis.chat", "apis.responses", "backends")

@@ -17,6 +17,7 @@ from etude.rollout.admission import groups_to_admit
 from etude.rollout.agent import Agent, check_agent, open_agent
 from etude.rollout.apply_edits import edit_tasks
 from etude.rollout.chat_episode import ChatContext, run_chat_episode
+from etude.rollout.concurrency import Concurrency, episode_concurrency
 from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.drift import BehaviourDrift, Shift
 from etude.rollout.engines import EngineConfiguration, agreed_configuration, engine_differences
@@ -33,8 +34,9 @@ from etude.rollout.probes import (
     reset_probes,
     take_probe_results,
 )
+from etude.rollout.replay import replay_episode
 from etude.rollout.rewards import custom_component
 from etude.rollout.stall import STALL_SECONDS, StallSnapshot, StallWatchdog, diagnose_stall
 from etude.rollout.traces import TRACE_TOOLS, gold_edit, record_trace
 
-PUBLIC = ("", "concurrency", "replay")
+PUBLIC = ("",)

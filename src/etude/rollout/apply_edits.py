@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from etude.code.languages import language_of
+from etude.code import language_of
 from etude.edits import EditGrade, EditPrompt, Example, edit_prompt, grade_edit, load_examples
 from etude.errors import UserError
 from etude.grading import Grade

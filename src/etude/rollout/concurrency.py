@@ -67,7 +67,9 @@ class Concurrency:
             self._since, self._samples = now, []
 
 
-def concurrency(max_in_flight: int | None, *, rows: int, staleness: int, prompts: int, group: int) -> Concurrency:
+def episode_concurrency(
+    max_in_flight: int | None, *, rows: int, staleness: int, prompts: int, group: int
+) -> Concurrency:
     """The configured limit of live episodes: a fixed number, or with None one that follows the load. No more than (O +
     1) * P * G episodes can ever be live, by admission; fewer than a group would be none."""
     if max_in_flight is not None:

@@ -15,7 +15,7 @@ from etude.rollout.episode import RolloutContext, open_box
 from etude.sandbox import BoxError
 
 
-async def replay(context: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None = None) -> str:
+async def replay_episode(context: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None = None) -> str:
     """The first difference in tokens when `episode` is played again in a new box: "" if there is none. Its calls are
     run; nothing is sampled or graded. An episode that the clock ended is compared up to its last turn."""
     recorded = RecordedPolicy(episode.segments)

@@ -77,7 +77,7 @@ def backend_of(folder: Path, config: RLConfig) -> EngineBackend:
     """How the servers of the run in `folder` are asked. Raises UserError."""
     if config.inference.engine == "etude":
         return EtudeBackend()
-    from etude.models.files import expert_layers
+    from etude.models import expert_layers
 
     layers = expert_layers(Path(config.model.path)) if config.trainer.router_replay else None
     name = f"{config.name[:64]}-{secrets.token_hex(8)}"

@@ -26,7 +26,6 @@ from etude.errors import UserError
 from etude.evals import EvalResult, compare, evaluate
 from etude.grading import open_sandbox
 from etude.harness import check_context
-from etude.models.files import check_folder
 from etude.protocol.backends import ChatClient, ChatModel, EngineClient, check_reachable
 from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, load_tokenizer, named, renderer_for, say_dropped
@@ -97,7 +96,7 @@ def measure_models(
     models: Sequence[Path | Remote], measurement: Measurement, inference: EngineConfig
 ) -> list[EvalResult]:
     """Plays the tasks with each model, one model after the other. Raises UserError."""
-    from etude.models.devices import check_device
+    from etude.models import check_device, check_folder
 
     named(measurement.tools)
     dataset = mix([load_any(suite) for suite in measurement.suites], [1.0] * len(measurement.suites))

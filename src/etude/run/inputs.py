@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.code.packages import fetch_library
+from etude.code import fetch_library
 from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.errors import UserError
 from etude.grading import is_script
 from etude.harness import check_context
 from etude.ledger import parse_database_url
-from etude.models.files import check_folder
+from etude.models import check_folder
 from etude.renderers import Renderer, named, say_dropped
 from etude.rollout import check_agent, custom_component, edit_tasks, environment_dataset
 from etude.run.engines import check_python
@@ -22,7 +22,7 @@ from etude.run.parts import built_beside, dataset_of, profiles_of, renderer_of, 
 from etude.sandbox.egress import check_package_index, parse_allowed_hosts
 from etude.tasks import Dataset, MixedDataset, build_dataset, check_operators, is_repository
 from etude.tasks.foreign import ForeignDataset, build_foreign, find_folders, load_any
-from etude.weights.signature import private_key, public_key
+from etude.weights import read_private_key, read_public_key
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,8 +38,8 @@ def check_inputs(config: RLConfig) -> None:
     if config.ledger is not None:
         parse_database_url(config.ledger, "ledger")
     if config.weights.signing_key is not None:
-        private_key(Path(config.weights.signing_key))
-        public_key(Path(f"{config.weights.signing_key}.pub"))
+        read_private_key(Path(config.weights.signing_key))
+        read_public_key(Path(f"{config.weights.signing_key}.pub"))
     loss_preset(config.loss)
     if config.trainer.baseline == "given":
         raise UserError('trainer.baseline = "given" needs episodes that bring advantages: it is for `etude live train`')
@@ -231,7 +231,7 @@ def _check_architecture(config: RLConfig) -> None:
 
 def _check_devices(config: RLConfig) -> None:
     """Refuses devices that this machine, or its PyTorch, does not have. Engines of others bring a PyTorch of theirs."""
-    from etude.models.devices import check_device
+    from etude.models import check_device
 
     check_device(config.trainer.device, "trainer.device")
     if config.inference.engine == "etude" and not config.inference.urls:

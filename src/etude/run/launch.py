@@ -40,7 +40,7 @@ from etude.run.versions import check_engines, observe_versions, wait_for_version
 from etude.sandbox import Sandbox
 from etude.store import Store, open_store
 from etude.tasks import Dataset, make_impossible
-from etude.weights.manifest import manifests
+from etude.weights import manifests
 
 Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]
 # The time of an episode of training over that of one of the evaluation: a group shares its prompt and its box, and many

@@ -14,8 +14,7 @@ from etude.grading.cheats import Decoys, has_decoys, plant_decoys
 from etude.harness import Policy, Sampling, merge_applier, server_applier
 from etude.records import Task
 from etude.renderers import Renderer, renderer_for
-from etude.rollout import Agent, RolloutContext, edit_tasks, environment_dataset
-from etude.rollout.concurrency import Concurrency, concurrency
+from etude.rollout import Agent, Concurrency, RolloutContext, edit_tasks, environment_dataset, episode_concurrency
 from etude.sandbox import ProfileSource, Sandbox, load_profiles
 from etude.sandbox.egress import Egress, package_index, parse_allowed_hosts, wheel_project
 from etude.tasks import Dataset, mix
@@ -131,4 +130,6 @@ def concurrency_of(config: RLConfig) -> Concurrency:
     rollout = config.rollout
     fixed = None if rollout.max_in_flight == "auto" else rollout.max_in_flight
     rows = config.inference.count * config.inference.max_batch
-    return concurrency(fixed, rows=rows, staleness=rollout.staleness, prompts=rollout.prompts, group=rollout.group)
+    return episode_concurrency(
+        fixed, rows=rows, staleness=rollout.staleness, prompts=rollout.prompts, group=rollout.group
+    )

@@ -36,7 +36,7 @@ from etude.records import Episode, EpisodeBlob, decode
 from etude.rollout import Shift, audit_group
 from etude.run.state import Run
 from etude.trainer.rl.advantages import advantages
-from etude.weights.manifest import manifests
+from etude.weights import manifests
 
 SHOWN_PAIRS = 6
 SHOWN_GROUPS = 3

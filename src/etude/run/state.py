@@ -15,13 +15,12 @@ from etude.ledger import Ledger
 from etude.processes import Child
 from etude.protocol.backends import EngineClient
 from etude.renderers import Renderer
-from etude.rollout import Agent, ProbeScorer
-from etude.rollout.concurrency import Concurrency
+from etude.rollout import Agent, Concurrency, ProbeScorer
 from etude.run.sources import BUILDER, TaskPool
 from etude.sandbox import Sandbox
 from etude.store import Store
 from etude.tasks import Dataset
-from etude.weights.manifest import manifests
+from etude.weights import manifests
 
 ENDING = ("trainer", BUILDER)  # children that end by themselves
 

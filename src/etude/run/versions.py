@@ -17,7 +17,7 @@ from etude.errors import RunFailed, UserError
 from etude.protocol.backends import EngineError
 from etude.rollout import EngineConfiguration, agreed_configuration, engine_differences
 from etude.run.state import EngineState, Run, check_processes
-from etude.weights.manifest import read, versions
+from etude.weights import published_versions, read_manifest
 
 SWAP_SECONDS = {"etude": 120.0, "vllm": 1800.0}  # from a version's manifest to its first token
 SILENT_SECONDS = 30.0  # after which an engine is lost
@@ -59,7 +59,7 @@ def _compare(run: Run, configurations: dict[str, EngineConfiguration]) -> None:
 
 def _check_digest(run: Run, url: str, health: dict[str, Any]) -> None:
     record, version = run.record, int(health["version"])
-    if version not in record.digests and (manifest := read(run.weights, version)) is not None:
+    if version not in record.digests and (manifest := read_manifest(run.weights, version)) is not None:
         record.digests[version] = manifest.live
     record.pauses[version] = max(record.pauses.get(version, 0.0), float(health["last_pause_ms"]))
     digest = record.digests.get(version)
@@ -124,7 +124,7 @@ async def _bring(run: Run) -> None:
     if not waiting:
         return
     least = min(int(state.health["version"]) for state in waiting if state.health)
-    newest = max(await asyncio.to_thread(lambda: list(versions(run.weights, after=least))), default=least)
+    newest = max(await asyncio.to_thread(lambda: list(published_versions(run.weights, after=least))), default=least)
     for state in waiting:
         if state.health and int(state.health["version"]) < newest:
             state.bringing = asyncio.create_task(_bring_one(run, state, newest))

@@ -13,4 +13,4 @@ from etude.tasks.impossible import make_impossible
 from etude.tasks.javascript import is_repository
 from etude.tasks.mixture import MixedDataset, mix
 
-PUBLIC = ("", "foreign", "histories")
+PUBLIC = ("", "foreign", "git_history", "histories")

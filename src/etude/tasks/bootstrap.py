@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx2
 
-from etude.code import functions, packages
+from etude.code import functions, install_wheels
 from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
 from etude.grading import open_sandbox
@@ -149,7 +149,7 @@ async def _reach(
     """Returns the goals that do not hold with these requirements: (command, end of its output)."""
     site.mkdir(parents=True)
     try:
-        packages.install(wanted, site)
+        install_wheels(wanted, site)
     except UserError as e:
         return (("pip install", str(e)),)
     finish(site)

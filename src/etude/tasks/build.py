@@ -13,14 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from etude.code import declared, licence, operators
+from etude.code import OPERATORS, find_licence, project_name
 from etude.code import functions as discover
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import is_script, open_sandbox
 from etude.sandbox import Image, Limits, Sandbox
-from etude.sandbox.history import Past
 from etude.tasks import (
     bootstrap,
     card,
@@ -40,6 +39,7 @@ from etude.tasks import (
     synthesis,
 )
 from etude.tasks.gates import MAX_TESTS, Bench, Rejected
+from etude.tasks.git_history import Past
 from etude.tasks.inventory import Inventory
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
@@ -72,7 +72,7 @@ def build_dataset(
     _check_place(repo, out, facts.inventory, options)
     layout, generated = facts.layout, facts.generated
     sources, functions = read_functions(repo, facts)
-    past = histories.read(repo, declared.find_name(repo), facts.inventory.files)
+    past = histories.read(repo, project_name(repo), facts.inventory.files)
     work = out.with_name(out.name + ".incomplete")
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -155,7 +155,7 @@ def read_functions(repo: Path, facts: Survey) -> tuple[dict[str, str], list[Unit
 
 def check_operators(options: BuildConfig) -> None:
     """Raises UserError if `options` name a mutation operator that does not exist."""
-    known = {**operators.OPERATORS, **classes.OPERATORS}
+    known = {**OPERATORS, **classes.OPERATORS}
     if unknown := sorted(set(options.operators) - known.keys()):
         raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(known))}")
 
@@ -205,7 +205,7 @@ class _BuildPlan:
 
 async def _run(plan: _BuildPlan) -> None:
     options, work = plan.options, plan.work
-    licence_name, licence_source = licence.find_licence(plan.repo)
+    licence_name, licence_source = find_licence(plan.repo)
     async with open_sandbox(workers=options.workers, memo=0) as sandbox:
         prepared = await _prepare(plan, sandbox)
         policy, shown = _write_trees(plan, prepared)
@@ -214,7 +214,7 @@ async def _run(plan: _BuildPlan) -> None:
             callers = await _write_tests(plan, sandbox, callers, plan.writer)
         bench = Bench(
             sandbox=sandbox,
-            name=declared.find_name(plan.repo),
+            name=project_name(plan.repo),
             repository=work / "repository",
             site=work / "site",
             hidden=work / "hidden",
@@ -297,7 +297,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     if scripts:
         recipe, callers = await node.prepare(plan.tree, plan.layout, plan.work, scripts, plan.options, plan.repo)
         return _Prepared(callers, recipe.requirements, {}, recipe)
-    name = declared.find_name(plan.repo).removesuffix(f"-{plan.version}")
+    name = project_name(plan.repo).removesuffix(f"-{plan.version}")
     if plan.options.bootstrap == "declared":
         result = await environment.find(
             plan.tree,

@@ -3,8 +3,8 @@
 import ast
 from collections.abc import Iterator
 
+from etude.code import SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator
 from etude.code.functions import FunctionNode
-from etude.code.operators import SIMPLE, ByteEdit, FunctionBytes, Operator
 
 MIN_COMPLEXITY = 10  # of a class, as in SWE-smith
 MAX_LINES = 40  # of a method that is removed
@@ -60,7 +60,7 @@ def _remove_method(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
             ByteEdit(place.start(statement), place.end(statement), b"pass")
             for _, _, block in place.blocks()
             for statement in block
-            if isinstance(statement, SIMPLE)
+            if isinstance(statement, SIMPLE_STATEMENTS)
             and any(isinstance(part, ast.Attribute) and part.attr == method.name for part in ast.walk(statement))
         ]
         line, stop = place.data.rfind(b"\n", 0, start) + 1, place.data.find(b"\n", end)

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 
+from etude.code import ByteEdit, Clone, Mutant, MutationCandidate, clone_around
 from etude.code import functions as discover
-from etude.code import git
 from etude.code.functions import Function
-from etude.code.mutate import Mutant, MutationCandidate
-from etude.code.operators import ByteEdit
 from etude.grading import answer_fingerprint
 
 MAX_COMMITS = 300  # looked at, newest first
@@ -55,7 +53,7 @@ def reversals(
 ) -> Iterator[Reversal]:
     """Reversible commits of a git clone, newest first; none for a folder without history. `modules` are the test files.
     Raises UserError if git objects are missing."""
-    clone = git.around(repository) if (repository / ".git").exists() else None
+    clone = clone_around(repository) if (repository / ".git").exists() else None
     head = clone.id_of("HEAD") if clone is not None else ""
     if clone is None or not head:
         return
@@ -68,7 +66,7 @@ def reversals(
 
 
 def _reversal(
-    clone: git.Clone, commit: str, sources: Mapping[str, str], functions: list[Function], modules: frozenset[str]
+    clone: Clone, commit: str, sources: Mapping[str, str], functions: list[Function], modules: frozenset[str]
 ) -> Reversal | None:
     parent = clone.id_of(f"{commit}^1")
     if not parent:  # the first commit
@@ -111,7 +109,7 @@ def _reversal(
     return Reversal(commit, path, program, tests, tuple(members))
 
 
-def _taken_back(clone: git.Clone, before: str, after: str, now: str) -> str | None:
+def _taken_back(clone: Clone, before: str, after: str, now: str) -> str | None:
     """The current text `now` of a source file with the change between two blobs undone; None if later changes
     conflict."""
     blobs = clone.contents([before, after])
@@ -172,7 +170,7 @@ def _body(message: str, request: str) -> str:
     return text[:_WISH].strip() if len(text.split()) >= 3 else ""
 
 
-def _noted(clone: git.Clone, parent: str, commit: str, path: str) -> str:
+def _noted(clone: Clone, parent: str, commit: str, path: str) -> str:
     """The lines that a commit added to a list of changes."""
     diff = clone.demand("diff-tree", "-p", "-U0", "--no-ext-diff", "--no-textconv", parent, commit, "--", path)
     added = [line[1:].strip() for line in diff.decode("utf-8", "replace").splitlines() if line[:1] == "+"]

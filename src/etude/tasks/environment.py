@@ -13,7 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.code import declared, functions, git, packages
+from etude.code import (
+    NoWheel,
+    clone_around,
+    declared_requirements,
+    functions,
+    install_wheels,
+    project_name,
+    read_pyproject,
+    toml_table,
+)
 from etude.errors import UserError
 from etude.tasks import requirements, settings
 from etude.tasks.coverage import SuiteTrace, last_lines
@@ -46,10 +55,10 @@ async def find(
     for wanted in _proposals(tree, more, tried):
         site = work / f"site-{len(tried)}"
         try:
-            packages.install(wanted, site)
+            install_wheels(wanted, site)
         except UserError as e:
             shutil.rmtree(site, ignore_errors=True)
-            if not tried and isinstance(e, packages.NoWheel):
+            if not tried and isinstance(e, NoWheel):
                 raise UserError(f"{str(e).removesuffix('.')}, or try `--bootstrap rules`.") from None
             if not tried:
                 raise
@@ -69,7 +78,7 @@ async def find(
 def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironment]):
     """The requirements of one try after the other; the last try adds packages that are known to bring missing modules
     and fixtures."""
-    wanted = dict.fromkeys([*declared.dependencies(tree), *more])
+    wanted = dict.fromkeys([*declared_requirements(tree), *more])
     yield tuple(wanted)
     sources = requirements.sources(tree)
     next(sources)  # the declared ones
@@ -93,9 +102,9 @@ def finish(site: Path, tree: Path, name: str, version: str, pytest: PytestSettin
         info = site / f"{plain}-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "utf-8")
-        points = declared.table(declared.pyproject(tree), "project", "entry-points")
+        points = toml_table(read_pyproject(tree), "project", "entry-points")
         lines = [
-            f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in declared.table(points, group).items())
+            f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in toml_table(points, group).items())
             for group in points
         ]
         if lines:
@@ -105,11 +114,11 @@ def finish(site: Path, tree: Path, name: str, version: str, pytest: PytestSettin
 
 def version_of(repository: Path) -> str:
     """The version of a repository: declared, from its PKG-INFO, from the last tag, or UNKNOWN."""
-    name = declared.find_name(repository)
+    name = project_name(repository)
     match = re.search(r"-(\d[\w.+!]*)$", name)
     if match:
         return match[1]
-    clone = git.around(repository)
+    clone = clone_around(repository)
     described = clone.output("describe", "--tags", "--abbrev=0") if clone is not None else None
     tag = (described or b"").decode("utf-8", "replace").strip()
     numbers = re.search(r"\d+(\.\d+)*([a-z]+\d+)?$", tag)
@@ -119,14 +128,14 @@ def version_of(repository: Path) -> str:
 def version_files(repository: Path, inventory: Inventory, version: str) -> dict[str, str]:
     """Files that the project's build would write into the tree (path -> text): those of hatch-vcs, setuptools-scm and
     PDM."""
-    data = declared.pyproject(repository)
-    scm = declared.table(data, "tool", "setuptools_scm")
+    data = read_pyproject(repository)
+    scm = toml_table(data, "tool", "setuptools_scm")
     named = [
-        declared.table(data, "tool", "hatch", "build", "hooks", "vcs").get("version-file"),
+        toml_table(data, "tool", "hatch", "build", "hooks", "vcs").get("version-file"),
         scm.get("version_file"),
         scm.get("write_to"),
-        declared.table(data, "tool", "pdm", "version").get("write_to"),
-        declared.table(data, "tool", "setuptools-git-versioning").get("version_file"),
+        toml_table(data, "tool", "pdm", "version").get("write_to"),
+        toml_table(data, "tool", "setuptools-git-versioning").get("version_file"),
     ]
     if isinstance(named[3], str) and not (repository / named[3]).parent.is_dir():
         named[3] = f"src/{named[3]}"  # PDM's is relative to the package folder

@@ -7,9 +7,8 @@ test that calls a helper also calls the function. Without the slice, tests that 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
-from etude.code import mutate
+from etude.code import Mutant, MutationCandidate, body_removal, merge_mutants
 from etude.code.functions import Function
-from etude.code.mutate import Mutant, MutationCandidate
 
 MAX_MEMBERS = 8
 MAX_LINES = 80  # of all bodies
@@ -53,11 +52,11 @@ def deletion(members: Sequence[Function], sources: Mapping[str, str]) -> Mutatio
     """The repository without the bodies of `members`; None if one of them cannot be removed."""
     gone: dict[str, list[Mutant]] = {}
     for member in members:
-        mutant = mutate.removal(sources[member.path], member)
+        mutant = body_removal(sources[member.path], member)
         if mutant is None:
             return None
         gone.setdefault(member.path, []).append(mutant)
-    files = {path: mutate.merged(parts, "slice") for path, parts in gone.items()}
+    files = {path: merge_mutants(parts, "slice") for path, parts in gone.items()}
     entry, *helpers = members
     listed = ", ".join(f"`{f.qualname}`" if f.path == entry.path else f"`{f.qualname}` in {f.path}" for f in helpers)
     return MutationCandidate(

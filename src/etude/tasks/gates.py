@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import blake3
 
+from etude.code import MutationCandidate
 from etude.code.functions import Unit
-from etude.code.mutate import MutationCandidate
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import grade_changes, is_script

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 import pytest
 
-from etude.code.languages import language_of
+from etude.code import language_of
 from etude.errors import UserError
 from etude.grading import is_script
 from etude.records import Budget, Focus, Task

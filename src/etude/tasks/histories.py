@@ -1,7 +1,7 @@
 """The git history of a dataset's repository, and the part of it that each task's box may see.
 
 DIR/history.msgpack holds the last commits of the repository that the dataset was built from, cut to the files that the
-agent sees. Each box gets a `.git` folder of its own, made from this file (`sandbox/history.py`):
+agent sees. Each box gets a `.git` folder of its own, made from this file (`tasks/git_history.py`):
 
 - a file that the task breaks: each earlier version shows the same damage if the damaged lines occur in it word for
   word, and else is replaced by the agent's version;
@@ -24,13 +24,12 @@ from pathlib import Path
 
 import msgspec
 
-from etude.code import functions
+from etude.code import GitTree, functions
 from etude.errors import UserError
 from etude.grading import LEAK_SHARE, answer_fingerprint, answer_runs
 from etude.records import Task
-from etude.sandbox import history
-from etude.sandbox.history import Commit, Past
-from etude.tasks import inventory
+from etude.tasks import git_history, inventory
+from etude.tasks.git_history import Commit, Past
 
 FILE = "history.msgpack"
 DEPTH = 20  # commits, as continuous integration and hosted agents clone
@@ -77,7 +76,7 @@ class Histories:
     @cached_property
     def _whole(self) -> Past:
         """The history with the files of the repository, so that these are compressed once."""
-        known = {history.blob_id(data): history.entry_of(data) for data in self._files.values()}
+        known = {git_history.blob_id(data): git_history.entry_of(data) for data in self._files.values()}
         return replace(self._past, entries=known | dict(self._past.entries))
 
     def of(self, task: Task) -> dict[str, bytes]:
@@ -101,7 +100,7 @@ class Histories:
                 return files[path]
             return breaks[path].done_to(self._whole.text(blob)) if path in breaks else None
 
-        return history.folder(self._whole, files, shown, secrets.messages)
+        return git_history.folder(self._whole, files, shown, secrets.messages)
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,8 @@ def read(source: Path, name: str, paths: Iterable[str], depth: int = DEPTH) -> P
     """Read the last commits of `source`, restricted to `paths`; for a release, the one commit that imports it. Raises
     UserError if `source` has a history that cannot be read."""
     if (source / ".git").exists():
-        return history.read(source, "HEAD", paths, depth)
-    return history.single(*_imported(source, name))
+        return git_history.read(source, "HEAD", paths, depth)
+    return git_history.single(*_imported(source, name))
 
 
 def build(past: Past, repository: Path, tasks: Sequence[Task], out: Path) -> int:
@@ -155,7 +154,7 @@ def build(past: Past, repository: Path, tasks: Sequence[Task], out: Path) -> int
     past = _without_credentials(_without_tests(past, {path: present[path] for path in tests}), present)
     secrets = _secrets(past, tasks, present)
     trees: list[dict[str, tuple[str, str] | None]] = []
-    before: history.Tree = {}
+    before: GitTree = {}
     for commit in past.commits:
         changed = {path: at for path, at in commit.tree.items() if before.get(path) != at}
         trees.append({**dict.fromkeys(before.keys() - commit.tree.keys()), **changed})
@@ -176,13 +175,13 @@ def build(past: Past, repository: Path, tasks: Sequence[Task], out: Path) -> int
 def _without_tests(past: Past, today: Mapping[str, bytes]) -> Past:
     """The history with only today's version of each test file, since earlier versions may hold tests that are hidden
     now."""
-    now = {path: history.blob_id(data) for path, data in today.items()}
+    now = {path: git_history.blob_id(data) for path, data in today.items()}
     commits = tuple(
         replace(commit, tree={path: (mode, now.get(path, blob)) for path, (mode, blob) in commit.tree.items()})
         for commit in past.commits
     )
     kept = {blob for commit in commits for _, blob in commit.tree.values()}
-    entries = {history.blob_id(data): history.entry_of(data) for data in today.values()} | dict(past.entries)
+    entries = {git_history.blob_id(data): git_history.entry_of(data) for data in today.values()} | dict(past.entries)
     return replace(past, commits=commits, entries={blob: entry for blob, entry in entries.items() if blob in kept})
 
 
@@ -190,16 +189,16 @@ def _without_credentials(past: Past, present: Mapping[str, bytes]) -> Past:
     """The history without versions and messages that look like secrets where today's files do not; today's version
     replaces them."""
     bad = {blob for blob in past.entries if inventory.secret(past.text(blob))}
-    now = {path: history.blob_id(data) for path, data in present.items()}
+    now = {path: git_history.blob_id(data) for path, data in present.items()}
     commits = tuple(
         replace(
             commit,
-            message=history.SILENT if inventory.secret(commit.message) else commit.message,
+            message=git_history.SILENT if inventory.secret(commit.message) else commit.message,
             tree={path: (mode, now[path] if blob in bad else blob) for path, (mode, blob) in commit.tree.items()},
         )
         for commit in past.commits
     )
-    today = {now[path]: history.entry_of(data) for path, data in present.items()} if bad else {}
+    today = {now[path]: git_history.entry_of(data) for path, data in present.items()} if bad else {}
     entries = {blob: entry for blob, entry in ({**past.entries, **today}).items() if blob not in bad}
     return replace(past, commits=commits, entries=entries)
 
@@ -252,7 +251,7 @@ def _secrets(past: Past, tasks: Sequence[Task], present: Mapping[str, bytes]) ->
 def _telling(past: Past, task: Task, holders: Mapping[str, set[str]]) -> Iterator[int]:
     """The indices of commits that brought the answer, or name it in their messages."""
     answers = [answer_fingerprint(task.solution[path], text) for path, text in task.changes.items()]
-    before: history.Tree = {}
+    before: GitTree = {}
     for place, commit in enumerate(past.commits):
         pairs = [(commit.tree.get(path), before.get(path)) for path in task.changes]
         brought = any(

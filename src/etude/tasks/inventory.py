@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from etude.code import functions, git
-from etude.code.languages import language_of
+from etude.code import SUBMODULE, Clone, GitTree, clone_around, functions, language_of
 from etude.errors import UserError
-from etude.sandbox import history
+from etude.tasks import git_history
 
 _SHOWN = 5
 _POINTER = b"version https://git-lfs.github.com/spec/v1\n"
@@ -60,7 +59,7 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     """List the files of `repository` that go into a dataset. `exclude` are paths, folders or patterns (`*.pem`). Raises
     UserError if git cannot list the files, if a file looks like a secret, or if a pointer of Git LFS stands in place of
     code."""
-    clone = git.around(repository)
+    clone = clone_around(repository)
     below = repository.resolve().relative_to(clone.root).as_posix() if clone is not None else "."
     staged = _staged(clone, "" if below == "." else f"{below}/") if clone is not None else {}
     names = _named(staged)
@@ -71,7 +70,7 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
         return _checked(repository, Inventory(tuple(sorted({*files} - {*excluded})), excluded=excluded))
     tracked = [path for path in names if not functions.is_junk(path) and _is_plain(repository, path)]
     excluded = tuple(path for path in tracked if excludes(path, exclude))
-    modules = [path for path in names if staged[path][0] == git.SUBMODULE]
+    modules = [path for path in names if staged[path][0] == SUBMODULE]
     options = ("ls-files", "-z", "--others", "--directory", "--no-empty-directory")
     others = clone.demand(*options, within=repository.resolve()).split(b"\0")
     return _checked(
@@ -87,7 +86,7 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     )
 
 
-def _staged(clone: git.Clone, below: str) -> git.Tree:
+def _staged(clone: Clone, below: str) -> GitTree:
     """The git index below a folder, by paths relative to it, with the files of submodules that were fetched. Raises
     UserError."""
     entries: dict[str, tuple[str, str]] = {}
@@ -95,9 +94,9 @@ def _staged(clone: git.Clone, below: str) -> git.Tree:
         if not path.startswith(below):
             continue
         folder = clone.root / path
-        if mode != git.SUBMODULE or folder.resolve() != folder or not (folder / ".git").exists():
+        if mode != SUBMODULE or folder.resolve() != folder or not (folder / ".git").exists():
             entries[path.removeprefix(below)] = mode, name
-        elif (inner := git.around(folder)) is not None:
+        elif (inner := clone_around(folder)) is not None:
             entries |= {f"{path}/{one}".removeprefix(below): entry for one, entry in _staged(inner, "").items()}
     return entries
 
@@ -149,7 +148,7 @@ def _secrets(repository: Path, files: Iterable[str]) -> Iterable[tuple[str, str]
             yield path, kind
 
 
-def _changed(repository: Path, clone: git.Clone, below: str, names: Sequence[str]) -> tuple[str, ...]:
+def _changed(repository: Path, clone: Clone, below: str, names: Sequence[str]) -> tuple[str, ...]:
     """Tracked files that differ from the last commit, compared by ids of blobs: git's own comparison would run the
     conversions that attributes name."""
     head = clone.id_of("HEAD")
@@ -157,7 +156,7 @@ def _changed(repository: Path, clone: git.Clone, below: str, names: Sequence[str
     tree = clone.tree(head) if head else {}
     listed = {path.removeprefix(base): entry for path, entry in tree.items() if path.startswith(base)}
     known = {path: name for path, (mode, name) in listed.items() if mode.startswith("100")}
-    modules = [path for path, (mode, _) in listed.items() if mode == git.SUBMODULE]
+    modules = [path for path, (mode, _) in listed.items() if mode == SUBMODULE]
     inside = [path for path in {*names, *known} if not (repository / path).is_dir()]
     submodules = {path for path in inside if path not in known and any(path.startswith(f"{name}/") for name in modules)}
 
@@ -165,7 +164,7 @@ def _changed(repository: Path, clone: git.Clone, below: str, names: Sequence[str
         file = repository / path
         if file.is_symlink():
             return False
-        return not file.is_file() or history.blob_id(file.read_bytes()) != known.get(path)
+        return not file.is_file() or git_history.blob_id(file.read_bytes()) != known.get(path)
 
     return tuple(sorted(path for path in inside if path not in submodules and differs(path)))
 

@@ -11,11 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from etude.code import extras, languages
+from etude.code import (
+    FLIPPED_OPERATORS,
+    ByteEdit,
+    Mutant,
+    MutationCandidate,
+    language_of,
+    need,
+    parses,
+    same_syntax,
+    syntax_tree,
+)
 from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout, Unit
-from etude.code.mutate import Mutant, MutationCandidate
-from etude.code.operators import FLIP, ByteEdit
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import SCRIPT_SUFFIXES, holds_tests, is_test_file, read_package
@@ -50,7 +58,7 @@ _FOREIGN = re.compile(
     r"brittle|bun:test|@playwright/test|cypress|lab)['\"/]"
 )
 _TYPED = re.compile(r"(?<!\.d)\.[cm]?tsx?$")
-_FLIP = FLIP | {"===": "!==", "!==": "===", "&&": "||", "||": "&&"}
+_FLIP = FLIPPED_OPERATORS | {"===": "!==", "!==": "===", "&&": "||", "||": "&&"}
 _CHANGE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "*", "-": "+", "*": "+", "/": "%", "%": "*"}
 
 
@@ -77,7 +85,7 @@ def is_repository(repository: Path) -> bool:
 def layout(repository: Path, listed: Sequence[str] | None = None) -> RepositoryLayout:
     """Find the code and tests of an npm package among the files `listed` (default: all but junk). Raises UserError if
     there is no code, or no parser for it."""
-    extras.need("JavaScript", "apply")
+    need("JavaScript", "apply")
     files = _without_builds(repository, discover.clean_files(repository) if listed is None else listed)
     tests = tuple(f for f in files if _belongs_to_tests(f))
     sources = tuple(f for f in files if f not in set(tests) and _is_source(f))
@@ -165,7 +173,7 @@ def _is_source(path: str) -> bool:
 
 def tree(path: str, text: str) -> Any:
     """The syntax tree of a script, by the ending of its path; None if the script does not parse."""
-    return languages.tree(text, languages.language_of(path) or "javascript")
+    return syntax_tree(text, language_of(path) or "javascript")
 
 
 def functions(path: str, text: str) -> list[JsFunction]:
@@ -388,8 +396,8 @@ def _apply(source: str, function: JsFunction, operator: str, edits: tuple[ByteEd
     for edit in ordered:
         whole = whole[: edit.start] + edit.text + whole[edit.end :]
     snippet = whole[start : end + len(whole) - len(data)].decode()
-    language = languages.language_of(function.path) or "javascript"
-    if not languages.parses(whole.decode(), language) or languages.same_syntax(whole.decode(), source, language):
+    language = language_of(function.path) or "javascript"
+    if not parses(whole.decode(), language) or same_syntax(whole.decode(), source, language):
         return None
     return Mutant(
         operator=operator,

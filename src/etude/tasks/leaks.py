@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from etude.code.shingles import shingles
+from etude.code import text_shingles
 from etude.grading import LEAK_SHARE, AnswerFingerprint, answer_fingerprint, answer_runs, folder_texts
 from etude.records import Task
 
@@ -22,7 +22,7 @@ class LeakIndex:
         for file in files:
             data = (root / file).read_bytes()
             if len(data) <= _MAX_BYTES and b"\0" not in data:
-                counts = shingles(data.decode(errors="replace"), SHINGLE)
+                counts = text_shingles(data.decode(errors="replace"), SHINGLE)
                 self._counts.update(counts)
                 for shingle in counts:
                     held = self._files.get(shingle, ())
@@ -32,15 +32,15 @@ class LeakIndex:
     def share(self, original: str, broken: str) -> float:
         """The share (0..1) of the shingles lost from a body that the rest of the tree still holds. Pass bodies, not
         functions: the ends of docstrings are alike in a whole library."""
-        own = shingles(original, SHINGLE)
-        lost = own - shingles(broken, SHINGLE)
+        own = text_shingles(original, SHINGLE)
+        lost = own - text_shingles(broken, SHINGLE)
         if not lost:
             return 0.0
         return sum(self._counts[shingle] > own[shingle] for shingle in lost) / len(lost)
 
     def place(self, path: str, original: str, broken: str) -> str:
         """The file, other than `path` if possible, that holds most of the shingles that `share` counts."""
-        lost = shingles(original, SHINGLE) - shingles(broken, SHINGLE)
+        lost = text_shingles(original, SHINGLE) - text_shingles(broken, SHINGLE)
         files = Counter(file for shingle in lost for file in self._files.get(shingle, ()))
         others = [file for file, _ in files.most_common() if file != path]
         return others[0] if others else path

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.code import MutationCandidate, mutants
 from etude.code import functions as discover
-from etude.code import mutate
 from etude.code.functions import Function, Unit
-from etude.code.mutate import MutationCandidate
 from etude.config import BuildConfig
 from etude.tasks import classes, commits, features, split
 
@@ -68,11 +67,13 @@ def _classes(
             tests = {test for id, names in callers.items() if id.startswith(f"{unit.id}.") for test in names}
             if not tests or unit.complexity < classes.MIN_COMPLEXITY:
                 continue
-            mutants = mutate.mutants(text, unit, options.seed, classes.OPERATORS)
-            mutants.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # tests rarely notice it: last
+            candidates = mutants(text, unit, options.seed, classes.OPERATORS)
+            candidates.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # tests rarely notice it: last
             allowed = set(options.operators or classes.OPERATORS)
-            mutants = [mutant for mutant in mutants if mutant.operator in allowed][: _TRIES * options.per_function]
-            for mutant in mutants:
+            candidates = [mutant for mutant in candidates if mutant.operator in allowed][
+                : _TRIES * options.per_function
+            ]
+            for mutant in candidates:
                 program = MutationCandidate("class", mutant)
                 gone = _touched(program, unit)
                 if mutant.operator == "class_shuffle":

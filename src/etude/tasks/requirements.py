@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from etude.code.declared import GROUPS, dependencies, groups, requirement_lines
+from etude.code import DEPENDENCY_GROUPS, declared_requirements, dependency_groups, requirement_lines
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[\w, -]+\])?\s*([<>=!~][^;#]*)?(;.*)?")
@@ -34,13 +34,13 @@ MISSING = {
 def sources(repository: Path) -> Iterator[list[str]]:
     """Requirements by source: declared, extras and groups for tests, tox and requirements files, packages that CI
     installs."""
-    yield usable(dependencies(repository))
-    listed = groups(repository)
+    yield usable(declared_requirements(repository))
+    listed = dependency_groups(repository)
     named = [name for name in listed if re.search(r"(^|-)(unit)?test(s|ing)?(-|$)", name)]
-    named = named or [name for name in GROUPS if name in listed]
+    named = named or [name for name in DEPENDENCY_GROUPS if name in listed]
     yield usable([line for name in named for line in listed[name]])
     yield usable([line for name in _FILES for line in requirement_lines(repository, name)] + _of_tox(repository))
-    yield usable([line for name in GROUPS for line in listed.get(name, ())])
+    yield usable([line for name in DEPENDENCY_GROUPS for line in listed.get(name, ())])
     yield usable(_installed_by_ci(repository))
 
 

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from etude.code import mutate
+from etude.code import OPERATORS, MutationCandidate, body_removal, combined_mutants, mutants, parse_snippet
 from etude.code.functions import Function, Unit
-from etude.code.mutate import MutationCandidate
-from etude.code.operators import OPERATORS
 from etude.config import BuildConfig
 from etude.records import Task
 from etude.tasks import gates, javascript
@@ -152,15 +150,15 @@ def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
     programs: list[MutationCandidate] = []
     allowed = set(options.operators or OPERATORS)
     if "mutation" in options.kinds:
-        mutants = mutate.mutants(target.source, function, options.seed)
-        programs += [MutationCandidate("mutation", mutant) for mutant in mutants if mutant.operator in allowed]
+        single = mutants(target.source, function, options.seed)
+        programs += [MutationCandidate("mutation", mutant) for mutant in single if mutant.operator in allowed]
     if "combined" in options.kinds:
-        several = mutate.combined(target.source, function, options.seed, allowed)
+        several = combined_mutants(target.source, function, options.seed, allowed)
         combined = [MutationCandidate("combined", mutant, sites=mutant.operator.count("+") + 1) for mutant in several]
         turns = [combined, programs]
         random.Random(f"{options.seed} {function.id} turns").shuffle(turns)
         programs = [broken for pair in zip_longest(*turns) for broken in pair if broken is not None]
-    removed = mutate.removal(target.source, function) if "removal" in options.kinds else None
+    removed = body_removal(target.source, function) if "removal" in options.kinds else None
     if removed is not None:
         # Not first for every function: a small dataset would hold removals alone.
         turn = random.Random(f"{options.seed} {function.id}").randrange(options.wanted)
@@ -187,7 +185,7 @@ def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) ->
 
 def _meaning(snippet: str) -> str:
     """The parameters and statements of a function, without its name, layout and docstring."""
-    node = mutate.parse_snippet(snippet)
+    node = parse_snippet(snippet)
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
     return ast.dump(node.args) + "".join(ast.dump(statement) for statement in body)

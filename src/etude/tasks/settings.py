@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from etude.code.declared import table
+from etude.code import toml_table
 from etude.sandbox import WORKSPACE
 
 FILE = "pytest.ini"  # in site/
@@ -100,7 +100,7 @@ def _sources(repository: Path) -> list[tuple[str, dict[str, Any] | None]]:
         settings.append((name, _toml(repository / name).get("pytest")))
     for name in ("pytest.ini", ".pytest.ini"):
         settings.append((name, _ini(repository / name, "pytest")))
-    tool = table(_toml(repository / "pyproject.toml"), "tool", "pytest")
+    tool = toml_table(_toml(repository / "pyproject.toml"), "tool", "pytest")
     settings.append(("pyproject.toml", tool.get("ini_options", tool or None)))
     settings.append(("tox.ini", _ini(repository / "tox.ini", "pytest")))
     settings.append(("setup.cfg", _ini(repository / "setup.cfg", "tool:pytest")))

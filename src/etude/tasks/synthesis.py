@@ -15,7 +15,7 @@ from pathlib import Path
 
 import blake3
 
-from etude.code import mutate
+from etude.code import mutants
 from etude.code.functions import Function, parse
 from etude.errors import UserError
 from etude.sandbox import Image, Limits, Sandbox
@@ -80,10 +80,10 @@ async def _kept(
     """The tests that pass on the original text, if together they fail on SHARE of some mutants."""
     report = await sandbox.run_tests(image, {}, tests, folder, _LIMITS)
     good = [test for test in tests if report.outcomes.get(test) == "passed"]
-    mutants = mutate.mutants(source, function, seed)[:MUTANTS]
+    chosen = mutants(source, function, seed)[:MUTANTS]
     dead = 0
-    for mutant in mutants if good else ():
+    for mutant in chosen if good else ():
         broken = Image(image.repository, image.site, {function.path: mutant.text})
         outcomes = (await sandbox.run_tests(broken, {}, good, folder, _LIMITS)).outcomes
         dead += any(outcomes.get(test) != "passed" for test in good)
-    return set(good) if mutants and dead >= SHARE * len(mutants) else set()
+    return set(good) if chosen and dead >= SHARE * len(chosen) else set()

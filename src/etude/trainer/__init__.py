@@ -12,6 +12,5 @@ PUBLIC = (
     "rl.batch",
     "rl.memory_table",
     "rl.presets",
-    "rl.rescoring",
     "rl.trial",
 )

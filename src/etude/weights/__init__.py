@@ -14,20 +14,11 @@ The codec is `ulpd`, which imports nothing else of etude. Imports models, store 
 version.
 """
 
-PUBLIC = (
-    "adapters",
-    "audit",
-    "content",
-    "export",
-    "manifest",
-    "payloads",
-    "publisher",
-    "ranks",
-    "receiver",
-    "repair",
-    "replica",
-    "retention",
-    "runs",
-    "signature",
-    "ulpd",
-)
+# pyright: reportUnusedImport=false
+from etude.weights.manifest import manifests, newest_manifest, published_versions, read_manifest
+from etude.weights.payloads import DamagedVersion, PayloadSource
+from etude.weights.retention import collect_garbage
+from etude.weights.runs import model_folder, rl_config, run_of_name, with_models
+from etude.weights.signature import Trust, generate_key, read_private_key, read_public_key
+
+PUBLIC = ("", "adapters", "audit", "content", "export", "publisher", "ranks", "receiver", "repair", "replica", "ulpd")

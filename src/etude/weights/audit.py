@@ -12,7 +12,7 @@ from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
 from etude.weights import retention
 from etude.weights.content import load
-from etude.weights.manifest import read, schema_key, versions
+from etude.weights.manifest import published_versions, read_manifest, schema_key
 from etude.weights.payloads import intact
 from etude.weights.signature import Trust
 from etude.weights.ulpd import codec
@@ -39,14 +39,14 @@ def audit(
     """Reads every manifest and object, or those of version `only`, and then rebuilds the newest version, or that one.
     Each object is parsed and compared with its BLAKE3 digest, which reveals every flipped bit. Raises UserError if
     there is no such version."""
-    numbers = versions(store)
+    numbers = published_versions(store)
     if not numbers or (only is not None and only not in numbers):
         raise UserError(f"{store.url} has no version {'at all' if only is None else only}; publish one first")
     problems: list[str] = []
     published: list[PolicyVersion] = []
     for number in numbers:
         try:
-            manifest = read(store, number, trust)
+            manifest = read_manifest(store, number, trust)
         except ValueError as e:
             problems += [str(e)] if only in (None, number) else []
             continue

@@ -13,7 +13,7 @@ from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.live_tensors import as_tensor
-from etude.weights.manifest import key, schema_key, versions
+from etude.weights.manifest import key, published_versions, schema_key
 from etude.weights.payloads import BrokenObject, DamagedVersion, NoPath, Payload, PayloadSource, plan
 from etude.weights.signature import Trust
 from etude.weights.ulpd import chunk_grid, codec
@@ -68,7 +68,9 @@ def content_of(source: PayloadSource, version: int, held: int, content: Content 
     """`read_content` that raises UserError instead of DamagedVersion, and for a version that was never published."""
     store = source.store
     if not store.exists(key(version)):
-        raise UserError(f"{store.url} has no version {version}; the newest is {max(versions(store), default=None)}")
+        raise UserError(
+            f"{store.url} has no version {version}; the newest is {max(published_versions(store), default=None)}"
+        )
     try:
         return read_content(source, version, held, content)
     except DamagedVersion as e:

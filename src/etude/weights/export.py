@@ -14,15 +14,15 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from transformers import PreTrainedModel
 
 from etude.errors import UserError
+from etude.models import check_folder
 from etude.models.dtypes import main_dtype
-from etude.models.files import check_folder
 from etude.models.loading import load_model, model_id, named_tensors
 from etude.models.lora import DOWN, adapted_layers
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.adapters import load_live
 from etude.weights.content import load
-from etude.weights.manifest import newest, read, versions
+from etude.weights.manifest import newest_manifest, published_versions, read_manifest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import materialise, update_to
 from etude.weights.signature import Trust
@@ -102,7 +102,7 @@ def advance(
     version in `base`. Reads only the payloads between the two, or an anchor if that is less. Raises UserError if `base`
     holds no published version."""
     _refuse_existing(out)
-    if (manifest := read(store, version)) is not None and not isinstance(manifest.adapted, msgspec.UnsetType):
+    if (manifest := read_manifest(store, version)) is not None and not isinstance(manifest.adapted, msgspec.UnsetType):
         raise UserError(
             f"version {version} of {store.url} holds adapters, which are added to the model that the run began with: "
             "use `etude weights fetch` with that folder as the base"
@@ -121,7 +121,7 @@ def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = N
     check_folder(folder)
     tensors = named_tensors(load_model(folder, dtype=main_dtype(folder)))
     try:
-        last = newest(store)
+        last = newest_manifest(store)
     except ValueError as e:
         raise UserError(f"{e}; publish to another store") from None
     publisher = Publisher(store, key=key, model=model_id(folder))
@@ -137,11 +137,11 @@ def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = N
 
 def _held(store: Store, wanted: str, progress: Progress) -> int:
     """The newest version with a digest."""
-    numbers = versions(store)[::-1]
+    numbers = published_versions(store)[::-1]
     for done, number in enumerate(numbers):
         progress("find the folder's version", done, len(numbers))
         try:
-            manifest = read(store, number)
+            manifest = read_manifest(store, number)
         except ValueError:
             continue
         if manifest is not None and manifest.digest == wanted:

@@ -65,7 +65,7 @@ def decode(data: bytes) -> PolicyVersion:
     return msgspec.json.decode(body, type=PolicyVersion)
 
 
-def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersion | None:
+def read_manifest(store: Store, version: int, trust: Trust | None = None) -> PolicyVersion | None:
     """The manifest of a version, None if it is not published. Raises ManifestDamaged if it is damaged, of another
     format or of another version; ManifestRefused if it is not trusted."""
     try:
@@ -86,7 +86,7 @@ def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersio
     return manifest
 
 
-def versions(store: Store, after: int = -1) -> list[int]:
+def published_versions(store: Store, after: int = -1) -> list[int]:
     """Published version numbers greater than `after`, ascending. A listing may be stale although reading a key is not,
     so the numbers after the last listed one are looked up by key."""
     keys = store.list(FOLDER, after=key(after) if after >= 0 else None)
@@ -100,11 +100,11 @@ def versions(store: Store, after: int = -1) -> list[int]:
 
 def manifests(store: Store, after: int = -1) -> list[PolicyVersion]:
     """The manifests of `versions`. Raises ManifestDamaged."""
-    read_in_order = [read(store, version) for version in versions(store, after)]
+    read_in_order = [read_manifest(store, version) for version in published_versions(store, after)]
     return [manifest for manifest in read_in_order if manifest is not None]
 
 
-def newest(store: Store) -> PolicyVersion | None:
+def newest_manifest(store: Store) -> PolicyVersion | None:
     """The manifest with the highest number, None before the first version. Raises ManifestDamaged."""
-    numbers = versions(store)
-    return read(store, numbers[-1]) if numbers else None
+    numbers = published_versions(store)
+    return read_manifest(store, numbers[-1]) if numbers else None

@@ -17,7 +17,7 @@ import httpx2
 from etude.protocol import bearer, own_token
 from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
-from etude.weights.manifest import read
+from etude.weights.manifest import read_manifest
 from etude.weights.signature import Trust
 
 PIECE = 8 * 2**20
@@ -146,7 +146,7 @@ class PayloadSource:
     def manifest(self, version: int) -> PolicyVersion | None:
         """The trusted manifest of a version, as `etude.weights.manifest.read` returns it. Raises ValueError for any
         other."""
-        return read(self.store, version, self.trust)
+        return read_manifest(self.store, version, self.trust)
 
     def get(self, version: int, part: PayloadPart) -> bytes:
         """An object of a version's payload. Raises BrokenObject, or UserError if the store cannot be reached."""

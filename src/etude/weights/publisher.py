@@ -28,7 +28,7 @@ from etude.failpoints import failpoint
 from etude.records import AdaptedBase, Anchor, PayloadPart, PolicyVersion, Skip, StepRecord
 from etude.store import Store
 from etude.weights import ranks as peers
-from etude.weights.manifest import create, manifests, read, schema_key
+from etude.weights.manifest import create, manifests, read_manifest, schema_key
 from etude.weights.ranks import Ranks, Share
 from etude.weights.signature import sign
 from etude.weights.snapshots import Snapshots
@@ -338,7 +338,7 @@ class Publisher:
             except UserError as error:
                 lost = error
             try:
-                stored = read(self._store, manifest.version)
+                stored = read_manifest(self._store, manifest.version)
             except (UserError, ValueError) as error:
                 raise lost or error from None
             if stored == manifest:
@@ -349,7 +349,7 @@ class Publisher:
 
     def _follow(self, version: int, deadline: float) -> PolicyVersion:
         """The manifest that rank 0 writes."""
-        while (manifest := read(self._store, version)) is None:
+        while (manifest := read_manifest(self._store, version)) is None:
             if time.monotonic() > deadline:
                 raise RunFailed(f"rank 0 did not publish version {version} in time; start the trainer again")
             time.sleep(0.02)

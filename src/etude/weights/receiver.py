@@ -24,7 +24,7 @@ from etude.store import Store
 from etude.weights.adapters import Base, base_schema, load_live
 from etude.weights.content import Content, content_of, read_content, replay_chunk
 from etude.weights.live_tensors import ElementChange, LiveTensors, Positions, Tensors
-from etude.weights.manifest import key, versions
+from etude.weights.manifest import key, published_versions
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.repair import Repaired, RepairSource, RepairUnavailable, repair_chunk
 from etude.weights.signature import ManifestRefused, Trust
@@ -87,7 +87,7 @@ class Receiver:
         old one and may call again; the next anchor ends a gap in the chain."""
         if not self.behind():
             return None
-        numbers = [n for n in versions(self._store, after=self.version) if limit is None or n <= limit]
+        numbers = [n for n in published_versions(self._store, after=self.version) if limit is None or n <= limit]
         if not numbers:
             return None
         manifest, published = read_content(self._source, numbers[-1], self.version, self._published)

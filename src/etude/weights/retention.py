@@ -66,7 +66,7 @@ def needed(published: Sequence[PolicyVersion], in_use: Collection[int] = (), gon
     return kept
 
 
-def collect(
+def collect_garbage(
     store: Store,
     *,
     prune: bool = False,

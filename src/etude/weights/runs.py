@@ -18,7 +18,7 @@ import msgspec
 from etude import runfolder
 from etude.config import RLConfig, Section, bundled_model, find_model, pretrained
 from etude.errors import UserError
-from etude.models.files import is_gguf
+from etude.models import is_gguf
 from etude.renderers import with_chat_template
 from etude.store import Store, open_store
 
@@ -76,9 +76,9 @@ def _whole(folder: Path) -> Path:
     """`folder`, or the folder made from it: of a pretrained model that was not fetched yet, or of a GGUF file."""
     if (folder / "config.json").is_file() or not (pretrained(folder) or is_gguf(folder)):
         return folder
-    from etude.models.gguf import folder_of
+    from etude.models import gguf_folder
 
-    return folder_of(folder)
+    return gguf_folder(folder)
 
 
 def stage_of(folder: Path) -> str | None:
@@ -91,11 +91,11 @@ def stage_of(folder: Path) -> str | None:
 
 def rl_config(name: str | Path) -> RLConfig | None:
     """The configuration of a run of stage rl by the name of its model; None for all others."""
-    run, _ = named(name)
+    run, _ = run_of_name(name)
     return runfolder.load_config(run) if stage_of(run) == "rl" else None
 
 
-def named(name: str | Path) -> tuple[Path, int | None]:
+def run_of_name(name: str | Path) -> tuple[Path, int | None]:
     """The folder and the version of RUN or RUN@N."""
     match = _VERSION.fullmatch(str(name))
     return (Path(match[1]), int(match[2])) if match and not Path(name).exists() else (Path(name), None)
@@ -103,7 +103,7 @@ def named(name: str | Path) -> tuple[Path, int | None]:
 
 def _of_run(name: str | Path) -> Path | None:
     """The model of a run; None if `name` is not a run. Raises UserError if the run has no model yet."""
-    run, version = named(name)
+    run, version = run_of_name(name)
     stage = stage_of(run)
     if stage is None:
         return None
@@ -122,7 +122,7 @@ def _of_run(name: str | Path) -> Path | None:
 def _exported(run: Path, config: RLConfig, version: int | None) -> Path:
     from etude.models.loading import model_id
     from etude.weights.export import export
-    from etude.weights.signature import Trust, public_key
+    from etude.weights.signature import Trust, read_public_key
 
     if config.store is None and not (run / "weights").is_dir():  # a look-up must not create a store
         raise _nothing_yet(run)
@@ -132,7 +132,7 @@ def _exported(run: Path, config: RLConfig, version: int | None) -> Path:
     if out.is_dir():
         return out
     base, key = model_folder(with_models(config).model.path), config.weights.signing_key
-    trust = Trust(None if key is None else public_key(Path(f"{key}.pub")), model=model_id(base))
+    trust = Trust(None if key is None else read_public_key(Path(f"{key}.pub")), model=model_id(base))
     runfolder.make(out.parent)
     held = os.open(out.parent, os.O_RDONLY)
     try:
@@ -151,9 +151,9 @@ def _nothing_yet(run: Path) -> UserError:
 def _newest_or_best(run: Path, store: Store) -> int:
     """The version that the run's report names as its best; the newest without a report, or if the run went on after it.
     Raises UserError without a version."""
-    from etude.weights.manifest import versions
+    from etude.weights.manifest import published_versions
 
-    numbers = versions(store)
+    numbers = published_versions(store)
     if not numbers:
         raise _nothing_yet(run)
     try:

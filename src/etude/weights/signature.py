@@ -26,7 +26,7 @@ class ManifestRefused(ValueError):
     """A manifest of another model or run, unsigned, forged, or older than an accepted one."""
 
 
-def keygen(path: Path) -> Path:
+def generate_key(path: Path) -> Path:
     """Writes a private key to `path`, readable by its owner alone, and the public key beside it. Returns the path of
     the public key. Raises UserError if either exists or cannot be written."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -50,7 +50,7 @@ def keygen(path: Path) -> Path:
     return public
 
 
-def private_key(path: Path) -> Ed25519PrivateKey:
+def read_private_key(path: Path) -> Ed25519PrivateKey:
     """The key for signatures. Raises UserError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -65,7 +65,7 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def public_key(path: Path) -> Ed25519PublicKey:
+def read_public_key(path: Path) -> Ed25519PublicKey:
     """The key for checks. Raises UserError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

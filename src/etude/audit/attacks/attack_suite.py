@@ -13,7 +13,7 @@ from pathlib import Path
 
 from etude.audit.attacks import fingerprints, packs, plain
 from etude.audit.attacks.boxes import CHECKS, LIMITS, SECONDS
-from etude.audit.attacks.fingerprints import Against
+from etude.audit.attacks.fingerprints import FingerprintsAgainst
 from etude.audit.attacks.forgeries import forgeries
 from etude.audit.attacks.gates import GATES
 from etude.audit.attacks.injections import injections
@@ -25,7 +25,7 @@ from etude.audit.attacks.outside import outside
 from etude.audit.attacks.packs import AttackPack
 from etude.audit.attacks.probes import PROBES, script
 from etude.audit.attacks.report import INSIDE, OUTSIDE, AttackReport, AttackResult
-from etude.code import languages
+from etude.code import has_syntax
 from etude.config import SandboxConfig
 from etude.grading import Grade, TestRunner, open_sandbox
 from etude.records import Outcome
@@ -68,9 +68,9 @@ def _engine(mount: str) -> bool:
     return any(place in mount for place in ("/containers/storage/", "/docker/"))
 
 
-async def run(
+async def run_attacks(
     config: SandboxConfig,
-    against: Against | None = None,
+    against: FingerprintsAgainst | None = None,
     *,
     quick: bool,
     progress: Callable[[str], None] = lambda _: None,
@@ -107,7 +107,7 @@ def no_scripts(sandbox: TestRunner) -> str:
     """Why tests in JavaScript cannot be decided outside here, or nothing."""
     if shutil.which("node") is None:
         return "Node.js is not installed"
-    if not languages.has_syntax("javascript"):
+    if not has_syntax("javascript"):
         return "the extra `apply` is not installed"
     return "" if sandbox.backend.channels else "this backend cannot join two boxes"
 
@@ -181,7 +181,7 @@ class _Attacks:
             problem = f"{type(e).__name__}: {e}"
         self._add(item, name, where, "missed" if problem else "flagged" if item in MONITORS else "stopped", problem)
 
-    async def fingerprints(self, against: Against) -> None:
+    async def fingerprints(self, against: FingerprintsAgainst) -> None:
         """Items E: `against` says which of them can be played."""
         results = await against.results(lambda done, count: self.progress(f"E fingerprints: {done} of {count} boxes"))
         changed = self.host.changed()

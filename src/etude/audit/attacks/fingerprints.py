@@ -32,7 +32,7 @@ class ItemResult:
 
 
 @dataclass(frozen=True)
-class Against:
+class FingerprintsAgainst:
     """The fingerprints and requests to compare with, and the boxes to compare; made by `against`."""
 
     machines: Sequence[FingerprintSample]
@@ -54,13 +54,15 @@ class Against:
         return {name: result_of(item) for name, item in items.items()}
 
 
-def against(files: Sequence[Path], boxes: int, *, dataset: Path | None, machine_profiles: Path | None) -> Against:
+def fingerprints_against(
+    files: Sequence[Path], boxes: int, *, dataset: Path | None, machine_profiles: Path | None
+) -> FingerprintsAgainst:
     """The other side of a comparison with boxes as a run makes them. Raises UserError."""
     samples = read_fingerprints(files)
     sides = [[sample for sample in samples if sample.is_request is requests] for requests in (False, True)]
     if any(0 < len(side) < audit.MIN_SAMPLES for side in sides) or boxes < audit.MIN_SAMPLES:
         raise UserError(f"fewer than {audit.MIN_SAMPLES} fingerprints of a side say nothing: record more, or --boxes.")
-    return Against(
+    return FingerprintsAgainst(
         sides[0], sides[1], boxes, dataset, () if machine_profiles is None else load_profiles(machine_profiles)
     )
 
@@ -71,8 +73,10 @@ def result_of(item: audit.Item) -> ItemResult:
         named = ", ".join(tell.probe for tell in item.tells) or "none of them differs"
         return ItemResult(skipped=f"all of its probes are declared exceptions (AUC {item.whole.mean:.2f}): {named}")
     figure = f"{item.gated.mean:.2f}"
-    if item.gated.mean <= audit.GATE:
+    if item.gated.mean <= audit.PARITY_GATE:
         return ItemResult(word=figure)
-    telling = [f"{tell.probe} {tell.auc:.2f}" for tell in item.tells if tell.auc > audit.GATE and not tell.exception]
+    telling = [
+        f"{tell.probe} {tell.auc:.2f}" for tell in item.tells if tell.auc > audit.PARITY_GATE and not tell.exception
+    ]
     named = ", ".join(telling[:SHOWN]) or "no probe by itself"
     return ItemResult(word=figure, problem=f"AUC {figure} [{item.gated.low:.2f}, {item.gated.high:.2f}]: {named}")

@@ -48,7 +48,7 @@ def unpacked(name: str, root: Path) -> AttackPack:
     """A copy below `root` of a pack of etude's own, without what an installation has compiled."""
     shutil.copytree(packs.OWN / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     readable(root)
-    return packs.load(root / name)
+    return packs.load_pack(root / name)
 
 
 def prepare(root: Path) -> AttackPack:

@@ -132,7 +132,7 @@ class PackReport:
         }
 
 
-def load(folder: Path) -> AttackPack:
+def load_pack(folder: Path) -> AttackPack:
     """The pack in a folder. Raises UserError."""
     path = folder / "pack.toml"
     try:
@@ -179,7 +179,7 @@ def _chosen(data: Dataset, wanted: object, path: Path) -> tuple[Task, ...]:
     raise UserError(f"{path}: tasks is a number from 1, or a list of ids of the dataset's tasks")
 
 
-async def play(
+async def play_pack(
     pack: AttackPack, config: SandboxConfig | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> PackReport:
     """Plays every program on every task of the pack. Raises UserError where boxes cannot be made."""
@@ -265,7 +265,7 @@ async def _put(box: Box, path: str, text: str) -> None:
     await box.exec(f"mv .etude-pack {path}", SECONDS)
 
 
-def table(reports: Sequence[PackReport]) -> str:
+def pack_table(reports: Sequence[PackReport]) -> str:
     """The results as lines: what got through, then the counts of each pack."""
     lines = []
     for report in reports:

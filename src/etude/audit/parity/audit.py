@@ -32,19 +32,18 @@ from etude.sandbox import (
     Image,
     Limits,
     ProfileSource,
-    history,
     load_profiles,
     parse_fingerprint,
     read_fingerprints,
 )
-from etude.tasks import load_dataset
+from etude.tasks import git_history, load_dataset
 
-GATE = 0.60
+PARITY_GATE = 0.60
 SHOWN = 10
 MIN_SAMPLES = 10  # per side; fewer say nothing
 WANTED_MACHINES = 5
 SECONDS = 60.0  # of a fingerprint
-SCRIPT = Path(fingerprint.__file__)
+FINGERPRINT_SCRIPT = Path(fingerprint.__file__)
 LIMITS = Limits(memory_mb=2048, processes=64, disk_mb=64)
 
 Progress = Callable[[int, int], None]
@@ -73,7 +72,7 @@ class ParityAudit:
     @property
     def telling(self) -> int:
         """How many probes that are no exception tell samples apart by themselves."""
-        return sum(tell.auc > GATE and not tell.exception for tell in self.tells)
+        return sum(tell.auc > PARITY_GATE and not tell.exception for tell in self.tells)
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ async def box_samples(
     samples: list[FingerprintSample] = []
     with tempfile.TemporaryDirectory(prefix="etude-parity-") as folder:
         images = _made_up(Path(folder), count) if dataset is None else _of_tasks(dataset, count)
-        line = f"python3 -c {shlex.quote(SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
+        line = f"python3 -c {shlex.quote(FINGERPRINT_SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
         async with open_sandbox(machine_profiles=machine_profiles) as sandbox:
             for number, (name, image) in enumerate(images):
                 box = await sandbox.create(image, LIMITS)
@@ -205,11 +204,11 @@ def _made_up(root: Path, count: int) -> Iterator[tuple[str, Image]]:
         changes = {"src/module.py": f"def two():\n    return {number}\n"}
         files = {path: text.encode() for path, text in (texts | changes).items()}
         who = f"Ada <ada@example.com> {int(time.time()) - 86_400 * (1 + number % 90)} +0100\n"
-        past = history.single(f"author {who}committer {who}".encode(), b"A small library\n")
-        yield str(number), Image(root, None, changes, history=history.folder(past, files))
+        past = git_history.single(f"author {who}committer {who}".encode(), b"A small library\n")
+        yield str(number), Image(root, None, changes, history=git_history.folder(past, files))
 
 
-def record(path: Path, samples: int) -> None:
+def record_fingerprints(path: Path, samples: int) -> None:
     """Append fingerprints of this machine to `path`, whole or not at all. Raises UserError."""
     if samples < 1:
         raise UserError("--samples must be at least 1")
@@ -246,10 +245,10 @@ class ParityComparison:
     @property
     def passed(self) -> bool:
         """Whether treated boxes are told apart no more often than the gate allows."""
-        return self.treated.gated.mean <= GATE
+        return self.treated.gated.mean <= PARITY_GATE
 
 
-def against(
+def compare_boxes(
     files: Sequence[Path], count: int, *, dataset: Path | None = None, machine_profiles: Path | None = None
 ) -> ParityComparison:
     """Make 2 x `count` boxes and compare them with the fingerprints in `files`. Raises UserError.

@@ -69,7 +69,7 @@ def figures(episode: Episode) -> dict[str, float]:
     return values
 
 
-def compare(first: Iterable[Episode], second: Iterable[Episode]) -> list[Pair]:
+def compare_pairs(first: Iterable[Episode], second: Iterable[Episode]) -> list[Pair]:
     """By figure, those that differ first. Only tasks of both sides count. Raises UserError if they share too few."""
     sides = [_by_task(side) for side in (first, second)]
     tasks = sorted(sides[0].keys() & sides[1].keys())
@@ -92,7 +92,7 @@ def _by_task(episodes: Iterable[Episode]) -> Mapping[str, list[dict[str, float]]
     return tasks
 
 
-def read(run: Path, prefix: str) -> list[Episode]:
+def read_pair(run: Path, prefix: str) -> list[Episode]:
     """The episodes of a run folder whose keys begin with `prefix`. Raises UserError if there are none."""
     from etude import runfolder
 
@@ -104,6 +104,6 @@ def read(run: Path, prefix: str) -> list[Episode]:
     return [decode(store.get(key), Episode) for key in keys]
 
 
-def telling(pairs: Iterable[Pair]) -> bool:
+def pairs_differ(pairs: Iterable[Pair]) -> bool:
     """Whether hacks, or remarks on a test, differ between the settings."""
     return any(pair.differs and pair.name in ("hacked", "remarks on a test") for pair in pairs)

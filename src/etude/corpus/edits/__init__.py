@@ -4,5 +4,7 @@ Public: `build.build`, behind `etude tasks fast-apply`. `make` makes single exam
 examples other names during training.
 """
 
+from etude.corpus.edits.build import build_edit_table
 from etude.corpus.edits.card import bin_name
+from etude.corpus.edits.make import edit_with_sketch
 from etude.corpus.edits.repositories import Repository

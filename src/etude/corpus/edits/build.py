@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etude.code.languages import has_syntax
+from etude.code import has_syntax
 from etude.config import EditTableConfig
 from etude.corpus import dedup
 from etude.corpus.edits import make
@@ -27,7 +27,7 @@ _TRIES = 6  # draws of one file, at most
 Progress = Callable[[str, int, int], None]
 
 
-def build(
+def build_edit_table(
     training: Sequence[str],
     held_out: Sequence[str],
     output: Path,

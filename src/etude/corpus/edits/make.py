@@ -19,7 +19,7 @@ _TITLE = 60  # characters of a line that an instruction quotes
 def real(repository: Repository, change: FileChange, max_lines: int, rng: random.Random) -> Example | None:
     """An edit by people, or a part of it of at most `max_lines` lines; None if no sketch determines it."""
     cut = snippets.parts(change.before, change.after, change.language, _drawn_size(max_lines, rng), rng)
-    return cut and pair(repository, change.path, change.language, "real", *cut, change.subject, rng)
+    return cut and edit_with_sketch(repository, change.path, change.language, "real", *cut, change.subject, rng)
 
 
 def synthetic(
@@ -32,7 +32,7 @@ def synthetic(
     result = synthetic_edit(part, others, rng.choices((1, 2, 3, 5), (5, 3, 2, 1))[0], rng)
     if result is None or not snippets.parses(result, text.language):
         return None
-    return pair(repository, text.path, text.language, "synthetic", part, result, "", rng)
+    return edit_with_sketch(repository, text.path, text.language, "synthetic", part, result, "", rng)
 
 
 def unchanged(repository: Repository, text: Text, max_lines: int, rng: random.Random) -> Example | None:
@@ -47,7 +47,7 @@ def _drawn_size(max_lines: int, rng: random.Random) -> int:
     return rng.choice([size for size in _SIZES if size <= max_lines] or [max_lines])
 
 
-def pair(
+def edit_with_sketch(
     repository: Repository,
     path: str,
     language: str,

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
-from etude.code import git
-from etude.code.declared import find_name
-from etude.code.languages import language_of
-from etude.code.licence import find_permissive_licence, permissive
+from etude.code import Clone, clone_around, find_permissive_licence, is_permissive, language_of, project_name
 from etude.corpus.filters import generated
 from etude.errors import UserError
 
@@ -63,10 +60,10 @@ def read(argument: str) -> Repository:
     path = Path(argument)
     if path.is_dir():
         licence = _licence(path)
-        if (path / ".git").exists() and (clone := git.around(path)) is not None:
+        if (path / ".git").exists() and (clone := clone_around(path)) is not None:
             texts, changes = tuple(_head(clone)), tuple(_commits(clone))
-            return Repository(find_name(path), *licence, "commits", texts, changes)
-        return Repository(find_name(path), *licence, "files", tuple(_files(path).values()), ())
+            return Repository(project_name(path), *licence, "commits", texts, changes)
+        return Repository(project_name(path), *licence, "files", tuple(_files(path).values()), ())
     if folders := _chain(argument):
         return _releases(folders)
     raise UserError(f"{argument} is not a folder: give a git clone, a folder of files, or releases as OLD..NEW")
@@ -91,7 +88,7 @@ def wanted(path: str, text: str) -> bool:
 
 def _licence(root: Path) -> tuple[str, str]:
     licence, where = find_permissive_licence(root)
-    if not permissive(licence):
+    if not is_permissive(licence):
         raise UserError(
             f"{root} declares the licence {licence!r} ({where}), which is not permissive: leave it out of the data"
         )
@@ -134,13 +131,13 @@ def _releases(folders: Sequence[Path]) -> Repository:
         for path, text in after.items()
         if path in before and before[path].text != text.text
     )
-    return Repository(find_name(new), *licence, "releases", tuple(releases[-1].values()), changes)
+    return Repository(project_name(new), *licence, "releases", tuple(releases[-1].values()), changes)
 
 
 # --- git ------------------------------------------------------------------------------------------------------------
 
 
-def _head(clone: git.Clone) -> Iterator[Text]:
+def _head(clone: Clone) -> Iterator[Text]:
     rows = {path: blob for path, (mode, blob) in clone.tree("HEAD").items() if mode[:3] == "100" and language_of(path)}
     contents = clone.contents(rows.values())
     for path, blob in rows.items():
@@ -148,7 +145,7 @@ def _head(clone: git.Clone) -> Iterator[Text]:
             yield text
 
 
-def _commits(clone: git.Clone) -> Iterator[FileChange]:
+def _commits(clone: Clone) -> Iterator[FileChange]:
     """Files that a commit without a second parent modified, newest commit first."""
     log = clone.demand(
         "log",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from etude.code.languages import parses
+from etude.code import parses
 
 _MIN_LINES = 4  # of a snippet
 _TRIES = 8

@@ -20,8 +20,7 @@ from jinja2 import TemplateError
 from etude.harness.loop import Aborted, EpisodeSpec, UngradedEpisode, turn_seed
 from etude.harness.token_ledger import TokenLedger
 from etude.protocol import GenerateRequest
-from etude.protocol.apis.conversation import AgentRequest, RequestRefused, digest, digests
-from etude.protocol.apis.turn import SampledTurn
+from etude.protocol.apis import AgentRequest, RequestRefused, SampledTurn, conversation_digest, conversation_digests
 from etude.records import Generation, Segment, StopReason, Turn
 from etude.renderers import LONGEST_TOKEN, Message, Renderer, Tool, content_text
 
@@ -87,7 +86,7 @@ class Recording:
             return await self._ask(request)
 
     async def _ask(self, request: AgentRequest) -> RecordedTurn:
-        chain = digests(request)
+        chain = conversation_digests(request)
         key = chain[-1], request.stops, request.max_tokens
         if key in self._requested:
             self.repeats += 1
@@ -223,7 +222,7 @@ class Recording:
         turn.branch.turns.append(turn)
         turn.branch.tip = turn
         turn.settle(generation)
-        self._turns[digest(turn.chain, turn.message)] = turn
+        self._turns[conversation_digest(turn.chain, turn.message)] = turn
 
     async def _generate(self, turn: RecordedTurn, max_tokens: int | None, seconds: float) -> Generation:
         """Samples a turn into its ledger."""

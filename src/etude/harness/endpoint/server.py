@@ -24,9 +24,7 @@ from starlette.types import Scope
 
 from etude.harness.endpoint.recording import Recording
 from etude.protocol import Access, Guarded, Refusal, bearers, busy, characters, check_brackets, server_config
-from etude.protocol.apis import anthropic, chat, responses
-from etude.protocol.apis.conversation import RequestRefused, as_refusal
-from etude.protocol.apis.refusals import SHAPED_HANDLERS, shaped
+from etude.protocol.apis import SHAPED_HANDLERS, RequestRefused, anthropic, as_refusal, chat, responses, shaped_refusal
 from etude.renderers import printable
 
 MODEL = "etude"
@@ -172,7 +170,7 @@ async def open_endpoint(*listeners: socket.socket) -> AsyncIterator[Endpoint]:
         os.chmod(path, 0o666)
         listener.listen(_BACKLOG)
         endpoint = Endpoint(path)
-        guarded = Guarded(endpoint.app, Access(), authorise=endpoint.authorise, refuse=shaped)
+        guarded = Guarded(endpoint.app, Access(), authorise=endpoint.authorise, refuse=shaped_refusal)
         server = _EndpointServer(server_config(guarded))
         serving = asyncio.create_task(server.serve(sockets=[listener, *listeners]))
         try:

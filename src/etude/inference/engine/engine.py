@@ -25,12 +25,13 @@ from transformers import PreTrainedModel
 
 from etude.config import EngineConfig
 from etude.errors import SwapUndone
+from etude.inference.engine import fused
 from etude.inference.engine.counters import Counters
 from etude.inference.engine.forward import PromptScores
 from etude.inference.engine.requests import Request, RunningSequence, check_sequence, failed
 from etude.inference.engine.runner import Runner
 from etude.inference.engine.scheduler import Scheduler
-from etude.models import batch_invariant, fused
+from etude.models import batch_invariant
 from etude.records import Generation
 
 VERSION_CHANGED = -1  # in place of a version: the weights changed while the sequence was scored

@@ -12,8 +12,7 @@ from etude.config import EngineConfig
 from etude.errors import UserError
 from etude.inference.engine.cache import CacheTooSmall
 from etude.inference.engine.engine import Engine
-from etude.models import support
-from etude.models.devices import check_device
+from etude.models import check_device, support
 from etude.models.dtypes import computed_dtype
 from etude.models.loading import load_config, load_model
 

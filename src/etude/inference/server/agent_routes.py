@@ -18,8 +18,7 @@ from etude.inference.server.bodies import ChatBody, invalid, refuse_others
 from etude.inference.server.chats import Chats, OpenTurns, shown_tools, whole
 from etude.inference.server.served_model import ServedModel
 from etude.protocol import decoded
-from etude.protocol.apis import anthropic, responses
-from etude.protocol.apis.conversation import AgentRequest, as_refusal
+from etude.protocol.apis import AgentRequest, anthropic, as_refusal, responses
 from etude.renderers import Message
 
 _KEPT_CHARACTERS = 64 << 20

@@ -26,9 +26,7 @@ from etude.inference.server.grammars import answer_rule
 from etude.inference.server.kept_turns import KeptTurns
 from etude.inference.server.served_model import ServedModel
 from etude.protocol import Refusal, characters
-from etude.protocol.apis import chat
-from etude.protocol.apis.conversation import RequestRefused
-from etude.protocol.apis.turn import SampledTurn
+from etude.protocol.apis import RequestRefused, SampledTurn, chat
 from etude.renderers import Message, Renderer, Tool
 
 T = TypeVar("T")

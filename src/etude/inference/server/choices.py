@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request, RequestFailed
 from etude.inference.engine.sampling_params import TopLogprobs
-from etude.protocol.apis.conversation import RequestRefused
-from etude.protocol.apis.turn import SampledTurn, overlap
+from etude.protocol.apis import RequestRefused, SampledTurn, stop_overlap
 from etude.records import Generation
 
 _SETTLE_SECONDS = 1.0  # wait for the end of a choice cut by a stop string, for its usage figures
@@ -92,7 +91,7 @@ class Choice:
             if event is None:
                 break
             text = self._whole
-            held = max((overlap(text[-len(stop) :], stop) for stop in self._stops), default=0)
+            held = max((stop_overlap(text[-len(stop) :], stop) for stop in self._stops), default=0)
             yield self._show(len(text) - held)
         self.reason = self.sequence.future.result().finish_reason
         self._read([], final=True)

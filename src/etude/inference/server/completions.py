@@ -21,8 +21,8 @@ from etude.inference.server.choices import Choice, Detokenizer, drained
 from etude.inference.server.grammars import answer_rule
 from etude.inference.server.http import check_room, check_score_room, error_of
 from etude.inference.server.served_model import ServedModel
+from etude.protocol.apis import merge_streams
 from etude.protocol.apis.chat import sse, usage
-from etude.protocol.apis.turn import merged
 from etude.records import Generation
 
 _SCORED = 1 << 29  # logits of a prompt, in float32
@@ -125,7 +125,7 @@ class Completions:
                 if body.echo:
                     yield sse(head | {"choices": [each.echo()]} | more)
             choices = [choice for prompt in prompts for choice in prompt.choices]
-            async for index, text in merged([choice.grow() for choice in choices]):
+            async for index, text in merge_streams([choice.grow() for choice in choices]):
                 if text is not None and (part := shown[index].part(text)) is not None:
                     yield sse(head | {"choices": [part]} | more)
             if with_usage:

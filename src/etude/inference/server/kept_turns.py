@@ -21,7 +21,7 @@ from starlette.routing import Route
 from etude.inference.server.choices import Choice
 from etude.inference.server.served_model import ServedModel
 from etude.protocol import MSGPACK, TURN_HEADER, ServedTokens, error, headers
-from etude.protocol.apis.turn import SampledTurn
+from etude.protocol.apis import SampledTurn
 
 _NAME = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _SECONDS = 60.0  # from its beginning, an ended turn is kept this long

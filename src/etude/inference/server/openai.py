@@ -36,9 +36,8 @@ from etude.inference.server.http import check_room, error_of, generation_of
 from etude.inference.server.served_model import ServedModel
 from etude.inference.server.text_routes import TextRoutes
 from etude.protocol import WEIGHTS_HEADER, Refusal, decoded, error
-from etude.protocol.apis import anthropic, chat
+from etude.protocol.apis import RequestRefused, anthropic, chat
 from etude.protocol.apis.chat import usage
-from etude.protocol.apis.conversation import RequestRefused
 
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 

@@ -49,7 +49,7 @@ from etude.protocol import (
     run_server,
     server_config,
 )
-from etude.protocol.apis.refusals import SHAPED_HANDLERS, shaped
+from etude.protocol.apis import SHAPED_HANDLERS, shaped_refusal
 
 _WARM_UP_SECONDS = 300.0
 
@@ -79,7 +79,7 @@ def run(config: ServerConfig, access: Access = LOOPBACK) -> None:
             with _stage("compiling kernels and measuring passes"):  # before the first request waits for them
                 _warm_up(engine)
             app = build_app(engine, watcher, Path(config.model), config.served_model_name)
-            app = Guarded(app, access, content_types=(JSON, MSGPACK), refuse=shaped)
+            app = Guarded(app, access, content_types=(JSON, MSGPACK), refuse=shaped_refusal)
             print(context_line(engine), flush=True)
             _answer(app, engine, listener, config.ready_file)
         finally:

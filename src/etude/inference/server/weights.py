@@ -22,11 +22,10 @@ from etude.inference.engine.engine import Engine
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
 from etude.store import open_store
-from etude.weights.payloads import DamagedVersion, PayloadSource
+from etude.weights import DamagedVersion, PayloadSource, Trust, read_public_key
 from etude.weights.receiver import Receiver, WeightsMismatch
 from etude.weights.repair import TRIES, Unrepairable
 from etude.weights.replica import CoordinatorVote, NotTogether, ReplicaMember, ReplicaVote, SingleMember
-from etude.weights.signature import Trust, public_key
 from etude.weights.ulpd import weights_digest
 
 _POLL_SECONDS = 0.1
@@ -58,7 +57,7 @@ class WeightWatcher:
         self._member: ReplicaMember | None = None
         if source is not None:
             store = open_store(source.weights)
-            key = public_key(source.public_key) if source.public_key else None
+            key = read_public_key(source.public_key) if source.public_key else None
             trust = Trust(key, memory=source.accepted, model=model)
             receiver = Receiver(store, self._tensors, PayloadSource(store, source.relay, trust), source.peers)
             votes: ReplicaVote = (

@@ -19,7 +19,7 @@ import httpx2
 from etude.errors import UserError
 from etude.protocol.backends import EngineLost, NotLive, VllmServer, WeightsOf
 from etude.store import Store
-from etude.weights.manifest import versions
+from etude.weights import published_versions
 
 EVERY = 1.0  # seconds between two polls of the store
 DEADLINE = 600.0  # limit on the seconds from a version's first sight to its use
@@ -57,7 +57,7 @@ async def _feed(
 ) -> int:
     seen: float | None = None  # when the missing version was first seen
     while True:
-        newest = max(versions(store, after=live), default=live)
+        newest = max(published_versions(store, after=live), default=live)
         if newest > live:
             seen = seen or time.monotonic()
             try:

@@ -23,12 +23,9 @@ from etude.errors import UserError
 from etude.inference.vllm.layout import LoadableModel, check_plain, live_tensors, memory
 from etude.processes import end_with_server
 from etude.store import open_store
-from etude.weights import signature
+from etude.weights import DamagedVersion, PayloadSource, Trust, newest_manifest, read_public_key
 from etude.weights.adapters import base_schema
-from etude.weights.manifest import newest
-from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
-from etude.weights.signature import Trust
 from etude.weights.ulpd import weights_digest
 
 Answer = dict[str, Any]
@@ -141,9 +138,9 @@ def _follow(worker: Any, source: tuple[str, str, str]) -> Following:
 
     url, relay, public_key = source
     store = open_store(url)
-    trust = Trust(signature.public_key(Path(public_key)) if public_key else None)
+    trust = Trust(read_public_key(Path(public_key)) if public_key else None)
     try:
-        manifest = newest(store)
+        manifest = newest_manifest(store)
         published = None if manifest is None else base_schema(store, manifest)
     except (DamagedVersion, ValueError) as e:
         raise UserError(f"{e}; publish to another store") from None

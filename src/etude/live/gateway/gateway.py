@@ -36,7 +36,7 @@ from etude.live.log.accounts import Accounts, open_blobs, open_log
 from etude.live.log.privacy import expire
 from etude.live.log.records import Arm
 from etude.protocol import Access, Guarded, open_listener, raise_file_limit, run_server, server_config
-from etude.protocol.apis.refusals import shaped
+from etude.protocol.apis import shaped_refusal
 
 UPSTREAM_VARIABLE = "ETUDE_UPSTREAM_KEY"
 """The environment variable with the token of the clusters' servers."""
@@ -85,7 +85,7 @@ class Gateway:
     def guarded(self, access: Access) -> Guarded:
         """The application behind its checks. The names of `access` hold; its token is that of the operator alone."""
         names = Access(None, access.hosts)
-        return Guarded(self._routes.app, names, authorise=self._keys.authorise, refuse=shaped)
+        return Guarded(self._routes.app, names, authorise=self._keys.authorise, refuse=shaped_refusal)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ from etude.live.gateway.upstream import AWAY, Clusters, Headers, Server, Upstrea
 from etude.live.gateway.view import LogView
 from etude.live.log.records import Arm
 from etude.protocol import TURN_HEADER, WEIGHTS_HEADER, Refusal
-from etude.protocol.apis.refusals import shaped
+from etude.protocol.apis import shaped_refusal
 
 _BUSY = (502, 503, 504)
 # Of one connection, of the gateway's own keys, or set anew.
@@ -172,7 +172,7 @@ async def _refuse(scope: Scope, send: Send, error: BaseException) -> None:
     late = isinstance(error, TimeoutError)
     message = "no server of the clusters answered in time" if late else "no server of the clusters can be reached"
     refusal = Refusal(504 if late else 503, f"{message}: try again later", "overloaded", headers={"retry-after": "1"})
-    await shaped(scope, refusal)(scope, _empty, send)
+    await shaped_refusal(scope, refusal)(scope, _empty, send)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -28,7 +28,7 @@ from etude.live.gateway.view import BLIND_SECONDS, LogView
 from etude.live.gateway.writer import LogWriter
 from etude.live.log.accounts import Accounts
 from etude.protocol import Refusal
-from etude.protocol.apis.refusals import SHAPED_HANDLERS
+from etude.protocol.apis import SHAPED_HANDLERS
 
 SIGNAL_SECONDS = 10.0
 """The time for which a client waits at most until its signals are on the disk."""

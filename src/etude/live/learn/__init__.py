@@ -2,3 +2,11 @@
 
 from etude.live.learn.filters import drop_rates, suspicious
 from etude.live.learn.train import train_window
+from etude.live.learn.window import (
+    LiveContents,
+    WindowResult,
+    cut_window,
+    replay_window,
+    signal_calibration,
+    window_samples,
+)

@@ -10,7 +10,7 @@ from etude.errors import UserError
 from etude.live.log.records import LiveSample
 from etude.records import PolicyVersion
 from etude.store import Store, open_store
-from etude.weights.manifest import manifests, newest, read
+from etude.weights import manifests, newest_manifest, read_manifest
 
 LAG = 1
 """Releases that a turn may be older than what the control serves."""
@@ -58,7 +58,9 @@ class ServedVersions:
 
     def _on_trial(self) -> list[str]:
         stores = {cluster.canary_store for cluster in self._clusters.values()} - {"none"}
-        return [manifest.live for store in sorted(stores) if (manifest := newest(open_store(store))) is not None]
+        return [
+            manifest.live for store in sorted(stores) if (manifest := newest_manifest(open_store(store))) is not None
+        ]
 
     def _digests(self, sample: LiveSample) -> Sequence[str]:
         """The digests of the weights of each span. The numbers are those of the control's store or of the canary's;
@@ -68,7 +70,7 @@ class ServedVersions:
         cluster = self._clusters.get(sample.cluster)
         stores = [] if cluster is None else [u for u in (cluster.store, cluster.canary_store) if u != "none"]
         for store in map(open_store, stores):
-            manifests = [read(store, span.version) for span in sample.spans]
+            manifests = [read_manifest(store, span.version) for span in sample.spans]
             digests = ["" if manifest is None else manifest.live for manifest in manifests]
             if sample.manifest in digests:
                 return digests
@@ -77,7 +79,7 @@ class ServedVersions:
 
 def served(control: Store) -> PolicyVersion:
     """The version that a store's servers serve. Raises UserError for an empty store."""
-    manifest = newest(control)
+    manifest = newest_manifest(control)
     if manifest is None:
         raise UserError(f"{control.url} has no version that could be trained on: publish the served model there first")
     return manifest
@@ -90,7 +92,7 @@ def _last_releases(control: Store, now: PolicyVersion) -> list[str]:
     for version in range(now.version - 1, max(-1, now.version - _LOOK_BACK), -1):
         if len(digests) > LAG:
             break
-        manifest = read(control, version)
+        manifest = read_manifest(control, version)
         if manifest is not None and manifest.live not in digests:
             digests.append(manifest.live)
     return digests

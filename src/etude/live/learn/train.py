@@ -38,8 +38,7 @@ from etude.live.log.schema import exits, windows
 from etude.records import Episode, Outcome, StepRecord
 from etude.renderers import renderer_for
 from etude.store import Store, open_store
-from etude.weights.manifest import manifests, read
-from etude.weights.runs import with_models
+from etude.weights import manifests, read_manifest, with_models
 
 KL = 1e-3
 """Weight of the KL to version 0 where the recipe has none: no window may lead far from it."""
@@ -269,7 +268,7 @@ def _version(ledger: Ledger, weights: Store, admitted: _Admitted, number: int) -
     version = _trained(versions)
     if version is None:
         return None
-    manifest = read(weights, version)
+    manifest = read_manifest(weights, version)
     ours = set(admitted.groups.values())
     more = ledger.groups(sorted(set(manifest.groups) - ours)) if manifest is not None else []
     if manifest is None or not ours <= set(manifest.groups) or any(group.episodes for group in more):
@@ -282,7 +281,7 @@ def _settle(
 ) -> TrainedWindow:
     """Notes the version and the exits of refused turns in the log, and deletes the tokens."""
     version = _version(ledger, weights, admitted, number)
-    manifest = None if version is None else read(weights, version)
+    manifest = None if version is None else read_manifest(weights, version)
     if version is None or manifest is None:
         raise RunFailed(f"the trainer ended without a version of window {number}; see {folder}/logs/latest/trainer.log")
     there = ledger.groups(list(admitted.groups.values()))

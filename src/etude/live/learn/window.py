@@ -126,7 +126,7 @@ def cut_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, 
     raise UserError("accounts are being forgotten faster than a window is computed; try again in a minute")
 
 
-def samples(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int) -> list[LiveSample]:
+def window_samples(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int) -> list[LiveSample]:
     """The batch of a window, in its order. If an account was forgotten since and the window has not been trained on,
     the window is computed and written again without it. Raises UserError if it does not exist, or cannot be had."""
     row = _window(engine, number)
@@ -164,7 +164,7 @@ class WindowReplay:
         return self.labels and self.exits and self.batch
 
 
-def replay(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int) -> WindowReplay:
+def replay_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int) -> WindowReplay:
     """Computes a window again and compares. Raises UserError if the window does not exist, if other rules computed it,
     or if contents of it are gone."""
     row = _window(engine, number)
@@ -191,7 +191,7 @@ def replay(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, numb
     return WindowReplay(labels == result.labels, exits == result.exits, row.batch == result.batch)
 
 
-def calibration(engine: sa.Engine, config: LabelsConfig, number: int) -> dict[str, tuple[int, float | None]]:
+def signal_calibration(engine: sa.Engine, config: LabelsConfig, number: int) -> dict[str, tuple[int, float | None]]:
     """How well early signals predict late ones: of each kind of slow signal that arrived between a window's cut and the
     one before, how many are on turns with a matured label, and the correlation of its value with the label's reward
     (None where either is the same for all)."""

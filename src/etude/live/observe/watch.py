@@ -28,14 +28,7 @@ from typing import Any
 
 from etude.live.log.records import SignalKind, ulid_of
 from etude.live.observe import survival
-from etude.live.observe.agent_trace import (
-    NOTES,
-    TracedEdit,
-    append_trace,
-    attested_lines,
-    read_traces,
-    trace_record,
-)
+from etude.live.observe.agent_trace import NOTES, TracedEdit, append_trace, attested_lines, read_traces, trace_record
 from etude.live.observe.agents import AgentFile, AgentStep
 from etude.live.observe.project import CONSENT, ProjectConsent, read_consent
 from etude.live.observe.spool import MAX_CHARACTERS, MAX_EDITS, MAX_WAITING, WatchedEdit, WatchState

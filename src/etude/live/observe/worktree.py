@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.code import git
+from etude.code import clone_around
 from etude.errors import UserError
 
 MAX_BYTES = 1 << 20  # of a file whose edits are followed
@@ -40,7 +40,7 @@ class TextRepository:
         self.root = root.resolve()
         if not self.root.is_dir():
             raise UserError(f"{root} is not a folder; give the root of a git repository")
-        clone = git.around(self.root)
+        clone = clone_around(self.root)
         if clone is None:
             raise UserError(f"{root} is not a git repository that can be read")
         if clone.root != self.root:

@@ -76,7 +76,7 @@ Replay = Callable[[Release, Release | None], GatePart]
 """Answers recent prefixes with a candidate and with the incumbent."""
 
 
-def gate(
+def play_gate(
     site: ReleaseSite,
     version: ReleaseCandidate,
     measure: Measure,
@@ -133,9 +133,9 @@ def gate(
 def _keep(site: ReleaseSite, release: Release, report: GateReport) -> None:
     """The report in the store first, then the row: without it the gate is run again."""
     if site.key is not None:
-        from etude.weights.signature import private_key
+        from etude.weights import read_private_key
 
-        report = msgspec.structs.replace(report, signature=private_key(site.key).sign(signed_bytes(report)).hex())
+        report = msgspec.structs.replace(report, signature=read_private_key(site.key).sign(signed_bytes(report)).hex())
     data = msgspec.json.encode(report)
     digest = blake3.blake3(data).hexdigest()
     open_store(release.store, durable=True).put(f"reports/{release.version:08d}-{digest}.json", data)
@@ -164,10 +164,10 @@ def read_report(release: Release, key: Path | None) -> GateReport:
     if key is not None:
         from cryptography.exceptions import InvalidSignature
 
-        from etude.weights.signature import private_key
+        from etude.weights import read_private_key
 
         try:
-            private_key(key).public_key().verify(bytes.fromhex(report.signature), signed_bytes(report))
+            read_private_key(key).public_key().verify(bytes.fromhex(report.signature), signed_bytes(report))
         except (InvalidSignature, ValueError):
             raise UserError(f"the report of release {release.number} is not signed by the key of this loop") from None
     return report
@@ -178,10 +178,10 @@ def read_report(release: Release, key: Path | None) -> GateReport:
 
 def integrity(version: ReleaseCandidate, key: Path | None) -> GatePart:
     """Whether the version is whole, signed and finite, and its step within the trainer's own bands."""
+    from etude.weights import Trust, read_private_key
     from etude.weights.content import load_content
-    from etude.weights.signature import Trust, private_key
 
-    trust = Trust(private_key(key).public_key()) if key is not None else None
+    trust = Trust(read_private_key(key).public_key()) if key is not None else None
     try:
         manifest, content = load_content(open_store(version.store), version.manifest.version, trust)
     except UserError as e:

@@ -34,8 +34,8 @@ from etude.live.release.releases import ReleaseLog, ReleaseState, StoreTarget
 from etude.live.release.stores import StoreState, bring, prepare, store_states
 from etude.records import PolicyVersion
 from etude.store import open_store
-from etude.weights.manifest import newest
-from etude.weights.manifest import read as read_manifest
+from etude.weights import newest_manifest
+from etude.weights import read_manifest as read_manifest
 
 DEADLINE = 60.0
 """Seconds in which a cluster's servers must serve a new target; those that don't are sent nothing."""
@@ -106,7 +106,7 @@ def candidate(site: ReleaseSite, store: str | None, version: int | None) -> Rele
         if not Path(store).is_dir():
             raise UserError(f"{store} is no folder: give the weight store of a run, such as outputs/RUN/weights")
     try:
-        manifest = newest(open_store(store)) if version is None else read_manifest(open_store(store), version)
+        manifest = newest_manifest(open_store(store)) if version is None else read_manifest(open_store(store), version)
     except ValueError as e:
         raise UserError(str(e)) from None
     if manifest is None:

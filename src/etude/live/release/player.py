@@ -91,8 +91,8 @@ class Player:
 
     def model(self, release: Release) -> Path:
         """The folder of a release's content. Raises UserError."""
+        from etude.weights import model_folder
         from etude.weights.export import export
-        from etude.weights.runs import model_folder
 
         out = Path(self._scratch.name) / release.manifest
         if not out.exists():

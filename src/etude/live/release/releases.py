@@ -20,15 +20,7 @@ from sqlalchemy.exc import IntegrityError
 from etude.config.live import ClusterConfig, LiveConfig
 from etude.errors import UserError
 from etude.live.log import journal, schema
-from etude.live.log.records import (
-    Arm,
-    ClusterEvent,
-    ExitKind,
-    LivePolicy,
-    Release,
-    ReleaseEvent,
-    ReleaseStage,
-)
+from etude.live.log.records import Arm, ClusterEvent, ExitKind, LivePolicy, Release, ReleaseEvent, ReleaseStage
 
 ON_TRIAL = (ReleaseStage.SHADOW, ReleaseStage.CANARY)
 _MAX_RELEASES = 100_000

@@ -22,7 +22,7 @@ from etude.live.release.releases import StoreTarget
 from etude.protocol import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import open_store
-from etude.weights.manifest import newest, read, versions
+from etude.weights import newest_manifest, published_versions, read_manifest
 
 _CONNECT_SECONDS, _READ_SECONDS = 1.0, 3.0
 _MAX_AT_ONCE = 32  # servers and stores at a time
@@ -60,9 +60,9 @@ def prepare(target: StoreTarget, key: Path | None) -> Callable[[], int]:
     last = _newest(target.store)
     if last is not None and last.digest == release.manifest:
         return lambda: last.version
+    from etude.weights import read_private_key
     from etude.weights.content import load
     from etude.weights.publisher import AlreadyPublished, Publisher
-    from etude.weights.signature import private_key
 
     source, version = (store, held) if (held := _held(target.store, release)) is not None else _source(release)
     manifest, tensors = load(source, version)
@@ -73,7 +73,7 @@ def prepare(target: StoreTarget, key: Path | None) -> Callable[[], int]:
         )
     if manifest.digest != release.manifest:
         raise UserError(f"version {version} of {source.url} has not the content of release {release.number}")
-    publisher = Publisher(store, key=private_key(key) if key else None, model=manifest.model)
+    publisher = Publisher(store, key=read_private_key(key) if key else None, model=manifest.model)
     if last is not None:
         publisher.resume(last, load(store, last.version)[1])
     number = last.version + 1 if last is not None else 0
@@ -108,7 +108,7 @@ def bring(targets: Sequence[StoreTarget], key: Path | None) -> dict[StoreTarget,
 
 def _newest(url: str) -> PolicyVersion | None:
     try:
-        return newest(open_store(url))
+        return newest_manifest(open_store(url))
     except ValueError as e:
         raise UserError(str(e)) from None
 
@@ -116,9 +116,9 @@ def _newest(url: str) -> PolicyVersion | None:
 def _held(url: str, release: Release) -> int | None:
     """The newest version of a store that has the content of a release."""
     store = open_store(url)
-    for number in reversed(versions(store)):
+    for number in reversed(published_versions(store)):
         try:
-            manifest = read(store, number)
+            manifest = read_manifest(store, number)
         except ValueError:
             continue
         if manifest is not None and manifest.digest == release.manifest:

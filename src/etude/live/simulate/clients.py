@@ -25,9 +25,8 @@ import blake3
 import httpx2
 import numpy as np
 
+from etude.code import OPERATORS, mutants
 from etude.code.functions import functions
-from etude.code.mutate import mutants
-from etude.code.operators import OPERATORS
 from etude.errors import RunFailed, UserError
 from etude.harness import EditError, view_of
 from etude.live.log.records import ulid

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from etude import processes
-from etude.code.packages import fetch_library
+from etude.code import fetch_library
 from etude.config import (
     InferenceConfig,
     LiveConfig,
@@ -38,13 +38,13 @@ from etude.config import (
 from etude.errors import RunFailed, UserError
 from etude.evals import Estimate, mean_difference
 from etude.live.learn.train import train_window
-from etude.live.learn.window import LiveContents, cut_window, samples
+from etude.live.learn.window import LiveContents, cut_window, window_samples
 from etude.live.log.accounts import Accounts, open_blobs
 from etude.live.log.records import LivePolicy, Release, ReleaseStage
 from etude.live.log.tenants import create_key, set_policy
 from etude.live.release import releases
 from etude.live.release.canary import Verdict
-from etude.live.release.gate import gate
+from etude.live.release.gate import play_gate
 from etude.live.release.operations import ReleaseSite, candidate, open_site, start, tick, wait
 from etude.live.release.player import Player
 from etude.live.simulate.clients import FunctionRequest, Judgement, Users, answers, mean_utility, requests
@@ -297,7 +297,7 @@ class _Demo:
         folder = Path(site.config.folder)
         contents = LiveContents(site.engine, Accounts(folder), open_blobs(folder))
         cut = cut_window(site.engine, contents, site.config.labels)
-        batch = samples(site.engine, contents, site.config.labels, cut.number)
+        batch = window_samples(site.engine, contents, site.config.labels, cut.number)
         trained = train_window(site.config, site.engine, cut.number, batch)
         self._log(f"window {number}: version {trained.version} learned from {trained.turns:,} turns")
         version = candidate(site, None, None)
@@ -307,7 +307,7 @@ class _Demo:
     def _pass_gate(self, store: str | None) -> bool:
         site = self._site
         with Player(site, RolloutConfig().budget(), InferenceConfig(threads=2, cache_mb=64)) as player:
-            report = gate(site, candidate(site, store, None), player.measure, player.replay, lambda _: None)
+            report = play_gate(site, candidate(site, store, None), player.measure, player.replay, lambda _: None)
         failed = report.failed
         if failed is not None:
             self.done.refused.append(f"{failed.name}: {failed.reason}")

@@ -5,3 +5,13 @@ endpoint for outside agents (`harness/endpoint`), and the inference server (`inf
 `turn.py`           an answer while it is sampled, and whole
 `chat.py`, `responses.py`, `anthropic.py`   what is read from requests, and how answers and refusals are written
 """
+
+from etude.protocol.apis.conversation import (
+    AgentRequest,
+    RequestRefused,
+    as_refusal,
+    conversation_digest,
+    conversation_digests,
+)
+from etude.protocol.apis.refusals import SHAPED_HANDLERS, shaped_refusal
+from etude.protocol.apis.turn import SampledTurn, merge_streams, stop_overlap

@@ -16,7 +16,7 @@ from etude.protocol.apis.conversation import (
     function,
     text_of,
 )
-from etude.protocol.apis.turn import SampledTurn, merged
+from etude.protocol.apis.turn import SampledTurn, merge_streams
 from etude.records import Generation
 from etude.renderers import Message
 
@@ -112,7 +112,7 @@ async def chunks(
     for index in range(len(turns)):
         yield sse(head | {"choices": [{"index": index, "delta": {"role": "assistant", "content": ""}} | _UNKNOWN]})
     try:
-        async for index, event in merged([turn.events() for turn in turns]):
+        async for index, event in merge_streams([turn.events() for turn in turns]):
             if event is None:
                 yield chunk(index, {}, turns[index].finish_reason)
             elif event[0] == "call":

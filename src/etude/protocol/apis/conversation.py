@@ -98,7 +98,7 @@ def call_message(call_id: object, name: object, arguments: object) -> dict[str, 
     return {"id": str(call_id), "type": "function", "function": {"name": str(name), "arguments": text}}
 
 
-def digest(before: bytes, message: Message) -> bytes:
+def conversation_digest(before: bytes, message: Message) -> bytes:
     """The digest of a conversation that ends with `message`; equal for all spellings that clients may use. White space
     around the assistant's text, the order and spelling of JSON, ids of calls, and thoughts do not count."""
     text = content_text(message)
@@ -111,11 +111,11 @@ def digest(before: bytes, message: Message) -> bytes:
     return blake3.blake3(before + shown.encode()).digest()
 
 
-def digests(request: AgentRequest) -> list[bytes]:
+def conversation_digests(request: AgentRequest) -> list[bytes]:
     """The digests of the tools, and of the conversation after each message."""
     chain = [blake3.blake3(json.dumps(request.tools, sort_keys=True).encode()).digest()]
     for message in request.messages:
-        chain.append(digest(chain[-1], message))
+        chain.append(conversation_digest(chain[-1], message))
     return chain
 
 

@@ -15,7 +15,7 @@ from etude.protocol.apis.conversation import RequestRefused
 from etude.protocol.guard import HANDLERS, refused, wrong_route
 
 
-def shaped(scope: Scope, refusal: Refusal) -> Response:
+def shaped_refusal(scope: Scope, refusal: Refusal) -> Response:
     """A refusal in the shape of the API that was asked."""
     keys = [key for key, _ in scope["headers"]]
     if scope["path"].startswith("/v1/messages") or (b"x-api-key" in keys and b"authorization" not in keys):
@@ -25,7 +25,7 @@ def shaped(scope: Scope, refusal: Refusal) -> Response:
 
 async def _refusing(http: Request, e: Exception) -> Response:
     assert isinstance(e, Refusal)
-    return shaped(http.scope, e)
+    return shaped_refusal(http.scope, e)
 
 
 def _missing(http: Request, e: Exception) -> Response:

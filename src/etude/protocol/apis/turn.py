@@ -104,7 +104,7 @@ class SampledTurn:
                     thought = parsed.reasoning
                 # Without what may be half of a character, or the beginning of a stop string.
                 text = self._before_stop(parsed.text.rstrip("\ufffd"))
-                text = text[: len(text) - max((overlap(text, stop) for stop in self.stops), default=0)]
+                text = text[: len(text) - max((stop_overlap(text, stop) for stop in self.stops), default=0)]
                 if _extends(text, shown) and not parsed.calls:
                     yield "text", text[len(shown) :]
                     shown = text
@@ -125,7 +125,7 @@ class SampledTurn:
         changed.set()
 
 
-async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T | None]]:
+async def merge_streams(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T | None]]:
     """The items of several streams as they come, each with the number of its stream; None at the end of a stream.
     Raises what a stream raises."""
     if len(streams) == 1:
@@ -161,6 +161,6 @@ def _extends(text: str, before: str) -> bool:
     return len(text) > len(before) and text.startswith(before)
 
 
-def overlap(text: str, stop: str) -> int:
+def stop_overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile, pairwise
 from pathlib import Path
 
-from etude.code import packages
+from etude.code import install_wheels
 from etude.errors import UserError
 from etude.grading import HARBOR_STATE, note_state
 from etude.sandbox import RUNNER, SITE, WORKSPACE, BoxError, Image, Limits, Sandbox
@@ -64,7 +64,7 @@ async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> 
         (tree / place).mkdir(parents=True, exist_ok=True)
     (tree / ASIDE).mkdir(exist_ok=True)
     needed = _requirements(folder)
-    packages.install(needed, root / "site", RUN_SECONDS * 5)
+    install_wheels(needed, root / "site", RUN_SECONDS * 5)
     _provide(root)
     environment = {name: value for name, value in folder.recipe.environment.items() if name != "PATH"}
     environment |= folder.environment

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from etude.corpus import packing
-from etude.corpus.edits import rename_augmentation
+from etude.corpus import Encoded, Rows, join_rows, pack_rows, shuffle_rows
 from etude.corpus.vocabulary import Vocabulary
 from etude.edits import Example, edit_answer, edit_prompt, load_examples, read_edit_answer
 from etude.errors import UserError
 from etude.models.head import head_of
 from etude.renderers import Renderer, renderer_for
-from etude.trainer.finetune import distillation, folder, packed, pretrain
+from etude.trainer.finetune import distillation, folder, packed, pretrain, rename_augmentation
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
 from etude.trainer.finetune.training_loop import Show, StageRun
 
@@ -85,10 +84,10 @@ def _student(config: ApplyConfig) -> tuple[PreTrainedModel, dict[str, torch.dtyp
     return model, folder.types_of(config.model.path, model)
 
 
-def encode(examples: Sequence[Example], renderer: Renderer, form: str = "rewrite") -> list[packing.Encoded]:
+def encode(examples: Sequence[Example], renderer: Renderer, form: str = "rewrite") -> list[Encoded]:
     """Ids and mask of every example, with the prompt of `/v1/apply`: the answer, its closing tag and the end of the
     turn are learned."""
-    encoded: list[packing.Encoded] = []
+    encoded: list[Encoded] = []
     for example in examples:
         prompt = edit_prompt(example.file, example.sketch, example.instruction, form)
         seen = [*renderer.prompt([{"role": "user", "content": prompt.content}]), *renderer.plain(prompt.opening)]
@@ -98,7 +97,7 @@ def encode(examples: Sequence[Example], renderer: Renderer, form: str = "rewrite
     return encoded
 
 
-def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, config: ApplyConfig) -> packing.Rows:
+def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, config: ApplyConfig) -> Rows:
     """Packed rows, phase after phase. In each phase examples come by weight, unused ones first, and a share of them
     with other names. The length of an edit is that of its whole-file answer or of its answer, whichever is longer, so
     that every format is taught the same edits in the same order, as long as the tokens suffice. Raises UserError if a
@@ -112,12 +111,12 @@ def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, 
     encoded = zip(encode(examples, renderer), encode(examples, renderer, config.format), strict=True)
     lengths = [max(len(whole), len(ids)) for (whole, _), (ids, _) in encoded]
     used = [0] * len(examples)
-    parts: list[packing.Rows] = []
+    parts: list[Rows] = []
     for number, phase in enumerate(config.phases):
         pool = [i for i, length in enumerate(lengths) if length <= phase.longest]
         if not pool:
             raise UserError(f"no edit has at most {phase.longest} tokens: raise phases.longest or give shorter files")
-        budget, chosen = phase.share * config.trainer.corpus_tokens, list[packing.Encoded]()
+        budget, chosen = phase.share * config.trainer.corpus_tokens, list[Encoded]()
         while budget > 0:
             # Exponential keys divided by weights order a weighted sample without replacement.
             keys = {i: (used[i], rng.expovariate(1.0) / examples[i].weight) for i in pool}
@@ -133,9 +132,9 @@ def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, 
                 if len(ids) <= phase.longest:  # other names may be longer
                     chosen.append((ids, mask))
                     budget -= len(ids)
-        rows = packing.pack(chosen, config.trainer.length, pad=words.pad, separator=words.separator)
-        parts.append(packing.shuffled(rows, config.seed + number))
-    return packing.joined(parts)
+        rows = pack_rows(chosen, config.trainer.length, pad=words.pad, separator=words.separator)
+        parts.append(shuffle_rows(rows, config.seed + number))
+    return join_rows(parts)
 
 
 @dataclass(frozen=True)

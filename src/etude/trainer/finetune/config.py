@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from etude.config import LoraConfig, Section, find_model
 from etude.config.sections import NAME, ChatTemplateOrNone, option
-from etude.corpus import WEIGHTS
-from etude.corpus.retrieval import KINDS, RetrievalOptions
+from etude.corpus import RETRIEVAL_KINDS, WEIGHTS, RetrievalOptions
 from etude.errors import UserError
 
 
@@ -116,7 +115,7 @@ class DocumentsConfig(Section):
     most: int = Field(default=10, le=30)
     chars: int = Field(default=320, ge=80)
     questions: int = Field(default=4, gt=0)
-    kinds: dict[str, float] = Field(dict(KINDS), description="weights of the kinds of questions")
+    kinds: dict[str, float] = Field(dict(RETRIEVAL_KINDS), description="weights of the kinds of questions")
     own: float = Field(default=0.5, ge=0, le=1)
     kl: float = Field(default=1.0, ge=0)
     share: float = Field(default=1.0, gt=0, le=1)
@@ -126,8 +125,8 @@ class DocumentsConfig(Section):
     def _possible(self) -> DocumentsConfig:
         if self.least > self.most:
             raise ValueError(f"documents.least = {self.least} is more than documents.most = {self.most}")
-        if unknown := sorted(self.kinds.keys() - KINDS.keys()):
-            raise ValueError(f"unknown kind of question {unknown[0]!r}; known: {', '.join(KINDS)}")
+        if unknown := sorted(self.kinds.keys() - RETRIEVAL_KINDS.keys()):
+            raise ValueError(f"unknown kind of question {unknown[0]!r}; known: {', '.join(RETRIEVAL_KINDS)}")
         if not sum(self.kinds.values()) > 0 or min(self.kinds.values()) < 0:
             raise ValueError("the weights in documents.kinds must not be negative, and one of them above 0")
         return self

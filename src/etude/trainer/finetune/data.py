@@ -10,9 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from etude.corpus import chats, packing
-from etude.corpus.dialect import TextPiece
-from etude.corpus.packing import Encoded, Rows
+from etude.corpus import (
+    Encoded,
+    LearnedRow,
+    RefusedRow,
+    Rows,
+    TextPiece,
+    chat_files,
+    chat_rows,
+    join_rows,
+    pack_rows,
+    shuffle_rows,
+)
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 from etude.renderers import Renderer
@@ -26,7 +35,7 @@ _NAMED = 10  # number of refused rows in the log; the report has all
 def check(data: DataConfig | None) -> None:
     """Raises UserError if a path of a user's files does not exist."""
     for path in () if data is None else (*data.files, *data.held_out):
-        chats.files_of(path)
+        chat_files(path)
 
 
 def conversations(
@@ -68,14 +77,14 @@ def _rows(
     kept: list[list[Encoded]] = []
     for part, files in (("files", data.files), ("held_out", data.held_out)):
         encoded: list[Encoded] = []
-        refused: list[chats.RefusedRow] = []
-        for row in chats.rows(files, renderer, text=text, min_reward=data.min_reward):
-            if isinstance(row, chats.LearnedRow) and (text is not None or len(row.tokens[0]) <= optim.length):
+        refused: list[RefusedRow] = []
+        for row in chat_rows(files, renderer, text=text, min_reward=data.min_reward):
+            if isinstance(row, LearnedRow) and (text is not None or len(row.tokens[0]) <= optim.length):
                 ids, mask = row.tokens
                 encoded.append((ids, mask if text is None else np.ones_like(mask)))
-            elif isinstance(row, chats.LearnedRow):
+            elif isinstance(row, LearnedRow):
                 why = f"it has {len(row.tokens[0]):,} tokens, more than trainer.length = {optim.length:,}"
-                refused.append(chats.RefusedRow(row.name, why))
+                refused.append(RefusedRow(row.name, why))
             else:
                 refused.append(row)
         _log(part, encoded, refused)
@@ -88,16 +97,16 @@ def _rows(
         kept.append(encoded)
     (output / "data.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     train, held_out = (
-        packing.pack(some, optim.length, pad=pad, separator=separator, label_separator=True) if some else None
+        pack_rows(some, optim.length, pad=pad, separator=separator, label_separator=True) if some else None
         for some in kept
     )
     if train is None:
         raise UserError(f"no row of data.files can be learned from; {output / 'data.json'} says why")
-    orders = [packing.shuffled(train, seed + epoch) for epoch in range(data.epochs)]
-    return packing.joined(orders), held_out
+    orders = [shuffle_rows(train, seed + epoch) for epoch in range(data.epochs)]
+    return join_rows(orders), held_out
 
 
-def _log(part: str, encoded: Sequence[Encoded], refused: Sequence[chats.RefusedRow]) -> None:
+def _log(part: str, encoded: Sequence[Encoded], refused: Sequence[RefusedRow]) -> None:
     log.info("data.%s: %d rows to learn from, %d refused", part, len(encoded), len(refused))
     for one in refused[:_NAMED]:
         log.warning("refused: %s: %s", one.name, one.why)

@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from etude.corpus import chats, packing
-from etude.corpus.packing import Encoded
-from etude.corpus.retrieval import RetrievalSample as Questions
+from etude.corpus import Chat, Encoded, best_fit, encode_chat
+from etude.corpus import RetrievalSample as Questions
 from etude.models.head import head_of
 from etude.models.segments import Graph, Node
 from etude.renderers import Renderer
@@ -55,14 +54,14 @@ def encode(renderer: Renderer, retrieved: Sequence[Questions]) -> list[DocumentS
     return [
         DocumentSample(
             tuple(np.array(renderer.document(title, text), dtype=np.uint32) for title, text in sample.documents),
-            tuple(chats.encode(_chat(question.text, question.answer), renderer) for question in sample.questions),
+            tuple(encode_chat(_chat(question.text, question.answer), renderer) for question in sample.questions),
         )
         for sample in retrieved
     ]
 
 
-def _chat(question: str, answer: str) -> chats.Chat:
-    return chats.Chat(question, ({"role": "user", "content": question}, {"role": "assistant", "content": answer}))
+def _chat(question: str, answer: str) -> Chat:
+    return Chat(question, ({"role": "user", "content": question}, {"role": "assistant", "content": answer}))
 
 
 def take(retrieved: Iterator[Questions], renderer: Renderer, tokens: int, longest: int) -> list[DocumentSample]:
@@ -165,7 +164,7 @@ class DocumentBatches(Sequence[tuple[DocumentBatch]]):
     @classmethod
     def of(cls, samples: Sequence[DocumentSample], length: int, own: float, seed: int, pad: int = 0) -> DocumentBatches:
         """The rows of these samples, none of which may be longer than a row."""
-        rows = packing.best_fit([len(sample) for sample in samples], length)
+        rows = best_fit([len(sample) for sample in samples], length)
         order = np.random.default_rng(seed).permutation(len(rows))
         return cls(samples, [rows[i] for i in order], length, own, seed, pad)
 
@@ -215,7 +214,7 @@ def measure(model: PreTrainedModel, samples: Sequence[DocumentSample], own: bool
     decoding gives. Greedy decoding gives an answer exactly if each of its tokens is the likeliest after those before
     it."""
     nll, tokens, right, answers = 0.0, 0, 0, 0
-    for row in packing.best_fit([len(sample) for sample in samples], length):
+    for row in best_fit([len(sample) for sample in samples], length):
         members = [samples[i] for i in row]
         index_K, targets_K, _ = (torch.from_numpy(x).to(model.device) for x in predicting(members))
         logits_KV = logits_of(model, graph_of(members, [own] * len(members), length), index_K)

@@ -23,9 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.errors import UserError
-from etude.models import attention, dtypes, experts, support
+from etude.models import attention, check_folder, dtypes, experts, first_line, support
 from etude.models.attention import SegmentLayout
-from etude.models.files import check_folder, first_line
 from etude.models.head import head_of
 from etude.models.loading import load_model
 from etude.models.segments import Graph, Node

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from etude.corpus import packing
+from etude.corpus import Encoded, Rows
 from etude.errors import UserError
 from etude.models.head import head_of
 from etude.models.segments import Graph, Node, Trie, trie
@@ -59,7 +59,7 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
     is learned. `pad` is an id for padding; `width` the padded number of labelled positions in a pass of crossing rows,
     so that all have one shape."""
 
-    rows: packing.Rows
+    rows: Rows
     batch: int
     at_once: int
     kind: Packing
@@ -67,7 +67,7 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
     width: int
 
     @classmethod
-    def of(cls, rows: packing.Rows, config: OptimConfig, kind: Packing, pad: int) -> PackedSteps:
+    def of(cls, rows: Rows, config: OptimConfig, kind: Packing, pad: int) -> PackedSteps:
         """The steps over these rows. Raises UserError if there is no row."""
         if not len(rows.ids):
             raise UserError("there is nothing to train on: the data gives no row")
@@ -118,7 +118,7 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
         ids, index, targets, weights = map(torch.from_numpy, (ids_BT, index_K, targets_K, weights_K))
         return PackedPass(ids, index, targets, weights, total)
 
-    def _examples(self, row: int) -> list[packing.Encoded]:
+    def _examples(self, row: int) -> list[Encoded]:
         """The examples of a row with a token to learn, without the padding."""
         starts = [*np.flatnonzero(self.rows.starts[row]).tolist(), self.rows.ids.shape[1]]
         spans = [(a, b) for a, b in pairwise(starts) if self.rows.starts[row, a] == 1]
@@ -126,7 +126,7 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
         return [(ids, mask) for ids, mask in parts if mask[1:].any()]
 
 
-def _of_nodes(examples: Sequence[packing.Encoded], total: Tensor, pad: int, *, isolated: bool) -> PackedPass:
+def _of_nodes(examples: Sequence[Encoded], total: Tensor, pad: int, *, isolated: bool) -> PackedPass:
     """A pass of one row [1, N]. Isolated, it is the prefix tree of the examples: a common prefix, such as the
     definitions of tools, is computed once. Otherwise it is one example."""
     rows = [ids for ids, _ in examples]
@@ -185,8 +185,8 @@ def evaluate_loss(compute: Callable[[PackedPass], Loss], steps: PackedSteps, dev
 
 def train(
     model: PreTrainedModel,
-    rows: packing.Rows,
-    held_out: packing.Rows | None,
+    rows: Rows,
+    held_out: Rows | None,
     config: OptimConfig,
     run: StageRun,
     *,

@@ -19,15 +19,26 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from etude import runfolder
-from etude.corpus import WEIGHTS, build, foreign, packing, retrieval, vocabulary
-from etude.corpus import tokenizer as bpe
-from etude.corpus.dialect import IDS, SPECIALS, TextPiece, special
+from etude.corpus import (
+    SPECIAL_IDS,
+    SPECIALS,
+    WEIGHTS,
+    Rows,
+    TextPiece,
+    build,
+    load_rows,
+    retrieval_samples,
+    save_rows,
+    special_piece,
+    vocabulary,
+)
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 from etude.harness import SYSTEM
-from etude.models.devices import check_device
+from etude.models import check_device
 from etude.renderers import Renderer, load_tokenizer, renderer_for, say_dropped
-from etude.trainer.finetune import data, distillation, document_masks, folder, packed
+from etude.trainer.finetune import data, distillation, document_masks, folder, foreign_rows, packed
+from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import (
     ApplyConfig,
     CorpusConfig,
@@ -63,8 +74,8 @@ def new_model(config: NewModelConfig, seed: int) -> PreTrainedModel:
             tie_word_embeddings=True,
             max_position_embeddings=config.max_positions,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            eos_token_id=IDS["<|end|>"],
-            pad_token_id=IDS["<|pad|>"],
+            eos_token_id=SPECIAL_IDS["<|end|>"],
+            pad_token_id=SPECIAL_IDS["<|pad|>"],
         )
     )
     return model.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
@@ -109,21 +120,19 @@ def vocabulary_of(model: Path, pad: int, renderer: Callable[[], Renderer]) -> Vo
     tokenizer = load_tokenizer(model)
     if all(tokenizer.token_to_id(token) is not None for token in SPECIALS[:13]):
         return vocabulary.compact(tokenizer)
-    return foreign.of_folder(model, renderer, SYSTEM, pad)
+    return foreign_rows.of_folder(model, renderer, SYSTEM, pad)
 
 
 def _held_out_rows(
     corpus: build.Corpus, words: Vocabulary, length: int, shapes: dict[str, float], operators: dict[str, float]
-) -> packing.Rows | None:
+) -> Rows | None:
     if not corpus.evaluation:
         return None
     # The same rows for every size of batch, so that losses of different runs can be compared.
     return build.sft_rows(corpus.evaluation, words, shapes, operators, HELD_OUT_TOKENS, length, seed=7)
 
 
-def rows_once(
-    output: Path, make: Callable[[], tuple[packing.Rows, packing.Rows | None]]
-) -> tuple[packing.Rows, packing.Rows | None]:
+def rows_once(output: Path, make: Callable[[], tuple[Rows, Rows | None]]) -> tuple[Rows, Rows | None]:
     """The rows of `make`, which is called once: a resumed run trains on the saved rows, even if the files have
     changed."""
     train, held_out, done = (output / name for name in ("rows.safetensors", "heldout.safetensors", "rows.done"))
@@ -135,17 +144,17 @@ def rows_once(
             raise
         log.info("rows: %s, %d labelled tokens", rows.ids.shape, rows.labelled)
         if tests is not None:
-            packing.save(tests, held_out)
-        packing.save(rows, train)
+            save_rows(tests, held_out)
+        save_rows(rows, train)
         done.touch()
-    return packing.load(train), packing.load(held_out) if held_out.is_file() else None
+    return load_rows(train), load_rows(held_out) if held_out.is_file() else None
 
 
 def _check_mix(model: Path, config: MidtrainConfig, words: Vocabulary, renderer: Callable[[], Renderer]) -> None:
     """Raises UserError if the folder's tokenizer or template cannot represent a part of the mix."""
     if config.mix.fim:
         names = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-        words.encode([tuple(piece for name in names for piece in (special(name), TextPiece("a")))])
+        words.encode([tuple(piece for name in names for piece in (special_piece(name), TextPiece("a")))])
     if config.mix.repair:
         try:
             renderer()
@@ -192,7 +201,7 @@ def midtrain(
     pad, renderer = folder.pad_of(model), cache(partial(renderer_for, source, tools=False))
     words = vocabulary_of(source, pad, renderer)
 
-    def make() -> tuple[packing.Rows, packing.Rows | None]:
+    def make() -> tuple[Rows, Rows | None]:
         if corpus is None:
             assert config.data is not None
             return data.texts(config.data, renderer, optim, output, config.seed, words=words)
@@ -249,7 +258,7 @@ def sft(
         fit(model, work, optim, run)
         return output / "checkpoint"
 
-    def make() -> tuple[packing.Rows, packing.Rows | None]:
+    def make() -> tuple[Rows, Rows | None]:
         shapes, length = config.shapes.model_dump(), optim.length
         short = [function for function in corpus.train if function.lines <= config.max_lines]
         tokens, seed = optim.corpus_tokens, config.seed + 1
@@ -273,7 +282,7 @@ def _document_work(
     optim, options, seed = config.trainer, chosen.options(), chosen.seed
     length, tokens = optim.batch * optim.length, optim.corpus_tokens
     wanted = int(chosen.share * tokens)
-    samples = document_masks.take(retrieval.samples(corpus.train, options, seed), renderer, wanted, length)
+    samples = document_masks.take(retrieval_samples(corpus.train, options, seed), renderer, wanted, length)
     if wanted < tokens:
         short = [function for function in corpus.train if function.lines <= config.max_lines]
         episodes = build.repair_documents(short, config.shapes.model_dump(), config.operators, random.Random(seed))
@@ -283,7 +292,7 @@ def _document_work(
     log.info("%d samples in %d rows of %d tokens", len(samples), len(batches), length)
     tests: list[document_masks.DocumentSample] = []
     if corpus.evaluation:
-        tests = document_masks.take(retrieval.samples(corpus.evaluation, options, 7), renderer, HELD_OUT_TOKENS, length)
+        tests = document_masks.take(retrieval_samples(corpus.evaluation, options, 7), renderer, HELD_OUT_TOKENS, length)
 
     def evaluate() -> dict[str, float]:
         figures = {own: document_masks.measure(model, tests, own == "own", length) for own in ("full", "own") if tests}

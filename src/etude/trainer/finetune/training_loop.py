@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from etude import runfolder
 from etude.errors import UserError
-from etude.models.activations import checkpoint_activations
 from etude.trainer import checkpoint as checkpoints
+from etude.trainer.activations import checkpoint_activations
 from etude.trainer.checkpoint_writer import CheckpointWriter
 from etude.trainer.finetune import folder
 from etude.trainer.finetune.config import OptimConfig

@@ -7,7 +7,7 @@
     trial, selfcheck             checks of a model's rows against transformers, and of the gradients
     policies, value, distill     masks over tokens and episodes, the value head of ppo, a teacher's judgement
     guards, figures, mismatch    figures of a step, and the reaction to figures out of bounds
-    probe_scores, rescoring      scores of fixed sequences, and of recorded episodes
+    probe_scores                 scores of fixed sequences
     memory, memory_table         the memory of a step, measured and estimated
 
 Imports models, weights, ledger, and of rollout the audit of groups, drift and probes. Public: `process.main`,

@@ -28,10 +28,10 @@ from transformers.integrations.moe import ExpertsInterface
 from etude.config import RLConfig
 from etude.errors import UserError
 from etude.models import attention
-from etude.models.activations import checkpoint_activations
 from etude.models.dtypes import computed_dtype
 from etude.models.head import head_of
 from etude.models.key_values import cache_mb, configured, cpu_cache_mb
+from etude.trainer.activations import checkpoint_activations
 from etude.trainer.head import token_logprobs
 from etude.trainer.lora import Adapters
 from etude.trainer.optimizer import BUCKET

@@ -44,7 +44,6 @@ from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.ledger import Ledger, get_blob
 from etude.models import router_replay
-from etude.models.activations import checkpoint_activations
 from etude.models.batch_invariant import possible
 from etude.models.dtypes import published_dtypes
 from etude.models.loading import load_model, model_id
@@ -52,6 +51,7 @@ from etude.records import Episode, Group, PolicyVersion, StepRecord
 from etude.rollout import BehaviourDrift, audit_group
 from etude.store import Store, open_store
 from etude.trainer import checkpoint
+from etude.trainer.activations import checkpoint_activations
 from etude.trainer.checkpoint_writer import CheckpointWriter
 from etude.trainer.lora import for_adapters
 from etude.trainer.optimizer import MasterAdamW, for_policy
@@ -68,9 +68,8 @@ from etude.trainer.rl.restore import Restorer
 from etude.trainer.rl.step import Learner, StepResult, train_step
 from etude.trainer.rl.trial import allowed
 from etude.trainer.rl.value import Critic
-from etude.weights.manifest import manifests, newest, read
+from etude.weights import manifests, newest_manifest, read_manifest, read_private_key
 from etude.weights.publisher import Publication, Publisher
-from etude.weights.signature import private_key
 
 MAX_RECORDED_GROUPS = 100_000
 """Largest number of groups in a batch with recorded advantages (`trainer.baseline = "given"`)."""
@@ -161,7 +160,7 @@ class Trainer:
         history = [m.step for m in published if isinstance(m.step, StepRecord)]
         self.guards = Guards(config.guards, config.rollout.staleness, history, exact=equal_bits)
         self.probes = TrainerProbes(open_store(f"{root}/probes"), model, exactly=exact)
-        last = newest(weights)
+        last = newest_manifest(weights)
         if last is not None:
             self._check_lines()
             self._write_lost_line(last)
@@ -212,7 +211,7 @@ class Trainer:
     def go_back(self, version: int) -> None:
         """Publishes weights and optimizer state of an earlier version as the next one, unless they equal the newest's.
         Raises UserError if they cannot be restored."""
-        last, target = newest(self.weights), read(self.weights, version)
+        last, target = newest_manifest(self.weights), read_manifest(self.weights, version)
         if last is None or target is None:
             raise UserError(f"{self.weights.url} has no version {version} to go on from")
         if target.digest == last.digest:
@@ -464,7 +463,7 @@ def _publisher(config: RLConfig, store: Store, optimizer: MasterAdamW) -> Publis
         store,
         config.weights.anchor_versions,
         config.weights.anchor_share,
-        key=private_key(Path(key)) if key else None,
+        key=read_private_key(Path(key)) if key else None,
         model=model_id(config.model.path),
         base=optimizer.base_schema,
     )

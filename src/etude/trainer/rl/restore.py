@@ -29,9 +29,8 @@ from etude.trainer.rl.batch import Batch
 from etude.trainer.rl.clock import TrainingClock
 from etude.trainer.rl.guards import GuardVerdict, StepFigures
 from etude.trainer.rl.step import Learner, train_step
+from etude.weights import PayloadSource, read_manifest
 from etude.weights.content import Content, content_of
-from etude.weights.manifest import read
-from etude.weights.payloads import PayloadSource
 from etude.weights.ulpd import schema_of, weights_digest
 
 
@@ -82,7 +81,7 @@ class Restorer:
         """A saved version, and the versions to compute from it, up to one with the weights of `version`."""
         steps: list[PolicyVersion] = []
         while version not in saved:
-            manifest = read(self.weights, version) if version > 0 else None
+            manifest = read_manifest(self.weights, version) if version > 0 else None
             if manifest is None:
                 return None
             if isinstance(manifest.step, StepRecord) and manifest.step.action == "rollback":
@@ -98,7 +97,7 @@ class Restorer:
         self.learner.optimizer.load(tensors)
         if self.learner.critic is not None:
             self.learner.critic.load(tensors)
-        manifest = read(self.weights, version)
+        manifest = read_manifest(self.weights, version)
         if manifest is None or not self._is(manifest):
             raise CheckpointDamaged(f"checkpoint {version} does not have the digest that was published")
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etude.code import git
-from etude.code.git import Tree
+from etude.code import Clone, GitTree, clone_around
 from etude.errors import UserError
 
 SILENT = b"Update\n"  # in the place of a message that says too much
@@ -31,7 +30,7 @@ class Commit:
 
     people: bytes
     message: bytes
-    tree: Tree
+    tree: GitTree
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def read(source: Path, base: str, paths: Iterable[str], depth: int) -> Past:
     """Up to `depth` first-parent commits to `base`, with what they hold of `paths`. Raises UserError: no commit, or
     objects are missing."""
     wanted = set(paths)
-    clone = git.around(source)
+    clone = clone_around(source)
     tip = clone.id_of(base) if clone is not None else ""
     if clone is None or not tip:
         raise UserError(f"{base!r} is no commit of {source}; name one that `git log` shows.")
@@ -101,7 +100,7 @@ def folder(
     seen: dict[tuple[str, str], str] = {}  # what stands for a version
     last = len(past.commits) - 1
     modes = {path: mode for path, (mode, _) in past.commits[-1].tree.items()}
-    tree: Tree = {}
+    tree: GitTree = {}
     for place, commit in enumerate(past.commits):
         if place == last:
             tree = {path: (modes.get(path, _FILE), pack.add("blob", data)) for path, data in files.items()}
@@ -131,7 +130,7 @@ def entry_of(data: bytes) -> bytes:
     return _entry("blob", data)
 
 
-def _origin(clone: git.Clone) -> str:
+def _origin(clone: Clone) -> str:
     """The remote's address, without a password in it; folders of this machine are none."""
     url = re.sub(r"^(\w+://)[^/@]*@", r"\1", clone.settings.get("remote.origin.url", "").strip())
     return url if re.match(r"(?:https?|ssh|git)://|[\w.-]+@[\w.-]+:", url) else ""
@@ -167,7 +166,7 @@ class _Pack:
         self.objects[blob] = self.known[blob]
         return blob
 
-    def tree(self, files: Tree) -> str:
+    def tree(self, files: GitTree) -> str:
         """Id of the tree object with `files` below it."""
         below: dict[str, list[tuple[str, str, str]]] = {"": []}  # folder -> name, mode, id
         for path, (mode, blob) in files.items():
@@ -212,7 +211,7 @@ class _Pack:
         return {f"{stem}.pack": bytes(pack), f"{stem}.idx": index + hashlib.sha1(index).digest()}
 
 
-def _index(tree: Tree) -> bytes:
+def _index(tree: GitTree) -> bytes:
     """The staging area of a clean work tree; git looks at each file once to learn its dates."""
     parts = [struct.pack(">4sII", b"DIRC", 2, len(tree))]
     for path in sorted(tree, key=lambda path: path.encode("utf-8", "surrogateescape")):

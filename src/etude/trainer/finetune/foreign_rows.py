@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from etude.corpus import chats
-from etude.corpus.dialect import Document, TextPiece, read_prompt, text
-from etude.corpus.packing import Encoded
+from etude.corpus import Chat, Encoded, TextPiece, encode_chat
+from etude.corpus.dialect import Document, read_prompt, text
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 from etude.renderers import COMPACT_PARAMETERS, ROLES, SCHEMAS, PlainEncoder, Renderer, load_tokenizer, read_json
@@ -57,7 +56,7 @@ class ForeignText:
         if document[0].text == "<|fim_prefix|>":
             parts = zip(self._fim(), document[1::2], strict=True)
             return self._learned([i for token, piece in parts for i in (token, *self._plain.encode(piece.text))])
-        ids, mask = chats.encode(conversation(document, self._system), self._renderer())
+        ids, mask = encode_chat(conversation(document, self._system), self._renderer())
         # If all of a document is learned, as in mid-training, the questions and the results are learned as well.
         return (ids, np.ones_like(mask)) if all(piece.labelled for piece in document) else (ids, mask)
 
@@ -89,7 +88,7 @@ def text_end(tokenizer: Tokenizer, folder: Path) -> int:
     return end
 
 
-def conversation(document: Document, system: str) -> chats.Chat:
+def conversation(document: Document, system: str) -> Chat:
     """A repair episode of the corpus with the built-in tools: the file is read first, and edits name the file. A turn
     with a wrong attempt is not labelled at all."""
     (_, request), *turns = _turns(document)
@@ -112,7 +111,7 @@ def conversation(document: Document, system: str) -> chats.Chat:
             results = enumerate(zip(calls, pieces[0].text.split("\n"), strict=True), first)
             messages += [_result(i, name, _shown(name, line, path)) for i, ((name, _), line) in results]
             first += len(calls)
-    return chats.Chat(task, tuple(messages), SCHEMAS)
+    return Chat(task, tuple(messages), SCHEMAS)
 
 
 def _turns(document: Document) -> list[tuple[str, list[TextPiece]]]:

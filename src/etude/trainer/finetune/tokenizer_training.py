@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from etude.corpus.dialect import SPECIALS
+from etude.corpus import SPECIALS
 
 # Indentation and line ends are tokens of their own, so a line has the same tokens in a file and alone in an edit.
 _PATTERN = r" {2,}|\n| ?_*\p{L}+| ?_+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|\s"
