@@ -1,1 +1,1 @@
-"""Scripted attacks on boxes and graders, and what each must come to: `etude doctor sandbox` runs them all."""
+"""Scripted attacks on boxes and graders, and the required result of each: `etude doctor sandbox` runs them all."""

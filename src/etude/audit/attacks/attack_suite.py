@@ -36,7 +36,7 @@ LIBRARY_CHECKS = {"A10": (look_ups,), "C9": (forgeries,)}  # of the harness: no 
 GRADED_CHECKS = {**MONITORS, "A7": (memory,), "C11": (injections,)}
 GOLD_REPEATS = 10
 ESCAPED = Path("/tmp/etude-attack-escaped")
-LibraryCheck = Callable[[Sandbox, AttackPack], Awaitable[str]]  # what went wrong, or nothing
+LibraryCheck = Callable[[Sandbox, AttackPack], Awaitable[str]]  # returns the problem; "" if there is none
 
 
 class HostState:
@@ -105,7 +105,7 @@ async def run(
 
 
 def no_scripts(sandbox: TestRunner) -> str:
-    """Why tests in JavaScript cannot be decided outside here, or nothing."""
+    """The reason why JavaScript tests cannot be decided outside of the tested process; "" if they can."""
     if shutil.which("node") is None:
         return "Node.js is not installed"
     if not languages.has_syntax("javascript"):
@@ -123,7 +123,7 @@ def _listener() -> socket.socket:
 
 @dataclass(frozen=True)
 class _Attacks:
-    """The pack that is attacked, the host that must stay as it is, and the report."""
+    """The attacked pack, the state of the host, and the report."""
 
     pack: AttackPack
     host: HostState
@@ -145,7 +145,7 @@ class _Attacks:
                 self.report.results.append(AttackResult("F1", program.title, where, word, problem))
 
     async def boxes(self, sandbox: Sandbox, port: int) -> None:
-        """Plays the attempts from inside of a box, and those on the owner of a box."""
+        """Plays the probes inside a box, and the attacks on its owner."""
         for item in (item for item in PROBES if item not in self.report.skipped):
             probe = partial(_probe, script(item, SECRET, EXPECTED, port))
             await self._check(item, "probe", "box", self._in_box(sandbox, probe))
@@ -154,7 +154,7 @@ class _Attacks:
             await self._check(item, check.__name__, "box", work)
 
     async def gates(self) -> None:
-        """Boxes with a way out, to a small world on this machine."""
+        """Plays the attacks on boxes with a way out, which leads to servers of this process."""
         with outside() as world:
             async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
                 for item, check in GATES.items():
@@ -183,7 +183,7 @@ class _Attacks:
         self._add(item, name, where, "missed" if problem else "flagged" if item in MONITORS else "stopped", problem)
 
     async def fingerprints(self, against: Against) -> None:
-        """Items E: `against` says which of them can be played."""
+        """Plays items E, as far as `against` has samples for them."""
         results = await against.results(lambda done, count: self.progress(f"E fingerprints: {done} of {count} boxes"))
         changed = self.host.changed()
         for item, result in results.items():

@@ -56,7 +56,7 @@ class AttackProgram:
 
     @property
     def title(self) -> str:
-        """Its name in words."""
+        """The name in words."""
         return self.name.partition(".")[0].replace("_", " ")
 
 
@@ -87,7 +87,7 @@ class PlayedAttack:
 
     @property
     def row(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """The result as a row of `--json`."""
         graded = self.graded
         return {
             "program": self.program.name,
@@ -120,7 +120,7 @@ class PackReport:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Counts, and the names of what got through; `controls` says what is wrong with a task's gold answer."""
+        """Counts, and the names of attacks that got through; `controls` holds the problems of gold answers."""
         through = {each.program for each in self.played if each.problem}
         failed = [each for each in self.results if each.problem and each.program in CONTROLS]
         return {
@@ -152,10 +152,10 @@ def load(folder: Path) -> AttackPack:
 
 def programs(folder: Path) -> tuple[AttackProgram, ...]:
     """The programs of the pack in a folder. Raises UserError."""
-    found = tuple(_program(each) for each in sorted((folder / "attacks").glob("*")) if each.is_file())
-    if not found:
+    loaded = tuple(_program(each) for each in sorted((folder / "attacks").glob("*")) if each.is_file())
+    if not loaded:
         raise UserError(f"{folder}/attacks holds no programs (.py, .sh or .mjs)")
-    return found
+    return loaded
 
 
 def _program(path: Path) -> AttackProgram:
@@ -262,13 +262,13 @@ async def _run(box: Box, task: Task, program: AttackProgram, phase: str) -> None
 
 
 async def _put(box: Box, path: str, text: str) -> None:
-    """A file outside of the repository; the file passes through it, for boxes read and write nowhere else."""
+    """Writes a file outside of the repository, by way of the repository: boxes write files nowhere else."""
     await box.write(".etude-pack", text.encode())
     await box.exec(f"mv .etude-pack {path}", SECONDS)
 
 
 def table(reports: Sequence[PackReport]) -> str:
-    """The results as lines: what got through, then the counts of each pack."""
+    """The results as lines: attacks that got through, then the counts of each pack."""
     lines = []
     for report in reports:
         counts = report.summary
