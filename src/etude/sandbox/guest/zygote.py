@@ -1,4 +1,4 @@
-"""The process that all boxes descend from: single-threaded, standard library only; pytest in the one of test runs.
+"""The process that all boxes descend from: single-threaded, standard library only (and pytest for test runs).
 
 Started by `etude.sandbox.namespace.zygote`; argv holds the descriptor of the control socket and a JSON configuration,
 which names the module that serves test runs.
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _joins(groups: list[int], host_id: int | None) -> bool:
-    """Whether a box can move into control groups: tried by a process with the rights of one."""
+    """Whether a box can move into control groups: tried by a process with a box's rights."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -70,7 +70,7 @@ def _joins(groups: list[int], host_id: int | None) -> bool:
 
 
 def _templates(control: socket.socket, runs: str) -> socket.socket:
-    """Fork the process that templates are forked from: it has imported what tests need, which live boxes don't."""
+    """Fork the process that templates of test runs are forked from: it has imported the modules of tests."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     zygote = os.getpid()
     if os.fork():
@@ -121,7 +121,7 @@ def serve(control: socket.socket, templates: socket.socket | None, real_root: bo
 
 
 def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int], parent: int, runs: str) -> None:
-    """In the fork; never returns. The handler itself only waits: what serves is pid 1 of a namespace below it."""
+    """Handle a message, in the fork; never returns. The handler waits for pid 1 of a new namespace, which serves."""
     from . import box, image_template
 
     try:
