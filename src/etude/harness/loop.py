@@ -1,7 +1,7 @@
 """The agent loop: sample a turn, run its calls, show their results, until the agent ends or its budget does.
 
-With `summarise_at` an episode is a chain of segments. Before a segment grows too long, between two turns, the agent is
-asked for a summary. The summary is sampled and trained on like any turn; the next segment begins with the task and it.
+With `summarise_at` an episode is a chain of segments. Before a segment grows too long, the agent writes a summary. The
+summary is sampled and trained on like any turn; the next segment begins with the task and the summary.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Policy(Protocol):
 
 
 class Aborted(Exception):
-    """The engine gave a turn up: an infrastructure failure, so the episode is repeated."""
+    """The engine has aborted a turn: an infrastructure failure, so the episode is repeated."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """All that an episode is played with but its box. `apply_edit` serves the tool `apply`."""
+    """The settings of an episode, without its box. `apply_edit` serves the tool `apply`."""
 
     task: Task
     policy: Policy
@@ -231,9 +231,9 @@ class _AgentLoop:
         return ids
 
     async def _summarise(self, generation: Generation, results: Sequence[str]) -> None:
-        """Asks for a summary behind the results, and opens a segment with it. Raises _BudgetSpent or Aborted. An empty
-        or cut summary is asked for once more. Both are kept and trained on, and the agent goes on with the one that it
-        wrote last, so a bad summary costs the agent its memory."""
+        """Requests a summary after the results, and opens a segment with it. Raises _BudgetSpent or Aborted. An empty
+        or cut summary is requested once more. Both are kept and trained on, and the agent goes on with the last one, so
+        a bad summary costs the agent its memory."""
         renderer, sampling = self._spec.renderer, self._spec.sampling
         self._next = renderer.bridge(generation.ids, generation.finish_reason, results, SUMMARISE)
         needed = 2 * sampling.summary_tokens + self._request_tokens
