@@ -1,9 +1,9 @@
-"""How many episodes to play at a time: as many as keep the engines' rows full, and no more.
+"""The number of episodes to play at a time: as many as keep the engines' rows full, and no more.
 
-An episode is at an engine for a share of its life only; the rest of it belongs to tools. If `live` episodes keep
-`demand` requests at the engines, and rows stand empty, then by Little's law live * rows / demand episodes would keep as
+An episode is at an engine for a share of its time; tools take the rest. If `live` episodes keep
+`demand` requests at the engines, and rows are empty, then by Little's law live * rows / demand episodes would keep as
 many requests there as the engines have rows. If requests queue instead, every one in the queue is an episode too many:
-it takes longer, its tokens grow older, and not one more of them is sampled per second. `next_limit` moves towards that
+it takes longer, its tokens grow older, and the throughput is the same. `next_limit` moves towards that
 number, by a bounded step per window, since shares change as the policy does.
 """
 

@@ -27,7 +27,7 @@ def has_violation(episode: Episode) -> bool:
 
 
 def audit_group(members: Sequence[Episode]) -> list[Episode]:
-    """The members with the flags of the audit, and without the grade where that is a violation."""
+    """The members with the flags of the audit; those with a violation lose the grade."""
     result: list[Episode] = []
     for index, member in enumerate(members):
         others = [other for i, other in enumerate(members) if i != index]
