@@ -1,4 +1,4 @@
-"""Finds out how to install and test a repository: goals first, then up to five tries to reach them in a box.
+"""Finds requirements that install and test a repository: goals first, then up to five tries to reach them in a box.
 
 After the two stages of Cursor's environment set-up: goals (commands with an expected outcome) are proposed without
 regard to how they can be reached, then requirements are tried until the goals hold. Rules propose both, or a model
