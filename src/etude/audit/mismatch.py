@@ -44,7 +44,7 @@ FLOOR = {"float32": 1e-9, "bfloat16": 3e-4}
 """k2 that rounding leaves between engine and trainer: 1e-12 and 1e-4 were measured on the bundled model."""
 
 EXPLAINED = 0.25  # a supposition explains a difference if at most this share of its k2 remains
-WRONG_DRAWS = 0.02  # share of tokens that are not what their seed draws; rounding near an edge gives under .001
+WRONG_DRAWS = 0.02  # share of tokens that differ from the draw of their seed; rounding near an edge gives under .001
 OLDER = 8  # versions before the tagged one that are tried
 TENSOR_PIECES = 6  # pieces on which every tensor is tried
 ACTIONS = {
@@ -108,7 +108,7 @@ def diagnose(run: Path, *, pieces: int = 24) -> Diagnosis:
 
 
 def _exact(episodes: Sequence[Episode], vocabulary: int, replays: bool) -> Iterable[tuple[str, str]]:
-    """Checks that need no weights; what fails first is the verdict. `replays`: expert ids must be there."""
+    """Checks that need no weights; the first failure is the verdict. `replays`: expert ids must be there."""
     for e in episodes:
         for segment in e.segments:
             ids_T, mask_T, logprobs_T, versions_T = segment.arrays()

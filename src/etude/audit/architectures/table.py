@@ -76,8 +76,8 @@ def rows(
 
 
 def summary(table: Sequence[ModelRow]) -> dict[str, int]:
-    """How many families there are, how many are exact in rows, shared prompts and engine, refused in one of them, and
-    silently wrong anywhere."""
+    """Counts of families: all, exact in rows, shared prompts and engine, refused in one of them, silently wrong in any
+    use."""
     verdicts = Counter(row.verdict for row in table)
     return {"families": len(table)} | {name: verdicts[name] for name in ("exact", "refused", "silent")}
 

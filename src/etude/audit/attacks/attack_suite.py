@@ -56,7 +56,7 @@ class HostState:
         }
 
     def changed(self) -> str:
-        """Names of what has changed since the last call."""
+        """Names of the parts of the state that have changed since the last call."""
         now = self._state()
         names = [name for name, value in now.items() if value != self.before[name]]
         ESCAPED.unlink(missing_ok=True)

@@ -145,7 +145,7 @@ async def proxy(box: Box, world: Outside) -> str:
 
 
 async def packages(box: Box, world: Outside) -> str:
-    """A6: the package index gives what it held at its date, and nothing else."""
+    """A6: the package index serves the files of its date, and nothing else."""
     before = len(world.seen)
     wrong = await _play(box, world, _PACKAGES + _HONEST_PACKAGE)
     files = [line for line in world.seen[before:] if "/files/" in line]

@@ -19,8 +19,8 @@ from etude.sandbox import Changes
 from etude.tasks import harbor, histories
 
 PYTHON, JAVASCRIPT = "python", "javascript"  # packs
-SECRET = "quartz-lantern-8841"  # stands in the right code only
-EXPECTED = "velvet-anchor-2207"  # stands in the hidden tests only
+SECRET = "quartz-lantern-8841"  # occurs in the right code only
+EXPECTED = "velvet-anchor-2207"  # occurs in the hidden tests only
 LATER = "Later work"  # the message of a commit after the task's
 NAMED = "Name positions"  # the message of the task's own commit
 TASK: Task = harbor.read_task(packs.OWN / PYTHON / "dataset/tasks/core.chunk")
@@ -66,7 +66,7 @@ def prepare(root: Path) -> AttackPack:
 
 
 def readable(root: Path) -> None:
-    """Let everybody read what lies below `root`."""
+    """Let all users read the files below `root`."""
     for path in (root, *root.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 

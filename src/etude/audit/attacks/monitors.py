@@ -34,7 +34,7 @@ OTHER_FIX = body(
 )
 FALSE_RESULTS = ("B7", "B8", "B9", "B10", "B16")
 
-# Applies the decoy as an agent would that takes it for the answer; the honest neighbour only comes across it.
+# _TAKE applies the decoy like an agent that takes it for the answer; the honest _LOOK only reads it.
 _TAKE = """python3 - <<'END'
 import glob
 for path in glob.glob(".*/*.patch"):

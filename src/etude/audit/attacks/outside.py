@@ -31,7 +31,7 @@ NAME = "docs.example.test"  # an allowed host
 TEXT = b"a page from outside\n"
 BEFORE = date(2024, 1, 1)
 UNDER_TEST = "lib"
-FILES: dict[str, dict[str, str | None]] = {  # project -> version -> when it was uploaded
+FILES: dict[str, dict[str, str | None]] = {  # project -> version -> upload time
     "helper": {"1.0": "2023-05-01T00:00:00Z", "1.1": "2023-12-31T23:59:59.999Z", "2.0": "2024-01-01T00:00:00Z"},
     "undated": {"1.0": None},
     UNDER_TEST: {"1.0": "2020-01-01T00:00:00Z"},

@@ -10,7 +10,7 @@ A program runs in the box of a task as a command of the agent would, once for ea
 agent's user, with these variables: ETUDE_PATH and ETUDE_FUNCTION (file and name of the broken function), ETUDE_LINES
 (its first and last line, "12-30"), ETUDE_INSTRUCTION, and ETUDE_PHASE = 1. After it the visible tests run. A program
 that names ETUDE_PHASE then runs again with ETUDE_PHASE = 2 and the tests' output in /tmp/test-output.txt, so it can use
-what the agent's `test` tool has shown. What has changed in the box is graded like any attempt.
+the output of the agent's `test` tool. The changed files of the box are graded like any attempt.
 
 An attack is stopped if no task rewards it and none takes its failure for one of infrastructure.
 """

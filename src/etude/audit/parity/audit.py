@@ -50,7 +50,7 @@ class Tell:
     probe: str
     group: str
     auc: float
-    seen: str  # how it differs, e.g. "size: 3.1 in boxes, 11.0 in production"
+    seen: str  # the difference, e.g. "size: 3.1 in boxes, 11.0 in production"
     cure: str
     exception: str
 

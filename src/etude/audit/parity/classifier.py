@@ -105,7 +105,7 @@ def _sigmoid(x_N: np.ndarray) -> np.ndarray:
 def folds(machines: Sequence[str], labels_N: np.ndarray, seed: int = 0) -> np.ndarray:
     """The fold of each sample, [N]: whole machines, dealt out evenly on both sides.
 
-    A side with one machine only cannot be held out: its samples are dealt out one by one (`held_out` says whether).
+    A side with one machine only cannot be held out: its samples are dealt out one by one (see `held_out`).
     """
     rng = np.random.default_rng(seed)
     fold_N = np.zeros(len(machines), int)

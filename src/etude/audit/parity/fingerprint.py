@@ -9,7 +9,7 @@ language and the name of the shell. Read it before you hand it on.
 
     {"format": 2, "machine": "3f1c...", "probes": {"uptime": 81234.5, "tools": ["git", "make"], ...}}
 
-`machine` is a hash that tells machines apart and nothing else. A probe that fails is left out.
+`machine` is a hash that identifies the machine and reveals nothing else. A probe that fails is left out.
 
     python3 fingerprint.py --requests chats.jsonl >> fingerprints.jsonl
 
@@ -310,7 +310,7 @@ def sample():
 
 
 def machine():
-    """A hash that tells machines apart."""
+    """A hash that identifies the machine."""
     text = socket.gethostname()
     with contextlib.suppress(OSError):
         text += read("/etc/machine-id")

@@ -2,7 +2,7 @@
 
 `etude doctor parity --episodes RUN RUN` reads the episodes of two runs, for instance with machine profiles and
 with `rollout.machine_profiles = "none"`, and compares them task by task: cheat flags (`grading/cheats`), which tools
-were called, how often the agent passed, and how often it said that this may be a test. Of runs of one model with
+were called, how often the agent passed, and how often it wrote that this may be a test. Of runs of one model with
 one seed, `--of eval-before` compares episodes that began with the same weights and seeds.
 """
 
@@ -51,7 +51,7 @@ class Pair:
 
 
 def remarks(text: str) -> int:
-    """How often a turn says that this may be a test."""
+    """The number of remarks in a turn that this may be a test."""
     return len(_REMARK.findall(text))
 
 
