@@ -228,7 +228,7 @@ def sweep(folder: Path) -> None:
 
 
 def _locked(top: Path) -> int:
-    """Descriptor of a new group whose lock says that it is in use."""
+    """Descriptor of a new group, with a lock that marks the group as used."""
     while True:
         top.mkdir(exist_ok=True)
         fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -107,7 +107,7 @@ class Containers:
         tree = f"size={limits.disk_mb + need.files_mb}m"
         mounts = {"/workspace": tree, "/site": tree, "/opt/runner": tree, "/run": tree}
         mounts |= dict.fromkeys(("/home/user", "/tmp", "/var/tmp"), disk)
-        # nofile, nproc: some hosts forbid what engines ask for by default
+        # nofile, nproc: some hosts forbid the defaults of engines
         fixed = "--network none --read-only --cap-drop ALL --security-opt no-new-privileges --hostname devbox"
         return [
             *fixed.split(),

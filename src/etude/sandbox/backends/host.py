@@ -132,7 +132,7 @@ class StreamConnection(Connection):
         self.close(f"the machine of a box has ended{why}")
 
     async def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the reader says why
+        with contextlib.suppress(OSError):  # the reader reports the reason
             while True:
                 await self._stream.write(await self._outgoing.get())
 

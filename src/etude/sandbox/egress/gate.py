@@ -70,7 +70,7 @@ class _Seen:
 
 
 class Gate:
-    """The way out of one box. `requests` are those that have ended."""
+    """The way out of one box. `requests` are its ended requests."""
 
     def __init__(self, network: Network, box: int) -> None:
         self.requests: list[EgressRequest] = []

@@ -17,12 +17,12 @@ from etude.errors import UserError
 PORTS = (80, 443)
 RESOLVE_SECONDS = 10.0
 _NAME = re.compile(r"(?=.{1,253}\Z)(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
-_NUMBERS = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+))*")  # what inet_aton takes for an address
+_NUMBERS = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+))*")  # addresses of inet_aton
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class EgressRefused(Exception):
-    """A request that the policy does not allow; the text says why."""
+    """A request that the policy does not allow; the text is the reason."""
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def folders(user: int) -> None:
 
 
 def lay(changes: dict[str, bytes | None], user: int) -> None:
-    """Write a change set over the workspace; changes get the age of other files."""
+    """Write a change set over the workspace, with the modes and times of the replaced files."""
     for path, data in changes.items():
         target = f"{root.WORKSPACE}/{path}"
         old = None

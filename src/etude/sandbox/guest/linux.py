@@ -202,7 +202,7 @@ def end_of(child: int) -> int:
 
 def own_session() -> None:
     """Makes this process the leader of a session. Many kernels share processors among sessions first (sched(7),
-    autogroup), where niceness does not count: the session weighs as its leader's niceness says."""
+    autogroup), where niceness does not count: the session has the weight of its leader's niceness."""
     os.setsid()
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     for _ in range(50 if niceness else 0):  # the kernel allows one such change in a tenth of a second, of all processes

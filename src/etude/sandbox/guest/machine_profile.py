@@ -59,7 +59,7 @@ def _home(profile: dict[str, Any], search: Sequence[str]) -> None:
         os.makedirs(f"{home}/{name}")
     for name, text in profile["files"].items():
         _write(f"{home}/{name}", text)
-    # What `pip install --user --editable` leaves; variables of the environment would stand out.
+    # The file of `pip install --user --editable`; variables of the environment would be conspicuous.
     site = f"{home}/.local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     _write(f"{site}/project.pth", "".join(f"{folder}\n" for folder in search) + _NO_BYTECODE)
     with linux.staying(sys.base_prefix, "/home"):

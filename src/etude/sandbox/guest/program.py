@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from . import box, linux, root
 
 WATCH_SECONDS = 0.2  # between looks at the memory of the box
-DRAIN_SECONDS = 0.5  # for what the ended program left in its pipes
+DRAIN_SECONDS = 0.5  # for the rest of the ended program's pipes
 ERRORS = 64_000  # bytes kept of the end of the error stream
 
 

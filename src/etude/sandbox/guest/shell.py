@@ -335,7 +335,7 @@ class ShellServer(ABC):
                 raise Lost(os.WEXITSTATUS(status) if os.WIFEXITED(status) and not late else None, late)
 
     def _interrupt(self, shell: BashSession, number: int | None) -> None:
-        """Signal the foreground processes; without a number, or in a loop of the shell itself, end the shell."""
+        """Signal the foreground processes; without a number, end the shell, which may be in a loop of its own."""
         group = shell.foreground()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if number is None:

@@ -2,7 +2,7 @@
 
 Started by `etude.sandbox.namespace.zygote`; argv holds the descriptor of the control socket and a JSON configuration,
 which names the module that serves test runs.
-Every message on the control socket asks for one handler and carries the handler's own connection. When the owner ends,
+Every message on the control socket requests one handler and carries the handler's own connection. When the owner ends,
 or hangs up, the zygote ends, and with it (parent-death signals, pid namespaces) everything below.
 """
 
@@ -90,7 +90,7 @@ def _templates(control: socket.socket, runs: str) -> socket.socket:
 
 
 def serve(control: socket.socket, templates: socket.socket | None, real_root: bool, runs: str) -> None:
-    """Fork a handler for each message, or hand it on if it asks for a template, until the owner hangs up."""
+    """Fork a handler for each message, or pass it on if it is for a template, until the owner hangs up."""
     from . import image_template  # noqa: F401, so that a fork has it
 
     count = 0
