@@ -117,7 +117,7 @@ class FullTools(Tools):
             self.metrics["malformed"] += 1
             return f"error: unknown tool {one_line(call.name, 64)}"
         text, most = await super().call(call), self._most()
-        if len(text) <= most or call.name == "read":  # which says how to go on
+        if len(text) <= most or call.name == "read":  # its result fits, and ends with the next offset
             return text
         half = most // 2
         return f"{text[:half]}\n[cut short: your context has room for no more at once]\n{text[-half:]}"
@@ -293,7 +293,7 @@ class FullTools(Tools):
 
 
 def _proper(text: str) -> bool:
-    """Whether a text can be sent to a server: no half of a surrogate pair, which stands for a byte that is no UTF-8."""
+    """Whether a text can be sent to a server: no half of a surrogate pair, which represents a byte that is no UTF-8."""
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 

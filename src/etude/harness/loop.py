@@ -25,9 +25,9 @@ from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCal
 from etude.renderers import Renderer
 from etude.sandbox import Box
 
-GRACE_SECONDS = 30.0  # that a tool may run beyond the budget of seconds; the tool's own limit should end it before
+GRACE_SECONDS = 30.0  # of a tool beyond the budget of seconds; the tool's own limit should end it before
 LEFT_OUT = "error: the result does not fit your context; ask for less"
-POLICY_GRACE_SECONDS = 1.0  # that a policy may take beyond its timeout
+POLICY_GRACE_SECONDS = 1.0  # of a policy beyond its timeout
 _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo", "malformed", "truncated")
 
 
@@ -118,7 +118,7 @@ class _BudgetSpent(Exception):
 
 
 class _AgentLoop:
-    """One episode in progress. Read `run`, then `_turns`: the other methods stand in the order in which it calls them.
+    """One episode in progress. Read `run`, then `_turns`: the other methods follow in the order of their calls.
     `_next` are the tokens that the model reads next: the prompt, or the results of the turn before."""
 
     def __init__(self, spec: EpisodeSpec, opening: Opening) -> None:
@@ -201,7 +201,7 @@ class _AgentLoop:
             documents=ledger.documents,
         )
         try:
-            # The policy has a deadline of its own, and can tell a lost engine from a slow one.
+            # The policy has a deadline of its own, and can distinguish a lost engine from a slow one.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
                 generation = await spec.policy.generate(request, seconds)
         except TimeoutError:

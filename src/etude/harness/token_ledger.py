@@ -61,7 +61,7 @@ class TokenLedger:
 
     @property
     def routed(self) -> int:
-        """Positions whose experts are known: the next turn asks for those from here on, so none travels twice. The
+        """Positions whose experts are known: the next turn requests those from here on, so none travels twice. The
         experts of a position are those of its first computation, from which its token was sampled."""
         return self._routes[-1].end if self._routes else 0
 
@@ -71,7 +71,7 @@ class TokenLedger:
 
     def continued(self, documents: Sequence[list[int]]) -> TokenLedger:
         """A new segment of the episode, with further documents: the whole conversation so far is its prompt. Documents
-        stand before the conversation, so a new one moves every token after it, and tokens sampled without it are
+        precede the conversation, so a new one moves every token after it, and tokens sampled without it are
         trained on in the segment that ends here."""
         new = self.restarted((*self.documents, *documents))
         new.add_environment(self.prompt())

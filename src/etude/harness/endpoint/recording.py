@@ -28,7 +28,7 @@ from etude.renderers import LONGEST_TOKEN, Message, Renderer, Tool, content_text
 
 @dataclass(frozen=True)
 class RecordedFork:
-    """Where a branch leaves the recorded path: after turn number `turn` (-1: at the start), keeping `tokens` of it."""
+    """The start of a branch: after turn number `turn` (-1: at the start) of the recorded path, with `tokens` of it."""
 
     turn: int
     tokens: int
