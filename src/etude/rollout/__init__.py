@@ -8,7 +8,7 @@
     probes, engines, stall, drift        checks of engines, of progress and of behaviour while a run goes on
     replay                               a recorded episode played again, token by token
 
-Imports harness, grading, tasks, sandbox, protocol and what lies below; no torch. Users' own code imports
+Imports harness, grading, tasks, sandbox, protocol and the rooms below; no torch. Users' own code imports
 `environment`.
 """
 

@@ -3,13 +3,13 @@ sampling.
 
     capacity = (version + O + 1) * P * G - (accepted + reserved)
 
-P groups of G episodes make a step, `version` is what the engines serve, O is the staleness bound; accepted episodes
+P groups of G episodes make a step, `version` is the served version, O is the staleness bound; accepted episodes
 belong to finished groups (trained on or not yet), reserved ones to groups still open. Work is admitted a whole group
 at a time, so group i (counted from 0) starts only once i < (version + O + 1) * P. If the trainer takes groups in that
 order, group i is trained on by the step that starts from version i // P <= version + O: the bound holds by
 admission, and nothing has to be dropped. It also holds where younger groups overtake stragglers, if every batch
-leaves behind only what later batches can still take in time (`ledger.leaving_behind`). O = 0 is on-policy: each batch
-waits for its version.
+leaves behind only groups that later batches can still take in time (`ledger.leaving_behind`). O = 0 is on-policy: each
+batch waits for its version.
 """
 
 

@@ -48,7 +48,7 @@ async def open_agent(config: AgentConfig | None) -> AsyncGenerator[Agent | None]
 
 
 def check_agent(config: AgentConfig) -> None:
-    """Raises UserError if the agent's program, or a variable that it is to have, is not there."""
+    """Raises UserError if the agent's program, or a variable of its environment, is missing."""
     with_environment(config.environment)
     if config.folder is not None and not Path(config.folder).is_dir():
         raise UserError(f"rollout.agent.folder: {config.folder} is not a folder; give that of the agent's program")

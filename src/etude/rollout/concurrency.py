@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 WINDOW_SECONDS = 5.0  # over which load is averaged before the limit moves; an agent's turn is about as long
-GROW, SHRINK = 1.5, 0.75  # bounds of one move: a window that a burst of long turns filled must not throw it about
+GROW, SHRINK = 1.5, 0.75  # bounds of one move: one window with a burst of long turns must change little
 DEAD_BAND = 0.1  # share of the rows by which demand must miss them for the limit to move: a mean is no better
 
 
@@ -68,8 +68,8 @@ class Concurrency:
 
 
 def concurrency(max_in_flight: int | None, *, rows: int, staleness: int, prompts: int, group: int) -> Concurrency:
-    """The configured limit of live episodes: a fixed number, or with None one that follows the load. No more than (O +
-    1) * P * G episodes can ever be live, by admission; fewer than a group would be none."""
+    """The configured limit of live episodes: a fixed number, or with None one by the load. No more than
+    (O + 1) * P * G episodes can ever be live, by admission; fewer than a group would be none."""
     if max_in_flight is not None:
         return Concurrency(rows, max_in_flight, max_in_flight)
     return Concurrency(rows, group, (staleness + 1) * prompts * group)

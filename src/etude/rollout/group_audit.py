@@ -22,7 +22,7 @@ EFFORT = 4.0  # times more, or less, tokens than the median of the others that p
 
 
 def has_violation(episode: Episode) -> bool:
-    """Whether one of the episode's flags takes its grade away."""
+    """Whether one of the episode's flags withholds its grade."""
     return not VIOLATIONS.keys().isdisjoint(episode.flags)
 
 

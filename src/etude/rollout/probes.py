@@ -1,6 +1,6 @@
 """Logprob probes: fixed sequences that every engine scores after each weight swap, and the trainer as well.
 
-    controller   makes the sequences once, asks every engine that serves a new version for scores, and stores these;
+    controller   makes the sequences once, requests scores of every engine that serves a new version, and stores these;
                  engines decode the end of each sequence as they decode episodes
     trainer      scores the sequences under each version that it publishes; at every step it compares the scores of the
                  engines that have arrived with its own

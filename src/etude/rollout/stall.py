@@ -1,7 +1,7 @@
 """Stalls: the time in which a run has made no progress, and the cause.
 
 A run makes progress when an episode ends, a token is sampled, a version is served or groups are trained on. If none of
-these happens for `rollout.stall_seconds`, one sentence says what the run waits for. After LIMIT times as long the run
+these happens for `rollout.stall_seconds`, one sentence names the cause. After LIMIT times as long the run
 ends with that sentence; it can be resumed.
 """
 
