@@ -74,8 +74,8 @@ def detect(proc: Path = Path("/proc/self"), top: Path = Path("/")) -> Hierarchy 
 
 
 def find(share: float = 1.0) -> Groups | None:
-    """Groups for a new sandbox, whose boxes together may hold a share of the memory; None where no
-    groups can be made."""
+    """Groups for a new sandbox, whose boxes together may hold a share of the memory; None where no groups
+    can be made."""
     try:
         hierarchy = detect()
         if hierarchy is None:

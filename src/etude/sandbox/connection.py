@@ -28,7 +28,7 @@ Refusal = Literal["", "NotFound", "NotRegular", "Escape", "TooLarge", "NoSpace",
 class Reply(msgspec.Struct, frozen=True):
     """The head of a message from a process that makes or serves boxes; every message sets some of the fields.
 
-    A process that serves a box may be in the hands of an agent, so a value is valid by its type alone.
+    A process that serves a box may be in the hands of an agent, so only the types of the fields are certain.
     """
 
     id: int = -1  # of the request

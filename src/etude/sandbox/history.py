@@ -151,7 +151,7 @@ def _entry(kind: str, data: bytes) -> bytes:
 
 @dataclass
 class _Pack:
-    """Objects to be packed. `known` are entries of blobs that are packed already."""
+    """Objects to be packed. `known` are finished entries of blobs, by id."""
 
     known: Mapping[str, bytes]
     objects: dict[str, bytes] = field(default_factory=dict)

@@ -187,7 +187,7 @@ def _name(rng: random.Random, shape: str) -> str:
 
 
 def _init(probes: Mapping[str, Any]) -> tuple[str, ...]:
-    """A command line of pid 1 with the fingerprint's name and, as nearly as possible, length."""
+    """A command line of pid 1 with the fingerprint's name and about its length."""
     named = _NAMED.get(str(probes.get("pid1.program", "another")))
     if named is not None:
         return named

@@ -21,7 +21,7 @@ LIMITS = {"addresses": 1 << 30, "memory": 1 << 30, "processes": 1024, "disk": 1 
 
 
 class LiveBox(shell.ShellServer):
-    """The server of a live box. `profile` is the machine that the box imitates; None: none."""
+    """The server of a live box. `profile` is the machine that the box imitates, if any."""
 
     def __init__(self, connection: socket.socket, groups: Sequence[int], profile: dict[str, Any] | None) -> None:
         super().__init__(connection, groups, shell.SIZE if profile is None else profile["size"])
