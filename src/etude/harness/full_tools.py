@@ -117,7 +117,7 @@ class FullTools(Tools):
             self.metrics["malformed"] += 1
             return f"error: unknown tool {one_line(call.name, 64)}"
         text, most = await super().call(call), self._most()
-        if len(text) <= most or call.name == "read":  # its result fits, and ends with the next offset
+        if len(text) <= most or call.name == "read":  # `read` cuts its result itself
             return text
         half = most // 2
         return f"{text[:half]}\n[cut short: your context has room for no more at once]\n{text[-half:]}"

@@ -1,8 +1,8 @@
 """The token ledger of an episode: append-only, one entry per token, never tokenised again.
 
 The policy always reads exactly the tokens of the ledger, and its samples are appended unchanged, so training uses the
-tokens of inference. Every violation is a mistake of ours or of the
-engine's and raises TokenLedgerError; nothing is repaired.
+tokens of inference. Every violation is a mistake of ours or of the engine's and raises TokenLedgerError; nothing is
+repaired.
 """
 
 from __future__ import annotations
