@@ -37,7 +37,7 @@ PROBES = {
 
 
 async def probe() -> list[MachineCheck]:
-    """Properties of a real box, made for this. Raises UserError or BoxError."""
+    """Properties of a real box that is made for the probe. Raises UserError or BoxError."""
     checks = []
     with tempfile.TemporaryDirectory(prefix="etude-doctor-") as folder:
         Path(folder).chmod(0o755)
@@ -84,7 +84,7 @@ def _limits(backend: Backend) -> str:
 
 
 async def _backends() -> list[MachineCheck]:
-    """The other backends. None of them is needed."""
+    """Checks of the other backends; none of them is needed."""
     reasons = await reachable()
     return [
         MachineCheck(f"backend {name}", not reason, reason or "can be reached", needed=False)
@@ -104,7 +104,7 @@ class GpuFacts:
 
 
 def read_gpu() -> GpuFacts:
-    """The facts of this machine. PyTorch is loaded where there is a driver alone."""
+    """The facts of this machine. PyTorch is imported only if there is a driver."""
     try:
         installed = version("torch")
     except PackageNotFoundError:
@@ -118,7 +118,7 @@ def read_gpu() -> GpuFacts:
 
 
 def device(gpu: GpuFacts) -> MachineCheck:
-    """The device that models run on."""
+    """The check of the device that models run on."""
     if gpu.name:
         return MachineCheck("device", True, gpu.name, needed=False)
     slow = "models run on the CPU, which is enough for the bundled ones alone"
@@ -135,16 +135,15 @@ def device(gpu: GpuFacts) -> MachineCheck:
 
 
 def installed() -> list[MachineCheck]:
-    """The extras. None of them is needed for boxes."""
-    found: list[MachineCheck] = []
+    """Checks of the extras; none of them is needed for boxes."""
+    checks: list[MachineCheck] = []
     for name, purpose in EXTRAS.items():
         lacking = missing_packages(name)
-        detail = (
-            "installed" if not lacking else f"{len(lacking)} of {len(packages_of_extra(name))} packages are missing"
-        )
+        count = len(packages_of_extra(name))
+        detail = f"{len(lacking)} of {count} packages are missing" if lacking else "installed"
         cure = f"{purpose} will not work: pip install 'etude[{name}]'" if lacking else ""
-        found.append(MachineCheck(f"extra {name}", not lacking, detail, cure, needed=False))
-    return found
+        checks.append(MachineCheck(f"extra {name}", not lacking, detail, cure, needed=False))
+    return checks
 
 
 def checks() -> list[MachineCheck]:

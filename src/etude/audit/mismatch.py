@@ -1,16 +1,16 @@
 """`etude doctor mismatch RUN`: why the log-probabilities of trainer and engine differ in a run.
 
     exact checks     lengths, masks and versions of the tokens; infrastructure failures that were scored
-    tagged version   every token scored again under the version that it names: what is left is not staleness
+    tagged version   every token scored again under the version that it names: the rest is not staleness
     suppositions     one thing changed at a time: weights of another version, one stale tensor, another temperature or
                      top-p, a bfloat16 head, keys and values of an older version under the prompt, altered tokens,
                      the recorded experts instead of the trainer's own or the other way round
     staleness        the same tokens under the version that trained on them, less the first
 
 The verdict is the first exact check that fails, else the supposition that explains the difference, else staleness, if
-that is what the difference is made of. The engine draws tokens from counters, so whether a token is the one that its
-seed draws is evidence too. Only tokens are scored before which no other version sampled: swaps in the middle of an
-episode leave older keys and values behind on purpose, which is part of staleness.
+the difference consists of staleness. The engine draws tokens from counters, so whether a token is the one that its
+seed draws is evidence too. A token is scored only if all sampled tokens before it are of its version: swaps in the
+middle of an episode leave older keys and values behind on purpose, which is part of staleness.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FLOOR = {"float32": 1e-9, "bfloat16": 3e-4}
 """k2 that rounding leaves between engine and trainer: 1e-12 and 1e-4 were measured on the bundled model."""
 
 EXPLAINED = 0.25  # a supposition explains a difference if at most this share of its k2 remains
-WRONG_DRAWS = 0.02  # share of tokens that are not what their seed draws; rounding near an edge gives under .001
+WRONG_DRAWS = 0.02  # share of tokens that differ from the draw of their seed; rounding near an edge gives under .001
 OLDER = 8  # versions before the tagged one that are tried
 TENSOR_PIECES = 6  # pieces on which every tensor is tried
 ACTIONS = {
@@ -70,7 +70,7 @@ class Supposition:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The verdict: a cause, a sentence, and what it rests on."""
+    """The verdict: a cause, a sentence, and the figures behind it."""
 
     cause: str
     sentence: str
@@ -79,7 +79,7 @@ class Diagnosis:
     k2_tagged: float = 0.0  # under the version that a token names
     k2_trained: float = 0.0  # under the version that trained on it
     wrong_draws: float = 0.0
-    shares: dict[str, float] = field(default_factory=dict)  # of the variance of what training saw
+    shares: dict[str, float] = field(default_factory=dict)  # of the variance of the difference in training
     flips: float | None = None
     suppositions: tuple[Supposition, ...] = ()
 
@@ -108,7 +108,7 @@ def diagnose(run: Path, *, pieces: int = 24) -> Diagnosis:
 
 
 def _exact(episodes: Sequence[Episode], vocabulary: int, replays: bool) -> Iterable[tuple[str, str]]:
-    """Checks that need no weights; what fails first is the verdict. `replays`: expert ids must be there."""
+    """Checks that need no weights; the first failure is the verdict. `replays`: expert ids must be there."""
     for e in episodes:
         for segment in e.segments:
             ids_T, mask_T, logprobs_T, versions_T = segment.arrays()
@@ -180,7 +180,7 @@ def _k2(differences: Sequence[np.ndarray]) -> float:
 
 @dataclass
 class _Case:
-    """The pieces of a run, and what has been computed of them."""
+    """The pieces of a run, with its model and the weights of its versions."""
 
     config: RLConfig
     model: PreTrainedModel
@@ -200,7 +200,7 @@ class _Case:
 
     @property
     def engine_dtype(self) -> str:
-        """The type that the engine computed in, of the two that are told apart."""
+        """The dtype of the engine's computation: "float32" or "bfloat16"."""
         options = self.config.inference
         dtype = computed_dtype(options.dtype, options.device, Path(self.config.model.path))
         return "float32" if dtype == torch.float32 else "bfloat16"
@@ -271,21 +271,21 @@ class _Case:
         )
 
     def _made_by_flips(self) -> float:
-        """About what k2 would be if experts flipped as in bfloat16 and nothing else differed; 0 if they are replayed,
-        or if nothing is computed in bfloat16."""
+        """The approximate k2 of experts that flip by bfloat16 rounding alone; 0 if experts are replayed or nothing is
+        computed in bfloat16."""
         if self.replays or "bfloat16" not in (self.config.trainer.dtype, self.engine_dtype):
             return 0.0
         flips = [route_flips(self.model, p) for p in self.pieces[:TENSOR_PIECES]]
         return _k2([f.difference_N for f in flips if f is not None])
 
     def _wrong(self, logits_NV: Tensor, piece: VersionPiece, temperature: float) -> np.ndarray:
-        """Which tokens are not what their seeds draw from these logits, bool [N]."""
+        """Whether each token differs from the one that its seed draws from these logits, bool [N]."""
         n = len(piece.at_N)
         ids_N, *_ = sample(logits_NV, np.full(n, temperature), np.ones(n), piece.seed_N, piece.at_N)
         return ids_N != piece.ids_T[piece.at_N]
 
     def _other_draws(self, tagged: Sequence[Tensor], wrong: float) -> str:
-        """The log-probabilities fit and the draws do not: another temperature drew than the one that was recorded."""
+        """A sentence for draws that do not fit though log-probabilities do, with the temperature that explains them."""
         shares = {
             t: float(np.concatenate([self._wrong(x, p, t) for x, p in zip(tagged, self.pieces, strict=True)]).mean())
             for t in np.round(np.arange(0.5, 1.55, 0.05), 2).tolist()
@@ -325,7 +325,7 @@ class _Case:
         yield from self._tensors()
 
     def _stale(self, back: int) -> list[np.ndarray]:
-        """Differences with all of a prompt but its last token in keys and values of an older version."""
+        """Differences with keys and values of an older version for all of a prompt but its last token."""
         out = []
         for piece in self.pieces:
             keys = Keys(piece.graph)
@@ -338,7 +338,7 @@ class _Case:
         return out
 
     def _tensors(self) -> Iterable[Supposition]:
-        """One tensor left behind by a version, as when a part of a delta is lost."""
+        """Suppositions of one stale tensor, as after a lost part of a delta."""
         some = [p for p in self.pieces if p.version - 1 in self.published][:TENSOR_PIECES]
         for name in named_tensors(self.model) if some else ():
             pairs = [(self.tensors(p.version)[name], self.tensors(p.version - 1)[name]) for p in some]
@@ -353,7 +353,7 @@ class _Case:
 
 
 def _altered_tokens(kernel: Sequence[np.ndarray], draws: Sequence[np.ndarray]) -> Supposition:
-    """Tokens replaced after they were sampled: all fits up to one that its seed does not draw, and nothing after it."""
+    """The supposition of tokens replaced after sampling: all fits before the first one that its seed does not draw."""
     left, altered = [], 0
     for d, wrong in zip(kernel, draws, strict=True):
         bad = np.flatnonzero(np.abs(d) > 0.1)
@@ -379,7 +379,7 @@ def _shares(kernel: Sequence[np.ndarray], total: Sequence[np.ndarray]) -> dict[s
 def _verdict(
     suppositions: Sequence[Supposition], base: float, kernel: Sequence[np.ndarray], floor: float
 ) -> tuple[str, str]:
-    """The cause and a sentence, for a difference that is not rounding; `suppositions` are sorted by what they leave."""
+    """The cause and a sentence, for a difference that is not rounding; `suppositions` are sorted by remaining k2."""
     best = suppositions[0]
     if best.k2 <= max(EXPLAINED * base, floor):
         return best.cause, f"{best.what}: that takes k2 from {base:.2g} to {best.k2:.2g}"

@@ -2,7 +2,7 @@
 
 Nothing is sampled: the turns of the model are those of the ledger. A replay without differences proves that the harness
 still requests each turn after exactly the tokens that it was sampled from, so that the context of each log-probability
-in the ledger can be made again.
+in the ledger can be reconstructed.
 """
 
 from __future__ import annotations

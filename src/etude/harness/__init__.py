@@ -2,7 +2,7 @@
 
     loop, prompts, token_ledger           the loop, the first tokens of an episode, and its tokens so far
     tools, full_tools, compact_tools      the tools: their common part, and the two sets
-    edit_appliers, focus, grep, ranking, chunks, lints, terminals   what single tools need
+    edit_appliers, focus, grep, ranking, chunks, lints, terminals   parts of single tools
     documents                             files and results as documents before the conversation
     endpoint/                             an HTTP endpoint through which outside agents are played and recorded
     atif                                  episodes in the trajectory format ATIF

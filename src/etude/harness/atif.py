@@ -1,10 +1,10 @@
 """An episode as an ATIF-v1.8 document: the Agent Trajectory Interchange Format of Harbor, tokens included.
 
-    segment   a user step with what the model was shown; copied context if the segment goes on from an earlier one
+    segment   a user step with the prompt that the model read; copied context if the segment goes on from an earlier one
     turn      an agent step: text, thoughts, calls and their results, token ids and log-probabilities
 
-The first turn of a segment has its whole prompt as token ids, every later one what was added since
-(`metrics.extra.added_token_ids`), so a segment's tokens up to the last sampled one can be put together again.
+The first turn of a segment has its whole prompt as token ids, every later one the tokens added since
+(`metrics.extra.added_token_ids`), so a segment's tokens up to the last sampled one can be reconstructed.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """The agent loop over a chat API: the same task, tools and budgets as `loop.py`, without tokens.
 
-The API counts the tokens: a turn is bounded by what is left of the budget, and the conversation ends once prompt and
+The API counts the tokens: a turn is bounded by the rest of the budget, and the conversation ends once prompt and
 answer reach the context. Time that busy servers took does not count.
 """
 
@@ -63,7 +63,7 @@ class _ChatLoop:
         return UngradedEpisode((), tuple(self._turns), stop_reason, metrics, timed_out, passed)
 
     async def _play(self) -> StopReason:
-        """Raises TimeoutError if a tool outlives the time."""
+        """Plays the turns; returns why the episode ended. Raises TimeoutError if a tool outlives the time."""
         while len(self._turns) < self._budget.turns:
             left = self._budget.tokens - self._counts["sampled_tokens"]
             room = min(left, self._budget.context - self._length)
@@ -88,7 +88,7 @@ class _ChatLoop:
         return StopReason.TURNS
 
     async def _act(self, answer: ChatAnswer, seconds: float) -> bool:
-        """Runs the calls of a turn; whether the conversation goes on."""
+        """Runs the calls of a turn; returns whether the conversation goes on."""
         usage = answer.usage
         self._counts.update(prompt_tokens=usage.prompt, cached_tokens=usage.cached, sampled_tokens=usage.sampled)
         self._length = usage.prompt + usage.sampled

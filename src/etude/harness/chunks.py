@@ -10,7 +10,7 @@ import blake3
 
 from etude.code.functions import parse
 
-WINDOW = 40  # lines of a chunk of text that has no syntax we know
+WINDOW = 40  # lines of a chunk of text without a known syntax
 LONGEST = 120  # lines of a chunk; a longer function is cut, and each part bears its name
 MAX_LINE = 400  # characters of a line that count
 
@@ -19,14 +19,14 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class CodeChunk:
-    """Lines `first` to `last` (1-based, inclusive) of a file; `name` is what they define, "" if nothing."""
+    """Lines `first` to `last` (1-based, inclusive) of a file; `name` is the name that they define, or ""."""
 
     path: str
     first: int
     last: int
     name: str
     text: str
-    key: bytes = field(repr=False)  # blake3 of all of it but the lines' numbers: equal chunks are analysed once
+    key: bytes = field(repr=False)  # blake3 of the chunk without line numbers: equal chunks are analysed once
 
 
 def chunk(path: str, first: int, last: int, name: str, text: str) -> CodeChunk:
@@ -53,9 +53,9 @@ def chunks(path: str, text: str) -> tuple[CodeChunk, ...]:
 
 
 def _spans(body: Sequence[ast.stmt], first: int, last: int, inside: str) -> Iterator[tuple[int, int, str]]:
-    """(first line, last line, qualified name) of functions, of what classes hold besides, and of what stands between.
+    """(first line, last line, qualified name) of functions, of the rest of classes, and of the lines between.
     Comments right above a definition belong to it."""
-    begin = first  # of what no definition has taken yet
+    begin = first  # of lines that belong to no definition yet
     for node in body:
         if not isinstance(node, _DEFINITIONS):
             continue

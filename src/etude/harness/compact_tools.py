@@ -8,7 +8,7 @@ from etude.sandbox import Box, BoxError
 
 
 class CompactTools(Tools):
-    """Tools of the compact dialect; see `focus.py` for what `edit` sees. Call `open` before the first call."""
+    """Tools of the compact dialect; `focus.py` has the text that `edit` takes. Call `open` before the first call."""
 
     def __init__(self, box: Box, task: Task) -> None:
         super().__init__(box, task)
@@ -37,7 +37,7 @@ class CompactTools(Tools):
         return printable(self._views[-1].source)
 
     async def source(self) -> str:
-        """The function as it stands; "" if it was moved or removed."""
+        """The function's current source; "" if it was moved or removed."""
         try:
             return printable((await self._view()).source)
         except (ToolError, BoxError) as e:
@@ -87,7 +87,7 @@ class CompactTools(Tools):
         return f"{status}\n{done.output[-400:]}".rstrip()
 
     async def _view(self) -> View:
-        """The function as it stands, found again if a command has changed the file."""
+        """The current view of the function, located anew if a command has changed the file."""
         if self._stale:
             text = await self.text(self.task.focus.path)
             if text != self._views[-1].file:

@@ -3,7 +3,7 @@
 docs/documents.md has the idea and its figures.
 
 A document is computed once for all episodes that show the same text, so a file is cut where its top-level statements
-end: a task that breaks one function leaves all other pieces of its file what they are for every other task.
+end: a task that breaks one function leaves all other pieces of its file equal to those of every other task.
 """
 
 import ast
@@ -25,7 +25,7 @@ Encode = Callable[[str, str], list[int]]  # title, text -> ids of the document
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Lines of a file, 1-based and inclusive; `first` is that of the statement itself, comments above it left out."""
+    """Lines of a file, 1-based and inclusive; `first` is the line of the statement itself, below its comments."""
 
     first: int
     last: int

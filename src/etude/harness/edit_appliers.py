@@ -1,7 +1,7 @@
-"""How the tool `apply` puts a lazy edit snippet into a file: the deterministic merge, or an apply model of a server.
+"""Appliers of lazy edit snippets for the tool `apply`: the deterministic merge, or an apply model of a server.
 
 An agent that writes a snippet (the lines that change, a neighbour or two, a marker for the rest) need not quote the
-lines that it replaces. A server is any that answers `POST /v1/apply` as `etude serve` does.
+replaced lines. A server is any that answers `POST /v1/apply` as `etude serve` does.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ async def merge_applier(edit: Edit) -> str:
 
 
 def server_applier(url: str) -> EditApplier:
-    """The applier that asks the apply model at `url`; a snippet that names no place is refused before the request. The
+    """The applier that uses the apply model at `url`; a snippet that names no place is refused before the request. The
     applier raises ToolError if the server refuses the edit, ApplyFailed if it does not answer."""
 
     async def apply(edit: Edit) -> str:

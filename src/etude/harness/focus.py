@@ -1,8 +1,8 @@
 """A function of a file as the compact dialect shows it, and edits of that view mapped back to the file exactly.
 
-The view is the function without its decorators and docstring, dedented, with "\\n" line ends. It keeps, line by line,
-where it came from, so an edit changes the file's lines that the view's changed lines stand for and no others. Nothing
-is parsed again to find the function, which an edit may have left broken.
+The view is the function without its decorators and docstring, dedented, with "\\n" line ends. It keeps the origin
+of every line, so an edit changes only those lines of the file whose lines in the view changed. Nothing is parsed again
+to locate the function, which an edit may have left broken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LINE = re.compile(r"([^\r\n]*)(\r\n|\n|\r|$)")
 
 
 class EditError(ValueError):
-    """Why a search and replace was refused, in the words the model reads; `matches` is how often it was found."""
+    """A refused search and replace, with the message that the model reads; `matches` counts the matches."""
 
     def __init__(self, message: str, matches: int = 0) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class View:
 
     @property
     def body(self) -> str:
-        """The file's text that the view stands for, hidden lines included."""
+        """The file's text behind the view, hidden lines included."""
         return "".join(line.text + line.end for line in self.lines)
 
     @property
@@ -91,7 +91,7 @@ class View:
         return replace(self, lines=(*ended, replace(lines[-1], end=self.lines[-1].end)))
 
     def _docstring_place(self, a: int, b: int, new: Sequence[str], default: int) -> int | None:
-        """How many of the `new` lines stand before the hidden docstring; None when there is no place left for it."""
+        """How many of the `new` lines stand before the hidden docstring; None when no place is left."""
         shown = self.source.split("\n")
         node = _function("\n".join([*shown[:a], *new, *shown[b:]]))
         if node is None:
@@ -158,7 +158,7 @@ def _check(text: str, old: str, new: str) -> None:
 
 
 def moved(view: View, text: str) -> View | None:
-    """The view of the same function in a file that something else has changed; None when it cannot be found."""
+    """The view of the same function in a file that was changed otherwise; None when it is not there."""
     body = view.body
     if text.startswith(view.before) and text.endswith(view.after) and len(view.before + view.after) < len(text):
         start, stop = len(view.before), len(text) - len(view.after)

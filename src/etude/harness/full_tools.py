@@ -70,7 +70,7 @@ class _MadeEdit:
 
 class FullTools(Tools):
     """Tools with the arguments of `SCHEMAS`: those of `names`, or all. `scorer` ranks for `search`; all episodes share
-    what it has read. `apply_edit` puts the lazy edit snippets of the tool `apply` into files."""
+    its index. `apply_edit` puts the lazy edit snippets of the tool `apply` into files."""
 
     schemas = SCHEMAS
     scorer: Scorer = Lexical()
@@ -117,7 +117,7 @@ class FullTools(Tools):
             self.metrics["malformed"] += 1
             return f"error: unknown tool {one_line(call.name, 64)}"
         text, most = await super().call(call), self._most()
-        if len(text) <= most or call.name == "read":  # which says how to go on
+        if len(text) <= most or call.name == "read":  # `read` cuts its result itself
             return text
         half = most // 2
         return f"{text[:half]}\n[cut short: your context has room for no more at once]\n{text[-half:]}"
@@ -256,8 +256,8 @@ class FullTools(Tools):
         return await self._lints.new(files, list(await self.box.changes()))
 
     async def _history(self, query: str = "", path: str = "", author: str = "", commit: str = "") -> str:
-        """Commits whose message has `query`, that touch `path`, by `author`; or all of one commit. Git is asked inside
-        the box: its configuration is the agent's to change. `tasks/git_history.py` decides what may be seen."""
+        """Commits whose message has `query`, that touch `path`, by `author`; or all of one commit. Git runs inside
+        the box, since the agent may change its configuration. `tasks/git_history.py` wrote the history."""
         if commit and not _COMMIT.fullmatch(commit):
             raise ToolError("give a commit as this tool names it")
         chosen = [f"--author={author}"] if author else []
@@ -293,7 +293,7 @@ class FullTools(Tools):
 
 
 def _proper(text: str) -> bool:
-    """Whether a text can be sent to a server: no half of a surrogate pair, which stands for a byte that is no UTF-8."""
+    """Whether a text can be sent to a server: no half of a surrogate pair, which represents a byte that is no UTF-8."""
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 
@@ -307,7 +307,7 @@ def _common_prefix(a: bytes, b: bytes) -> int:
 
 
 def _nearest(text: str, old: str) -> str:
-    """Where the first line of `old` may have been meant: the line of the file that is most like it."""
+    """A hint at the line of the file that is most like the first line of `old`."""
     wanted = next((line.strip() for line in old.splitlines() if line.strip()), "")
     lines = [line.strip() for line in text.splitlines()[:5000]]
     near = [wanted] if wanted in lines else get_close_matches(wanted[:200], dict.fromkeys(lines), 1, 0.6)

@@ -1,7 +1,7 @@
-"""Search with a pattern that the model wrote, on the host and without a process: so the pattern must be harmless.
+"""Search with a pattern of the model, on the host and in this process: the pattern must be harmless.
 
 Python's `re` backtracks and cannot be interrupted. A pattern is refused unless its worst case on one line is small, by
-counting what can multiply: unbounded repeats (each a factor of the line's length), and choices (alternatives and
+counting its factors: unbounded repeats (each a factor of the line's length), and choices (alternatives and
 optional parts). Longer lines are cut where they would still cost too much.
 """
 
@@ -19,7 +19,7 @@ _SAME_WIDTH = {op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN, op.RANGE, op.CATEGORY,
 
 
 class BadPattern(ValueError):
-    """The pattern is not valid, or may take too long; the message tells the model which."""
+    """A pattern that is not valid, or may take too long; the message is for the model."""
 
 
 def compile_pattern(pattern: str, ignore_case: bool = False) -> tuple[re.Pattern[str], int]:

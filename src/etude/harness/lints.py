@@ -15,21 +15,21 @@ from etude.sandbox import ExecResult
 MOST = 100  # diagnostics
 FILES = 20
 SECONDS = 20.0  # for a linter and one file
-LONGEST = 60_000  # bytes of a file that a linter is given as it was at the start: they travel in a command
+LONGEST = 60_000  # bytes of a file for the linter, which travel in a command
 
 _FIND = "python -c \"import importlib.util as u; print([m for m in ('ruff', 'pyflakes') if u.find_spec(m)])\""
 _COMMANDS = {
     "ruff": "python -m ruff check --quiet --no-cache --output-format=concise --stdin-filename {path} -",
     "pyflakes": "python -m pyflakes",
 }
-_FOUND = re.compile(r"^[^\n]*?:(\d+):(?:\d+:?)?\s+(.+)$", re.MULTILINE)
+_DIAGNOSTIC = re.compile(r"^[^\n]*?:(\d+):(?:\d+:?)?\s+(.+)$", re.MULTILINE)
 
 Exec = Callable[[str, float], Awaitable[ExecResult]]
 Diagnostics = list[tuple[int, str]]  # line, message
 
 
 class Lints:
-    """Those of one box. `first` holds the texts of edited files as they were, "" for new ones."""
+    """The diagnostics of one box. `first` holds the original texts of edited files, "" for new ones."""
 
     def __init__(self, execute: Exec) -> None:
         self._exec = execute
@@ -37,8 +37,8 @@ class Lints:
         self.first: dict[str, str] = {}
 
     async def new(self, files: Sequence[tuple[str, str]], changed: Sequence[str]) -> str:
-        """The problems of files (path, text) that they did not have at the start; `changed` are those that differ from
-        then. Raises ToolError for a file that is not Python."""
+        """The problems of files (path, text) that are new since the start; `changed` are the files that have changed.
+        Raises ToolError for a file that is not Python."""
         if others := [path for path, _ in files if not path.endswith((".py", ".pyi"))]:
             raise ToolError(f"there is no linter for {others[0]}")
         lines: list[str] = []
@@ -68,7 +68,7 @@ class Lints:
             return []
         command = _COMMANDS[self._linter].format(path=shlex.quote(path))
         done = await self._exec(f"base64 -d <<< {base64.b64encode(data).decode()} | {command} 2>&1", SECONDS)
-        return [(int(line), one_line(message, 200)) for line, message in _FOUND.findall(done.output)]
+        return [(int(line), one_line(message, 200)) for line, message in _DIAGNOSTIC.findall(done.output)]
 
 
 def _syntax(text: str) -> Diagnostics:

@@ -1,7 +1,7 @@
 """The agent loop: sample a turn, run its calls, show their results, until the agent ends or its budget does.
 
-With `summarise_at` an episode is a chain of segments. Before a segment grows too long, between two turns, the agent is
-asked for a summary. The summary is sampled and trained on like any turn; the next segment begins with the task and it.
+With `summarise_at` an episode is a chain of segments. Before a segment grows too long, the agent writes a summary. The
+summary is sampled and trained on like any turn; the next segment begins with the task and the summary.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCal
 from etude.renderers import Renderer
 from etude.sandbox import Box
 
-GRACE_SECONDS = 30.0  # that a tool may run beyond the budget of seconds; the tool's own limit should end it before
+GRACE_SECONDS = 30.0  # of a tool beyond the budget of seconds; the tool's own limit should end it before
 LEFT_OUT = "error: the result does not fit your context; ask for less"
-POLICY_GRACE_SECONDS = 1.0  # that a policy may take beyond its timeout
+POLICY_GRACE_SECONDS = 1.0  # of a policy beyond its timeout
 _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo", "malformed", "truncated")
 
 
@@ -60,7 +60,7 @@ class Policy(Protocol):
 
 
 class Aborted(Exception):
-    """The engine gave a turn up: an infrastructure failure, so the episode is repeated."""
+    """The engine has aborted a turn: an infrastructure failure, so the episode is repeated."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """All that an episode is played with but its box. `apply_edit` serves the tool `apply`."""
+    """The settings of an episode, without its box. `apply_edit` serves the tool `apply`."""
 
     task: Task
     policy: Policy
@@ -118,7 +118,7 @@ class _BudgetSpent(Exception):
 
 
 class _AgentLoop:
-    """One episode in progress. Read `run`, then `_turns`: the other methods stand in the order in which it calls them.
+    """One episode in progress. Read `run`, then `_turns`: the other methods follow in the order of their calls.
     `_next` are the tokens that the model reads next: the prompt, or the results of the turn before."""
 
     def __init__(self, spec: EpisodeSpec, opening: Opening) -> None:
@@ -201,7 +201,7 @@ class _AgentLoop:
             documents=ledger.documents,
         )
         try:
-            # The policy has a deadline of its own, and can tell a lost engine from a slow one.
+            # The policy has a deadline of its own, and can distinguish a lost engine from a slow one.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
                 generation = await spec.policy.generate(request, seconds)
         except TimeoutError:
@@ -231,9 +231,9 @@ class _AgentLoop:
         return ids
 
     async def _summarise(self, generation: Generation, results: Sequence[str]) -> None:
-        """Asks for a summary behind the results, and opens a segment with it. Raises _BudgetSpent or Aborted. An empty
-        or cut summary is asked for once more. Both are kept and trained on, and the agent goes on with the one that it
-        wrote last, so a bad summary costs the agent its memory."""
+        """Requests a summary after the results, and opens a segment with it. Raises _BudgetSpent or Aborted. An empty
+        or cut summary is requested once more. Both are kept and trained on, and the agent goes on with the last one, so
+        a bad summary costs the agent its memory."""
         renderer, sampling = self._spec.renderer, self._spec.sampling
         self._next = renderer.bridge(generation.ids, generation.finish_reason, results, SUMMARISE)
         needed = 2 * sampling.summary_tokens + self._request_tokens

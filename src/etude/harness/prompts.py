@@ -1,4 +1,4 @@
-"""How a coding task is put to the agent: its tools, the documents before the conversation, and the first tokens."""
+"""The opening of a coding task: its tools, the documents before the conversation, and the first tokens."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""How chunks are ranked for a question: words and structure by default, vectors of a model if one is given.
+"""The ranking of chunks for a question: by words and structure, or by vectors of a model if there is one.
 
 A scorer is any callable from a question and chunks to a score of each. The default needs no model: BM25 over fields
 (Robertson, Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", section 3.6: frequencies are weighted
-sums over fields, before saturation), whose words are the parts of identifiers, and of which one holds the names of the
-functions that mention the chunk's own name. `docs/results.md` compares it with plain BM25 and grep.
+sums over fields, before saturation), whose words are the parts of identifiers. One field holds the names of functions
+that mention the chunk's own name. `docs/results.md` compares it with plain BM25 and grep.
 """
 
 import math
@@ -66,12 +66,12 @@ class _Words:
 
     fields: dict[str, Counter[str]]
     mentions: frozenset[str]  # identifiers
-    name: str  # its last part
+    name: str  # the last part of the chunk's name
 
 
 class Lexical:
-    """The default scorer; threads may share it. Chunks are known by their content, so a search after an edit reads what
-    was edited, and episodes of a repository read the rest once."""
+    """The default scorer; threads may share it. Chunks are known by their content, so a search after an edit reads only
+    the edited chunks, and episodes of a repository read the rest once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -141,7 +141,7 @@ class _Postings:
 
 
 def _callers(read: Sequence[_Words]) -> list[Counter[str]]:
-    """Per chunk the words of the names of those chunks that mention its name, where it is not everybody's."""
+    """For each chunk the words in the names of the chunks that mention its name, unless many chunks have that name."""
     defined: dict[str, list[int]] = defaultdict(list)
     for number, one in enumerate(read):
         if len(one.name) > 3:
@@ -181,7 +181,7 @@ def best(question: str, chunks: Sequence[CodeChunk], scorer: Scorer, limit: int)
 
 
 def search(question: str, files: Sequence[tuple[str, str]], scorer: Scorer) -> str:
-    """The best chunks of these files (path, text) as the model reads them; "" if none has anything to do with it."""
+    """The best chunks of these files (path, text) as the model reads them; "" if none is related to the question."""
     places = best(question, [chunk for path, text in files for chunk in chunks(path, text)], scorer, RESULTS)
     return "\n\n".join(map(_shown, places))
 

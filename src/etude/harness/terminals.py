@@ -12,7 +12,7 @@ from etude.renderers import ToolError
 from etude.sandbox import ExecResult
 
 MOST = 8  # terminals of an episode
-KEEP = 16_000  # bytes of output shown at a time, the last ones
+KEEP = 16_000  # last bytes of output shown at a time
 SECONDS = 10.0  # for the shell to answer
 
 Exec = Callable[[str, float], Awaitable[ExecResult]]
@@ -72,7 +72,7 @@ class Terminals:
         return "\n".join(filter(None, [state, f"[{cut} bytes cut]" if cut else "", text])).rstrip()
 
     async def kill(self, number: int) -> str:
-        """Ends a command and what it started, and says what it printed last. Raises ToolError."""
+        """Ends a command and its processes; returns the end of its output. Raises ToolError."""
         group = self._get(number).group
         line = f"kill -TERM -- -{group}; {_wait(-group)}; kill -KILL -- -{group}; {_wait(group)}"
         await self._exec(f"{{ {line}; }} 2>/dev/null", SECONDS)
@@ -89,5 +89,5 @@ def _file(number: int) -> str:
 
 
 def _wait(process: int) -> str:
-    """For a second at most, until a process, or a group of that number below 0, is gone."""
+    """A shell command that waits, for a second at most, for the end of a process, or of a group if negative."""
     return f"for __i in 1 2 3 4 5 6 7 8 9 10; do kill -0 -- {process} || break; sleep 0.1; done"

@@ -1,8 +1,8 @@
 """The token ledger of an episode: append-only, one entry per token, never tokenised again.
 
-The policy is always given exactly the tokens that are in the ledger, and what it samples is appended as it came, so
-the tokens that are trained on are those that were computed with. Every violation is a mistake of ours or of the
-engine's and raises TokenLedgerError; nothing is repaired.
+The policy always reads exactly the tokens of the ledger, and its samples are appended unchanged, so training uses the
+tokens of inference. Every violation is a mistake of ours or of the engine's and raises TokenLedgerError; nothing is
+repaired.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class TokenLedger:
 
     @property
     def routed(self) -> int:
-        """Positions whose experts are known: the next turn asks for those from here on, so none travels twice. What is
-        known of a position is what it was first computed with, which its sampled token was drawn from."""
+        """Positions whose experts are known: the next turn requests those from here on, so none travels twice. The
+        experts of a position are those of its first computation, from which its token was sampled."""
         return self._routes[-1].end if self._routes else 0
 
     def prompt(self) -> list[int]:
@@ -71,7 +71,7 @@ class TokenLedger:
 
     def continued(self, documents: Sequence[list[int]]) -> TokenLedger:
         """A new segment of the episode, with further documents: the whole conversation so far is its prompt. Documents
-        stand before the conversation, so a new one moves every token after it, and what was sampled without it is
+        precede the conversation, so a new one moves every token after it, and tokens sampled without it are
         trained on in the segment that ends here."""
         new = self.restarted((*self.documents, *documents))
         new.add_environment(self.prompt())
@@ -85,7 +85,7 @@ class TokenLedger:
         return new
 
     def add_turn(self, prompt: Sequence[int], generation: Generation) -> None:
-        """Appends what was sampled from `prompt`, which must be the whole ledger after its documents."""
+        """Appends the generation from `prompt`, which must be the whole ledger after its documents."""
         if array("i", prompt) != self._ids[self._tail :]:
             raise TokenLedgerError(
                 f"turn {len(self._turn_starts)} was sampled from a prompt that does not extend the earlier tokens"
@@ -125,13 +125,13 @@ class TokenLedger:
             self.kv_lag = max(self.kv_lag, max(versions, default=0) - generation.kv_version)
 
     def _note(self, ids: Sequence[int], sampled: int) -> None:
-        """Takes tokens into the digest before anything else can happen to them."""
+        """Adds tokens to the digest as soon as they come."""
         hash_ids, hash_mask = self._seen
         hash_ids.update(np.array(ids, "<i4").tobytes())
         hash_mask.update(bytes([sampled]) * len(ids))
 
     def segments(self) -> tuple[Segment, ...]:
-        """All segments of the episode; one in which nothing was sampled is none."""
+        """All segments of the episode in which tokens were sampled."""
         if not any(self._mask):
             return self._earlier
         if not len(self._ids) == len(self._mask) == len(self._logprobs) == len(self._versions):

@@ -1,7 +1,7 @@
 """The base of both sets of tools: calls and their errors, files, tests, and search by pattern.
 
 `full_tools.py` has the tools of models that know the OpenAI format, `compact_tools.py` those of the compact dialect.
-Whatever goes wrong in a call is text for the model. Only failures that are proved to be the infrastructure's
+Errors in a call are text for the model. Only failures that are proved to be the infrastructure's
 (`BoxError` with payer "infra") are raised.
 """
 
@@ -28,7 +28,7 @@ GREP_FILES = 500
 
 class Tools:
     """The tools of one episode. `metrics` counts its calls, edits and tests. `visible_passed` is whether the visible
-    tests passed on the tree as it stands; None before an edit or a test run."""
+    tests passed on the current tree; None before an edit or a test run."""
 
     schemas: Sequence[Tool] = ()  # in OpenAI's format, where the prompt shows them
 
@@ -44,7 +44,7 @@ class Tools:
         self._tried: set[bytes] = set()  # digests of files as they have been
 
     def _count_edit(self, path: str, before: str, after: str) -> None:
-        """Counts an edit; one that leads to a file as it has been before is counted as a repeat, too."""
+        """Counts an edit; an edit that restores an earlier text of the file counts as a repeat, too."""
         old, new = (
             blake3.blake3(f"{path}\0{text}".encode("utf-8", "surrogatepass")).digest() for text in (before, after)
         )
@@ -98,7 +98,7 @@ class Tools:
         return results, False
 
     def state(self) -> str:
-        """The state that an agent reads beside its summary, when its context begins anew; "" if there is none."""
+        """The text on the tools' state that an agent reads beside its summary in a new context; "" if there is none."""
         return ""
 
     def malformed(self, why: str) -> str:

@@ -1,4 +1,4 @@
-"""One episode and its group: who plays, when it may start, and what it is worth.
+"""One episode and its group: admission, the agent that plays, and the reward.
 
     admission, curriculum, concurrency   when the next groups start, on which tasks, and how many episodes are live
     episode, agent, apply_edits          one episode, by the agent loop, an outside agent, or as one applied edit
@@ -8,7 +8,7 @@
     probes, engines, stall, drift        checks of engines, of progress and of behaviour while a run goes on
     replay                               a recorded episode played again, token by token
 
-Imports harness, grading, tasks, sandbox, protocol and what lies below; no torch. Users' own code imports
+Imports harness, grading, tasks, sandbox, protocol and the rooms below; no torch. Users' own code imports
 `environment`.
 """
 

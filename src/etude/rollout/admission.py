@@ -1,14 +1,15 @@
-"""How many groups may start now, so that no token is ever trained more than O versions after it was sampled.
+"""Admission: the number of groups that may start now, such that no token is trained on more than O versions after its
+sampling.
 
     capacity = (version + O + 1) * P * G - (accepted + reserved)
 
-P groups of G episodes make a step, `version` is what the engines serve, O is the staleness bound; accepted episodes
+P groups of G episodes make a step, `version` is the served version, O is the staleness bound; accepted episodes
 belong to finished groups (trained on or not yet), reserved ones to groups still open. Work is admitted a whole group
 at a time, so group i (counted from 0) starts only once i < (version + O + 1) * P. If the trainer takes groups in that
-order, group i is trained on by the step that starts from version i // P <= version + O: the bound holds because of what
-was admitted, and nothing has to be dropped. It also holds where younger groups overtake stragglers, if every batch
-leaves behind only what later batches can still take in time (`ledger.leaving_behind`). O = 0 is on-policy: each batch
-waits for its version.
+order, group i is trained on by the step that starts from version i // P <= version + O: the bound holds by
+admission, and nothing has to be dropped. It also holds where younger groups overtake stragglers, if every batch
+leaves behind only groups that later batches can still take in time (`ledger.leaving_behind`). O = 0 is on-policy: each
+batch waits for its version.
 """
 
 

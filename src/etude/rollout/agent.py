@@ -20,7 +20,7 @@ _SHOWN = 300  # characters of an agent's last output
 
 @dataclass(frozen=True)
 class Agent:
-    """How an outside agent is started, and where it finds its model."""
+    """An outside agent: its command, and the endpoint of its model."""
 
     config: AgentConfig
     endpoint: Endpoint
@@ -48,7 +48,7 @@ async def open_agent(config: AgentConfig | None) -> AsyncGenerator[Agent | None]
 
 
 def check_agent(config: AgentConfig) -> None:
-    """Raises UserError if the agent's program, or a variable that it is to have, is not there."""
+    """Raises UserError if the agent's program, or a variable of its environment, is missing."""
     with_environment(config.environment)
     if config.folder is not None and not Path(config.folder).is_dir():
         raise UserError(f"rollout.agent.folder: {config.folder} is not a folder; give that of the agent's program")
@@ -89,7 +89,7 @@ async def run_agent(spec: EpisodeSpec, agent: Agent, box: Box) -> UngradedEpisod
 
 
 def _note(done: ExecResult | None) -> str:
-    """How a command that failed ended, and the end of its output."""
+    """A sentence on a failed command: its exit, and the end of its output."""
     if done is None or done.rc == 0:
         return ""
     how = "was ended" if done.timed_out or done.rc is None else f"ended with exit code {done.rc}"

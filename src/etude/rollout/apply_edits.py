@@ -1,10 +1,10 @@
 """Applied edits as tasks: no box and no tools, one turn that writes the whole new file.
 
-    tables of `etude tasks fast-apply` -> tasks -> (file and sketch, as `/v1/apply` asks) -> file -> edits/grades.py
+    tables of `etude tasks fast-apply` -> tasks -> (file, sketch: `/v1/apply`'s prompt) -> file -> edits/grades.py
 
-An episode earns 1 for the very bytes, a little less for what differs in blanks or has equal syntax, 0 for the rest and
-for an answer that does not close its tag. It passes only with the very bytes. As Osmosis-Apply does (rewards 1 / .2 /
-0), but equal syntax is worth nearly as much: it leaves the program as it should be.
+An episode earns 1 for the exact bytes, a little less for a file that differs in blanks or has equal syntax, 0 for other
+files and for an answer that does not close its tag. It passes only with the exact bytes. Osmosis-Apply rewards 1 / .2 /
+0; here equal syntax earns nearly 1, since the program is right.
 """
 
 from dataclasses import replace
@@ -115,7 +115,7 @@ async def _never_reopened(summary: str, count: int) -> list[int]:
 
 
 class _NoTools(Tools):
-    """No tools: the answer is text, a call is one of an unknown tool, and there is no turn after it."""
+    """No tools: the answer is text, a call names an unknown tool, and the first turn is the last."""
 
     def __init__(self, task: Task) -> None:
         no_box: Any = None

@@ -22,7 +22,7 @@ class ChatContext:
     client: ChatClient
     budget: Budget
     reward: RewardConfig | None = None
-    tools: tuple[str, ...] = ()  # names of those that the agent has; (): all
+    tools: tuple[str, ...] = ()  # names of the agent's tools; (): all
 
     def budget_of(self, task: Task) -> Budget:
         """The budget of an episode of `task`."""

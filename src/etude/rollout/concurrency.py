@@ -1,9 +1,9 @@
-"""How many episodes to play at a time: as many as keep the engines' rows full, and no more.
+"""The number of episodes to play at a time: as many as keep the engines' rows full, and no more.
 
-An episode is at an engine for a share of its life only; the rest of it belongs to tools. If `live` episodes keep
-`demand` requests at the engines, and rows stand empty, then by Little's law live * rows / demand episodes would keep as
+An episode is at an engine for a share of its time; tools take the rest. If `live` episodes keep
+`demand` requests at the engines, and rows are empty, then by Little's law live * rows / demand episodes would keep as
 many requests there as the engines have rows. If requests queue instead, every one in the queue is an episode too many:
-it takes longer, its tokens grow older, and not one more of them is sampled per second. `next_limit` moves towards that
+it takes longer, its tokens grow older, and the throughput is the same. `next_limit` moves towards that
 number, by a bounded step per window, since shares change as the policy does.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 WINDOW_SECONDS = 5.0  # over which load is averaged before the limit moves; an agent's turn is about as long
-GROW, SHRINK = 1.5, 0.75  # bounds of one move: a window that a burst of long turns filled must not throw it about
+GROW, SHRINK = 1.5, 0.75  # bounds of one move: one window with a burst of long turns must change little
 DEAD_BAND = 0.1  # share of the rows by which demand must miss them for the limit to move: a mean is no better
 
 
@@ -70,8 +70,8 @@ class Concurrency:
 def episode_concurrency(
     max_in_flight: int | None, *, rows: int, staleness: int, prompts: int, group: int
 ) -> Concurrency:
-    """The configured limit of live episodes: a fixed number, or with None one that follows the load. No more than (O +
-    1) * P * G episodes can ever be live, by admission; fewer than a group would be none."""
+    """The configured limit of live episodes: a fixed number, or with None one by the load. No more than
+    (O + 1) * P * G episodes can ever be live, by admission; fewer than a group would be none."""
     if max_in_flight is not None:
         return Concurrency(rows, max_in_flight, max_in_flight)
     return Concurrency(rows, group, (staleness + 1) * prompts * group)

@@ -1,16 +1,16 @@
-"""Which task the next group gets: some groups meet a new task, the others return to one that disagreed before.
+"""The choice of a group's task: a new task for some groups, for the others one whose rewards differed before.
 
 A group of G episodes teaches only if its rewards differ, which at pass rate p happens with probability
 1 - p^G - (1 - p)^G. p is the mean of a Beta posterior over the task's last group, because the policy has changed since
 the groups before (as posterior sampling does, https://arxiv.org/abs/2507.04632, without its draw from the posterior).
-Of a task without a group nothing is known that would tell one from another: neither lines, nor the kind of damage, nor
-other tasks of the same function. In runs of the demo (G = 16) first groups divided in 55 % of cases, whatever the
-policy had learned, and groups of tasks that had divided before in 92 %. New tasks keep a policy from learning its tasks
-by heart; the others make sure that most of a batch teaches.
+For a task without a group nothing predicts whether its rewards differ: neither lines, nor the kind of damage, nor other
+tasks of the same function. In runs of the demo (G = 16) the rewards of first groups differed in 55 % of cases, at any
+stage of training, and those of tasks whose rewards had differed before in 92 %. New tasks prevent memorisation; the
+others make sure that most of a batch teaches.
 
-The policy goes on improving until the next group is played, so rates that are a little too low today are the best bet.
-Seen in four demo runs: tasks of which none passed divided their next group in 5 to 10 % of cases, 1 to 3 in 90 %, 4 to
-7 in 85 %, 8 to 11 in 80 %, 12 to 15 in 50 %, all in 20 %.
+The policy goes on improving until the next group is played, so tasks a little too hard for it are the best choice.
+In four demo runs, the share of next groups whose rewards differed, by passed members of the last group: 5 to 10 % at
+none, 90 % at 1 to 3, 85 % at 4 to 7, 80 % at 8 to 11, 50 % at 12 to 15, 20 % at all.
 """
 
 import random
@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 NEW = 0.4  # share of the groups that meet a new task, while there are any
-PRIOR_EPISODES = 0.25  # weight of the prior: with it, none of 16 divides the next group in 12 % of cases
-FLOOR = 0.002  # least weight of any task: what looks hopeless today is still met now and then as the policy improves
+PRIOR_EPISODES = 0.25  # weight of the prior: after 0 of 16, rewards of the next group differ with probability 12 %
+FLOOR = 0.002  # least weight of any task: hopeless tasks are still drawn now and then, as the policy improves
 
 
 @dataclass
@@ -48,12 +48,12 @@ class Curriculum:
         return rng.choices(met, [self.weight(task) for task in met])[0]
 
     def weight(self, task: str) -> float:
-        """How much one more group of a met task is expected to teach, with a bonus for tasks met seldom."""
+        """The expected use of one more group of a task that had groups, with a bonus for tasks with few."""
         passed, episodes = self._last[task]
         p = (passed + PRIOR_EPISODES / 2) / (episodes + PRIOR_EPISODES)
         informative = 1 - p**self.group - (1 - p) ** self.group
         # Variance of the reward, p(1-p), once more times 1-p: greatest at a third, where there is most left to gain.
-        # Its square, because 12 to 15 of 16 are many, and divide half as often as 1 to 11.
+        # Its square, because many tasks are at 12 to 15 of 16, and teach half as often as those at 1 to 11.
         gain = (6.75 * p * (1 - p) ** 2) ** 2
         return FLOOR + informative * gain / (1 + self._seen[task] / (4 * self.group))
 
@@ -64,7 +64,7 @@ class Curriculum:
 
 @dataclass
 class MixedCurriculum:
-    """Draws from several repositories: which one follows from the weights alone, which of its tasks from its results.
+    """Draws from several repositories: the repository by the weights alone, its task by its results.
 
     After n groups a repository has had its share of n, give or take one (largest deficit first), so every batch is
     mixed as the run is. `weights` add up to 1. Repositories may join later.
@@ -77,7 +77,7 @@ class MixedCurriculum:
     _joined: int = 0  # groups before the last repository joined
 
     def join(self, parts: Mapping[str, Curriculum], weights: Mapping[str, float]) -> None:
-        """Adds repositories; `weights` are those of all. Shares count from here: nobody catches up."""
+        """Adds repositories; `weights` are those of all. Shares count from here: no repository catches up."""
         self.parts, self.weights = {**self.parts, **parts}, weights
         self._counts, self._joined = {}, len(self._order)
 

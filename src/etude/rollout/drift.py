@@ -1,7 +1,7 @@
-"""Whether the policy's behaviour has shifted: the mean of the last steps against that of the steps before them.
+"""Shifts of the policy's behaviour: the mean of the last steps against that of the steps before them.
 
-Learning shifts behaviour, too: a shift is something to look at, never a part of the reward. Welch's t on the means of
-single steps, which hold what varies from batch to batch; a metric that has shifted is quiet for one window.
+Learning shifts behaviour, too: a shift is for people to look at, never a part of the reward. Welch's t is taken on the
+means of single steps, which include the variance between batches; a metric that has shifted is silent for one window.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Whether the engines of a run compute alike, by the configurations that they report in `/health`."""
+"""Differences in the engines' computation, by the configurations that they report in `/health`."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ def agreed_configuration(configurations: Mapping[str, EngineConfiguration]) -> l
 
 
 def engine_differences(configurations: Mapping[str, EngineConfiguration]) -> list[str]:
-    """A sentence for every engine, by URL, that is configured otherwise than the first."""
+    """A sentence for every engine, by URL, whose configuration differs from the first's."""
     sentences: list[str] = []
     first: tuple[str, EngineConfiguration] | None = None
     for url, settings in configurations.items():

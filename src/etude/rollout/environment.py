@@ -7,7 +7,7 @@
 Subclass `Environment`, and write `tasks` and `reward`. Its episodes are played by the same agent loop as coding tasks,
 and go through the same ledger, groups, staleness bound and trainer. docs/environments.md has a worked example.
 
-An environment decides what the model reads and what an episode is worth. It may not do the following:
+An environment decides the model's prompt and the reward. It may not do the following:
 - bypass the ledger: etude admits, leases and records an episode, and trains on it once; `reward` only returns numbers;
 - see hidden tests: an environment has no repository, and coding tasks are graded elsewhere;
 - run the model's text outside a box: its methods run in the controller, with your rights. Give a task `files`, and use
@@ -52,7 +52,7 @@ class EnvironmentTask(Record, frozen=True, kw_only=True):
     """
 
     id: str  # unique; letters, digits, ".", "_" and "-"
-    prompt: str  # what the user says
+    prompt: str  # the user's message
     answer: str = ""
     split: str = ""
     files: dict[str, str] = msgspec.field(default_factory=dict[str, str])
@@ -64,7 +64,7 @@ class EnvironmentEpisode:
     """One episode, as the methods of an environment see it. Keep state of the episode in `state`."""
 
     task: EnvironmentTask
-    seed: int = 0  # of this episode, for random numbers that are to repeat
+    seed: int = 0  # of this episode, for reproducible random numbers
     box: Box | None = None  # for tasks with `files`
     state: dict[str, Any] = field(default_factory=dict[str, Any])
     # The following are known when `reward` is called.
@@ -92,8 +92,8 @@ class Environment(ABC):
     def reward(self, episode: EnvironmentEpisode) -> float | Mapping[str, float]:
         """The reward of an ended episode: a number, or named parts that are summed.
 
-        An exception makes the episode one that infrastructure lost: it is repeated, twice at most. A BoxError that is
-        the agent's doing, such as a file that is gone, is a reward of 0.
+        An exception counts as an infrastructure failure: the episode is repeated, twice at most. A BoxError that the
+        agent caused, such as a missing file, is a reward of 0.
         """
 
     def tools(self, episode: EnvironmentEpisode) -> Sequence[Callable[..., Any]]:
@@ -120,7 +120,7 @@ class EnvironmentFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentDataset(Dataset):
-    """The tasks of an environment as those of a run, and how their episodes are played and graded."""
+    """The dataset of an environment's tasks, which plays and grades their episodes."""
 
     environment: Environment
     originals: Mapping[str, EnvironmentTask]  # by id
@@ -222,7 +222,7 @@ class _TasksById(dict[str, Task]):
 
 
 def environment_dataset(config: RLConfig, renderer: Renderer, folder: Path) -> EnvironmentDataset:
-    """The tasks of `tasks.environment`; `folder` is the run's. Raises UserError for whatever is wrong with them."""
+    """The tasks of `tasks.environment`; `folder` is the run's. Raises UserError for faulty tasks."""
     path = config.tasks.environment
     assert path is not None
     factory = import_object(path, "tasks.environment")

@@ -1,12 +1,12 @@
 """One episode from beginning to end (`run_episode`): a box, the agent loop, the grade, the record.
 
-An infrastructure failure, proved to be none of the agent's, is one of INFRA_ERRORS. Its episode has the outcome INFRA:
-it is repeated, and has no reward. Any other exception is a mistake in etude, whatever the agent did to find it: its
+An infrastructure failure, proved not to be the agent's, is one of INFRA_ERRORS. Its episode has the outcome INFRA:
+it is repeated, and has no reward. Any other exception is a mistake in etude, even if the agent provoked it: its
 episode is QUARANTINED, without a reward, and the others go on. The agent pays for everything else that breaks.
 
 The reward is settled in two places. `record` settles it when an episode ends: the grade, nothing if a decoy was used,
 less the costs of `[reward]` (`rewards.py`). `group_audit.audit_group` may take the grade back when a group is complete;
-what it looks at is seen in no single episode.
+it compares the members.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class EpisodeContext(Protocol):
 
     @property
     def dataset(self) -> Dataset:
-        """Where its task comes from."""
+        """The dataset of its task."""
         ...
 
     @property
@@ -114,7 +114,7 @@ async def open_box(
 
 @dataclass(frozen=True)
 class EpisodeId:
-    """Which episode of a run this is, and its seed."""
+    """The identity of an episode in a run, and its seed."""
 
     group_id: int
     member: int
@@ -148,7 +148,7 @@ async def run_episode(context: RolloutContext, task: Task, id: EpisodeId, decoys
 async def changes_of(
     box: Box, ungraded: UngradedEpisode, task: Task
 ) -> tuple[Mapping[str, bytes | None], Grade | None]:
-    """The change set that the agent left in its box; or why there is none, which is its grade then."""
+    """The agent's change set, and None; or an empty one, and the grade of an episode without a change set."""
     if ungraded.timed_out:
         return {}, Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None)
     try:
@@ -179,7 +179,7 @@ async def grade_of(
         graded = await context.dataset.grade(context.sandbox, task, changes)
     if ungraded.note:
         graded = replace(graded, detail=f"{graded.detail}; {ungraded.note}")
-    signals = await asyncio.to_thread(  # which may take a while for what an agent has written
+    signals = await asyncio.to_thread(  # it may take a while on an agent's files
         cheat_signals, task, image, changes, ungraded.turns, decoys, graded, ungraded.visible_passed, requests
     )
     if "decoy" in signals.flags:
@@ -196,7 +196,7 @@ def record(
     figures: Mapping[str, float],
     flags: tuple[str, ...] = (),
 ) -> Episode:
-    """The record of an episode that ended, with its reward. Raises what no record can hold."""
+    """The record of an episode that ended, with its reward. Raises an exception for values that no record can hold."""
     repository = task.repository if len(context.dataset.parts) > 1 else ""
     episode = Episode(
         id=f"{id.group_id}-{id.member}-{id.attempt}",
@@ -225,7 +225,7 @@ def record(
 
 def lost(context: EpisodeContext, task: Task, id: EpisodeId, error: Exception) -> Episode:
     """The record of an episode that infrastructure or a mistake in etude lost: without tokens, turns and reward. Raises
-    `error` if it is no matter of one episode."""
+    `error` if it concerns the whole run."""
     if isinstance(error, (UserError, RunFailed)):
         raise error
     outcome = Outcome.INFRA if isinstance(error, INFRA_ERRORS) else Outcome.QUARANTINED

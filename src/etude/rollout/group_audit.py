@@ -22,12 +22,12 @@ EFFORT = 4.0  # times more, or less, tokens than the median of the others that p
 
 
 def has_violation(episode: Episode) -> bool:
-    """Whether one of the episode's flags takes its grade away."""
+    """Whether one of the episode's flags withholds its grade."""
     return not VIOLATIONS.keys().isdisjoint(episode.flags)
 
 
 def audit_group(members: Sequence[Episode]) -> list[Episode]:
-    """The members with the flags of the audit, and without the grade where that is a violation."""
+    """The members with the flags of the audit; those with a violation lose the grade."""
     result: list[Episode] = []
     for index, member in enumerate(members):
         others = [other for i, other in enumerate(members) if i != index]

@@ -1,6 +1,6 @@
 """Logprob probes: fixed sequences that every engine scores after each weight swap, and the trainer as well.
 
-    controller   makes the sequences once, asks every engine that serves a new version for scores, and stores these;
+    controller   makes the sequences once, requests scores of every engine that serves a new version, and stores these;
                  engines decode the end of each sequence as they decode episodes
     trainer      scores the sequences under each version that it publishes; at every step it compares the scores of the
                  engines that have arrived with its own
@@ -61,7 +61,7 @@ def reset_probes(store: Store, sequences: ProbeSequences) -> None:
 
 
 def read_probe_sequences(store: Store) -> tuple[list[int], ...]:
-    """The sequences of the run; none if probes are off."""
+    """The sequences of the run; () if probes are off."""
     try:
         return decode(store.get(_SEQUENCES), ProbeSequences).ids
     except ObjectMissing:
@@ -83,16 +83,16 @@ def take_probe_results(store: Store) -> list[ProbeResult]:
 
 
 class ProbeScorer:
-    """Asks engines for scores in the background: each once per version, one request at a time. Never raises."""
+    """Requests scores of engines in the background: once per engine and version, one at a time. Never raises."""
 
     def __init__(self, store: Store, sequences: ProbeSequences, client: EngineClient, engines: Sequence[str]) -> None:
         self._store, self._ids, self._client = store, sequences.ids, client
         self._numbers = {url: number for number, url in enumerate(engines)}
-        self._done: dict[str, int] = {}  # version that an engine was last asked for
+        self._done: dict[str, int] = {}  # version of an engine's last request
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def served(self, url: str, version: int) -> None:
-        """Asks an engine that now serves `version`, unless it was asked for that version or a request is under way."""
+        """Requests scores of an engine that now serves `version`, unless that was done or a request is under way."""
         task = self._asking.get(url)
         if self._ids and self._done.get(url, -1) < version and (task is None or task.done()):
             self._asking[url] = asyncio.create_task(self._ask(url, version))
@@ -106,7 +106,7 @@ class ProbeScorer:
     async def _ask(self, url: str, version: int) -> None:
         try:
             scored = await self._client.score(url, self._ids, SECONDS, decoded=True)
-            if scored is None:  # another version was swapped in meanwhile: the next call of `served` asks for that one
+            if scored is None:  # another version was swapped in meanwhile: the next call of `served` repeats it
                 return
             version = scored.version
             result = ProbeResult(engine=url, scored=scored)

@@ -1,4 +1,4 @@
-"""Python functions as tools of an agent: their schemas, and how they are called."""
+"""Python functions as tools of an agent: their schemas and their calls."""
 
 import asyncio
 import inspect
@@ -19,7 +19,7 @@ _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 
 
 async def call_python(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The result of a user's function. One that is not `async` runs in a thread, so that it holds up nothing else.
+    """The result of a user's function. One that is not `async` runs in a thread, so that it blocks nothing else.
     Cancelling does not end the thread, but nothing waits for it then, the end of the program included."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
@@ -34,7 +34,7 @@ async def call_python(function: Callable[..., Any], *arguments: Any, **named: An
         result, error = None, None
         try:
             result = function(*arguments, **named)
-        except StopIteration as e:  # which a future refuses
+        except StopIteration as e:  # a future refuses it
             error = RuntimeError(f"StopIteration: {e}")
         except Exception as e:
             error = e
@@ -92,7 +92,7 @@ class PythonTools(FullTools):
             raise UserError(f"the tool {min(taken)} of the environment has the name of a built-in tool")
         for name in sorted(
             COMPACT_PARAMETERS.keys() & own if compact else ()
-        ):  # which the dialect reads by their names
+        ):  # the dialect has parameters for these names
             if list(own[name]["function"]["parameters"]["properties"]) != list(COMPACT_PARAMETERS[name]):
                 raise UserError(
                     f"the tool {name} of the environment must take the parameters of the model's own: "
@@ -110,7 +110,7 @@ class PythonTools(FullTools):
         self._handlers |= {function.__name__: _handler(function) for function in functions}
 
     def summary(self) -> str:
-        """A line per tool, for prompts of the compact dialect, whose own tools are known by heart."""
+        """A line per tool, for prompts of the compact dialect, which does not show its built-in tools."""
         lines: list[str] = []
         for schema in self.schemas:
             about = schema["function"]
@@ -150,7 +150,7 @@ def _handler(function: Callable[..., Any]) -> Callable[..., Awaitable[str]]:
 
 
 def _converted(value: object, about: dict[str, str]) -> object:
-    """The text of an argument as a value of the parameter's type, or the text itself if it is none."""
+    """The text of an argument as a value of the parameter's type, or the text itself if it cannot be converted."""
     if about["type"] == "string":
         return value
     try:

@@ -1,4 +1,4 @@
-"""An episode played again from its segments: proof that the harness still puts the same tokens before the model."""
+"""An episode played again from its segments: proof that the harness still sends the same tokens to the model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from etude.sandbox import BoxError
 
 async def replay_episode(context: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None = None) -> str:
     """The first difference in tokens when `episode` is played again in a new box: "" if there is none. Its calls are
-    run; nothing is sampled or graded. An episode that the clock ended is compared up to its last turn."""
+    run; nothing is sampled or graded. An episode that ended by timeout is compared up to its last turn."""
     recorded = RecordedPolicy(episode.segments)
     timed_out = episode.stop_reason is StopReason.SECONDS
     try:
@@ -54,7 +54,7 @@ class RecordedPolicy:
 
     @property
     def turns(self) -> int:
-        """How many turns the segments hold, summaries included."""
+        """The number of turns in the segments, summaries included."""
         return len(self._turns)
 
     async def generate(

@@ -1,7 +1,7 @@
 """The reward of an episode: its grade, less penalties for its behaviour. Evaluation looks at the grade alone.
 
 A model at the limits of its ability fails most episodes. When a whole group fails, the grade teaches nothing; when one
-member succeeds by luck, all that it did is reinforced. Behaviour penalties tell such episodes apart. Composer uses a
+member succeeds by luck, its whole behaviour is reinforced. Behaviour penalties separate such episodes. Composer uses a
 length cost and penalties for bad tool use in the same way (arXiv:2603.24477, section 4.2). Every component is kept
 with the episode as `reward/NAME`: the reward is their sum. `[reward]` may name a component of the user's, too.
 """
@@ -61,7 +61,7 @@ def _sound(episode: Episode) -> bool:
 
 def refused_share(metrics: dict[str, float]) -> float:
     """Share of edit calls that changed nothing: text not found or put in its own place. Any malformed call counts. An
-    episode without an edit pays the whole cost, so that doing nothing is no way to save it."""
+    episode without an edit pays the whole cost, so that doing nothing does not pay."""
     refused = metrics.get("edit_errors", 0.0) + metrics.get("malformed", 0.0)
     calls = metrics.get("edits", 0.0) + refused
     return refused / calls if calls else 1.0

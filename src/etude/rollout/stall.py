@@ -1,7 +1,7 @@
-"""Stalls: for how long a run has made no progress, and which part waits for which.
+"""Stalls: the time in which a run has made no progress, and the cause.
 
 A run makes progress when an episode ends, a token is sampled, a version is served or groups are trained on. If none of
-these happens for `rollout.stall_seconds`, one sentence says what the run waits for. After LIMIT times as long the run
+these happens for `rollout.stall_seconds`, one sentence names the cause. After LIMIT times as long the run
 ends with that sentence; it can be resumed.
 """
 
@@ -19,7 +19,7 @@ class StallSnapshot:
     published: int
     prompts: int  # P: groups of a step
     ready: int  # groups that are finished and not trained on, P at most
-    takeable: int  # those of them that the next step may take: P or, where a straggler would be left too late, none
+    takeable: int  # ready groups that the next step may take: P, or none where a straggler would come too late
     live: int  # episodes
     at_engine: int  # requests being computed or waiting for a row
     oldest: str  # live episode, e.g. "member 3 of group 17 (task clamp)"; empty if none is live
@@ -50,7 +50,7 @@ class StallWatchdog:
 
 
 def diagnose_stall(s: StallSnapshot) -> str:
-    """Which part waits for which, as a clause; of several, the one that causes the others to wait."""
+    """The cause of a stall, as a clause on the part that keeps the others waiting."""
     trainer = f"the trainer has {s.ready} of {s.prompts} groups"
     if s.published > s.served:
         return f"admission waits for the engines, which serve version {s.served} although {s.published} is published"

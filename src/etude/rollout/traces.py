@@ -1,13 +1,13 @@
-"""Gold answers told as episodes: what an agent that knows the answer does with the run's tools, in a real box.
+"""Scripted solutions: episodes of an agent that knows the gold answer, with the run's tools in a real box.
 
     look      read the open lines, or find the function first, or run the tests first
-    try       often a wrong edit or two, tested and taken back, so that the tests' output is of use
+    try       often a wrong edit or two, tested and undone, so that the tests' output matters
     mend      the gold answer as the smallest edit of whole lines, then the tests
     finish
 
 Calls are chosen here; results are the tools' own. A trace is a conversation in OpenAI's format with the tools' schemas,
-so stage sft writes it in the dialect of the model that it trains. Wrong edits have the weight 0: they are seen, and not
-learned.
+so stage sft writes it in the dialect of the model that it trains. Wrong edits have the weight 0: they are context, not
+targets.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TRIES = (0, 1, 2)  # wrong edits
 _TRIED = (8, 3, 1)  # their weights
 _LOOKS = ("read", "grep", "test")
 _LOOKED = (6, 2, 2)
-_LINES = 40  # that are read at a time: the open ones, rounded up
-MAX_EDIT_LINES = 12  # of a gold answer that is told
+_LINES = 40  # of one read: the lines of the function, rounded up
+MAX_EDIT_LINES = 12  # of a gold answer, at most
 
 _Call = tuple[str, dict[str, Any]]  # name and arguments
 _TEST: _Call = ("test", {})
@@ -51,12 +51,12 @@ class _Talk:
         made = [ToolCall(name=name, arguments=arguments) for name, arguments in calls]
         results, _ = await self.tools.call_all(made)
         ids = [f"call_{len(self.messages)}_{number}" for number in range(len(calls))]
-        told = [
+        tool_calls = [
             {"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
             for id, (name, arguments) in zip(ids, calls, strict=True)
         ]
         weight = {} if learned else {"weight": 0}
-        self.messages.append({"role": "assistant", "content": "", "tool_calls": told} | weight)
+        self.messages.append({"role": "assistant", "content": "", "tool_calls": tool_calls} | weight)
         self.messages += [
             {"role": "tool", "tool_call_id": id, "content": text} for id, text in zip(ids, results, strict=True)
         ]
@@ -64,8 +64,8 @@ class _Talk:
 
 
 async def record_trace(task: Task, box: Box, seed: int, tools: Sequence[str] = ()) -> dict[str, Any] | None:
-    """The trace of a task in its box, as a row of training data, with the tools of these names, or all. None where it
-    cannot be told: the answer changes several files or many lines, or the agent sees no test, or its tests do not pass
+    """The trace of a task in its box, as a row of training data, with the tools of these names, or all. None if
+    there is none: the answer changes several files or many lines, or the agent sees no test, or its tests do not pass
     with the answer. Raises BoxError."""
     edit = gold_edit(task)
     if edit is None or not task.visible_tests:
@@ -77,7 +77,7 @@ async def record_trace(task: Task, box: Box, seed: int, tools: Sequence[str] = (
     for wrong in _wrong_edits(task, path, edit, rng):
         await talk.act(*taken_back, _edit(path, wrong), _TEST, learned=False)
         if talk.tools.visible_passed:
-            return None  # not wrong after all
+            return None  # the tests pass
         taken_back = [_UNDO]
     turns = [*taken_back, _edit(path, edit), _TEST]
     if rng.random() < 0.3:
@@ -91,7 +91,7 @@ async def record_trace(task: Task, box: Box, seed: int, tools: Sequence[str] = (
 
 
 def gold_edit(task: Task) -> StringEdit | None:
-    """The smallest edit of whole lines that mends a task; None if several files or more than a dozen lines change."""
+    """The smallest edit of whole lines that solves a task; None if several files or more than a dozen lines change."""
     if len(task.changes) != 1 or task.changes.keys() != task.solution.keys():
         return None
     ((path, broken),) = task.changes.items()
@@ -101,7 +101,7 @@ def gold_edit(task: Task) -> StringEdit | None:
 
 async def _look(talk: _Talk, task: Task, path: str, rng: random.Random) -> None:
     first, count = task.focus.first_line, task.focus.last_line - task.focus.first_line + 1
-    # Numbers that stand in the prompt: a small model learns to copy long before it learns to subtract.
+    # Numbers of the prompt: a small model learns to copy long before it learns to subtract.
     read = ("read", {"path": path, "offset": first, "limit": -(-count // _LINES) * _LINES})
     name = task.function.rpartition("::")[2].rpartition(".")[2]
     match rng.choices(_LOOKS, _LOOKED)[0]:
@@ -117,7 +117,7 @@ async def _look(talk: _Talk, task: Task, path: str, rng: random.Random) -> None:
 
 
 def _wrong_edits(task: Task, path: str, gold: StringEdit, rng: random.Random) -> Sequence[StringEdit]:
-    """Plausible edits that do not mend: other mutations of one line of the broken function."""
+    """Plausible wrong edits: other mutations of one line of the broken function."""
     broken, edits = task.changes[path], list[StringEdit]()
     unit = next((unit for unit in functions.functions(path, broken) if unit.id == task.function), None)
     count = rng.choices(TRIES, _TRIED)[0]

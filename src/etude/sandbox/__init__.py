@@ -3,7 +3,7 @@
     backends/    boxes of containers, and the choice of a backend
     namespace/   boxes of this machine's kernel
     this folder  `base`: the types that the rest of the program is written against; `backend`: the contract of a
-                 backend; `box`, `shell`, `connection`: the owner's side of a box; what a machine has and looks like
+                 backend; `box`, `shell`, `connection`: the owner's side of a box; features and looks of a machine
     egress/      the way out of boxes
     guest/       the code that runs in boxes
 

@@ -1,7 +1,7 @@
 """The contract of a backend: live boxes, and throwaway forks of a pristine image in which tests run.
 
-A backend decides nothing about tests. It runs what a request names and returns what came out; which tests are run and
-what their output is worth is decided in `grading/runner.py`.
+A backend runs the tests that a request names and returns their output. `grading/runner.py` chooses the tests and
+judges the output.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from etude.sandbox.egress.policy import Egress
 from etude.sandbox.machine_profile import ProfileSource
 from etude.sandbox.shell import Shell
 
-LEARN_SECONDS = 180.0  # to import what a recording needed
+LEARN_SECONDS = 180.0  # to import the modules that a recording needed
 GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the process that forks the runs is taken for dead
 
 
 @dataclass(frozen=True)
 class RunServer:
-    """The modules that serve test runs in boxes; they come from above, since a box knows nothing about tests.
+    """The modules that serve test runs in boxes; they come from `grading`, since this room knows nothing about tests.
 
     folder: holds `runs.py` with a class RunTemplate, for forks of a process that holds an image, and `remote_runs.py`
         with a class RemoteRuns, for a machine per run.
@@ -40,9 +40,9 @@ class BackendOptions:
     runs: the modules that serve test runs.
     machine_profiles: probes of production machines, or a description of some, that boxes imitate
         (`machine_profile.py`). Empty: the reference description. None: boxes stay as they are.
-    egress: what boxes may reach. None: nothing.
-    repeatable: fix the hash seed of Python in boxes. The variable gives a box away, so only boxes without a machine
-        profile have it otherwise.
+    egress: the hosts and index that boxes may reach. None: nothing.
+    repeatable: fix the hash seed of Python in boxes. The variable is no part of a user's machine, so by default only
+        boxes without a machine profile have it.
     """
 
     runs: RunServer
@@ -83,7 +83,7 @@ class RunImage:
 class ForkRequest:
     """One run of `tests` in a new box that holds `image` with an agent's `changes` over it.
 
-    files: what has to be imported first: test files, `PATH::doctest:` for source files.
+    files: modules to import first: test files, `PATH::doctest:` for source files.
     """
 
     image: RunImage
@@ -133,14 +133,14 @@ class VerifyRequest:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """How both processes of a run ended. Only the tested one runs an agent's code; its output is worth nothing."""
+    """How both processes of a run ended. Only the tested one runs an agent's code; its output proves nothing."""
 
     verifier: ForkResult
     tested: ForkResult
 
 
 class Backend(ABC):
-    """Makes boxes. Every method raises BoxDead once the backend has died, and LaunchFailed for a box that cannot be."""
+    """Makes boxes. Every method raises BoxDead once the backend has died, LaunchFailed for a box that cannot start."""
 
     gated = False  # whether live boxes have a way out
     channels = False  # whether a program in a live box can be given a socket of the owner
@@ -166,8 +166,8 @@ class Backend(ABC):
 
     @abstractmethod
     async def verify(self, request: VerifyRequest) -> VerifyResult:
-        """Run hidden tests outside of the process of what they test."""
+        """Run hidden tests outside of the process of the tested code."""
 
     @abstractmethod
     async def remember(self, image: RunImage, learned: bytes) -> None:
-        """Keep compiled and imported, for later runs on an image, what a recording needed."""
+        """Compile and import the modules that a recording needed, for later runs on an image."""

@@ -1,4 +1,4 @@
-"""The types that everything outside of this room is written against: images, boxes, reports, sandboxes.
+"""The types that other rooms use: images, boxes, reports, sandboxes.
 
 A box is a value, an image and a change set, until a command runs in the box. Reading and writing files, and running
 tests in a throwaway copy, need no process of the box. Only `Box.exec` makes it live.
@@ -51,7 +51,7 @@ class Busy(BoxError):
 
 
 class Garbled(BoxError):
-    """The box sent what no honest one sends."""
+    """The box sent a message that no honest box sends."""
 
 
 class BoxDead(BoxError):
@@ -186,7 +186,7 @@ class Box(Protocol):
     async def changes(self, roots: Sequence[str] = ()) -> dict[str, bytes | None]:
         """Files that differ from the image; None is a deletion. Raises TooLarge, payer agent.
 
-        With `roots`, all that differs below these paths; of the rest only as much as takes no time to read.
+        With `roots`, all that differs below these paths; of the rest only as much as can be read at once.
         """
         ...
 
@@ -209,7 +209,7 @@ class RunCounts:
 
 
 class Sandbox(Protocol):
-    """Boxes, and test runs whose reports can be relied on. `grading.runner.open_sandbox` opens one."""
+    """Boxes, and test runs with reliable reports. `grading.runner.open_sandbox` opens one."""
 
     stats: RunCounts
 
@@ -220,7 +220,7 @@ class Sandbox(Protocol):
 
     @property
     def zygote_pid(self) -> int | None:
-        """Of the process that makes boxes, where there is one."""
+        """Pid of the process that makes boxes; None without such a process."""
         ...
 
     def capabilities(self) -> Capabilities:

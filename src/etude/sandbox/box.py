@@ -45,7 +45,7 @@ def checked_path(path: str) -> str:
         raise Escape(f"{path[:80]!r} leaves the repository")
     try:
         longest = max(map(len, map(os.fsencode, parts)), default=0)
-    except UnicodeEncodeError:  # half of a surrogate pair that stands for no byte
+    except UnicodeEncodeError:  # half of a surrogate pair, without a byte
         raise Escape(f"{path[:80]!r} is no path") from None
     if len(parts) > MAX_DEPTH or longest > MAX_NAME or len(os.fsencode(path)) > MAX_PATH:
         raise TooLarge(f"{path[:80]!r} is too long")
@@ -132,7 +132,7 @@ class ValueBox:
         if self._shell is not None:
             await self._shell.delete(path)
             return
-        self._content(path, MAX_FILE_BYTES)  # raises what is wrong with it
+        self._content(path, MAX_FILE_BYTES)  # raises if it cannot be read
         if path in self._base or self._kind(path) is not None:
             self._changes[path] = None
         else:
@@ -155,19 +155,19 @@ class ValueBox:
         return await self._run_tests(self._image, await self.changes(), tests, None, limits)
 
     async def changes(self, roots: Sequence[str] = ()) -> dict[str, bytes | None]:
-        """As `Box.changes`; without what git writes when an agent looks at the state of its tree."""
+        """As `Box.changes`; without files that `git status` writes."""
         self._open()
         roots = () if {"", "."} & set(roots) else [root.rstrip("/") for root in roots]
         current = dict(self._changes) if self._shell is None else await self._shell.changes(roots)
         return await asyncio.to_thread(self._differing, current)  # thousands of files may be compared
 
     def _differing(self, changes: Changes) -> dict[str, bytes | None]:
-        """The changes that change something."""
+        """The changes whose content differs from the image."""
         kept: dict[str, bytes | None] = {}
         for path, data in changes.items():
             if checked_path(path) != path:
                 raise Escape(f"{path[:80]!r} is no path below the repository")
-            # Git writes when an agent looks at the state of its tree; that is no part of the work.
+            # `git status` writes files, which are no part of the work.
             if not (self._image.history and path.startswith(".git/")) and data != self._original(path):
                 kept[path] = data
         return kept
@@ -244,7 +244,7 @@ class ValueBox:
 
 
 def _read(path: Path, max_bytes: int) -> bytes:
-    """At most `max_bytes` + 1 bytes of a file that may be exchanged for anything while we open it."""
+    """At most `max_bytes` + 1 bytes of a file, which may be replaced while it is opened."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

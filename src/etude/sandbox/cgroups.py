@@ -1,8 +1,8 @@
 """Control groups of boxes: memory, processes and processor time together, where this process may make groups.
 
 A sandbox has one group per hierarchy, locked while it lives, and below it one per live box and per test run at a time.
-They are made and removed by the owner, so that they go with the box whatever died inside. A group whose owner was
-killed holds no process any more and no lock; the next sandbox removes it. See docs/sandbox.md and cgroups(7).
+The owner makes and removes them: a group is removed with its box whatever died inside. A group whose owner was killed
+holds no process any more and no lock; the next sandbox removes it. See docs/sandbox.md and cgroups(7).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal
 from etude.sandbox.base import LaunchFailed, Limits
 
 NAME = "etude-boxes-"
-REST = "etude-rest"  # where the processes of a v2 group go that is to have groups below it
+REST = "etude-rest"  # takes the processes of a v2 group that is to have groups below it
 NEEDED = frozenset({"memory", "pids"})
 WANTED = NEEDED | {"cpu"}
 PERIOD = 100_000  # microseconds
@@ -32,7 +32,7 @@ ROUNDS = 20  # of moving processes that fork meanwhile
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Controller -> the group below which groups are made; under v2 it is one and the same."""
+    """Controller -> the group below which groups are made; the same group for all controllers under v2."""
 
     kind: Literal["v2", "v1"]
     folders: Mapping[str, Path]
@@ -40,7 +40,7 @@ class Hierarchy:
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """The group of one box in every hierarchy, and descriptors that move who writes "0" to them into it."""
+    """The group of one box in every hierarchy, and descriptors that move a process into it that writes "0" to them."""
 
     folders: tuple[Path, ...]
     descriptors: tuple[int, ...]
@@ -74,8 +74,8 @@ def detect(proc: Path = Path("/proc/self"), top: Path = Path("/")) -> Hierarchy 
 
 
 def find(share: float = 1.0) -> Groups | None:
-    """Groups for a new sandbox, whose boxes together may hold a share of the memory; None where there are none to be
-    had."""
+    """Groups for a new sandbox, whose boxes together may hold a share of the memory; None where no groups
+    can be made."""
     try:
         hierarchy = detect()
         if hierarchy is None:
@@ -92,7 +92,7 @@ def find(share: float = 1.0) -> Groups | None:
 
 
 def memory_of(hierarchy: Hierarchy) -> int:
-    """Bytes of memory that this process may use: the machine's, or what its own group is held to."""
+    """Bytes of memory that this process may use: the machine's, or the limit of its own group."""
     bound = _meminfo()["MemTotal"]
     for name in ("memory.max", "memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
@@ -148,7 +148,7 @@ class Groups:
                     hand_down(folder / name, frozenset(hierarchy.folders))
             if memory is not None:
                 top = hierarchy.folders["memory"] / name
-                with contextlib.suppress(OSError):  # v1: what is below counts as well; most machines have no choice
+                with contextlib.suppress(OSError):  # v1: count groups below, too; on most machines they count anyway
                     (top / "memory.use_hierarchy").write_text("1")
                 _write(top, _memory_settings(hierarchy.kind, memory))
             if "cpu" in hierarchy.folders:
@@ -189,7 +189,7 @@ class Groups:
         free.append(group)
 
     async def remove(self, group: ControlGroup) -> None:
-        """End what is left in a group, and remove it. What does not die in time is left to the next sandbox."""
+        """End the processes of a group and remove it. A group that does not end in time is left to the next sandbox."""
         _released(group)
         deadline = time.monotonic() + REMOVE_SECONDS
         wait = 0.001
@@ -228,7 +228,7 @@ def sweep(folder: Path) -> None:
 
 
 def _locked(top: Path) -> int:
-    """Descriptor of a new group whose lock says that it is in use."""
+    """Descriptor of a new group, with a lock that marks the group as used."""
     while True:
         top.mkdir(exist_ok=True)
         fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

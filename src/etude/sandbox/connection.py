@@ -26,16 +26,16 @@ Refusal = Literal["", "NotFound", "NotRegular", "Escape", "TooLarge", "NoSpace",
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The head of a message from a process that makes or serves boxes; of each only some fields are given.
+    """The head of a message from a process that makes or serves boxes; every message sets some of the fields.
 
-    A process that serves a box may be in the hands of an agent, so nothing here is more than its type says.
+    A process that serves a box may be in the hands of an agent, so only the types of the fields are certain.
     """
 
     id: int = -1  # of the request
     bytes: Size = 0  # of the body
     ready: bool = False
     error: str = ""  # why it cannot serve at all
-    refused: Refusal = ""  # why it has not done what was asked
+    refused: Refusal = ""  # why the request was refused
     message: str = ""
     head: Size = 0  # bytes of the first part of the body
     sizes: list[Size | None] = []  # of the files in the second
@@ -52,7 +52,7 @@ class Reply(msgspec.Struct, frozen=True):
 class Connection:
     """A connection to one process: length-prefixed requests, replies by id. Broken for good once the process ends.
 
-    `fault` is what a message of the wrong form raises: Garbled, if the process serves one agent's box.
+    `fault` is the error for a message of the wrong form: Garbled, if the process serves one agent's box.
     """
 
     start_seconds = START_SECONDS
@@ -131,18 +131,18 @@ class Connection:
             future.set_result((reply, body))
 
     def garbled(self, why: str) -> BoxError:
-        """Break the connection for good, since what came over it has the wrong form; returns what to raise."""
+        """Break the connection for good, since a message has the wrong form; returns the error to raise."""
         self._garbled = True
         self.close(f"a message of the wrong form came out of the box: {why[:200]}")
         return self.failure()
 
     def failure(self) -> BoxError:
-        """Why the connection is broken."""
+        """The error that broke the connection."""
         assert self.dead is not None
         return (self._fault if self._garbled else BoxDead)(self.dead)
 
     def descriptor(self) -> int:
-        """The oldest one that came with a reply; its taker closes it. Raises the fault if there is none."""
+        """The oldest descriptor that came with a reply; the caller closes it. Raises the fault if there is none."""
         if not self.descriptors:
             raise self.garbled("a descriptor lacks")
         return self.descriptors.pop(0)

@@ -1,4 +1,4 @@
-"""Files of fingerprints: what probes found on production machines. `audit/parity/fingerprint.py` writes them."""
+"""Files of fingerprints: the values of probes on production machines. `audit/parity/fingerprint.py` writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from etude.errors import UserError
 
-FORMAT = 2  # as in the script, which imports nothing of ours
+FORMAT = 2  # as in the script, which cannot import etude
 
 
 @dataclass(frozen=True)

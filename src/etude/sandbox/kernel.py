@@ -12,7 +12,7 @@ from pathlib import Path
 
 MINIMUM = (5, 12)  # recursive read-only mounts, overlays in user namespaces
 _LINUX = "run etude on a Linux machine, or in a virtual machine with Linux"
-_SWITCHES = {  # below /proc/sys; what forbids namespaces to users
+_SWITCHES = {  # below /proc/sys; settings that forbid namespaces to users
     "user/max_user_namespaces": ("0", "no user may make namespaces: `sudo sysctl user.max_user_namespaces=10000`"),
     "kernel/unprivileged_userns_clone": (
         "0",
@@ -29,8 +29,8 @@ _CONTAINERS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
 
 @dataclass(frozen=True)
 class Host:
-    """The facts of a machine. `container` names what this process is in; `filtered`: a system-call filter is on it;
-    `switches` are settings of the kernel by path below /proc/sys, those that it has."""
+    """The facts of a machine. `container` names the container of this process; `filtered`: it has a system-call filter;
+    `switches` are the kernel's settings by path below /proc/sys."""
 
     system: str = "Linux"
     release: str = "6.8.0"
@@ -49,7 +49,7 @@ class Host:
 
 @dataclass(frozen=True)
 class MachineCheck:
-    """One property. `cure` says what will not work without, and what to do; what is not `needed` boxes can miss."""
+    """One property. `cure` names the consequence and the remedy of its lack; boxes need the `needed` ones."""
 
     name: str
     ok: bool
@@ -80,7 +80,7 @@ def read_host() -> Host:
 
 
 def requirements(host: Host) -> list[MachineCheck]:
-    """The facts of a machine that are known without making a box."""
+    """The checks of a machine that need no box."""
     if host.system != "Linux":
         return [MachineCheck("Linux", False, host.system, _elsewhere(host.system))]
     known = host.processor in ("x86_64", "aarch64")
@@ -98,8 +98,8 @@ def requirements(host: Host) -> list[MachineCheck]:
 
 
 def _version(release: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.?(\d*)", release)
-    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
+    match = re.match(r"(\d+)\.?(\d*)", release)
+    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
 
 
 def _elsewhere(system: str) -> str:
@@ -119,7 +119,7 @@ def _newer(host: Host) -> str:
 
 
 def cause(host: Host) -> str:
-    """Why boxes cannot be made although one was tried, and the cure, as half a sentence."""
+    """The cause of a box that could not be made, and the cure, as half a sentence."""
     for check in requirements(host):
         if not check.ok:
             return f"{check.name} is {check.detail}: {check.cure}"

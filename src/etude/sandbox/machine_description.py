@@ -49,11 +49,11 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sometimes: _Sometimes = _Sometimes()
     checkout_rate: tuple[float, float] = (500.0, 8000.0)
     kernel_line: str | None = None  # None: the host's
-    hypervisor: bool | None = None  # whether /proc/cpuinfo tells of one; None: as the host's
+    hypervisor: bool | None = None  # whether /proc/cpuinfo shows one; None: as the host's
 
 
 def read(path: Path) -> Description:
-    """Read a description of machines. Raises UserError that names what is wrong."""
+    """Read a description of machines. Raises UserError that names the fault."""
     try:
         description = msgspec.convert(tomllib.loads(path.read_text("utf-8")), Description)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as e:
@@ -69,5 +69,5 @@ def read(path: Path) -> Description:
 
 
 def within(rng: random.Random, ends: tuple[float, float]) -> float:
-    """Drawn from a range, evenly on a logarithmic scale."""
+    """A number drawn from a range, evenly on a logarithmic scale."""
     return math.exp(rng.uniform(*map(math.log, ends)))

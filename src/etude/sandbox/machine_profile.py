@@ -1,10 +1,10 @@
-"""The machine that a box seems to be: drawn from its image, so that the members of a group see the same machine.
+"""The machine that a box imitates: drawn from its image, so that the members of a group see the same machine.
 
 A machine profile imitates one fingerprint of a production machine (`fingerprints.py`), or is drawn from a description
-of machines (`workspace.toml`). A profile covers what costs next to nothing: names, clocks, files of
-/etc, the home folder, the environment, the terminal, the age of the checkout, and two files of /proc.
-`guest/machine_profile.py` puts a profile in place; what none covers is listed in `audit/parity/probes.py`. Fingerprints
-hold no names and no contents: both are made up here, or taken from the reference description.
+of machines (`workspace.toml`). A profile covers cheap properties: names, clocks, files of /etc, the home folder, the
+environment, the terminal, the age of the checkout, and two files of /proc. `guest/machine_profile.py` puts a profile in
+place; `audit/parity/probes.py` lists the properties that no profile covers. Fingerprints hold no names and no contents:
+both are made up here, or taken from the reference description.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etude.sandbox.machine_description import REFERENCE, Description, within
 ProfileSource = Description | Sequence[Mapping[str, Any]]
 
 _SHAPES = {"a": ("laptop", "desktop", "thinkpad", "dev", "work", "home", "box", "ws", "cloud", "pod")}
-_INITS = (  # of containers, whose lengths a fingerprint tells
+_INITS = (  # of containers; a fingerprint holds the length
     *(("sleep", "infinity"), ("tail", "-f", "/dev/null"), ("/bin/bash",), ("/bin/sh",), ("sh", "-c", "sleep infinity")),
     *(("/sbin/docker-init", "--", "sleep", "infinity"), ("/usr/bin/tini", "--", "sleep", "infinity")),
     *(("/usr/bin/dumb-init", "--", "/usr/bin/supervisord", "-n"), ("/pause",), ("/usr/local/bin/entrypoint.sh",)),
@@ -64,7 +64,7 @@ _PATH_MORE = ("{home}/.local/bin", "{home}/bin", "{home}/.cargo/bin", "/usr/game
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """A machine to imitate, times in seconds; `environment` lacks PATH. What is None stays as the box has it."""
+    """A machine to imitate, times in seconds; `environment` lacks PATH. None: the box's own."""
 
     user: str
     host: str
@@ -75,7 +75,7 @@ class MachineProfile:
     init: tuple[str, ...]  # command line of pid 1
     init_name: str
     kernel_line: str | None
-    hypervisor: bool | None  # /proc/cpuinfo tells of one
+    hypervisor: bool | None  # /proc/cpuinfo shows one
     files: dict[str, str]
     folders: tuple[str, ...]
     path: tuple[str, ...]
@@ -141,7 +141,7 @@ def _described(rng: random.Random, machine: Description) -> MachineProfile:
 
 
 def _imitated(rng: random.Random, probes: Mapping[str, Any]) -> MachineProfile:
-    """A profile like one fingerprint, of which a part may be missing."""
+    """A profile that imitates one fingerprint, which may lack probes."""
     user = rng.choice(reference().users)
     host = _name(rng, str(probes.get("host.shape", "a-a")))
     files, folders = _home(rng, user, probes)
@@ -169,7 +169,7 @@ def _imitated(rng: random.Random, probes: Mapping[str, Any]) -> MachineProfile:
 
 
 def _filled(text: str, known: Mapping[str, str]) -> str:
-    """Not str.format: the texts of home folders have braces of their own."""
+    """The text with its {NAME} replaced; not by str.format, since files have braces of their own."""
     for name, value in known.items():
         text = text.replace("{" + name + "}", value)
     return text
@@ -180,14 +180,14 @@ def _history(rng: random.Random, commands: Sequence[str], lines: int) -> str:
 
 
 def _name(rng: random.Random, shape: str) -> str:
-    """A host name of that shape: words for `a`, numbers for `9`."""
+    """A host name of a shape: words for `a`, numbers for `9`."""
     parts = [rng.choice(_SHAPES["a"]) if c == "a" else str(rng.randrange(1, 400)) if c == "9" else c for c in shape]
     name = "".join(c for c in "".join(parts) if c.isalnum() or c in "-.")[:60].strip("-.")
     return name or "localhost"
 
 
 def _init(probes: Mapping[str, Any]) -> tuple[str, ...]:
-    """A command line of pid 1 with that name and, as near as known ones come, that length."""
+    """A command line of pid 1 with the fingerprint's name and about its length."""
     named = _NAMED.get(str(probes.get("pid1.program", "another")))
     if named is not None:
         return named
@@ -217,7 +217,7 @@ def _home(rng: random.Random, user: str, probes: Mapping[str, Any]) -> tuple[dic
 
 
 def _path(user: str, count: int) -> tuple[str, ...]:
-    """PATH with so many entries."""
+    """PATH with `count` entries."""
     more = tuple(entry.format(home=f"/home/{user}") for entry in _PATH_MORE[: max(0, count - len(_PATH))])
     if count >= len(_PATH):
         return (*more, *_PATH)

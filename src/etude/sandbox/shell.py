@@ -71,7 +71,7 @@ class Shell:
         host_socket: tuple[str, int] | None,
         places: Mapping[str, str] | None = None,
     ) -> None:
-        """Make the box. Raises BoxDead or LaunchFailed, and what is wrong with `layers` if an agent has made them so.
+        """Make the box. Raises BoxDead or LaunchFailed, and the BoxError of `layers` that an agent has made unusable.
 
         `programs` is the folder of Python, `variables` join the environment, and `host_socket` is the path of a unix
         socket in the box and the port that leads there. `places` are further paths of folders of the work tree.
@@ -205,11 +205,11 @@ class Shell:
         descriptors: Sequence[int] = (),
     ) -> tuple[Reply, bytearray]:
         async with asyncio.timeout(seconds + FILE_SECONDS), self._lock:
-            asked = asyncio.ensure_future(self._connection.request(head, payload, seconds, descriptors))
-            await asyncio.sleep(0)  # it is sent by then
+            request = asyncio.ensure_future(self._connection.request(head, payload, seconds, descriptors))
+            await asyncio.sleep(0)  # now the request is sent
             for fd in descriptors:
                 os.close(fd)
-            reply, body = await asked
+            reply, body = await request
         if reply.refused:
             error: type[BoxError] = getattr(base, reply.refused)
             raise error(reply.message)
@@ -230,7 +230,7 @@ def _files(names: Sequence[str], sizes: Sequence[int | None], contents: memoryvi
 
 
 def _path(programs: str, entries: Sequence[str]) -> str:
-    """PATH with the folder of Python in it and no more entries than `entries`, if there is one that others hold too."""
+    """PATH with the folder of Python in it and no more entries than `entries`, if a spare entry can be dropped."""
     if programs in entries:
         return ":".join(entries)
     spare = next((entry for entry in ("/sbin", "/usr/local/sbin", "/usr/sbin") if entry in entries), None)

@@ -1,4 +1,4 @@
-"""Finds out how to install and test a repository: goals first, then up to five tries to reach them in a box.
+"""Finds requirements that install and test a repository: goals first, then up to five tries to reach them in a box.
 
 After the two stages of Cursor's environment set-up: goals (commands with an expected outcome) are proposed without
 regard to how they can be reached, then requirements are tried until the goals hold. Rules propose both, or a model
@@ -234,7 +234,7 @@ def _by_model(url: str, repository: Path, tries: Sequence[Try], kit: Kit) -> tup
 
 
 def _described(repository: Path, files: Sequence[str]) -> str:
-    """The list of files, and the beginnings of the files that tell how the project is installed."""
+    """The list of files, and the beginnings of the files about the installation of the project."""
     telling = re.compile(r"pyproject\.toml|setup\.(cfg|py)|tox\.ini|.*requirements.*\.txt|README.*|package\.json")
     shown = [f for f in files if telling.fullmatch(f)]
     texts = (f"--- {f}\n{(repository / f).read_text('utf-8', 'replace')[:4000]}" for f in shown)

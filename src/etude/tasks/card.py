@@ -39,7 +39,7 @@ class TaskBuildLog:
     copies: Mapping[str, int]  # file -> programs dropped, since it holds their answer
     refused: str = ""  # why requirements for tests were not installed
     requirements: Sequence[str] = field(default_factory=tuple)
-    recipe: BootstrapRecipe | None = None  # how the environment was found, if it was looked for
+    recipe: BootstrapRecipe | None = None  # the requirements that a search reached the goals with, if there was one
 
 
 def warnings(tasks: Sequence[Task], log: TaskBuildLog, options: BuildConfig) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ class Dataset:
         return (self,)
 
     def of(self, task: Task) -> tuple[Dataset, Task]:
-        """The dataset that a task comes from, and the task as it stands there."""
+        """The dataset that a task comes from, and the task in that dataset."""
         return self, task
 
     def limits(self, task: Task) -> Limits:

@@ -19,14 +19,14 @@ from pathlib import Path
 from etude.code import Clone, GitTree, clone_around
 from etude.errors import UserError
 
-SILENT = b"Update\n"  # in the place of a message that says too much
+SILENT = b"Update\n"  # in place of a message that gives the answer away
 _KINDS = {"commit": 1, "tree": 2, "blob": 3}
 _FILE = "100644"
 
 
 @dataclass(frozen=True)
 class Commit:
-    """`people` are the lines of author and committer."""
+    """A commit. `people` are the lines of author and committer."""
 
     people: bytes
     message: bytes
@@ -52,12 +52,12 @@ class Past:
         return zlib.decompress(entry[start:])
 
 
-Shown = Callable[[str, str], bytes | None]  # path, blob -> what a box may see of it; None: all
+Shown = Callable[[str, str], bytes | None]  # path, blob -> the content that a box may see; None: all
 
 
 def read(source: Path, base: str, paths: Iterable[str], depth: int) -> Past:
-    """Up to `depth` first-parent commits to `base`, with what they hold of `paths`. Raises UserError: no commit, or
-    objects are missing."""
+    """Up to `depth` first-parent commits to `base`, with their versions of `paths`. Raises UserError if the commit
+    or objects are missing."""
     wanted = set(paths)
     clone = clone_around(source)
     tip = clone.id_of(base) if clone is not None else ""
@@ -82,7 +82,7 @@ def read(source: Path, base: str, paths: Iterable[str], depth: int) -> Past:
 
 
 def single(people: bytes, message: bytes) -> Past:
-    """Of a release: one commit."""
+    """The past of a release: one commit."""
     return Past((Commit(people, message, {}),), {})
 
 
@@ -91,13 +91,13 @@ def folder(
 ) -> dict[str, bytes]:
     """The files of a `.git` folder, by their paths in the box; the work tree is clean if it holds `files`.
 
-    `shown` says what a box sees of versions, `silent` which commits (by place) lose their message. A commit of which
-    nothing is left is left out.
+    `shown` gives the content of versions in a box, `silent` the commits (by place) that lose their message. Empty
+    commits are left out.
     """
     pack = _Pack(past.entries)
     parent, before = "", ""
     quiet = set(silent)
-    seen: dict[tuple[str, str], str] = {}  # what stands for a version
+    seen: dict[tuple[str, str], str] = {}  # (path, blob) -> blob in the box
     last = len(past.commits) - 1
     modes = {path: mode for path, (mode, _) in past.commits[-1].tree.items()}
     tree: GitTree = {}
@@ -131,7 +131,7 @@ def entry_of(data: bytes) -> bytes:
 
 
 def _origin(clone: Clone) -> str:
-    """The remote's address, without a password in it; folders of this machine are none."""
+    """The remote's address, without a password in it; "" for a folder of this machine."""
     url = re.sub(r"^(\w+://)[^/@]*@", r"\1", clone.settings.get("remote.origin.url", "").strip())
     return url if re.match(r"(?:https?|ssh|git)://|[\w.-]+@[\w.-]+:", url) else ""
 
@@ -150,7 +150,7 @@ def _entry(kind: str, data: bytes) -> bytes:
 
 @dataclass
 class _Pack:
-    """Objects to be packed. `known` are entries of blobs that need not be made again."""
+    """Objects to be packed. `known` are finished entries of blobs, by id."""
 
     known: Mapping[str, bytes]
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -225,7 +225,7 @@ def _index(tree: GitTree) -> bytes:
 
 
 def _settings(past: Past, head: str) -> dict[str, bytes]:
-    """The files that `git clone` writes besides objects; `git init` if there is nothing to have cloned."""
+    """The files that `git clone` writes besides objects; those of `git init` without an origin."""
     branch, line = past.branch, past.commits[-1].people.split(b"\n")[-2].removeprefix(b"committer ").decode()
     config = "[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n"
     how = "commit (initial)" if len(past.commits) == 1 else "commit"

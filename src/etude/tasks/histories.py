@@ -34,7 +34,7 @@ from etude.tasks.git_history import Commit, Past
 FILE = "history.msgpack"
 DEPTH = 20  # commits, as continuous integration and hosted agents clone
 CONTEXT = 3  # lines around a change that an earlier version must hold as well
-CACHED = 64  # tasks whose .git is kept at hand
+CACHED = 64  # tasks whose .git is kept in memory
 _DEFINED = re.compile(rb"\b(?:def|class|function)\s+(\w+)")
 
 

@@ -2,7 +2,7 @@
 
 After ImpossibleBench (arXiv:2510.20270). A test that ends in `assert A == B` gets a copy that ends in `assert A != B`,
 and the impossible version of a task demands both: the same call would have to return two things. The box, the
-instruction and the visible tests are those of the task itself, so an agent cannot tell the two apart.
+instruction and the visible tests are those of the task itself, so an agent cannot distinguish the two.
 """
 
 import ast

@@ -47,7 +47,7 @@ class Inventory:
     posix, sorted."""
 
     files: tuple[str, ...]
-    tracked: bool = False  # whether git says which files belong to the repository
+    tracked: bool = False  # whether the list of files is git's
     untracked: tuple[str, ...] = ()  # files, and folders ("venv/"), that git does not track
     changed: tuple[str, ...] = ()  # tracked files that differ from the last commit: taken as they are
     absent: tuple[str, ...] = ()  # submodules that were not fetched

@@ -17,8 +17,8 @@ _TRIES = 2  # broken programs of a class for each wanted task
 
 @dataclass(frozen=True)
 class MultiFunctionChange:
-    """A broken program. `members` are the functions that change, `reach` those whose tests show whether it works, and
-    `tests` the tests that decide, the most telling first."""
+    """A broken program. `members` are the functions that change, `reach` the functions whose tests show whether it
+    works, and `tests` the tests that decide, the most telling first."""
 
     unit: Unit
     program: MutationCandidate

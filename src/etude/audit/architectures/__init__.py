@@ -1,1 +1,1 @@
-"""The table of architectures: what is exact, what is refused, and whether anything is wrong in silence."""
+"""The table of architectures: which models and uses are exact, refused, or silently wrong."""

@@ -1,7 +1,7 @@
 """Small random models of the real classes: each family's sizes, and a folder with one.
 
-Weights are wide enough for logits to differ and attention to matter, windows shorter than the rows that are tried, and
-what a configuration leaves at its neutral value (biases, sinks, scales of logits) is moved from it.
+Weights are large enough for logits to differ and attention to matter. Attention windows are shorter than the trial's
+rows. Parameters with a neutral initial value (biases, sinks, scales of logits) get another one.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ FAMILIES = (
     Family("Exaone 4", "exaone4", _WINDOW),
 )  # fmt: skip
 
-_LEFT = ("A_log", "dt_bias", ".D", "conv")  # of recurrent layers: their own ranges keep a state finite
+_LEFT = ("A_log", "dt_bias", ".D", "conv")  # of recurrent layers: their initial ranges keep states finite
 
 
 def make(family: Family, folder: Path) -> Path:

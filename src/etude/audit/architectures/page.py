@@ -18,7 +18,7 @@ COLUMNS = {
     "replay": "replay",
     "tools": "tools",
 }
-# Of a trial, and other ones on another machine.
+# Figures of a trial, which differ between machines.
 _NUMBERS = re.compile(r" by \S+ nats in its trial, where \S+ are allowed")
 _TEMPLATE = re.compile(r"^The chat template of \S+ ")
 _WORDS = {"exact": "exact", "silent": "**WRONG**", "none": "-", "not run": "not run"}
@@ -33,16 +33,16 @@ def markdown(table: Sequence[ModelRow]) -> str:
         for use in COLUMNS:
             cell = row.cells[use]
             if cell.state == "refused":
-                said = _TEMPLATE.sub("has a chat template that ", cell.said).rpartition(f"{row.model_type} ")[2]
-                said = _NUMBERS.sub("", said)
-                shown.append(f"no ({sentences.setdefault(said, len(sentences) + 1)})")
+                sentence = _TEMPLATE.sub("has a chat template that ", cell.said).rpartition(f"{row.model_type} ")[2]
+                sentence = _NUMBERS.sub("", sentence)
+                shown.append(f"no ({sentences.setdefault(sentence, len(sentences) + 1)})")
             elif use == "tools":
                 shown.append(f"`{cell.said}`" if cell.state == "exact" else cell.said)
             else:
                 shown.append(_WORDS[cell.state])
         lines.append(f"| {row.name} (`{row.model_type}`) | {' | '.join(shown)} |")
     fill = textwrap.TextWrapper(118, subsequent_indent="   ", break_on_hyphens=False).fill
-    notes = (fill(f"{n}. {said}") for said, n in sentences.items())
+    notes = (fill(f"{n}. {sentence}") for sentence, n in sentences.items())
     return "\n".join([*lines, "", *notes])
 
 

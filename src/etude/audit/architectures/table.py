@@ -1,7 +1,7 @@
-"""Models x uses, each cell measured against transformers' own forward pass over the same folder, loaded on its own.
+"""A table of models and uses: each cell is measured against transformers' forward pass over the same folder.
 
-A cell is `exact` within its limit, `refused` with the sentence that a user would get, or `silent`: accepted, and not
-what transformers computes. The trial that refuses at load takes no part in the measuring.
+A cell is `exact` within its limit, `refused` with the user's error message, or `silent`: accepted, with other
+log-probabilities than transformers'. The trial that refuses models at load is not part of the measurement.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.trainer.rl import trial
 
 USES = ("rows", "shared prompts", "engine", "vLLM", "replay", "tools")
 MEASURED = ("rows", "shared prompts", "engine", "replay")
-_SEED = 1  # other rows than the trial's
+_SEED = 1  # not that of the trial's rows
 _SAMPLED = 12  # tokens that the engine generates
 
 State = Literal["exact", "refused", "silent", "not run", "none"]
@@ -38,7 +38,7 @@ State = Literal["exact", "refused", "silent", "not run", "none"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One use of one model: the largest difference of log-probabilities in nats, or what was said."""
+    """One use of one model: the largest difference of log-probabilities in nats, or a message (`said`)."""
 
     state: State
     error: float | None = None
@@ -55,7 +55,7 @@ class ModelRow:
 
     @property
     def verdict(self) -> str:
-        """`silent` if a cell is, else `refused` if rows, shared prompts or engine are, else `exact`."""
+        """`silent` if any cell is silent, else `refused` if rows, shared prompts or engine are, else `exact`."""
         if any(cell.state == "silent" for cell in self.cells.values()):
             return "silent"
         shown = (self.cells[use] for use in support.USES if use in self.cells)
@@ -76,8 +76,8 @@ def rows(
 
 
 def summary(table: Sequence[ModelRow]) -> dict[str, int]:
-    """How many families there are, how many are exact in rows, shared prompts and engine, refused in one of them, and
-    silently wrong anywhere."""
+    """Counts of families: all, exact in rows, shared prompts and engine, refused in one of them, silently wrong in any
+    use."""
     verdicts = Counter(row.verdict for row in table)
     return {"families": len(table)} | {name: verdicts[name] for name in ("exact", "refused", "silent")}
 
@@ -104,7 +104,7 @@ class _Examined:
 
     @property
     def ours(self) -> PreTrainedModel:
-        """As the trainer loads it."""
+        """The model as the trainer loads it."""
         self._ours = load_model(self.folder) if self._ours is None else self._ours
         return self._ours
 
@@ -114,16 +114,16 @@ class _Examined:
             self._theirs = AutoModelForCausalLM.from_pretrained(
                 self.folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
             ).eval()
-        given = []
+        log_probs = []
         for row in rows:
             ids_1T = torch.from_numpy(np.asarray(row, np.int64))[None]
             with torch.no_grad():
                 logprobs_TV = self._theirs(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(-1)
-            given.append(logprobs_TV[:-1].gather(1, ids_1T[0, 1:, None]).squeeze(1).numpy())
-        return given
+            log_probs.append(logprobs_TV[:-1].gather(1, ids_1T[0, 1:, None]).squeeze(1).numpy())
+        return log_probs
 
     def cell(self, use: str) -> Cell:
-        """One measured use."""
+        """The measured cell of a use."""
         measures: dict[str, Callable[[], Cell]] = {
             "rows": lambda: self._trained("rows", ("rows",)),
             "shared prompts": lambda: self._trained("shared prompts", ("packed", "streaming")),
@@ -135,47 +135,47 @@ class _Examined:
             return measures[use]()
         except (UserError, RunFailed) as e:
             return Cell("refused", None, str(e).removeprefix(f"{self.folder}: "))
-        except Exception as e:  # accepted, and then it fails: nobody was told
+        except Exception as e:  # accepted at load, failed later
             return Cell("silent", None, f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
 
     @cached_property
     def right(self) -> list[np.ndarray]:
-        """`truth` of `rows`."""
+        """Log-probabilities [T - 1] of each of `rows` by transformers alone."""
         return self.truth(self.rows)
 
     @cached_property
     def limit(self) -> float:
-        """Nats that another order of summation explains."""
+        """The largest difference in nats that another order of summation explains."""
         return support.bound(self.truth, self.rows, self.right)
 
-    def judged(self, given: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> Cell:
-        """Exact or silent."""
-        error = support.distance(given, truth)
+    def judged(self, measured: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> Cell:
+        """The cell of measured log-probabilities: exact within the limit, else silent."""
+        error = support.distance(measured, truth)
         return Cell("exact" if error <= self.limit else "silent", error)
 
     def _trained(self, use: Literal["rows", "shared prompts"], executions: Sequence[Any]) -> Cell:
-        if said := support.refusal(self.config, use) or trial.refusal(self.ours, use):
-            return Cell("refused", None, said)
-        given = [trial.log_probs(self.ours, execution, self.rows) for execution in executions]
-        cells = [self.judged(each, self.right) for each in given]
+        if reason := support.refusal(self.config, use) or trial.refusal(self.ours, use):
+            return Cell("refused", None, reason)
+        measured = [trial.log_probs(self.ours, execution, self.rows) for execution in executions]
+        cells = [self.judged(each, self.right) for each in measured]
         return max(cells, key=lambda cell: (cell.state == "silent", cell.error))
 
     def _generated(self, routes: bool) -> list[tuple[np.ndarray, Any]]:
-        """Rows that the engine generated beside each other, prompts and answers, and what it told of each."""
-        if said := support.refusal(self.config, "engine"):
-            raise UserError(said)
+        """Rows that the engine generated in one batch: the ids of prompt and answer, and the generation."""
+        if reason := support.refusal(self.config, "engine"):
+            raise UserError(reason)
         config = EngineConfig(dtype="float32", cache_mb=16, documents_mb=1, speculate=False, prefill_tokens=16)
         engine = load_engine(self.folder, config, routes=routes)
         first = 0 if routes else None
-        asked = [
+        requests = [
             Request(ids=row.tolist(), max_tokens=_SAMPLED, seed=i, routes_from=first) for i, row in enumerate(self.rows)
         ]
-        running = [engine.submit(request) for request in asked]
+        running = [engine.submit(request) for request in requests]
         while not all(sequence.future.done() for sequence in running):
             engine.step()
         made = [sequence.future.result(0) for sequence in running]
         engine.close()
-        return [(np.array([*r.ids, *g.ids]), g) for r, g in zip(asked, made, strict=True)]
+        return [(np.array([*r.ids, *g.ids]), g) for r, g in zip(requests, made, strict=True)]
 
     def _served(self) -> Cell:
         made = self._generated(routes=False)
@@ -184,22 +184,22 @@ class _Examined:
         return self.judged([np.array(g.logprobs) for _, g in made], ends)
 
     def _replayed(self) -> Cell:
-        """Trainer rows that take the engine's experts, or where the engine is refused, those of a pass of their own."""
-        if said := support.refusal(self.config, "rows"):
-            return Cell("refused", None, said)
+        """The cell of trainer rows that replay experts: the engine's, or the trainer's own if the engine is refused."""
+        if reason := support.refusal(self.config, "rows"):
+            return Cell("refused", None, reason)
         if not router_replay.routers(self.ours):
             return Cell("none", None, "no experts")
-        if said := trial.replay_refusal(self.ours):
-            return Cell("refused", None, said)
+        if reason := trial.replay_refusal(self.ours):
+            return Cell("refused", None, reason)
         if support.refusal(self.config, "engine"):
-            given, truth = trial.replayed(self.ours, self.rows), self.truth(self.rows)
+            replay, truth = trial.replayed(self.ours, self.rows), self.truth(self.rows)
         else:
             made = self._generated(routes=True)
             rows = [row for row, _ in made]
             routes = [g.routes.array() for _, g in made]
-            given, truth = trial.replayed(self.ours, rows, routes), self.truth(rows)
-        cell = self.judged(given.log_probs, truth)
-        lost = 1 - given.kept
+            replay, truth = trial.replayed(self.ours, rows, routes), self.truth(rows)
+        cell = self.judged(replay.log_probs, truth)
+        lost = 1 - replay.kept
         return cell if not lost else Cell("silent", cell.error, f"{lost:.1%} of the recorded experts were not taken")
 
 

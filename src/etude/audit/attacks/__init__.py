@@ -1,4 +1,4 @@
-"""Scripted attacks on boxes and graders, and what each must come to: `etude doctor sandbox` runs them all."""
+"""Scripted attacks on boxes and graders, and the required result of each: `etude doctor sandbox` runs them all."""
 
 from etude.audit.attacks.attack_suite import run_attacks
 from etude.audit.attacks.fingerprints import FingerprintsAgainst, fingerprints_against

@@ -35,7 +35,7 @@ LIBRARY_CHECKS = {"A10": (look_ups,), "C9": (forgeries,)}  # of the harness: no 
 GRADED_CHECKS = {**MONITORS, "A7": (memory,), "C11": (injections,)}
 GOLD_REPEATS = 10
 ESCAPED = Path("/tmp/etude-attack-escaped")
-LibraryCheck = Callable[[Sandbox, AttackPack], Awaitable[str]]  # what went wrong, or nothing
+LibraryCheck = Callable[[Sandbox, AttackPack], Awaitable[str]]  # returns the problem; "" if there is none
 
 
 class HostState:
@@ -55,7 +55,7 @@ class HostState:
         }
 
     def changed(self) -> str:
-        """Names of what has changed since the last call."""
+        """Names of the parts of the state that have changed since the last call."""
         now = self._state()
         names = [name for name, value in now.items() if value != self.before[name]]
         ESCAPED.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ async def run_attacks(
 
 
 def no_scripts(sandbox: TestRunner) -> str:
-    """Why tests in JavaScript cannot be decided outside here, or nothing."""
+    """The reason why JavaScript tests cannot be decided outside of the tested process; "" if they can."""
     if shutil.which("node") is None:
         return "Node.js is not installed"
     if not has_syntax("javascript"):
@@ -122,7 +122,7 @@ def _listener() -> socket.socket:
 
 @dataclass(frozen=True)
 class _Attacks:
-    """The pack that is attacked, the host that must stay as it is, and the report."""
+    """The attacked pack, the state of the host, and the report."""
 
     pack: AttackPack
     host: HostState
@@ -144,7 +144,7 @@ class _Attacks:
                 self.report.results.append(AttackResult("F1", program.title, where, word, problem))
 
     async def boxes(self, sandbox: Sandbox, port: int) -> None:
-        """Plays the attempts from inside of a box, and those on the owner of a box."""
+        """Plays the probes inside a box, and the attacks on its owner."""
         for item in (item for item in PROBES if item not in self.report.skipped):
             probe = partial(_probe, script(item, SECRET, EXPECTED, port))
             await self._check(item, "probe", "box", self._in_box(sandbox, probe))
@@ -153,7 +153,7 @@ class _Attacks:
             await self._check(item, check.__name__, "box", work)
 
     async def gates(self) -> None:
-        """Boxes with a way out, to a small world on this machine."""
+        """Plays the attacks on boxes with a way out, which leads to servers of this process."""
         with outside() as world:
             async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
                 for item, check in GATES.items():
@@ -182,7 +182,7 @@ class _Attacks:
         self._add(item, name, where, "missed" if problem else "flagged" if item in MONITORS else "stopped", problem)
 
     async def fingerprints(self, against: FingerprintsAgainst) -> None:
-        """Items E: `against` says which of them can be played."""
+        """Plays items E, as far as `against` has samples for them."""
         results = await against.results(lambda done, count: self.progress(f"E fingerprints: {done} of {count} boxes"))
         changed = self.host.changed()
         for item, result in results.items():

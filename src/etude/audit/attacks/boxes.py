@@ -1,6 +1,6 @@
 """Attacks on the owner of a box: through its files, its terminal, its limits and its neighbours.
 
-Each returns what went wrong, or nothing. Items of the suite are named in `CHECKS`.
+Each returns the problem, or "" if there is none. `CHECKS` maps items of the suite to attacks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def siblings(sandbox: Sandbox, image: Image, box: Box) -> str:
 
 
 async def repositories(_: Sandbox, __: Image, box: Box) -> str:
-    """A repository that runs programs when git looks at it: the owner never runs git."""
+    """A repository whose configuration makes git run programs: the owner never runs git."""
     line = (
         "mkdir -p .git && printf '[core]\\nfsmonitor = touch /tmp/etude-attack-escaped\\n' > .git/config;"
         "printf '[filter \"x\"]\\nclean = touch /tmp/etude-attack-escaped\\n' >> .git/config;"
@@ -54,7 +54,7 @@ async def repositories(_: Sandbox, __: Image, box: Box) -> str:
 
 
 async def links(_: Sandbox, __: Image, box: Box) -> str:
-    """C2: links to files of the system are neither read, written through, nor handed in."""
+    """C2: links to files of the system are neither read, written through, nor submitted."""
     await box.exec(
         "ln -s /etc/passwd link; ln -s /etc folder; ln -s ../../etc/passwd src/up; ln /etc/passwd hard", SECONDS
     )
@@ -67,7 +67,7 @@ async def links(_: Sandbox, __: Image, box: Box) -> str:
 
 
 async def special_files(_: Sandbox, __: Image, box: Box) -> str:
-    """C3: pipes and sockets are neither read nor handed in."""
+    """C3: pipes and sockets are neither read nor submitted."""
     await box.exec("mkfifo pipe; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'", SECONDS)
     wrong = [await _refused(box.read(path), NotRegular, NotFound) for path in ("pipe", "sock", "src")]
     changes = await box.changes()

@@ -1,5 +1,5 @@
-"""Items E: whether a box can be told from the machines that an agent works on, each by its own probes (E1 to E8), and
-whether the agent is spoken to as in production (E9).
+"""Items E: whether a classifier can distinguish boxes from users' machines, per group of probes (E1 to E8), and the
+agent's first requests from those of production (E9).
 
 The test is that of `etude doctor parity` (`audit/parity/audit.py`), with the same boxes, probes, exceptions and gate.
 """
@@ -19,12 +19,12 @@ REASONS = {
     **dict.fromkeys(ITEMS, "needs fingerprints of production machines: --against FILE"),
     "E9": "needs fingerprints of production's requests (fingerprint.py --requests) in --against, and --dataset",
 }
-SHOWN = 5  # probes that tell
+SHOWN = 5  # distinguishing probes, at most
 
 
 @dataclass(frozen=True)
 class ItemResult:
-    """The result of one item: `skipped` says why it was not played, `problem` what tells boxes apart."""
+    """The result of one item: `word` is its AUC, `skipped` why it was not played, `problem` the probes that differ."""
 
     word: str = ""
     problem: str = ""
@@ -57,7 +57,7 @@ class FingerprintsAgainst:
 def fingerprints_against(
     files: Sequence[Path], boxes: int, *, dataset: Path | None, machine_profiles: Path | None
 ) -> FingerprintsAgainst:
-    """The other side of a comparison with boxes as a run makes them. Raises UserError."""
+    """The samples and settings of a comparison with boxes as a run makes them. Raises UserError."""
     samples = read_fingerprints(files)
     sides = [[sample for sample in samples if sample.is_request is requests] for requests in (False, True)]
     if any(0 < len(side) < audit.MIN_SAMPLES for side in sides) or boxes < audit.MIN_SAMPLES:
@@ -68,7 +68,7 @@ def fingerprints_against(
 
 
 def result_of(item: audit.Item) -> ItemResult:
-    """By the gate of the parity audit: the AUC itself, without the declared exceptions."""
+    """The result of an item by the gate of the parity audit: the AUC without the declared exceptions."""
     if item.gated is None:
         named = ", ".join(tell.probe for tell in item.tells) or "none of them differs"
         return ItemResult(skipped=f"all of its probes are declared exceptions (AUC {item.whole.mean:.2f}): {named}")

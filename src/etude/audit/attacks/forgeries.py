@@ -1,8 +1,8 @@
-"""Results that look like more than text (item C9): role markers, special tokens, calls and verdicts of tests in what
-commands print, in files, in their names, and in commits. In the ledger they must be plain text.
+"""Forged markup in tool results (item C9): role markers, special tokens, calls and verdicts of tests in command
+output, files, file names and commits. In the ledger they must be plain text.
 
-An agent plays the same turns twice, before forged text and before harmless text of the same length: whatever the one
-has besides the other's special tokens was forged.
+An agent plays the same turns twice, with forged text and with harmless text of the same length: special tokens that
+only the first episode has were forged.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ if os.path.isdir(".git"): subprocess.run(git)
 class _Dialect:
     renderer: Renderer
     tokenizer: Tokenizer
-    bare: Tokenizer  # the same without special tokens: what the agent says is not the renderer's to encode
+    bare: Tokenizer  # the same without special tokens, for the agent's own text
     documents: bool
 
     def turn(self, *calls: tuple[str, dict[str, Any]]) -> list[int]:
-        """A turn in the tokens of the dialect; arguments are ordinary ones, whatever they spell."""
+        """A turn in the tokens of the dialect; arguments are encoded as plain text."""
         known = self.tokenizer.token_to_id
         ids: list[int] = []
 
@@ -84,7 +84,7 @@ class _Dialect:
 
 
 class _Script:
-    """A policy that says given turns."""
+    """A policy that generates a fixed sequence of turns."""
 
     def __init__(self, turns: Sequence[list[int]]) -> None:
         self._turns = iter(turns)
@@ -106,7 +106,7 @@ def _bytes() -> Tokenizer:
 
 
 def dialects() -> tuple[_Dialect, ...]:
-    """Both, over a tokenizer of bytes that knows the special tokens of both."""
+    """Both dialects, over a byte tokenizer with the special tokens of both."""
     tokenizer, bare = _bytes(), _bytes()
     tokenizer.add_special_tokens([*_SPECIAL, *_CHAT])
     tokenizer.add_tokens(list(_ADDED))
@@ -135,7 +135,7 @@ async def forgeries(sandbox: Sandbox, pack: AttackPack) -> str:
 async def _played(
     sandbox: Sandbox, pack: AttackPack, dialect: _Dialect, texts: Sequence[str]
 ) -> tuple[UngradedEpisode, dict[str, bytes | None]]:
-    """The episode, and what it leaves behind."""
+    """The episode and its change set."""
     program = _PLANT.format(texts=list(texts), path=PATH, wrong=WRONG)
     line = f"echo {base64.b64encode(program.encode()).decode()} | base64 -d | python3 -"
     look: list[tuple[str, dict[str, Any]]] = [("list", {"path": "src/lib"}), ("grep", {"pattern": "passed"})]

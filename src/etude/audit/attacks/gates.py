@@ -1,7 +1,7 @@
 """Attacks on the way out of a box (A6, D8, D10), each beside honest requests that must pass.
 
-A script in the box prints what it got, or what it was refused wrongly; then the log of its gate, and what has arrived
-outside, are compared with what it tried.
+A script in the box prints forbidden answers that it got, and honest requests that were refused. Then the gate's log
+and the requests that arrived outside are compared with the script's requests.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ async def proxy(box: Box, world: Outside) -> str:
 
 
 async def packages(box: Box, world: Outside) -> str:
-    """A6: the package index gives what it held at its date, and nothing else."""
+    """A6: the package index serves the files of its date, and nothing else."""
     before = len(world.seen)
     wrong = await _play(box, world, _PACKAGES + _HONEST_PACKAGE)
     files = [line for line in world.seen[before:] if "/files/" in line]

@@ -1,4 +1,4 @@
-"""The library under attack: that of the pack `python`, with the answer wherever answers leak.
+"""The library under attack: that of the pack `python`, with the answer in every place where answers leak.
 
 Its task's box has the history that `tasks/histories.py` makes of that repository.
 """
@@ -19,16 +19,16 @@ from etude.sandbox import Changes
 from etude.tasks import histories, read_harbor_task
 
 PYTHON, JAVASCRIPT = "python", "javascript"  # packs
-SECRET = "quartz-lantern-8841"  # stands in the right code only
-EXPECTED = "velvet-anchor-2207"  # stands in the hidden tests only
+SECRET = "quartz-lantern-8841"  # occurs in the right code only
+EXPECTED = "velvet-anchor-2207"  # occurs in the hidden tests only
 LATER = "Later work"  # the message of a commit after the task's
-NAMED = "Name positions"  # that of the task's own
+NAMED = "Name positions"  # the message of the task's own commit
 TASK: Task = read_harbor_task(packs.OWN / PYTHON / "dataset/tasks/core.chunk")
 PATH = TASK.focus.path
 CORE, BROKEN = TASK.solution[PATH], TASK.changes[PATH]
 WRONG = BROKEN.splitlines(keepends=True)[TASK.focus.last_line - 1]
 FIXED = CORE[BROKEN.index(WRONG) : CORE.index("\n\n\ndef label") + 1]
-# How the answer stood in an earlier commit, in other words.
+# The answer in an earlier commit, in other words.
 EARLIER = """    if not size >= 1:
         raise ValueError("too small")
     pieces = -(-len(items) // size)
@@ -45,14 +45,14 @@ def body(text: str) -> Changes:
 
 
 def unpacked(name: str, root: Path) -> AttackPack:
-    """A copy below `root` of a pack of etude's own, without what an installation has compiled."""
+    """A copy below `root` of one of etude's own packs, without compiled files."""
     shutil.copytree(packs.OWN / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     readable(root)
     return packs.load_pack(root / name)
 
 
 def prepare(root: Path) -> AttackPack:
-    """The pack `python`, with the answer in the history, caches and builds of the repository that its task is of."""
+    """The pack `python`, with the answer in the history, caches and builds of its task's repository."""
     pack = unpacked(PYTHON, root)
     work, repository, source = pack.data.root, pack.data.repository, root / "source"
     repository.rename(source)
@@ -66,7 +66,7 @@ def prepare(root: Path) -> AttackPack:
 
 
 def readable(root: Path) -> None:
-    """Let everybody read what lies below `root`."""
+    """Let all users read the files below `root`."""
     for path in (root, *root.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 

@@ -1,5 +1,5 @@
-"""The lookups that an agent's tools allow (item A10): an index, a history or a memory that is older than the mutation,
-or younger than the task's commit, would know the answer.
+"""The lookups of an agent's tools (item A10): an index, a history or a memory that is older than the mutation, or
+younger than the task's commit, would contain the answer.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _REVISIONS = (
 
 
 async def look_ups(sandbox: Sandbox, pack: AttackPack) -> str:
-    """Asks everything twice: first as an agent of another task, whose tree holds the answer, then as the task's own.
+    """Makes all lookups twice: first as an agent of another task, whose tree holds the answer, then as the task's own.
 
-    Scorers are shared by all episodes of a run, so what the first has made search read must not reach the second.
+    Scorers are shared by all episodes of a run, so texts that `search` reads for the first must not reach the second.
     """
     image = pack.data.image(TASK)
     intact = replace(image, changes={_NUMBERS: "def double(n):\n    return n\n"}, history={})
@@ -47,19 +47,19 @@ async def look_ups(sandbox: Sandbox, pack: AttackPack) -> str:
     own = FullTools(await sandbox.create(image, LIMITS), TASK)
     shared = other.scorer = own.scorer = Lexical()
     try:
-        answers = await _asked(other, _searches())
+        answers = await _results(other, _searches())
         if SECRET not in "".join(answers.values()):
             return "these questions do not find the answer where it lies"
         await other.call(_call("todo", items=[{"task": SECRET, "status": "open"}]))
-        leaks = {line: text for line, text in (await _asked(own, _everything())).items() if _answers(text)}
+        leaks = {line: text for line, text in (await _results(own, _everything())).items() if _answers(text)}
         if leaks:
             line, text = next(iter(leaks.items()))
             return f"{line} says {', '.join(_answers(text))}"
         if _answers(own.state()):
             return "the list of another episode is shown"
-        ranking = await _asked(own, _searches())
+        ranking = await _results(own, _searches())
         own.scorer = Lexical()
-        if ranking != await _asked(own, _searches()):
+        if ranking != await _results(own, _searches()):
             return "the ranking tells what other trees hold"
         own.scorer = shared
         return await _commits(own) if image.history else ""
@@ -69,7 +69,7 @@ async def look_ups(sandbox: Sandbox, pack: AttackPack) -> str:
 
 
 async def _commits(tools: FullTools) -> str:
-    """All commits that the tool names, each shown whole, and by every file."""
+    """Shows all commits that the tool names, whole and by file. Returns the problem, or "" if there is none."""
     log = await tools.call(_call("history"))
     if NAMED not in log:
         return f"the history is not shown: {log[:100]}"
@@ -80,8 +80,8 @@ async def _commits(tools: FullTools) -> str:
     return ""
 
 
-async def _asked(tools: FullTools, calls: Iterator[ToolCall]) -> dict[str, str]:
-    """Results by what was asked. No tool repeats a question."""
+async def _results(tools: FullTools, calls: Iterator[ToolCall]) -> dict[str, str]:
+    """Results by call. No tool repeats its arguments."""
     return {f"{call.name} {call.arguments}": await tools.call(call) for call in calls}
 
 

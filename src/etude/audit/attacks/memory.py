@@ -1,6 +1,6 @@
 """A tested process's search of its own memory (item A7) for the right answer and the hidden tests.
 
-The programs `the_answer_by_*` of the pack look like an agent that knows how etude's processes are made; `scan` looks
+The programs `the_answer_by_*` of the pack search like an agent that knows how etude's processes are made; `scan` looks
 for known lines everywhere.
 """
 
@@ -15,14 +15,14 @@ from etude.audit.attacks.packs import AttackPack
 from etude.sandbox import Limits, Sandbox
 
 LIMITS = Limits(seconds=30.0, memory_mb=2048)
-MIN_LINE = 12  # characters of a line that is told from others
-_COMMON = re.compile(r"^(import|from) |^@pytest")  # such lines stand in pytest's own text
+MIN_LINE = 12  # characters; shorter lines are not distinctive
+_COMMON = re.compile(r"^(import|from) |^@pytest")  # such lines occur in pytest's own text
 _SEARCH = re.compile(r"<<'END'\n(.*)    # What was found is taken for the answer\.\n", re.DOTALL)
 _SHOW = f"""
 own = "found = " + "[]", "found = " + "[text"
 texts = [t[t.find("def chunk" + "("):][:700] for t in found if {WRONG.strip()!r} not in t]
 raise ValueError([t[t.find('"' * 3, 40):] for t in texts if not any(mark in t for mark in own)])"""
-# Both text and memory are reversed, so that what is looked for is found nowhere but where it was before.
+# Needles and memory are compared reversed: the needles do not find themselves.
 _SCAN = """
 needles, found = {needles!r}, []
 for line in list(open("/proc/self/maps")):
@@ -38,22 +38,22 @@ raise ValueError(str(len(found)) + " found: " + str(found[:3]))"""
 
 
 def lines(text: str, known: Iterable[str]) -> list[str]:
-    """Lines of a text that no known text holds."""
+    """Distinctive lines of a text that occur in no known text."""
     rest = "\n".join(known)
     stripped = dict.fromkeys(line.strip() for line in text.split("\n") if not _COMMON.search(line))
     return [line for line in stripped if len(line) >= MIN_LINE and line not in rest]
 
 
 def searches(pack: AttackPack, wanted: Iterable[str]) -> dict[str, str]:
-    """Bodies that raise ValueError: with what the pack's programs find, by their names; and, as "scan", with how many
-    of the wanted lines any memory of the process holds."""
-    found = {each.name: _SEARCH.search(each.text) for each in pack.programs}
-    shown = {name: dedent(match[1]) + _SHOW for name, match in found.items() if match}
+    """Function bodies that raise ValueError with their findings: those of the pack's programs by name, and "scan",
+    which counts the wanted lines in all memory of the process."""
+    matches = {each.name: _SEARCH.search(each.text) for each in pack.programs}
+    shown = {name: dedent(match[1]) + _SHOW for name, match in matches.items() if match}
     return shown | {"scan": _SCAN.format(needles=[line.encode()[::-1] for line in wanted])}
 
 
 async def memory(sandbox: Sandbox, pack: AttackPack) -> str:
-    """A7: what the agent's own tests print holds nothing of the answer, and neither does their process."""
+    """A7: neither the output of the agent's own tests nor the memory of their process holds lines of the answer."""
     hidden = [path.read_text() for path in pack.data.hidden.rglob("*.py")]
     wanted = [*lines(CORE, [BROKEN]), *(line for text in hidden for line in lines(text, [BROKEN]))]
     for name, text in searches(pack, wanted).items():

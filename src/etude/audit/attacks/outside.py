@@ -1,6 +1,6 @@
-"""A world outside of the boxes: a web server, the same over TLS, and a package index, all on this machine's loopback.
+"""Servers outside of the boxes, on this machine's loopback: web pages over HTTP and TLS, and a package index.
 
-All that arrives there is kept: it shows what an attack got out.
+Requests that arrive are kept: they show which data an attack got out.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from etude.sandbox.egress import INDEX_JSON, AllowedHost, Egress, package_index, parse_allowed_hosts
 
-NAME = "docs.example.test"  # on the list
+NAME = "docs.example.test"  # an allowed host
 TEXT = b"a page from outside\n"
 BEFORE = date(2024, 1, 1)
 UNDER_TEST = "lib"
-FILES: dict[str, dict[str, str | None]] = {  # project -> version -> when it was uploaded
+FILES: dict[str, dict[str, str | None]] = {  # project -> version -> upload time
     "helper": {"1.0": "2023-05-01T00:00:00Z", "1.1": "2023-12-31T23:59:59.999Z", "2.0": "2024-01-01T00:00:00Z"},
     "undated": {"1.0": None},
     UNDER_TEST: {"1.0": "2020-01-01T00:00:00Z"},
@@ -39,7 +39,7 @@ FILES: dict[str, dict[str, str | None]] = {  # project -> version -> when it was
 
 @dataclass
 class Outside:
-    """`seen` holds the method and path of every request that has arrived, whatever it was let through by."""
+    """Two servers. `seen` holds the method and path of every request that has arrived."""
 
     port: int
     tls_port: int
@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.outside.seen.append(f"{self.command} {self.path}")
-        # Whoever uploads is listened to: a server that hangs up first would hide whether the gate does.
+        # Uploads are read to the end: a server that hangs up first would hide whether the gate does.
         self.rfile.read(int(self.headers.get("content-length", 0)))
         match self.path.partition("?")[0].split("/"):
             case ["", "simple", project, ""] if project in FILES:

@@ -10,7 +10,7 @@ A program runs in the box of a task as a command of the agent would, once for ea
 agent's user, with these variables: ETUDE_PATH and ETUDE_FUNCTION (file and name of the broken function), ETUDE_LINES
 (its first and last line, "12-30"), ETUDE_INSTRUCTION, and ETUDE_PHASE = 1. After it the visible tests run. A program
 that names ETUDE_PHASE then runs again with ETUDE_PHASE = 2 and the tests' output in /tmp/test-output.txt, so it can use
-what the agent's `test` tool has shown. What has changed in the box is graded like any attempt.
+the output of the agent's `test` tool. The changed files of the box are graded like any attempt.
 
 An attack is stopped if no task rewards it and none takes its failure for one of infrastructure.
 """
@@ -54,7 +54,7 @@ class AttackProgram:
 
     @property
     def title(self) -> str:
-        """Its name in words."""
+        """The name in words."""
         return self.name.partition(".")[0].replace("_", " ")
 
 
@@ -85,7 +85,7 @@ class PlayedAttack:
 
     @property
     def row(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """The result as a row of `--json`."""
         graded = self.graded
         return {
             "program": self.program.name,
@@ -118,7 +118,7 @@ class PackReport:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Counts, and the names of what got through; `controls` says what is wrong with a task's gold answer."""
+        """Counts, and the names of attacks that got through; `controls` holds the problems of gold answers."""
         through = {each.program for each in self.played if each.problem}
         failed = [each for each in self.results if each.problem and each.program in CONTROLS]
         return {
@@ -150,10 +150,10 @@ def load_pack(folder: Path) -> AttackPack:
 
 def programs(folder: Path) -> tuple[AttackProgram, ...]:
     """The programs of the pack in a folder. Raises UserError."""
-    found = tuple(_program(each) for each in sorted((folder / "attacks").glob("*")) if each.is_file())
-    if not found:
+    loaded = tuple(_program(each) for each in sorted((folder / "attacks").glob("*")) if each.is_file())
+    if not loaded:
         raise UserError(f"{folder}/attacks holds no programs (.py, .sh or .mjs)")
-    return found
+    return loaded
 
 
 def _program(path: Path) -> AttackProgram:
@@ -260,13 +260,13 @@ async def _run(box: Box, task: Task, program: AttackProgram, phase: str) -> None
 
 
 async def _put(box: Box, path: str, text: str) -> None:
-    """A file outside of the repository; the file passes through it, for boxes read and write nowhere else."""
+    """Writes a file outside of the repository, by way of the repository: boxes write files nowhere else."""
     await box.write(".etude-pack", text.encode())
     await box.exec(f"mv .etude-pack {path}", SECONDS)
 
 
 def pack_table(reports: Sequence[PackReport]) -> str:
-    """The results as lines: what got through, then the counts of each pack."""
+    """The results as lines: attacks that got through, then the counts of each pack."""
     lines = []
     for report in reports:
         counts = report.summary

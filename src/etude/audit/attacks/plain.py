@@ -1,4 +1,4 @@
-"""The graders that others use, for comparison: the agent's own tree, its exit code, in a subprocess or in bwrap."""
+"""Common graders, for comparison: pytest's exit code in the agent's own tree, in a subprocess or in bwrap."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from etude.sandbox import Changes, Sandbox
 
 # Left out here: without a box they would write outside of their folder, or search the whole machine.
 _HARMFUL = frozenset({"report_files_and_descriptors.sh", "expected_value_from_the_file.sh", "daemon.sh"})
-_SECONDS, _HANGING = 120.0, 20.0  # a busy machine must not look like a grader that sees through an attack
-_SITE = Path(pytest.__file__).parents[1]  # also where Python would not look for it by itself
+_SECONDS, _HANGING = 120.0, 20.0  # long, so that a busy machine does not look like a stopped attack
+_SITE = Path(pytest.__file__).parents[1]  # pytest's folder, for a Python that does not search it
 
 
 async def compare(sandbox: Sandbox, pack: AttackPack, report: AttackReport, progress: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Items of the attack suite, and what came of them."""
+"""Items of the attack suite and their results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AttackResult:
     where: str
     verdict: str
     problem: str = ""
-    host: str = ""  # what it changed on the host
+    host: str = ""  # changes of the host's state
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Whether a box can be told from a user's machine: fingerprints, a classifier, and what gives a box away."""
+"""Boxes compared with users' machines: fingerprints, a classifier, and the probes that distinguish them."""
 
 from etude.audit.parity.audit import (
     FINGERPRINT_SCRIPT,

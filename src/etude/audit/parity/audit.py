@@ -1,8 +1,8 @@
-"""The parity audit: fingerprints of boxes against fingerprints of production, and what tells them apart.
+"""The parity audit: fingerprints of boxes against fingerprints of production, and the probes that distinguish them.
 
 `etude doctor parity --against FILES` makes boxes, with and without a machine profile (`sandbox/machine_profile.py`),
-runs `fingerprint.py` once in each, and asks a classifier which side a sample is from. The gate is the AUC on all probes
-but the declared exceptions; the AUC on all of them stands beside it.
+runs `fingerprint.py` once in each, and trains a classifier to tell the sides apart. The gate is the AUC on all probes
+but the declared exceptions; the AUC on all of them is reported beside it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from etude.tasks import git_history, load_dataset
 
 PARITY_GATE = 0.60
 SHOWN = 10
-MIN_SAMPLES = 10  # per side; fewer say nothing
+MIN_SAMPLES = 10  # per side; fewer prove nothing
 WANTED_MACHINES = 5
 SECONDS = 60.0  # of a fingerprint
 FINGERPRINT_SCRIPT = Path(fingerprint.__file__)
@@ -51,12 +51,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Tell:
-    """A probe, and how well held-out samples are told apart by it alone."""
+    """A probe, and the AUC on held-out samples by this probe alone."""
 
     probe: str
     group: str
     auc: float
-    seen: str  # how it differs, e.g. "size: 3.1 in boxes, 11.0 in production"
+    seen: str  # the difference, e.g. "size: 3.1 in boxes, 11.0 in production"
     cure: str
     exception: str
 
@@ -71,7 +71,7 @@ class ParityAudit:
 
     @property
     def telling(self) -> int:
-        """How many probes that are no exception tell samples apart by themselves."""
+        """The number of probes, without declared exceptions, that distinguish samples by themselves."""
         return sum(tell.auc > PARITY_GATE and not tell.exception for tell in self.tells)
 
 
@@ -94,7 +94,7 @@ class _Sides:
     machines: Sequence[str]
 
     def estimate(self, wanted: Callable[[str], bool]) -> Estimate:
-        """The AUC on the wanted probes: of the better of the two classifiers, which errs on the side of telling."""
+        """The AUC on the wanted probes by the better of the two classifiers: an estimate that is rather too high."""
         columns = self.columns.only([wanted(probe) for probe in self.columns.probes])
         if not columns.names:
             return Estimate(mean=0.5, low=0.5, high=0.5)
@@ -136,7 +136,7 @@ def _counted(probe: str) -> bool:
 
 
 def compare(boxes: Sequence[FingerprintSample], production: Sequence[FingerprintSample]) -> ParityAudit:
-    """Raises UserError if a side has too few samples."""
+    """The audit of two sides. Raises UserError if one has too few samples."""
     sides = _sides(boxes, production)
     return ParityAudit(
         gated=sides.estimate(_counted), whole=sides.estimate(lambda _: True), tells=sides.tells(lambda _: True)
@@ -172,7 +172,7 @@ async def box_samples(
             for number, (name, image) in enumerate(images):
                 box = await sandbox.create(image, LIMITS)
                 try:
-                    done = await box.exec(line, SECONDS)  # into a file, as it is done on the machines
+                    done = await box.exec(line, SECONDS)  # into a file, as on users' machines
                     done = done if done.rc else await box.exec("cat /tmp/samples.jsonl", SECONDS)
                 finally:
                     await box.close()
@@ -244,7 +244,7 @@ class ParityComparison:
 
     @property
     def passed(self) -> bool:
-        """Whether treated boxes are told apart no more often than the gate allows."""
+        """Whether the gated AUC of boxes with machine profiles is within the gate."""
         return self.treated.gated.mean <= PARITY_GATE
 
 

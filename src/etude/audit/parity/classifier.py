@@ -1,7 +1,7 @@
-"""A classifier two-sample test (Lopez-Paz and Oquab 2017, arXiv:1610.06545): can held-out samples be told apart?
+"""A classifier two-sample test (Lopez-Paz and Oquab 2017, arXiv:1610.06545) on held-out samples.
 
-Two classifiers in plain numpy, because what gives a box away may be a sum of small differences (logistic regression) or
-one value out of a range (boosted stumps). The score is the area under the ROC curve on machines that were not trained
+Two classifiers in plain numpy, because boxes may differ by a sum of small differences (logistic regression) or by one
+value out of a range (boosted stumps). The score is the area under the ROC curve on machines that were not trained
 on: 0.5 is guessing, 1 is certainty.
 """
 
@@ -38,7 +38,7 @@ def auc(scores_N: np.ndarray, labels_N: np.ndarray) -> float:
 
 
 def logistic(values_NC: np.ndarray, labels_N: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Ridge-penalised logistic regression by Newton's method; returns what scores rows."""
+    """Ridge-penalised logistic regression by Newton's method; returns a function that scores rows."""
     mean_C, spread_C = values_NC.mean(0), values_NC.std(0)
     spread_C[spread_C == 0] = 1.0
 
@@ -62,7 +62,7 @@ def logistic(values_NC: np.ndarray, labels_N: np.ndarray) -> Callable[[np.ndarra
 
 
 def stumps(values_NC: np.ndarray, labels_N: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Gradient-boosted decision stumps on the logistic loss (Friedman 2001); returns what scores rows."""
+    """Gradient-boosted decision stumps on the logistic loss (Friedman 2001); returns a function that scores rows."""
     cuts = [(c, cut) for c in range(values_NC.shape[1]) for cut in _cuts(values_NC[:, c])]
     if not cuts:
         return lambda rows_NC: np.zeros(len(rows_NC))
@@ -105,7 +105,7 @@ def _sigmoid(x_N: np.ndarray) -> np.ndarray:
 def folds(machines: Sequence[str], labels_N: np.ndarray, seed: int = 0) -> np.ndarray:
     """The fold of each sample, [N]: whole machines, dealt out evenly on both sides.
 
-    A side with one machine only cannot be held out: its samples are dealt out one by one (`held_out` says whether).
+    A side with one machine only cannot be held out: its samples are dealt out one by one (see `held_out`).
     """
     rng = np.random.default_rng(seed)
     fold_N = np.zeros(len(machines), int)

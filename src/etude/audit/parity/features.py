@@ -16,7 +16,7 @@ MAX_VALUES = 30  # columns of one probe's texts or list entries, the most common
 
 @dataclass(frozen=True)
 class Table:
-    """`values_NC`: samples by columns. `probes[c]` is the probe of column c, `names[c]` what the column holds of it."""
+    """`values_NC`: samples by columns. `probes[c]` is the probe of column c, `names[c]` a value or kind."""
 
     values_NC: np.ndarray
     probes: tuple[str, ...]

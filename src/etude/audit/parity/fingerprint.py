@@ -9,12 +9,13 @@ language and the name of the shell. Read it before you hand it on.
 
     {"format": 2, "machine": "3f1c...", "probes": {"uptime": 81234.5, "tools": ["git", "make"], ...}}
 
-`machine` is a hash that tells machines apart and nothing else. A probe that fails is left out.
+`machine` is a hash that identifies the machine and reveals nothing else. A probe that fails is left out.
 
     python3 fingerprint.py --requests chats.jsonl >> fingerprints.jsonl
 
-says instead what a product's agent asks of its model: one body of OpenAI's chat completions per line, of which hashes
-of the system prompt and of each tool are kept, and how long the user's first message is. `machine` is the conversation.
+prints samples of a product's requests to its model instead, from one body of OpenAI's chat completions per line. They
+hold hashes of the system prompt and of each tool, and the length of the user's first message. `machine` is then a hash
+of the conversation.
 """
 
 import argparse
@@ -190,8 +191,8 @@ def confinement():
 
 def firmware():
     """A probe of the hardware's firmware."""
-    told = os.path.exists("/sys/class/dmi")
-    yield "firmware", shape(read("/sys/class/dmi/id/sys_vendor").strip()) if told else "none"
+    present = os.path.exists("/sys/class/dmi")
+    yield "firmware", shape(read("/sys/class/dmi/id/sys_vendor").strip()) if present else "none"
 
 
 def terminal():
@@ -257,7 +258,7 @@ def disk():
 
 
 def latency():
-    """Milliseconds; the least of a few, since any machine may be busy."""
+    """Probes of latency in milliseconds: the least of a few, since any machine may be busy."""
     yield "latency.program", least(lambda: subprocess.run(["true"], check=True), 5)
     yield "latency.python", least(lambda: subprocess.run([sys.executable, "-I", "-S", "-c", ""], check=True), 3)
     yield "latency.stat", least(lambda: [os.stat("/usr/bin") for _ in range(200)], 5)
@@ -300,7 +301,7 @@ PARTS = (
 
 
 def sample():
-    """Probes by name; a part that fails keeps what it had values."""
+    """Probes by name; of a part that fails, the probes before the failure are kept."""
     values = {}
     for part in PARTS:
         with contextlib.suppress(Exception):
@@ -309,7 +310,7 @@ def sample():
 
 
 def machine():
-    """A hash that tells machines apart."""
+    """A hash that identifies the machine."""
     text = socket.gethostname()
     with contextlib.suppress(OSError):
         text += read("/etc/machine-id")
@@ -317,17 +318,17 @@ def machine():
 
 
 def line():
-    """One sample, as it is recorded."""
+    """One sample as a line of JSON."""
     return json.dumps({"format": FORMAT, "machine": machine(), "probes": sample()})
 
 
 def digest(value):
-    """A short name for a text that does not give it away."""
+    """A short hash of a value, which does not reveal the value."""
     return hashlib.sha256(f"etude fingerprint {json.dumps(value, sort_keys=True)}".encode()).hexdigest()[:16]
 
 
 def request(body):
-    """The properties of a model request that show the agent and its employer."""
+    """The probes of a request to a model, and a hash of its conversation."""
     system, user = [], []
     for message in body["messages"]:
         content = message.get("content") or ""

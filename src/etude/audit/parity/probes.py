@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParityProbe:
-    """`exception` says why the namespace backend cannot have it right; empty: it can, and the gate counts it."""
+    """`exception` is the reason why the namespace backend cannot imitate the probe; the gate counts only probes
+    without one."""
 
     group: str
     cure: str

@@ -46,7 +46,7 @@ _FRAMES = (
     "tb_",
     "co_",
     "func_",
-)  # these names lead from an object to its test
+)  # attributes that lead from an object to its test
 _NAMES = frozenset({"__name__", "__qualname__", "__doc__", "__module__"})
 RECORDING_SECONDS = 15.0  # of one test; longer than any should take on a busy machine
 MAX_PLACES = 5000  # of one test

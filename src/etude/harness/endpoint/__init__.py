@@ -1,4 +1,4 @@
-"""The interception endpoint: an unmodified agent asks it for turns in its own API, and every token is recorded.
+"""The interception endpoint: an unmodified agent requests turns in its own API, and every token is recorded.
 
 `server` routes requests to the formats of `protocol/apis`; `recording` keeps the token ledgers of one episode.
 """

@@ -2,8 +2,8 @@
 
 A conversation that goes on from a recorded turn appends only its new messages to that turn's tokens. One that leaves
 the recorded path (a summary, dropped text, a sub-agent, a second call beside the first) opens a branch: a segment of
-its own, which begins with the tokens of what it shares (mask 0, they are trained on where they were sampled) and goes
-on with what is new. So what was sampled is never tokenised again, and every sampled token is trained on once.
+its own, which begins with the shared tokens (mask 0, they are trained on where they were sampled) and goes on with the
+new messages. So sampled text is never tokenised again, and every sampled token is trained on once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from etude.renderers import LONGEST_TOKEN, Message, Renderer, Tool, content_text
 
 @dataclass(frozen=True)
 class RecordedFork:
-    """Where a branch leaves the recorded path: after turn number `turn` (-1: at the start), keeping `tokens` of it."""
+    """The start of a branch: after turn number `turn` (-1: at the start) of the recorded path, with `tokens` of it."""
 
     turn: int
     tokens: int
@@ -38,11 +38,11 @@ class _RecordedBranch:
     ledger: TokenLedger
     tools: bool
     turns: list[RecordedTurn] = field(default_factory=list)
-    tip: RecordedTurn | None = None  # what may be continued; None while a turn is sampled
+    tip: RecordedTurn | None = None  # the turn that may be continued; None while a turn is sampled
 
 
 class RecordedTurn(SampledTurn):
-    """One turn of the model, for every request that asks for it."""
+    """One turn of the model, for all equal requests."""
 
     def __init__(
         self, renderer: Renderer, number: int, branch: _RecordedBranch, chain: bytes, request: AgentRequest
@@ -52,7 +52,7 @@ class RecordedTurn(SampledTurn):
         self.branch = branch
         self.chain = chain  # digest of the conversation that it answers
         self.end = 0  # tokens of the ledger up to the end of the turn
-        self.results: tuple[str, ...] = ()  # what came back on it first
+        self.results: tuple[str, ...] = ()  # results of its calls in the first request that continues it
         self.seconds_model = self.seconds_tools = 0.0
         self.finished = 0.0
 
@@ -79,8 +79,8 @@ class Recording:
         self._asking = asyncio.Lock()
 
     async def ask(self, request: AgentRequest) -> RecordedTurn:
-        """The turn that answers: a recorded one if the same was asked before, else one whose sampling begins here.
-        Raises RequestRefused; then nothing has changed, but for a budget that is spent, which ends the episode."""
+        """The turn that answers a request: the recorded one of an equal request, else one whose sampling begins here.
+        Raises RequestRefused without a change of state, except that a spent budget ends the episode."""
         self.requests += 1
         async with self._asking:
             return await self._ask(request)
@@ -128,12 +128,12 @@ class Recording:
             raise RequestRefused("invalid", str(e), "messages") from None
 
     def end(self, reason: StopReason) -> None:
-        """Nothing more is sampled."""
+        """Ends the episode: nothing more is sampled."""
         self.stop_reason = self.stop_reason or reason
         self.ended.set()
 
     async def close(self) -> None:
-        """Gives up what is still being sampled."""
+        """Cancels the turns that are being sampled."""
         self.ended.set()
         for task in self._tasks:
             task.cancel()
@@ -141,8 +141,8 @@ class Recording:
             await asyncio.wait(self._tasks)
 
     def ungraded(self, stop_reason: StopReason, timed_out: bool) -> UngradedEpisode:
-        """The episode. Side turns (titles: asked for without tools beside a conversation with tools) are told, and are
-        in no segment, so that they are not trained on."""
+        """The episode. Side turns (such as titles, requested without tools beside a conversation with tools) are among
+        its turns but in no segment, so they are not trained on."""
         working = [b for b in self._branches if b.tools] or self._branches
         side = [b for b in self._branches if b not in working]
         segments = [segment for branch in working for segment in branch.ledger.segments()]
@@ -185,7 +185,7 @@ class Recording:
         )
 
     def _branch(self, tip: RecordedTurn | None, new: tuple[Message, ...], tools: bool) -> _RecordedBranch:
-        """The branch to go on with: that of `tip` if nothing follows it there yet, else a new one."""
+        """The branch of the next turn: that of `tip` if `tip` is its last turn, else a new one."""
         if tip is not None:
             tip.results = tip.results or tuple(map(content_text, new))
             tip.seconds_tools = tip.seconds_tools or time.monotonic() - tip.finished
@@ -211,7 +211,7 @@ class Recording:
         except asyncio.CancelledError:
             turn.refuse(RequestRefused("spent", "the episode has ended"))
             raise
-        except Exception as e:  # whoever waits for the episode raises it; the agent only learns that it is over
+        except Exception as e:  # raised to the caller of the episode; the agent only learns that the episode is over
             self.failure = self.failure or e
             self.end(StopReason.ERROR)
             turn.refuse(RequestRefused("lost", "the engine was lost"))
@@ -249,7 +249,7 @@ class Recording:
         return generation
 
     def _cut(self, generation: Generation, stops: tuple[str, ...], prompt: int) -> Generation:
-        """Up to the token that completes a stop string: nobody sees what comes after it, so it is no context."""
+        """The generation up to the token that completes a stop string: the agent never sees the rest."""
         ids = generation.ids
 
         def stopped(count: int) -> bool:

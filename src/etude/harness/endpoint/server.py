@@ -28,7 +28,7 @@ from etude.protocol.apis import SHAPED_HANDLERS, RequestRefused, anthropic, as_r
 from etude.renderers import printable
 
 MODEL = "etude"
-MAX_REQUESTS = 64  # of one episode at a time
+MAX_REQUESTS = 64  # of one episode at a time, at most
 START_SECONDS = 30.0
 STOP_SECONDS = 5
 _BACKLOG = 1024
@@ -95,7 +95,7 @@ class Endpoint:
         return handle
 
     async def _models(self, http: Request) -> Response:
-        """One model, in a shape that clients of OpenAI and of Anthropic read; any name is taken for it."""
+        """The list of one model, for clients of OpenAI and of Anthropic; requests may use any name."""
         name = http.path_params.get("name", MODEL)
         dates = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
         model = {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": MODEL} | dates
@@ -137,7 +137,7 @@ async def _body(http: Request) -> dict[str, Any]:
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """Raises ValueError, or Refusal. Halves of surrogate pairs, which outputs of commands hold, become printable."""
+    """The JSON object in `data`, with halves of surrogate pairs made printable. Raises ValueError or Refusal."""
     check_brackets(data)
     body = json.loads(data, parse_constant=_no_number)
     if not isinstance(body, dict):
@@ -160,7 +160,7 @@ def _no_number(name: str) -> float:
 
 @asynccontextmanager
 async def open_endpoint(*listeners: socket.socket) -> AsyncIterator[Endpoint]:
-    """An endpoint on a unix socket in a folder of its own, and on `listeners`. It is open to all, but for the keys."""
+    """An endpoint on a unix socket in a folder of its own, and on `listeners`. Keys are its only access control."""
     folder = Path(tempfile.mkdtemp(prefix="etude-"))
     os.chmod(folder, 0o711)  # boxes run as other users
     path = folder / "endpoint"
@@ -186,7 +186,7 @@ async def open_endpoint(*listeners: socket.socket) -> AsyncIterator[Endpoint]:
 
 
 class _EndpointServer(uvicorn.Server):
-    """Within a process that has its own handling of signals."""
+    """A server that leaves the handling of signals to its process."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,1 +1,1 @@
-"""Boxes in containers, of which each is a machine of its own, and the choice of a backend."""
+"""Boxes in containers, one container per box, and the choice of a backend."""

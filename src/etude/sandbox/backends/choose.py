@@ -1,4 +1,4 @@
-"""Which backend makes boxes, by its name in [sandbox]."""
+"""The choice of a backend by its name in [sandbox]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def reachable() -> dict[str, str]:
 
 
 def open_backend(config: SandboxConfig, options: BackendOptions) -> AbstractAsyncContextManager[Backend]:
-    """Open the configured backend. Raises UserError for what is missing here, or what the backend cannot give."""
+    """Open the configured backend. Raises UserError if this machine or the backend lacks a requirement."""
     if config.type == "namespace":
         return open_namespace(options)
     return open_remote(Containers(config.type, config.image, config.runtime), options, config.without)

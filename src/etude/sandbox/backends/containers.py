@@ -1,4 +1,4 @@
-"""Docker and Podman, by their command lines: a container for each box, without network and capabilities to speak of.
+"""Docker and Podman, by their command lines: a container for each box, without network and almost without capabilities.
 
 The container's first program is ours and ends with its standard input, so a box never outlives its owner.
 """
@@ -24,7 +24,7 @@ _ISOLATION: dict[str, Literal["gvisor", "vm"]] = {"runsc": "gvisor", "kata": "vm
 
 
 class Containers:
-    """`runtime` is one that the engine knows, such as runc or runsc (gVisor); None: its own choice."""
+    """A container engine. `runtime` is one of its runtimes, such as runc or runsc (gVisor); None: its default."""
 
     def __init__(self, name: ContainerEngine, image: str, runtime: str | None) -> None:
         self.name = name
@@ -107,7 +107,7 @@ class Containers:
         tree = f"size={limits.disk_mb + need.files_mb}m"
         mounts = {"/workspace": tree, "/site": tree, "/opt/runner": tree, "/run": tree}
         mounts |= dict.fromkeys(("/home/user", "/tmp", "/var/tmp"), disk)
-        # nofile, nproc: some hosts forbid what engines ask for by default
+        # nofile, nproc: some hosts forbid the defaults of engines
         fixed = "--network none --read-only --cap-drop ALL --security-opt no-new-privileges --hostname devbox"
         return [
             *fixed.split(),

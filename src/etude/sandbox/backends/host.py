@@ -24,7 +24,7 @@ from etude.sandbox.base import BoxDead, BoxError, Capabilities, LaunchFailed, Li
 from etude.sandbox.connection import Connection
 from etude.sandbox.guest.root import RUNNER
 
-SERVER_MB = 160  # memory of what serves a box, besides the box's own
+SERVER_MB = 160  # memory of the server of a box, besides the box's own
 SERVER_PROCESSES = 16
 # Of root in a machine: to become the box's user, own its files and end its processes.
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
@@ -52,12 +52,12 @@ class Need:
 
     @property
     def memory_mb(self) -> int:
-        """Of the machine: the box, what serves it, and its files."""
+        """Memory of the machine: the box, its server, and its files."""
         return self.limits.memory_mb + SERVER_MB + self.files_mb
 
 
 class ProgramStream(ABC):
-    """To the standard input, and from the standard output, of a program in a machine of its own."""
+    """Standard input and output of a program in a machine of its own."""
 
     _closed: asyncio.Task[None] | None = None
 
@@ -85,10 +85,10 @@ class RemoteHost(Protocol):
     name: str
 
     async def reach(self) -> None:
-        """Raises UserError: it is not installed, or does not answer."""
+        """Raises UserError if the host is not installed or does not answer."""
 
     async def open(self) -> Capabilities:
-        """Prepare, and say what its boxes have. Raises UserError: it lacks what boxes need."""
+        """Prepare the host; returns the abilities of its boxes. Raises UserError if it lacks a requirement of boxes."""
         ...
 
     async def start(self, command: Sequence[str], need: Need) -> ProgramStream:
@@ -97,7 +97,7 @@ class RemoteHost(Protocol):
 
 
 class StreamConnection(Connection):
-    """Requests and replies as in `Connection`, over a stream: what a request carries follows it."""
+    """Requests and replies as in `Connection`, over a stream: the payload of a request follows it."""
 
     start_seconds = 180.0  # files travel
 
@@ -132,7 +132,7 @@ class StreamConnection(Connection):
         self.close(f"the machine of a box has ended{why}")
 
     async def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the reader says why
+        with contextlib.suppress(OSError):  # the reader reports the reason
             while True:
                 await self._stream.write(await self._outgoing.get())
 

@@ -1,4 +1,4 @@
-"""Programs on this machine that stand for one elsewhere, as `podman run` does."""
+"""Programs on this machine that stand for a program elsewhere, as `podman run` does."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from etude.sandbox.backends.host import ProgramStream
 
 CHUNK = 1 << 18
 QUESTION_SECONDS = 30.0
-END_SECONDS = 10.0  # for a machine that has lost its stream; it takes a fraction of one
+END_SECONDS = 10.0  # for a machine that has lost its stream; it takes a fraction of a second
 
 
 class ProcessStream(ProgramStream):
-    """The standard streams of a program on this machine that stands for one elsewhere."""
+    """The standard streams of a program on this machine that stands for a program elsewhere."""
 
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes], end: Sequence[str]) -> None:
         self._process = process
@@ -53,7 +53,7 @@ class ProcessStream(ProgramStream):
 
 
 async def attached(command: Sequence[str], end: Sequence[str]) -> ProcessStream:
-    """Start `command`; `end` removes what it stands for, if that is stuck. Raises FileNotFoundError."""
+    """Start `command`; `end` removes the program elsewhere if it is stuck. Raises FileNotFoundError."""
     pipe = asyncio.subprocess.PIPE
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # the stream closes it
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=errors)
@@ -61,7 +61,7 @@ async def attached(command: Sequence[str], end: Sequence[str]) -> ProcessStream:
 
 
 async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS) -> tuple[int, str]:
-    """(exit code, what a command printed); a code of 124 if it took too long. Raises FileNotFoundError."""
+    """(exit code, output) of a command; a code of 124 if it took too long. Raises FileNotFoundError."""
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -78,5 +78,5 @@ async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS) -> t
 
 
 def last(text: str) -> str:
-    """The last line of what a program printed."""
+    """The last line of a program's output."""
     return (text.splitlines() or ["no reason given"])[-1][:200]

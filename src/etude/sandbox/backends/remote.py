@@ -59,7 +59,7 @@ class RemoteBackend(Backend):
         return not self._closed
 
     def capabilities(self) -> Capabilities:
-        """The abilities of boxes: those that the host promises, without those that a probe missed."""
+        """The abilities of boxes: those that the host promises, without those that failed in a probe."""
         return self._capabilities
 
     async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:
@@ -90,7 +90,7 @@ class RemoteBackend(Backend):
         return ForkResult(reply.status, reply.timed_out, reply.seconds, bytes(output), reply.cpu)
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:
-        """Refused: two processes in one machine of somebody else's are not kept apart."""
+        """Refused: a remote machine does not keep two processes apart."""
         raise LaunchFailed(f"boxes of {self._host.name} cannot decide hidden tests of Python in a process of their own")
 
     async def remember(self, image: RunImage, learned: bytes) -> None:
@@ -113,7 +113,7 @@ class RemoteBackend(Backend):
         ends: AsyncExitStack,
         fault: type[BoxError] = BoxDead,
     ) -> StreamConnection:
-        """A new machine that holds an image, and is greeted."""
+        """A connection to a new machine that holds an image and has received `hello`."""
         if self._closed:
             raise BoxDead("the sandbox is closed")
         runner = await self._packed(None)
@@ -139,7 +139,7 @@ class RemoteBackend(Backend):
         return connection
 
     async def probe(self, without: Collection[str]) -> None:
-        """Keep what holds in a machine. Raises UserError if too little does, the limits `without` left aside."""
+        """Keep the abilities that hold in a machine. Raises UserError if others than `without` are missing."""
         limits = Limits(memory_mb=256, processes=16, disk_mb=16)
         try:
             async with AsyncExitStack() as ends:
@@ -186,7 +186,7 @@ class RemoteBackend(Backend):
 async def open_remote(
     host: RemoteHost, options: BackendOptions, without: Sequence[str] = ()
 ) -> AsyncIterator[RemoteBackend]:
-    """Open a backend over `host`, but for the limits `without`. Raises UserError for options that it cannot give."""
+    """Open a backend over `host`, without the limits `without`. Raises UserError for options that it cannot support."""
     capabilities = await host.open()
     if options.egress is not None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The way out of a box, off unless a run asks for it: an allow-list of hosts and a dated package index.
+"""The way out of a box, off by default: an allow-list of hosts and a dated package index.
 
 A live box with a way out has a listener on its own loopback. The listener's descriptor is handed to the owner over the
 box's unix socket, and the owner accepts from it: no process of the box, and no address of the host, lies in between.

@@ -1,7 +1,7 @@
 """The proxy of one box: plain requests and TLS tunnels to hosts of the list, and the package index.
 
 It runs in the owner of the sandbox, on connections that come from the box's own network namespace, and sees names
-only: it resolves them itself, opens no TLS, and follows no redirect, which is a request like any other.
+alone: it resolves them itself, opens no TLS, and follows no redirect, which is a request like any other.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Seen:
 
 
 class Gate:
-    """The way out of one box. `requests` are those that have ended."""
+    """The way out of one box. `requests` are its ended requests."""
 
     def __init__(self, network: Network, box: int) -> None:
         self.requests: list[EgressRequest] = []
@@ -119,7 +119,7 @@ class Gate:
             why = str(e) if isinstance(e, IndexUnavailable) else type(e).__name__
             await _say(writer, seen, "502 Bad Gateway", why)
         finally:
-            if seen.head is not None or seen.refused:  # else nothing was asked
+            if seen.head is not None or seen.refused:  # else there was no request
                 self._ended(seen, why)
             writer.close()
 
@@ -163,7 +163,7 @@ class Gate:
         onward: asyncio.StreamWriter,
         seen: _Seen,
     ) -> None:
-        """Until the server has said everything. Raises Refused if the box says too much."""
+        """Copies bytes both ways until the server's end. Raises EgressRefused if the box sends too much."""
 
         async def up() -> None:
             while data := await reader.read(1 << 16):
@@ -197,7 +197,7 @@ class Gate:
 
 
 async def _connect(addresses: list[str], port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """To the first address that answers. Raises OSError or TimeoutError."""
+    """A connection to the first address that answers. Raises OSError or TimeoutError."""
     async with asyncio.timeout(CONNECT_SECONDS):
         for address in addresses[:-1]:
             with suppress(OSError):

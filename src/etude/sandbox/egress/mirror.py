@@ -1,6 +1,6 @@
 """A package index as it was at a date, without the package under test, in front of a simple index.
 
-Files are known by their index's `upload-time` (PEP 700); those without one are not served. Nothing else of an index is:
+Files are dated by their index's `upload-time` (PEP 700); undated files are not served. Nor is the rest of an index:
 no search, no list of projects, no metadata of later files.
 """
 
@@ -45,16 +45,16 @@ class IndexResponse:
 
 
 class IndexMirror:
-    """Shared by the boxes of a sandbox."""
+    """The index of a sandbox, shared by its boxes."""
 
     def __init__(self, index: PackageIndex) -> None:
         self._index = index
         headers = {"accept-encoding": "identity"}
         self._client = httpx2.AsyncClient(follow_redirects=True, timeout=SECONDS, headers=headers)
-        self._projects: dict[str, dict[str, dict[str, Any]]] = {}  # project -> file name -> what the index says
+        self._projects: dict[str, dict[str, dict[str, Any]]] = {}  # project -> file name -> the index's entry
 
     async def answer(self, path: str) -> IndexResponse:
-        """The response to a GET. Raises Refused, Unavailable, or httpx2.HTTPError."""
+        """The response to a GET. Raises EgressRefused, IndexUnavailable, or httpx2.HTTPError."""
         match [unquote(part) for part in path.partition("?")[0].split("/")]:
             case ["", "simple", project] | ["", "simple", project, ""]:
                 project = self._allowed(project)

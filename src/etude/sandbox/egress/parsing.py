@@ -1,4 +1,4 @@
-"""The little of HTTP/1.1 and TLS that has to be read to know where a request goes."""
+"""The parts of HTTP/1.1 and TLS that name the destination of a request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RequestHead:
 
 
 def parse(data: bytes) -> RequestHead:
-    """The head of a request up to the empty line. Raises Refused."""
+    """The head of a request up to the empty line. Raises EgressRefused."""
     line, *rest = data.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     words = line.split(" ")
     if any(c in text for text in (line, *rest) for c in "\r\n\0"):
@@ -69,7 +69,7 @@ def parse(data: bytes) -> RequestHead:
 
 
 def check_plain(head: RequestHead) -> None:
-    """A request without TLS may only ask. Raises Refused."""
+    """Raises EgressRefused unless a request without TLS only reads."""
     if head.method not in ("GET", "HEAD"):
         raise EgressRefused("only GET and HEAD are let through")
     if head.header("content-length") not in (None, "0") or head.header("transfer-encoding") is not None:
@@ -82,7 +82,8 @@ def check_plain(head: RequestHead) -> None:
 
 
 async def read_hello(reader: asyncio.StreamReader) -> tuple[bytes, str | None]:
-    """(bytes read, server name) of a ClientHello in any records (RFC 8446). Raises Refused, or IncompleteReadError."""
+    """(bytes read, server name) of a ClientHello in any records (RFC 8446). Raises EgressRefused or
+    IncompleteReadError."""
     raw, message = b"", b""
     while len(message) < 4 or len(message) < 4 + int.from_bytes(message[1:4]):
         header = await reader.readexactly(5)
@@ -98,7 +99,7 @@ async def read_hello(reader: asyncio.StreamReader) -> tuple[bytes, str | None]:
 
 
 def server_name(hello: bytes) -> str | None:
-    """The name in a ClientHello's server_name extension (RFC 6066), in lower case. Raises Refused."""
+    """The name in a ClientHello's server_name extension (RFC 6066), in lower case. Raises EgressRefused."""
     try:
         at = 34  # version and random
         at += 1 + hello[at]  # session

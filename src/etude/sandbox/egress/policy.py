@@ -1,4 +1,4 @@
-"""Which hosts a box may ask for, the addresses that a name may lead to, and what is known of a request."""
+"""The policy of egress: allowed hosts, allowed addresses of a name, and the record of a request."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from etude.errors import UserError
 PORTS = (80, 443)
 RESOLVE_SECONDS = 10.0
 _NAME = re.compile(r"(?=.{1,253}\Z)(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
-_NUMBERS = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+))*")  # what inet_aton takes for an address
+_NUMBERS = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+))*")  # addresses of inet_aton
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class EgressRefused(Exception):
-    """A request that the policy does not allow; the text says why."""
+    """A request that the policy does not allow; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class EgressRequest:
-    """One request of a box to the outside. Sizes are in bytes; `path` is None inside of a tunnel, which is not opened.
+    """One request of a box to the outside. Sizes are in bytes; `path` is None for a tunnel, whose content is not read.
 
-    `allowed` is the decision of the policy. `why` says why a request was refused, or did not end as it should.
+    `allowed` is the decision of the policy. `why` is the reason why a request was refused or failed.
     """
 
     method: str
@@ -75,7 +75,7 @@ class Egress:
     log: Path | None = None
 
     def find(self, name: str, port: int) -> AllowedHost:
-        """The entry that allows a request. Raises Refused."""
+        """The entry that allows a request. Raises EgressRefused."""
         if is_address(name):
             raise EgressRefused("an address, not a name")
         if not _NAME.fullmatch(name):
@@ -87,7 +87,7 @@ class Egress:
 
 
 def parse_allowed_hosts(entries: Iterable[str]) -> tuple[AllowedHost, ...]:
-    """NAME[:PORT][@ADDRESS] each. Raises UserError."""
+    """The allow-list of entries NAME[:PORT][@ADDRESS]. Raises UserError."""
     return tuple(_parse(entry) for entry in entries)
 
 
@@ -130,12 +130,12 @@ def wheel_project(name: str) -> str:
 
 
 def normal_project(project: str) -> str:
-    """PEP 503."""
+    """The normal name of a project (PEP 503)."""
     return re.sub(r"[-_.]+", "-", project).lower()
 
 
 def is_address(name: str) -> bool:
-    """Also the spellings of old: 0x7f.1, 2130706433."""
+    """Whether a name is an address, in old spellings too: 0x7f.1, 2130706433."""
     try:
         ipaddress.ip_address(name.strip("[]").partition("%")[0])
     except ValueError:
@@ -144,7 +144,7 @@ def is_address(name: str) -> bool:
 
 
 def public(address: str) -> bool:
-    """Whether an address is of the public internet; one of IPv6 that stands for one of IPv4 counts as that one."""
+    """Whether an address is of the public internet; an IPv6 address that maps an IPv4 address counts as the latter."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
@@ -158,7 +158,7 @@ def public(address: str) -> bool:
 
 
 async def resolve(host: AllowedHost, name: str, port: int) -> list[str]:
-    """Addresses to connect to, each of them public unless the entry names one. Raises Refused or OSError."""
+    """Addresses to connect to, each of them public unless the entry names one. Raises EgressRefused or OSError."""
     if host.address is not None:
         return [host.address]
     async with asyncio.timeout(RESOLVE_SECONDS):

@@ -1,6 +1,6 @@
 """The parts of every box: namespaces, the layers of its files, limits; and messages from and to the owner.
 
-A work tree is an overlay. From top to bottom: what the box writes; the files of its task (live boxes:
+A work tree is an overlay. From top to bottom: the files that the box writes; the files of its task (live boxes:
 `image_template.py`); the repository.
 """
 
@@ -19,13 +19,13 @@ from typing import Any
 
 from . import files, linux, root
 
-INODES = 16384  # of what a box writes
+INODES = 16384  # that a box may write
 PART = 1 << 16  # bytes that are put together before they are sent
 PRIVATE = linux.MS_NOSUID | linux.MS_NODEV
 
 
 def enter() -> None:
-    """Namespaces of its own, besides that of processes, which is made with the first of them."""
+    """Enter new namespaces but that of pids, which is made with its first process."""
     linux.unshare(linux.NEWNS | linux.NEWIPC | linux.NEWUTS | linux.NEWNET)
 
 
@@ -45,7 +45,7 @@ def furnish(
     os.chmod(f"{layer}/tmp", 0o1777)
     os.chmod(f"{layer}/shm", 0o1777)
     _overlay(lowers, changes)
-    with linux.staying(sys.base_prefix, "/tmp", "/dev/shm", "/home/user"):  # where some keep their Python
+    with linux.staying(sys.base_prefix, "/tmp", "/dev/shm", "/home/user"):  # where Python may be installed
         linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
         linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
         linux.mount(f"{layer}/home", "/home/user", None, linux.MS_BIND)
@@ -57,7 +57,7 @@ def furnish(
 
 
 def cover(changes: Mapping[str, bytes | None]) -> list[str]:
-    """Lay the files of a task over the repository, for this process and all that it forks; the layers of its boxes."""
+    """Lay the files of a task over the repository, for this process and its forks. Returns the layers of its boxes."""
     if not changes:
         return [root.WORKSPACE]
     linux.mount("tmpfs", root.SHARED, "tmpfs", PRIVATE, "mode=755")
@@ -88,7 +88,7 @@ def _overlay(lowers: Sequence[str], changes: Mapping[str, bytes | None]) -> None
 
 
 def write(layer: str, changes: Mapping[str, bytes | None], lowers: Sequence[str]) -> None:
-    """Files of a layer; none stands out by its age or mode from what it replaces."""
+    """Write the files of a layer, with the times and modes of the files that they replace."""
     for path, data in changes.items():
         if data is None:
             continue
@@ -138,7 +138,7 @@ def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, bytes | None]]:
 
 
 def read_all(fd: int) -> bytes:
-    """The whole content of a file that is open."""
+    """The whole content of an open file."""
     parts = []
     offset = 0
     while part := os.pread(fd, 1 << 20, offset):

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 
 from . import linux
 
-MAX_ENTRIES = 10_000  # of a folder, or of all that a box has written
+MAX_ENTRIES = 10_000  # of a folder, or of the files that a box has written
 MAX_NAMES = 4 << 20  # bytes of their paths
-MAX_PATH = 1024  # bytes of one
+MAX_PATH = 1024  # bytes of one path
 MAX_DEPTH = 64
 MAX_FILE = 10 << 20  # bytes
 MAX_TOTAL = 200 << 20
@@ -50,7 +50,7 @@ class FileRefused(Exception):
 
 @contextlib.contextmanager
 def refusing(path: str, other: str = "NotRegular") -> Iterator[None]:
-    """Raises FileRefused where the system refuses; for a reason that is in no list, of the kind `other`, if any."""
+    """Turns errors of the system into FileRefused; an unlisted error gets the kind `other`, or passes if that is ""."""
     try:
         yield
     except OSError as e:
@@ -78,11 +78,11 @@ class Allowance:
 
     @classmethod
     def endless(cls) -> Allowance:
-        """For a tree that no agent has touched."""
+        """An unlimited allowance, for a tree that no agent has touched."""
         return cls(*[float("inf")] * 5)
 
     def look(self, path: str) -> None:
-        """At an entry."""
+        """Counts an entry."""
         size = len(os.fsencode(path))
         self.entries -= 1
         self.names -= size
@@ -94,14 +94,14 @@ class Allowance:
             raise FileRefused("TooLarge", "there is too much to look at")
 
     def read(self, path: str, size: int) -> None:
-        """So many bytes of a file; holes count like other bytes."""
+        """Counts `size` bytes of a file, holes included."""
         self.total -= size
         if size > MAX_FILE or self.total < 0:
             raise FileRefused("TooLarge", f"{path} is too large to hand in")
 
 
 def _leftovers() -> Allowance:
-    """For what lies outside of the roots: as much as takes no time."""
+    """The allowance for files outside of the roots: as many as can be read at once."""
     return Allowance(MAX_FILE, entries=2000, names=256 << 10, seconds=1.0)
 
 
@@ -118,7 +118,7 @@ def _open(root: int, path: str, flags: int) -> int:
 
 
 def _open_by_parts(root: int, path: str, flags: int) -> int:
-    """The same without openat2(2): each part is opened without following it, and looked at before the next."""
+    """`_open` without openat2(2): each part is opened without following links, and checked before the next."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     device = os.fstat(root).st_dev
     current = os.dup(root)
@@ -150,7 +150,7 @@ def read(root: int, path: str, max_bytes: int) -> bytes:
 
 
 def write(root: int, path: str, data: bytes) -> None:
-    """By a temporary file and a rename; folders are made as needed."""
+    """Write a file by a temporary file and a rename; folders are made as needed."""
     folder, _, name = path.rpartition("/")
     parent = _make_folders(root, folder)
     temporary = f".{os.urandom(8).hex()}"
@@ -224,8 +224,8 @@ def changed(
 ) -> Iterator[tuple[str, bytes | None]]:
     """(path, content or None) that `tree`, an overlay of a written `layer` over `base`, shows of its regular files.
 
-    With `roots`, all below these paths, and of the rest what takes no time. Raises FileRefused if there is too much of
-    the former; `total` is in bytes.
+    With `roots`, all below these paths, and of the rest as much as can be read at once. Raises FileRefused if there is
+    too much below the paths; `total` is in bytes.
     """
     allowed = Allowance(min(total, MAX_TOTAL))
     yield from _changed(layer, base, tree, allowed, roots or ("",), ())
@@ -260,8 +260,8 @@ def _below(path: str, roots: Sequence[str]) -> bool:
 
 
 def _touched(layer: int, base: Sequence[int], start: str, without: Sequence[str], allowed: Allowance) -> Iterator[str]:
-    """Regular files of a layer at or below `start`, and those of `base` that an opaque folder hides there, or what is
-    no folder, such as a device 0:0, which stands for a deletion."""
+    """Regular files of a layer at or below `start`, and those of `base` that are hidden by an opaque folder or by an
+    entry that is no folder, such as a device 0:0, which stands for a deletion."""
     parts = start.split("/") if start else []
     for i in range(1, len(parts) + 1):
         above = "/".join(parts[:i])
@@ -320,7 +320,7 @@ def _walk(
 
 
 def _status(root: int, path: str) -> os.stat_result | None:
-    """Of what lies there, without following a link; None if nothing does."""
+    """Status of the entry at a path, without following a link; None if there is none."""
     folder, _, name = path.rpartition("/")
     try:
         parent = _open(root, folder, _O_PATH | os.O_DIRECTORY)
@@ -347,18 +347,18 @@ def state(root: int, allowed: Allowance, start: str = "", without: Sequence[str]
     last time back."""
     status = _status(root, start) if start else None
     if start and (status is None or not stat.S_ISDIR(status.st_mode)):
-        found = [(start, status)] if status is not None else []
+        entries = [(start, status)] if status is not None else []
     else:
-        found = [(path, status) for path, status, _ in _walk(root, allowed, start, without)]
+        entries = [(path, status) for path, status, _ in _walk(root, allowed, start, without)]
     return {
         path: (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        for path, status in found
+        for path, status in entries
         if stat.S_ISREG(status.st_mode)
     }
 
 
 def differing(root: int, before: State, total: int, roots: Sequence[str] = ()) -> Iterator[tuple[str, bytes | None]]:
-    """(path, content or None if deleted) of files that may differ from what they were when `before` was taken.
+    """(path, content or None if deleted) of files that may have changed since `before` was taken.
 
     `total` and `roots` as in `changed`.
     """

@@ -1,4 +1,4 @@
-"""The first program of a box that a container or a virtual machine isolates, where `zygote.py` has nothing to do.
+"""The first program of a box that a container or a virtual machine isolates, in place of `zygote.py`.
 
 Its standard input and output are a stream to the owner: frames of a length, JSON with a count of bytes, and the bytes.
 First come the files of the image, then one hello, then requests for `shell.ShellServer` or a server of test runs, which
@@ -68,7 +68,7 @@ def _replies(server: socket.socket, out: int) -> NoReturn:
 
 
 def _frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
-    """Raises EOFError when the owner has gone."""
+    """Head and body of the next frame. Raises EOFError when the owner has gone."""
     head = stream.read(4)
     data = stream.read(struct.unpack("<I", head)[0]) if len(head) == 4 else b""
     frame = json.loads(data) if data else {"bytes": 0}
@@ -79,7 +79,7 @@ def _frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
 
 
 def _requests(stream: BinaryIO, server: socket.socket) -> NoReturn:
-    """Hand requests on as the owner's `Connection` would: what they carry is memory that only its reader sees."""
+    """Hand requests on as the owner's `Connection` would: the payload is in memory that only its reader sees."""
     while True:
         head, body = _frame(stream)
         memory = os.memfd_create("request", os.MFD_CLOEXEC)
@@ -91,7 +91,7 @@ def _requests(stream: BinaryIO, server: socket.socket) -> NoReturn:
 
 
 def _unpack(at: str, owner: int, data: bytes) -> None:
-    """A packed folder (tar, gzip), which is trusted, as files of `owner`."""
+    """Unpack a trusted folder (tar, gzip) as files of `owner`."""
     os.makedirs(at, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(gzip.decompress(data))) as archive:
         if hasattr(tarfile, "fully_trusted_filter"):
@@ -104,7 +104,7 @@ def _unpack(at: str, owner: int, data: bytes) -> None:
 
 
 def _serve(connection: socket.socket, hello: dict[str, Any]) -> NoReturn:
-    """In the fork; never returns."""
+    """Serve a box or test runs, in the fork; never returns."""
     try:
         os.setgroups([])
         if hello["kind"] == "runs":
@@ -152,7 +152,7 @@ def folders(user: int) -> None:
 
 
 def lay(changes: dict[str, bytes | None], user: int) -> None:
-    """Write a change set over the workspace; no change is to stand out by its age."""
+    """Write a change set over the workspace, with the modes and times of the replaced files."""
     for path, data in changes.items():
         target = f"{root.WORKSPACE}/{path}"
         old = None
@@ -176,7 +176,7 @@ def lay(changes: dict[str, bytes | None], user: int) -> None:
 
 
 class Guest(shell.ShellServer):
-    """A live box: its files are the machine's, its change set is what differs from when it started."""
+    """A live box: its files are the machine's, its change set is the difference from its start."""
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         super().__init__(connection, (), user=hello["user"])
@@ -227,13 +227,13 @@ class Guest(shell.ShellServer):
 
 
 class BoxProbe:
-    """Tries what a box relies on, as its user, and says what holds."""
+    """Tries the protections of a box as its user."""
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         self.connection, self.user = connection, hello["user"]
 
     def serve(self) -> None:
-        """Answer one request with what holds."""
+        """Answer one request with the protections that hold."""
         request = json.loads(socket.recv_fds(self.connection, 65536, 1)[0][4:])
         tried = ("filter", "memory", "processes", "network")
         held = [name for name in tried if self._holds(name, request["limits"])]
@@ -259,11 +259,11 @@ class BoxProbe:
         try:
             linux.setns(0, 0)
         except OSError as e:
-            if e.errno == errno.EPERM:  # else the kernel itself has looked at it
+            if e.errno == errno.EPERM:  # else the call has reached the kernel
                 raise
 
     def _network(self, limits: dict[str, Any]) -> None:
-        """Raises OSError unless something out there answers, be it with a refusal."""
+        """Raises OSError unless the network answers, even with a refusal."""
         addresses = ["1.1.1.1", "8.8.8.8"]
         with contextlib.suppress(OSError), open("/proc/net/route") as file:
             gateways = [int(line.split()[2], 16) for line in file.readlines()[1:]]

@@ -11,7 +11,7 @@ from . import linux
 
 
 def start(path: str, port: int, program: bytes) -> None:
-    """Fork what carries bytes from `port` to the socket at `path` (as pid 1 sees it), without the owner's rights."""
+    """Fork a process without the owner's rights that carries bytes from `port` to the socket at pid 1's `path`."""
     listener = socket.create_server(("127.0.0.1", port))
     if os.fork():
         listener.close()

@@ -1,6 +1,6 @@
-"""The process of one image that its live boxes are forked from. What they share is mounted here, once.
+"""The process of one image that its live boxes are forked from. Their common layers are mounted here, once.
 
-It never sees what a box is asked to do: that travels on the box's own connection. Each message makes a box, and carries
+It never sees the requests to a box, which travel on the box's own connection. Each message makes a box, and carries
 the box's connection and its control groups.
 """
 
@@ -29,7 +29,7 @@ def start(connection: socket.socket, hello: dict[str, Any], payload: int) -> Non
         box.write(root.TASK, changes, [root.WORKSPACE])
     if request["machine_profile"] is not None:
         machine_profile.prepare(request["machine_profile"])
-    os.chmod(root.SHARED, 0)  # for boxes: the template has the rights to pass
+    os.chmod(root.SHARED, 0)  # closed to boxes: the template may pass
     linux.filter_program(os.uname().machine)  # kept for boxes
     if hello["host_socket"]:
         from . import host_socket  # noqa: F401, so that boxes need not
@@ -52,7 +52,7 @@ def _serve(connection: socket.socket, profile: dict[str, Any] | None) -> None:
 
 
 def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int, profile: dict[str, Any] | None) -> None:
-    """Pid 1 of a box: the next fork is the first of a new pid namespace."""
+    """Fork pid 1 of a box, the first process of a new pid namespace."""
     if linux.fork_first(pids):
         return
     connection.close()

@@ -1,4 +1,4 @@
-"""The layers of a live box, seen from its pid 1: what its work tree shows, and what changed in it."""
+"""The layers of a live box, seen from its pid 1: the folders of its work tree, and the changed files."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from . import files, linux, root
 
 
 def lowers() -> list[str]:
-    """Folders that a box's work tree shows below what the box writes, the topmost first."""
+    """The lower folders of a box's work tree, below the files that the box writes, topmost first."""
     return [*([root.TASK] if os.path.isdir(root.TASK) else []), root.WORKSPACE]
 
 
 def shared() -> list[int]:
-    """Descriptors of what all boxes of an image begin with, before the overlay covers the workspace's own files."""
+    """Descriptors of the common layers of an image's boxes, taken before the overlay covers the workspace."""
     return [_folder(lower) for lower in lowers()]
 
 
 def hide() -> None:
-    """Keep the box out of its layers but for the work tree: pid 1 alone may pass."""
-    os.chmod(root.LAYER, 0)  # as the template did with the other
+    """Close the layers to the box, all but the work tree: pid 1 alone may enter."""
+    os.chmod(root.LAYER, 0)  # as the template did with SHARED
     for place in (root.LAYER, root.SHARED):
         linux.set_attributes(place, linux.MS_RDONLY, tree=False)
 
 
 class WorkTree:
-    """The layers of a mounted box, seen by a process that may pass; `shared` are descriptors from `shared()`."""
+    """The layers of a mounted box, seen by a process that may enter them; `shared` are descriptors from `shared()`."""
 
     def __init__(self, limits: dict[str, Any], shared: Sequence[int]) -> None:
         self.limits = limits

@@ -92,7 +92,7 @@ def staying(path: str, *covered: str) -> Iterator[None]:
 
 
 def attach(tree: int, target: str) -> None:
-    """Mount what `clone_tree` gave; once."""
+    """Mount a tree of `clone_tree`, once."""
     _check(libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), 4), "attach")
 
 
@@ -202,10 +202,10 @@ def end_of(child: int) -> int:
 
 def own_session() -> None:
     """Makes this process the leader of a session. Many kernels share processors among sessions first (sched(7),
-    autogroup), where niceness does not count: the session weighs as its leader's niceness says."""
+    autogroup), where niceness does not count: the session has the weight of its leader's niceness."""
     os.setsid()
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    for _ in range(50 if niceness else 0):  # the kernel takes one such change in a tenth of a second, of all processes
+    for _ in range(50 if niceness else 0):  # the kernel allows one such change in a tenth of a second, of all processes
         try:
             with open("/proc/self/autogroup", "w") as file:
                 file.write(str(niceness))
@@ -225,9 +225,9 @@ def hide(hidden: bool = True) -> None:
 def call_itself(line: Sequence[str], name: str) -> None:
     """Give this process another command line and name in /proc.
 
-    The end of the arguments is moved (prctl(2), PR_SET_MM_MAP), so that they are parted by NULs as any program's. Where
-    the kernel has no such call it shows them up to their first NUL if the last byte of their place is none
-    (fs/proc/base.c), and blanks part them.
+    The end of the arguments is moved (prctl(2), PR_SET_MM_MAP), so that they are parted by NULs as any program's. A
+    kernel without this call shows them up to their first NUL if the last byte of their place is not NUL
+    (fs/proc/base.c); then blanks part them.
     """
     file = os.open("/proc/self/stat", os.O_RDONLY)
     fields = [0, 0, 0, *os.read(file, 4096).rpartition(b")")[2].split()]  # numbered as in proc_pid_stat(5), from 1

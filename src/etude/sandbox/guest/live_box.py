@@ -1,7 +1,7 @@
 """Pid 1 of a live box on namespaces.
 
-What a fork of Python writes to becomes its own memory, be it by counting references. Pid 1 stays as long as the box, so
-it does nothing but serve; its child makes the box and then becomes the shell, which gives that memory back.
+Memory pages that a fork of Python writes to, by counting references too, are copied. Pid 1 stays as long as the box, so
+it does nothing but serve; its child makes the box and then becomes the shell, which frees those pages.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ LIMITS = {"addresses": 1 << 30, "memory": 1 << 30, "processes": 1024, "disk": 1 
 
 
 class LiveBox(shell.ShellServer):
-    """`profile` is the machine profile that the box looks like; None: it stays as it is."""
+    """The server of a live box. `profile` is the machine that the box imitates, if any."""
 
     def __init__(self, connection: socket.socket, groups: Sequence[int], profile: dict[str, Any] | None) -> None:
         super().__init__(connection, groups, shell.SIZE if profile is None else profile["size"])
         self.machine_profile = profile
-        self.first = b"{}"  # the first request, which says what this box is to be
+        self.first = b"{}"  # the first request, which describes the box
 
     @functools.cached_property
     def request(self) -> dict[str, Any]:
-        """The first one; few boxes look at it again."""
+        """The first request, parsed when it is needed."""
         return json.loads(self.first)
 
     def settings(self) -> shell.Settings:
@@ -57,7 +57,7 @@ class LiveBox(shell.ShellServer):
             self.serve_one()
 
     def _furnish(self, done: int) -> shell.Settings:
-        """In the child: make the box, leave what pid 1 may need of the request in the pipe `done`, say so."""
+        """In the child: make the box, write pid 1's part of the request to the pipe `done`, reply to the owner."""
         try:
             self.request, payload = self._request()
             _, changes = box.decode(payload)
@@ -81,7 +81,7 @@ class LiveBox(shell.ShellServer):
         return self.settings()
 
     def _open_host_socket(self) -> None:
-        """By a child that ends, so that pid 1 is the parent of the process that serves the socket."""
+        """Start the server of the host socket by a child that ends, so that pid 1 becomes its parent."""
         from . import host_socket  # it takes long to import, and few boxes have one
 
         pid = os.fork()
@@ -93,7 +93,7 @@ class LiveBox(shell.ShellServer):
             raise OSError("the way out could not be opened")
 
     def _begun(self) -> None:
-        """Say so; with a way out, hand over a listener on the box's own loopback, for the owner to serve."""
+        """Reply to the first request; with a way out, send a listener on the box's loopback for the owner to serve."""
         if not self.request["port"]:
             box.send(self.connection, {"id": self.request["id"]})
             return

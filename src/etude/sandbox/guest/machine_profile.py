@@ -1,4 +1,4 @@
-"""Makes a live box look as its machine profile says: names, clocks, files of /etc and /proc, and a home folder."""
+"""The looks of a live box by its machine profile: names, clocks, files of /etc and /proc, and a home folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from . import linux, root
 FOLDER = f"{root.SHARED}/profile"
 HOMES = f"{root.LAYER}/homes"
 STAMPED, STAMPED_SIZE = 300, 8 << 20  # entries, and bytes, of a tree whose files are dated anew
-_NO_BYTECODE = "import sys; sys.dont_write_bytecode = True\n"  # of a run of the agent's none is to be handed in
+_NO_BYTECODE = "import sys; sys.dont_write_bytecode = True\n"  # bytecode would be part of the agent's changes
 
 
 def prepare(profile: dict[str, Any]) -> None:
-    """In the template: what all boxes of an image have in common, their work tree's dates included."""
-    linux.call_itself(profile["init"], profile["init_name"])  # so are boxes called, which are forked from this process
+    """In the template: settle the common looks of an image's boxes, their work tree's dates included."""
+    linux.call_itself(profile["init"], profile["init_name"])  # boxes, forked from this process, keep the name
     _clocks(profile["uptime"])
     for path, text in _files(profile).items():
         _write(FOLDER + path, text)
@@ -31,7 +31,7 @@ def prepare(profile: dict[str, Any]) -> None:
 
 
 def settle(profile: dict[str, Any], search: Sequence[str]) -> None:
-    """In a live box's own namespaces, with capabilities. Python finds modules in `search`, and writes no bytecode."""
+    """Settle a box's own looks, in its namespaces. Python finds modules in `search`, and writes no bytecode."""
     socket.sethostname(profile["host"])
     for path in ("/proc/cmdline", "/proc/cpuinfo"):
         if os.path.exists(FOLDER + path):
@@ -40,7 +40,7 @@ def settle(profile: dict[str, Any], search: Sequence[str]) -> None:
 
 
 def count_from(pids: int) -> None:
-    """The next process of this box has a number above `pids`."""
+    """Give the next process of this box a pid above `pids`."""
     with contextlib.suppress(OSError):  # a kernel without it: CONFIG_CHECKPOINT_RESTORE
         last = os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY)
         os.write(last, b"%d" % pids)
@@ -59,7 +59,7 @@ def _home(profile: dict[str, Any], search: Sequence[str]) -> None:
         os.makedirs(f"{home}/{name}")
     for name, text in profile["files"].items():
         _write(f"{home}/{name}", text)
-    # What `pip install --user --editable` leaves; variables of the environment would stand out.
+    # The file of `pip install --user --editable`; variables of the environment would be conspicuous.
     site = f"{home}/.local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     _write(f"{site}/project.pth", "".join(f"{folder}\n" for folder in search) + _NO_BYTECODE)
     with linux.staying(sys.base_prefix, "/home"):
@@ -67,7 +67,7 @@ def _home(profile: dict[str, Any], search: Sequence[str]) -> None:
 
 
 def _date(checkout: float, rate: float) -> None:
-    """Date the work tree in the layer of the task, which its files are copied to by that."""
+    """Date the files of the work tree, which copies them to the layer of the task."""
     work = f"{root.SHARED}/work"
     os.makedirs(root.TASK, exist_ok=True)
     os.mkdir(work)
@@ -80,7 +80,7 @@ def _date(checkout: float, rate: float) -> None:
 
 
 def _stamp(folder: str, checkout: float, rate: float) -> None:
-    """Date a small tree's files as a checkout did that wrote `rate` of them a second; a large one keeps its dates."""
+    """Date a small tree's files as a checkout that wrote `rate` files a second; a large tree keeps its dates."""
     entries: list[str] = []
     size = 0
     for parent, folders, names in os.walk(folder):
@@ -93,7 +93,7 @@ def _stamp(folder: str, checkout: float, rate: float) -> None:
         if len(entries) > STAMPED or size > STAMPED_SIZE:
             return
     entries += [folder]  # after its content, whose copying changes it
-    with contextlib.suppress(PermissionError):  # no file system with owners mapped: lower files are not the user's
+    with contextlib.suppress(PermissionError):  # without mapped owners, lower files are not the user's
         for place, path in enumerate(entries):
             when = checkout + place / rate
             os.utime(path, (when, when), follow_symlinks=False)

@@ -1,6 +1,6 @@
 """One program in a live box, started by pid 1 itself: no shell and no terminal lie between the two.
 
-The program reads its standard input from a pipe, which nobody can read twice, and writes its report to descriptor 3.
+The program reads its standard input from a pipe, which can be read once, and writes its report to descriptor 3.
 A socket of the owner is descriptor 4. The exit status comes from the kernel.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from . import box, linux, root
 
 WATCH_SECONDS = 0.2  # between looks at the memory of the box
-DRAIN_SECONDS = 0.5  # for what the ended program left in its pipes
+DRAIN_SECONDS = 0.5  # for the rest of the ended program's pipes
 ERRORS = 64_000  # bytes kept of the end of the error stream
 
 
@@ -61,7 +61,7 @@ class Program:
         self._feed()
 
     def serve(self, deadline: float, owner: socket.socket) -> bool:
-        """Move bytes for a while; False once the program has ended, be it at its deadline."""
+        """Move bytes for a while; False once the program has ended, by itself or at its deadline."""
         now = time.monotonic()
         if now >= deadline:
             self.timed_out = True
@@ -76,7 +76,7 @@ class Program:
         if owner in ready:
             if not owner.recv(1, socket.MSG_PEEK):
                 os._exit(0)
-            self.timed_out = True  # the only request that comes now asks for the end
+            self.timed_out = True  # the only request during a program is to end it
             self.kill()
         if self.pidfd not in ready and not self.timed_out:
             return True
@@ -91,7 +91,7 @@ class Program:
         return False
 
     def result(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Head and body of the reply; closes what is open."""
+        """Head and body of the reply; closes all descriptors."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for fd in (self.input, self.output, self.printed, self.pidfd):
@@ -107,7 +107,7 @@ class Program:
         return head, [bytes(self.report), bytes(self.errors)]
 
     def kill(self) -> None:
-        """End the program and what it started, as far as that has stayed in its process group."""
+        """End the program and all processes that are still in its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
@@ -147,7 +147,7 @@ class Program:
 
 
 def _exec(argv: Sequence[str], ends: Sequence[int], confined: Confined) -> NoReturn:
-    """In the fork."""
+    """Become the program, in the fork."""
     try:
         linux.join(confined.groups)
         linux.hide(False)

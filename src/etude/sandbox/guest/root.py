@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from . import linux
 
-HOST = "/.host"  # the host's root, until a handler has bound what it needs
+HOST = "/.host"  # the host's root, until a handler has bound the folders it needs
 RUNNER = "/opt/runner"  # this folder and pytest
 PROGRAMS = f"{RUNNER}/bin"  # `python` and `python3`, where the interpreter has no folder in which it goes by both names
 WORKSPACE = "/workspace"
 SITE = "/site"
 RUN = "/run"  # private mounts; its entries can't be listed
-LAYER = "/run/box"  # what a box writes
-UPPER = f"{LAYER}/upper"  # of it, what lies in the work tree
-SHARED = "/run/lower"  # what the boxes of an image have in common: files of the task
+LAYER = "/run/box"  # the files that a box writes
+UPPER = f"{LAYER}/upper"  # those of them in the work tree
+SHARED = "/run/lower"  # the common files of an image's boxes: those of the task
 TASK = f"{SHARED}/0"
-REPOSITORY = f"{SHARED}/repository"  # without the files of the task: what boxes are made on, and never hold
+REPOSITORY = f"{SHARED}/repository"  # without the files of the task: boxes are made on it, and never hold it
 BOX_ID = 1000
 BASE_ID = 200_000  # host ids of boxes when the sandbox is started by root
 
@@ -40,7 +40,7 @@ def programs(interpreter: str) -> str:
 
 
 def link_programs(interpreter: str) -> None:
-    """Make the folder PROGRAMS, unless the interpreter does without."""
+    """Make the folder PROGRAMS, if the interpreter needs it."""
     if programs(interpreter) == PROGRAMS:
         os.makedirs(PROGRAMS, exist_ok=True)
         for name in _NAMES:
@@ -50,7 +50,7 @@ def link_programs(interpreter: str) -> None:
 def build(prefix: str, interpreter: str, runner: dict[str, str]) -> None:
     """Make and enter the root in this mount namespace, with the Python at `prefix` and host paths by name in RUNNER."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
-    new = "/tmp"  # any folder will do: it is covered in this namespace only, and only until pivot_root
+    new = "/tmp"  # any folder: it is covered in this namespace alone, until pivot_root
     binds = [(path, path) for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
     links = [(path, os.readlink(path)) for path in _SYSTEM if os.path.islink(path)]
     if not any(prefix == path or prefix.startswith(path + "/") for path in _SYSTEM):
@@ -120,7 +120,7 @@ _SERVICES = (  # of Debian: name, number, group, full name, home
 
 
 def passwd(user: str, count: int = 0) -> str:
-    """The accounts that a distribution brings along, and one that people work with; more of services up to `count`."""
+    """Text of /etc/passwd: accounts of a distribution, of services up to `count`, and of the user."""
     rows = [service.split(":") for service in _SERVICES]
     more = range(100, 100 + min(400, count - len(rows) - 2))
     rows += [[f"_service{n}", str(n), "65534", "", "/nonexistent"] for n in more]

@@ -1,7 +1,7 @@
 """Pid 1 of a live box: a persistent bash on a pseudo-terminal, file operations and single programs for the owner.
 
 The shell takes lines from one pipe and answers on another; programs it starts have neither, so nothing they print can
-be taken for an exit status. Requests come and go as in `runs.py`, one at a time. The first says what this box is to be.
+be taken for an exit status. Requests come and go as in `runs.py`, one at a time. The first describes the box.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class BashSession:
 
 
 def _exec(ends: Sequence[int], settings: Callable[[], Settings], groups: Sequence[int], user: int | None) -> NoReturn:
-    """In the fork; `ends` are the script, the terminal twice, and the pipes of commands and of statuses."""
+    """Become bash, in the fork; `ends` are the script, the terminal twice, and the pipes of commands and statuses."""
     try:
         limits, environment = settings()
         linux.join(groups)
@@ -153,13 +153,13 @@ def _exec(ends: Sequence[int], settings: Callable[[], Settings], groups: Sequenc
 
 
 class Output:
-    """The two ends of what was printed."""
+    """The beginning and the end of an output."""
 
     def __init__(self) -> None:
         self.head, self.tail, self.size = bytearray(), bytearray(), 0
 
     def add(self, data: bytes) -> None:
-        """Append what was printed; the middle is dropped."""
+        """Append output; the middle is dropped."""
         self.size += len(data)
         room = KEEP - len(self.head)
         if room > 0:
@@ -182,13 +182,13 @@ class ShellServer(ABC):
     def __init__(
         self, connection: socket.socket, groups: Sequence[int], size: tuple[int, int] = SIZE, user: int | None = None
     ) -> None:
-        """`user` is whom shells run as, if not as this process."""
+        """`user` is the user of shells; None: that of this process."""
         self.connection = connection
         self.groups = groups
         self.size = size
         self.user = user
         self.shell: BashSession | None = None
-        self.given: list[int] = []  # descriptors that came with the request, besides its payload
+        self.descriptors: list[int] = []  # descriptors that came with the request, besides its payload
         self.spared = {"1"}  # processes that are not the box's
 
     @abstractmethod
@@ -208,12 +208,12 @@ class ShellServer(ABC):
         except files.FileRefused as e:
             head = {"refused": e.kind, "message": str(e)}
         box.send(self.connection, head | {"id": request["id"]}, body)
-        for fd in self.given:
+        for fd in self.descriptors:
             os.close(fd)
-        self.given.clear()
+        self.descriptors.clear()
 
     def _request(self) -> tuple[dict[str, Any], bytes]:
-        """Waits, reaping orphans and watching memory."""
+        """The next request and its payload; reaps orphans and watches memory while it waits."""
         while not select.select([self.connection], [], [], 1.0)[0]:
             self._reap()
             if self.shell is not None:
@@ -225,7 +225,7 @@ class ShellServer(ABC):
             data += self.connection.recv(65536)
         payload = box.read_all(descriptors[0])
         os.close(descriptors[0])
-        self.given += descriptors[1:]
+        self.descriptors += descriptors[1:]
         return json.loads(data[4:]), payload
 
     def _answer(self, request: dict[str, Any], payload: bytes) -> Message:
@@ -249,7 +249,7 @@ class ShellServer(ABC):
         return {}, ()
 
     def _changes(self, roots: Sequence[str]) -> Message:
-        """With every other process stopped, so that nothing moves while we look."""
+        """The change set, read while every other process is stopped."""
         self._signal(signal.SIGSTOP)
         try:
             changes = dict(self._changed(roots))
@@ -260,7 +260,7 @@ class ShellServer(ABC):
         return {"head": len(names), "sizes": sizes}, [names, *(data for data in changes.values() if data)]
 
     def _signal(self, number: int) -> None:
-        """To every process of the box but this one."""
+        """Send a signal to every process of the box but this one."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, number)
 
@@ -291,9 +291,9 @@ class ShellServer(ABC):
         return head, [bytes(output.head + output.tail)]
 
     def _program(self, request: dict[str, Any], payload: bytes) -> Message:
-        """Run a program of its own, beside the shell; its status is the kernel's."""
+        """Run a program beside the shell; its exit status comes from the kernel."""
         limits, environment = self.settings()
-        channel = self.given[0] if self.given else None
+        channel = self.descriptors[0] if self.descriptors else None
         confined = program.Confined(limits, environment | request["environment"], self.groups, self.user)
         running = program.Program(request["argv"], payload, channel, request["max"], confined)
         deadline = time.monotonic() + request["seconds"]
@@ -324,7 +324,7 @@ class ShellServer(ABC):
             if self.connection in ready:
                 if not self.connection.recv(1, socket.MSG_PEEK):
                     os._exit(0)
-                ending, deadline = True, now  # the only request that comes now asks for the end; it is answered after
+                ending, deadline = True, now  # the only request during a command is to end it; it is answered after
             if shell.status in ready and (code := shell.answer()) is not None:
                 self._drain(output)
                 return code, late
@@ -335,7 +335,7 @@ class ShellServer(ABC):
                 raise Lost(os.WEXITSTATUS(status) if os.WIFEXITED(status) and not late else None, late)
 
     def _interrupt(self, shell: BashSession, number: int | None) -> None:
-        """Signal what holds the terminal; without a number, a loop of the shell itself: end the shell."""
+        """Signal the foreground processes; without a number, end the shell, which may be in a loop of its own."""
         group = shell.foreground()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if number is None:
@@ -353,7 +353,7 @@ class ShellServer(ABC):
                 output.add(data)
 
     def _reap(self) -> None:
-        """Orphans come to pid 1. The shell is waited for by name."""
+        """Reap orphans, which pid 1 inherits; the shell is waited for elsewhere."""
         with contextlib.suppress(ChildProcessError):
             while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if self.shell is not None and child.si_pid == self.shell.pid:
@@ -361,7 +361,7 @@ class ShellServer(ABC):
                 os.waitpid(child.si_pid, 0)
 
     def _watch(self) -> None:
-        """End everything in the box when its processes together hold too much memory, unless groups see to it."""
+        """End everything in the box when its processes together hold too much memory, unless control groups do."""
         if self.groups:
             return
         pages = 0

@@ -1,8 +1,8 @@
-"""The process that all boxes descend from: single-threaded, standard library only; pytest in the one of test runs.
+"""The process that all boxes descend from: single-threaded, standard library only (and pytest for test runs).
 
 Started by `etude.sandbox.namespace.zygote`; argv holds the descriptor of the control socket and a JSON configuration,
 which names the module that serves test runs.
-Every message on the control socket asks for one handler and carries the handler's own connection. When the owner ends,
+Every message on the control socket requests one handler and carries the handler's own connection. When the owner ends,
 or hangs up, the zygote ends, and with it (parent-death signals, pid namespaces) everything below.
 """
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _joins(groups: list[int], host_id: int | None) -> bool:
-    """Whether a box can move into control groups: tried by a process with the rights of one."""
+    """Whether a box can move into control groups: tried by a process with a box's rights."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -70,7 +70,7 @@ def _joins(groups: list[int], host_id: int | None) -> bool:
 
 
 def _templates(control: socket.socket, runs: str) -> socket.socket:
-    """Fork the process that templates are forked from: it has imported what tests need, which live boxes don't."""
+    """Fork the process that templates of test runs are forked from: it has imported the modules of tests."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     zygote = os.getpid()
     if os.fork():
@@ -90,7 +90,7 @@ def _templates(control: socket.socket, runs: str) -> socket.socket:
 
 
 def serve(control: socket.socket, templates: socket.socket | None, real_root: bool, runs: str) -> None:
-    """Fork a handler for each message, or hand it on if it asks for a template, until the owner hangs up."""
+    """Fork a handler for each message, or pass it on if it is for a template, until the owner hangs up."""
     from . import image_template  # noqa: F401, so that a fork has it
 
     count = 0
@@ -121,7 +121,7 @@ def serve(control: socket.socket, templates: socket.socket | None, real_root: bo
 
 
 def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int], parent: int, runs: str) -> None:
-    """In the fork; never returns. The handler itself only waits: what serves is pid 1 of a namespace below it."""
+    """Handle a message, in the fork; never returns. The handler waits for pid 1 of a new namespace, which serves."""
     from . import box, image_template
 
     try:

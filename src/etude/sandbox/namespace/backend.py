@@ -42,7 +42,7 @@ from etude.sandbox.shell import Shell
 MEMORY_SHARE = 0.6  # of the machine, that all boxes may hold together where there are control groups
 ROOM_MB = 256  # of free memory, below which no further box is made without control groups
 ROOM_SECONDS = 30.0
-STARTING = 4  # live boxes at a time: more would only wait for each other
+STARTING = 4  # live boxes that start at a time: more would wait for each other
 
 
 class NamespaceBackend(Backend):
@@ -89,11 +89,11 @@ class NamespaceBackend(Backend):
         return await self._runs.fork(request, self.groups)
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:
-        """Run hidden tests in a fork of a process that holds them, on a library in a fork of one that holds that."""
+        """Run hidden tests in a fork of a process that holds them, on a library in a fork of its own template."""
         return await self._runs.verify(request, self.groups)
 
     async def remember(self, image: RunImage, learned: bytes) -> None:
-        """Keep what a recording needed."""
+        """Keep the modules that a recording needed."""
         await self._runs.remember(image, learned)
 
     async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:
@@ -101,7 +101,7 @@ class NamespaceBackend(Backend):
         texts = image.changes if bare else {**image.decoys, **image.changes}
         shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
         shared |= image.history
-        if not shared.keys() <= layers.keys():  # not even the task's files are wanted
+        if not shared.keys() <= layers.keys():  # the box leaves out files of the task
             shared = {}
         own = {path: data for path, data in layers.items() if path not in shared or data != shared[path]}
         template = self._template(image, shared, bare)
@@ -110,7 +110,7 @@ class NamespaceBackend(Backend):
         self._started += 1
         network = None if bare else self._network
         async with self._starting, AsyncExitStack() as ends:
-            ends.enter_context(nullcontext(template))  # which goes on as long as the box
+            ends.enter_context(nullcontext(template))  # it lives as long as the box
             descriptors: Sequence[int] = ()
             if self.groups is not None:
                 group = self.groups.make(limits)
@@ -177,7 +177,7 @@ class NamespaceBackend(Backend):
             return ImageTemplate(self.zygote.handler(hello, [fd], socket.SOCK_SEQPACKET), profile)
 
     async def watch(self) -> None:
-        """Wait for the end of the zygote; then everything that waits for the zygote fails at once."""
+        """Wait for the end of the zygote; then all waiting requests fail at once."""
         await self.zygote.process.wait()
         await self._end_boxes(DIED)
 
@@ -198,13 +198,13 @@ class NamespaceBackend(Backend):
 
 
 def _socket_folder(path: Path) -> str:
-    """Where a box has the folder of a host socket."""
+    """The folder of a host socket inside a box."""
     return f"{RUN}/{blake3.blake3(os.fsencode(path)).hexdigest()[:24]}"
 
 
 @asynccontextmanager
 async def open_namespace(options: BackendOptions) -> AsyncIterator[NamespaceBackend]:
-    """Start the backend, and end it with all its boxes. Raises UserError where the machine lacks what boxes need."""
+    """Start the backend, and end it with all its boxes. Raises UserError where the machine lacks a requirement."""
     groups = cgroups.find(MEMORY_SHARE)
     with nullcontext() if groups is None else groups.lent(Limits()) as trial:
         zygote = await Zygote.start(() if trial is None else trial.descriptors, options.runs)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from etude.sandbox.connection import Connection
 from etude.sandbox.machine_profile import MachineProfile
 
-KEPT = 8  # templates that go on without a box, for the next box on their image
+KEPT = 8  # templates kept without a box, for the next box on their image
 
 
 class ImageTemplate:
@@ -26,7 +26,7 @@ class ImageTemplate:
 
 
 class ImageTemplates:
-    """All image templates of a sandbox, by a digest of what they are made of."""
+    """All image templates of a sandbox, by a digest of their parts."""
 
     def __init__(self) -> None:
         self._all: weakref.WeakValueDictionary[bytes, ImageTemplate] = weakref.WeakValueDictionary()

@@ -29,7 +29,7 @@ from etude.sandbox.connection import Connection, Reply, encode, limits_of, memor
 from etude.sandbox.guest.root import WORKSPACE
 from etude.sandbox.namespace.zygote import Zygote
 
-KEPT = 24  # templates that go on without a run, for the next run on their image
+KEPT = 24  # templates kept without a run, for the next run on their image
 VERIFIER_SECONDS = 5.0  # that a verifier has after the tested process has run out of time
 MODULE = "module:"  # as in grading/guest/runs.py
 _COLD = b'{"cold": true}\n'  # a hot template's output where a change needs a fresh import
@@ -37,9 +37,9 @@ _COLD = b'{"cold": true}\n'  # a hot template's output where a change needs a fr
 
 @dataclass
 class _Experience:
-    """The knowledge of one repository's templates: the needs of a file's tests, and the code of files by their place.
+    """The knowledge of one repository's templates: the needs of a file's tests, and the code of files by path.
 
-    A template is given the code of the files that its task leaves as they are, and of no others.
+    A template gets only the code of files that its task leaves unchanged.
     """
 
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class _Experience:
 
 
 class _News(msgspec.Struct, frozen=True):
-    """The knowledge and code that a template reports when it was prepared for tests."""
+    """The knowledge and code that a template reports after its preparation for tests."""
 
     learned: dict[str, Any]
     code: dict[str, bytes]
@@ -82,9 +82,9 @@ def _result(reply: Reply, output: bytes | bytearray) -> ForkResult:
 
 
 class RunTemplates:
-    """For each image a hot template, which has imported the library, and a cold one.
+    """The templates of each image: a hot one, which has imported the library, and a cold one.
 
-    Each holds the tree of one task; the KEPT used last go on.
+    Each holds the tree of one task; the KEPT used last are kept.
     """
 
     def __init__(self, zygote: Zygote) -> None:
@@ -94,7 +94,7 @@ class RunTemplates:
 
     async def fork(self, request: ForkRequest, groups: Groups | None) -> ForkResult:
         """One run in a hot template, or, if a change needs a fresh import, in a cold one. Raises BoxDead."""
-        payload = await asyncio.to_thread(encode, {"tests": request.tests}, request.changes)  # of megabytes, perhaps
+        payload = await asyncio.to_thread(encode, {"tests": request.tests}, request.changes)  # it may hold megabytes
         limits = request.limits
         cpu_seconds = 0.0
         for hot in (True, False):
@@ -113,12 +113,12 @@ class RunTemplates:
         ours, theirs = socket.socketpair()
         tests = asyncio.create_task(self._run_verifier(request, theirs))
         try:
-            with ours:  # when the tested process has ended, the verifier is to see the end of the connection
+            with ours:  # so that the verifier sees the end of the connection when the tested process ends
                 tested = await self._run_tested(request, ours, groups)
             return VerifyResult(await tests, tested)
         finally:
             theirs.close()
-            await asyncio.wait({tests}, timeout=VERIFIER_SECONDS)  # it has lost its connection, if not its process
+            await asyncio.wait({tests}, timeout=VERIFIER_SECONDS)  # its connection has ended
             tests.cancel()
 
     async def _run_verifier(self, request: VerifyRequest, sock: socket.socket) -> ForkResult:
@@ -147,7 +147,7 @@ class RunTemplates:
         return replace(_result(reply, output), cpu_seconds=cpu_seconds, cold=not hot)
 
     async def remember(self, image: RunImage, learned: bytes) -> None:
-        """Keep compiled and imported in a template of hidden tests what a recording needed."""
+        """Compile and import the modules that a recording needed in a template of hidden tests."""
         async with self._template(image, False) as template:
             await template.connection.request({"learn": True}, learned, LEARN_SECONDS)
 
@@ -196,12 +196,12 @@ class RunTemplates:
             _, body = await template.connection.request({"warm": True}, payload, LEARN_SECONDS)
             news = msgspec.json.decode(body, type=_News)
             known.code |= {path: data for path, data in news.code.items() if path not in changed}
-            if not template.warm and set(news.learned.get("loaded", ())) >= set(new):  # by one that had nothing yet
+            if not template.warm and set(news.learned.get("loaded", ())) >= set(new):  # the first report of a template
                 known.files |= dict.fromkeys(new, news.learned)
             template.warm.update(new)
 
     def _make_room(self) -> None:
-        """End the templates that were not used for longest; one that is at work goes on."""
+        """End the templates that were not used for longest; busy ones are kept."""
         idle = [place for place, template in self._templates.items() if not template.users]
         for place in idle[: max(0, len(self._templates) - KEPT + 1)]:
             self._templates.pop(place).connection.close("the template has made room for others")

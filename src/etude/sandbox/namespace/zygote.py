@@ -37,7 +37,7 @@ def module_of(runs: RunServer, name: str) -> str:
 
 
 def installed_runner(runs: RunServer) -> dict[str, str]:
-    """Name below the runner folder of a box -> where this installation has the file or folder. Raises UserError."""
+    """Name below the runner folder of a box -> path of the file or folder in this installation. Raises UserError."""
     places = {
         f"{GUEST}/sandbox/guest": str(_PROGRAM / "sandbox/guest"),
         f"{GUEST}/{runs.package.replace('.', '/')}": str(runs.folder.resolve()),
@@ -93,7 +93,7 @@ class Zygote:
     def handler(
         self, hello: dict[str, Any], descriptors: Sequence[int] = (), kind: int = socket.SOCK_STREAM
     ) -> Connection:
-        """A connection to a new process below the zygote, which does what `hello` says. Raises BoxDead."""
+        """A connection to a new process below the zygote, configured by `hello`. Raises BoxDead."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         try:
             socket.send_fds(self.control, [json.dumps(hello).encode()], [theirs.fileno(), *descriptors])
@@ -116,7 +116,7 @@ class Zygote:
 async def _start_process(theirs: socket.socket, groups: Sequence[int], runs: RunServer) -> asyncio.subprocess.Process:
     places = {"prefix": sys.base_prefix, "interpreter": _INTERPRETER, "runner": installed_runner(runs)}
     config = json.dumps({**places, "groups": groups, "runs": module_of(runs, "runs")})
-    # The packages of the guest are empty here: those of the program would import the program.
+    # The guest's packages are empty here: etude's own would import etude.
     packages = {GUEST: str(_PROGRAM), f"{GUEST}.sandbox": str(_PROGRAM / "sandbox")}
     start = (
         f"import sys, types\nfor name, path in {packages!r}.items():\n"

@@ -1,4 +1,4 @@
-"""A dataset of foreign Harbor tasks on disk, and how they are graded.
+"""A dataset of foreign Harbor tasks on disk, and their grading.
 
 DIR/dataset.json   kind "harbor", name, counts, digests
 DIR/harbor.json    a record per task: the folders of its boxes, its limits, its split
