@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import random
+
+import numpy as np
+
 from etude.code.shingles import text_shingles
-from etude.corpus.dedup import contamination, exact, near
+from etude.corpus.dedup import bands_of, contamination, exact, near
 
 LONG = """def merge(left, right, key=None):
     result = []
@@ -35,6 +39,24 @@ def test_near_drops_a_renamed_variable_and_keeps_other_code() -> None:
 
 def test_near_keeps_texts_too_short_to_compare() -> None:
     assert near(["x", "x"], str) == ["x", "x"]
+
+
+def test_equal_rows_of_signatures_estimate_the_jaccard_similarity() -> None:
+    """Against the similarity itself, over 400 pairs of all degrees: the estimates of 64 rows have its mean and its
+    binomial spread. Tolerances: four standard errors of the mean, and a spread within 15 % (400 pairs give 3.5 %)."""
+    rng, scores = random.Random(5), list[float]()
+    for _ in range(400):
+        words = [f"w{rng.randrange(10**6)}" for _ in range(200)]
+        other = [word if rng.random() > rng.random() / 4 else f"v{rng.randrange(10**6)}" for word in words]
+        one, two = (" ".join(text) for text in (words, other))
+        first, second = (set(text_shingles(text, 5)) for text in (one, two))
+        jaccard = len(first & second) / len(first | second)
+        rows = len(bands_of(one, n=5, bands=64, rows=1) & bands_of(two, n=5, bands=64, rows=1)) / 64
+        if 0 < jaccard < 1:
+            scores.append((rows - jaccard) / (jaccard * (1 - jaccard) / 64) ** 0.5)
+    assert len(scores) > 300
+    assert abs(np.mean(scores)) < 4 / len(scores) ** 0.5
+    assert abs(np.std(scores) - 1) < 0.15
 
 
 def test_shingles_ignore_whitespace() -> None:

@@ -126,7 +126,7 @@ def test_samples_are_the_same_in_every_process(found: list[FunctionText]) -> Non
     code = (
         "import tests.corpus.test_retrieval as t\n"
         "from itertools import islice\n"
-        "print([s for s in islice(t.samples(t.every(), t.RetrievalOptions(), 3), 20)])"
+        "print([s for s in islice(t.retrieval_samples(t.every(), t.RetrievalOptions(), 3), 20)])"
     )
     said = {
         subprocess.run(

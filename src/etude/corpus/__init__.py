@@ -1,7 +1,7 @@
 """Training text for the stages before reinforcement learning: code, repair episodes, retrieval questions, edits.
 
 The room imports `edits`, `code` and the foundations, never torch. `build` makes rows of tokens from functions of pinned
-packages, `edits.build` tables of applied edits; `dialect` and `tokenizer` are those of the nano model.
+packages, `edits.build` tables of applied edits; `dialect` is that of the nano model.
 """
 
 from etude.corpus.chats import Chat, LearnedRow, RefusedRow, chat_files, chat_rows, encode_chat

@@ -15,7 +15,6 @@ import numpy as np
 from etude.code import text_shingles
 
 Item = TypeVar("Item")
-_PRIME = np.uint64((1 << 61) - 1)
 
 
 def _hashes_of(text: str, n: int) -> set[int]:
@@ -38,19 +37,20 @@ def exact(items: Sequence[Item], text: Callable[[Item], str]) -> list[Item]:
 
 def bands_of(text: str, *, n: int, bands: int, rows: int) -> set[tuple[int, bytes]]:
     """The MinHash bands of a text, by which similar texts are found; none for a text of fewer than `n` tokens."""
-    values = np.fromiter(_hashes_of(text, n), dtype=np.uint64) >> np.uint64(33)
+    values = np.fromiter(_hashes_of(text, n), dtype=np.uint64)
     if values.size == 0:
         return set()
     multiply, add = _hashes(bands * rows)
-    signature = ((values[:, None] * multiply + add) % _PRIME).min(axis=0).reshape(bands, rows)
+    signature = ((values[:, None] * multiply + add) >> np.uint64(32)).min(axis=0).reshape(bands, rows)
     return {(band, row.tobytes()) for band, row in enumerate(signature)}
 
 
 @cache
 def _hashes(count: int) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(20)
-    multiply = generator.integers(1, 1 << 31, count, dtype=np.uint64)
-    return multiply, generator.integers(0, 1 << 31, count, dtype=np.uint64)
+    """Factors and summands of multiply-add-shift hashes, modulo 2**64 (Dietzfelbinger 1996): products must wrap, since
+    an order of values that all functions keep gives all of them the same minimum."""
+    multiply, add = np.random.default_rng(20).integers(0, 1 << 64, (2, count), dtype=np.uint64)
+    return multiply | np.uint64(1), add
 
 
 def near(

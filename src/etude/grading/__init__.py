@@ -1,6 +1,6 @@
 """Runs tests in boxes, decides what their output proves, and finds signals of cheating.
 
-`runner.open_sandbox` opens boxes together with their grader; `grade.grade` grades a change set. The room imports
+`open_sandbox` opens boxes together with their grader; `grade_changes` grades a change set. The room imports
 `sandbox`, `code` and the foundations, and never `tasks` or anything above.
 """
 
