@@ -105,10 +105,10 @@ def _resume(folder: Path) -> tuple[str, ...]:
 
 
 def _recipe(path: str) -> Path:
-    found = bundled(path)
-    if found is None:
+    recipe = bundled(path)
+    if recipe is None:
         raise UserError(f"this installation has no {path}: install etude's wheel, or work in its repository")
-    return found
+    return recipe
 
 
 def _run(step: Step) -> None:

@@ -27,14 +27,14 @@ def add_flags(parser: argparse._ActionsContainer, options: type[Section], names:
         parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **_kind(field))
 
 
-def given(arguments: argparse.Namespace, options: type[Section]) -> dict[str, Any]:
+def flag_values(arguments: argparse.Namespace, options: type[Section]) -> dict[str, Any]:
     """The values of the flags that the user gave, by field name."""
     return {name: getattr(arguments, name) for name in options.model_fields if hasattr(arguments, name)}
 
 
 def from_flags(arguments: argparse.Namespace, options: type[S], **fixed: Any) -> S:
     """`options` from the given flags and `fixed` values. Raises UserError that names the first wrong flag."""
-    return validate(options, given(arguments, options) | fixed, f"etude {arguments.command}")
+    return validate(options, flag_values(arguments, options) | fixed, f"etude {arguments.command}")
 
 
 def _kind(field: FieldInfo) -> dict[str, Any]:

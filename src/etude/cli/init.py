@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         print(f"wrote {MODULE}.py and {MODULE}.toml; next: etude train {MODULE}.toml")
         return
     _check_free([CONFIG])
-    text, found = repository_toml(Path.cwd(), arguments.exclude)
+    text, summary = repository_toml(Path.cwd(), arguments.exclude)
     _write({CONFIG: text})
-    print(f"{found}\nwrote {CONFIG}; next: etude train {CONFIG}")
+    print(f"{summary}\nwrote {CONFIG}; next: etude train {CONFIG}")
 
 
 def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
@@ -50,20 +50,20 @@ def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
 
     if unnamed := next((pattern for pattern in exclude if not pattern.isprintable()), None):
         raise UserError(f"--exclude {unnamed!r} has characters that no configuration holds: give a pattern")
-    found = survey(repository, exclude)
-    fit = [f for f in read_functions(repository, found)[1] if 1 <= f.body_lines <= 20]
+    surveyed = survey(repository, exclude)
+    fit = [f for f in read_functions(repository, surveyed)[1] if 1 <= f.body_lines <= 20]
     if not fit:
         raise UserError(f"{repository} has no function of 1 to 20 lines: there is nothing that could be broken")
-    kind = "JavaScript" if found.script else "Python"
-    code = ", ".join(found.layout.source_roots[:3]) + (", ..." if len(found.layout.source_roots) > 3 else "")
-    tests = sorted({path.rpartition("/")[0] or path for path in found.modules}, key=lambda path: path.count("/"))
+    kind = "JavaScript" if surveyed.script else "Python"
+    code = ", ".join(surveyed.layout.source_roots[:3]) + (", ..." if len(surveyed.layout.source_roots) > 3 else "")
+    tests = sorted({path.rpartition("/")[0] or path for path in surveyed.modules}, key=lambda path: path.count("/"))
     summary = (
-        f"{kind}: {len(fit)} functions of 1 to 20 lines in {code}; {len(found.modules)} test files in "
+        f"{kind}: {len(fit)} functions of 1 to 20 lines in {code}; {len(surveyed.modules)} test files in "
         f"{', '.join(tests[:3])}{', ...' if len(tests) > 3 else ''}"
     )
     name = re.sub(r"-\d[^-]*$", "", declared.find_name(repository)).lstrip("._-") or "run"
     # git says what belongs to a clone; of another folder all does, unless it is left out.
-    left_out = [*exclude, CONFIG] if found.inventory.tracked else [*exclude, "outputs", CONFIG]
+    left_out = [*exclude, CONFIG] if surveyed.inventory.tracked else [*exclude, "outputs", CONFIG]
     values = {"@FOUND@": _comment(summary), "@NAME@": name, "@EXCLUDE@": json.dumps(left_out, ensure_ascii=False)}
     text = _template(CONFIG)
     for mark, value in values.items():

@@ -125,10 +125,10 @@ def command_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version() if "--version" in words else "")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    given = next((word for word in words if not word.startswith("-")), None)
+    chosen = next((word for word in words if not word.startswith("-")), None)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        if name == given:
+        if name == chosen:
             module = importlib.import_module(f"etude.cli.{name}")
             command.set_defaults(run=module.run, takes_overrides=False)
             module.add(command)

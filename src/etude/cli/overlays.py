@@ -40,7 +40,7 @@ def read_toml(path: Path, overrides: Sequence[str] = (), overlays: Sequence[Path
     return data
 
 
-def given_text(files: Sequence[Path], overrides: Sequence[str]) -> str:
+def configuration_text(files: Sequence[Path], overrides: Sequence[str]) -> str:
     """The files one after the other, and the overrides as a comment: what a run was started with, for people."""
     parts = [path.read_text("utf-8").rstrip("\n") for path in files]
     if len(files) > 1:

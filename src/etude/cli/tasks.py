@@ -13,7 +13,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from etude import runfolder
-from etude.cli.flags import add_flags, from_flags, given
+from etude.cli.flags import add_flags, flag_values, from_flags
 from etude.cli.overlays import read_toml
 from etude.config import BuildConfig, EditTableConfig, RLConfig, TaskSource, TracesConfig, validate
 from etude.errors import UserError
@@ -81,7 +81,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
 def _source(arguments: argparse.Namespace) -> TaskSource:
     """The repository, under the flags; of a TOML that of its [tasks], under the flags. Raises UserError."""
-    path, flags = arguments.repository, given(arguments, BuildConfig)
+    path, flags = arguments.repository, flag_values(arguments, BuildConfig)
     if path.suffix != ".toml" or path.is_dir():
         return from_flags(arguments, TaskSource, repository=str(path))
     data = read_toml(path)
@@ -133,8 +133,8 @@ def _traces(arguments: argparse.Namespace) -> int:
     output, options = arguments.output, from_flags(arguments, TracesConfig)
     with bar() as progress:
         datasets = [folder for path in arguments.datasets for folder in _datasets(path, output, progress)]
-        told, tried = write_traces(datasets, output, options, progress)
-    print(f"{told} traces of {tried} in {arguments.output}: give the file as data.files to stage sft")
+        written, tried = write_traces(datasets, output, options, progress)
+    print(f"{written} traces of {tried} in {arguments.output}: give the file as data.files to stage sft")
     return 0
 
 
@@ -149,13 +149,13 @@ def _datasets(path: Path, output: Path, progress: Callable[[str, int, int], None
     sources = validate(RLConfig, read_toml(path), str(path)).tasks.sources
     if not sources:
         raise UserError(f"{path} has no tasks.sources, whose answers would be told: give the folder of a dataset")
-    folder, found = output.with_name(f"{output.name}.sources"), list[Path]()
+    folder, roots = output.with_name(f"{output.name}.sources"), list[Path]()
     runfolder.make(folder)
     for source in sources:  # of other options: another folder
         built = folder / blake3(source.model_dump_json().encode()).hexdigest()[:12]
         dataset = source_dataset(source, built) or build_source(source, folder, built, progress)
-        found.append(dataset.root)
-    return found
+        roots.append(dataset.root)
+    return roots
 
 
 def _fast_apply(arguments: argparse.Namespace) -> int:
