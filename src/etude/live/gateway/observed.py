@@ -40,7 +40,7 @@ class LastTurns:
             message = msgspec.json.decode(content.response or b"{}", type=dict)
             request = conversation(content.dialect, body)
             answer = answer_of("chat", {"choices": [{"message": message}]})
-            found = of_answer(request, answer, tools_of(body))
+            signals = of_answer(request, answer, tools_of(body))
         except (ValueError, RecursionError):
             return []
         with self._lock:
@@ -49,8 +49,8 @@ class LastTurns:
             self._bytes += len(content.request) - (before[2] if before is not None else 0)
             while self._bytes > _MAX_HELD_BYTES:
                 self._bytes -= self._last.popitem(last=False)[1][2]
-        found += of_next(before[0], before[1], request) if before is not None else []
-        return [_entry(entry, signal) for signal in found]
+        signals += of_next(before[0], before[1], request) if before is not None else []
+        return [_entry(entry, signal) for signal in signals]
 
 
 def _entry(entry: TurnEntry, signal: DerivedSignal) -> SignalEntry:

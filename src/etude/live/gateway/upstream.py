@@ -44,7 +44,7 @@ class _Link:
         self.reader, self.writer = reader, writer
         self.http = h11.Connection(h11.CLIENT, max_incomplete_event_size=1 << 17)
         self.since = time.monotonic()
-        self.given_up = False
+        self.abandoned = False
 
     def abort(self) -> None:
         self.writer.transport.abort()
@@ -89,7 +89,7 @@ class Server:
             except TimeoutError:
                 raise
             except AWAY:  # closed while it was idle
-                if link.given_up:
+                if link.abandoned:
                     raise
         opening = asyncio.open_connection(self._host, self._port, ssl=self._tls)
         link = _Link(*await asyncio.wait_for(opening, min(_CONNECT_SECONDS, seconds)))
@@ -174,7 +174,7 @@ class Server:
     def give_up_waiting(self) -> None:
         """Ends the requests whose answers have not begun, so that others answer them."""
         for link in list(self._waiting):
-            link.given_up = True
+            link.abandoned = True
             link.abort()
 
     def close(self) -> None:

@@ -228,9 +228,9 @@ def scrub_documents(documents: Sequence[bytes], keep: Sequence[str]) -> tuple[li
         _each_text(documents[0], named)
     cleaned = list[bytes]()
     for document in documents:
-        data, found = scrub_json(document, frozenset(stay))
+        data, removed = scrub_json(document, frozenset(stay))
         cleaned.append(data)
-        counts.update(found)
+        counts.update(removed)
     return cleaned, dict(counts)
 
 

@@ -27,7 +27,7 @@ from etude.live.log.records import SignalKind
 
 MAX_BYTES = 256 << 20
 _ULID = re.compile(r"(?<![0-9A-Za-z])[0-7][0-9A-HJKMNP-TV-Z]{25}$")
-TOLD = frozenset({
+CLIENT_SIGNALS = frozenset({
     SignalKind.TESTS, SignalKind.LINT, SignalKind.RATING, SignalKind.REJECTED, SignalKind.RESTORED,
     SignalKind.ANSWERED, SignalKind.STOPPED, SignalKind.ENDED, SignalKind.LATENCY,
 })  # fmt: skip
@@ -112,7 +112,7 @@ class AgentFile:
                 self.steps[turn] = step
                 return None
             kind = SignalKind(entry["signal"])
-            if kind not in TOLD:
+            if kind not in CLIENT_SIGNALS:
                 raise ValueError(kind)
             name = hashlib.blake2b(f"{os.fspath(self.path)}:{self._offset}:".encode() + line, digest_size=16)
             return AgentSignal(turn, kind, float(entry["value"]), name.hexdigest())

@@ -126,12 +126,12 @@ class Watcher:
 
     def _look_at_files(self, tree: TreeState) -> None:
         """Takes up the changes since the last look, and follows renamed files."""
-        found = self._files.look(lambda: self._moved_by_git(tree))
+        changed = self._files.look(lambda: self._moved_by_git(tree))
         for edit in self._edits.values():
-            if edit.path in found.renames:
-                edit.path = found.renames[edit.path]
+            if edit.path in changed.renames:
+                edit.path = changed.renames[edit.path]
                 self.state.put(edit)
-        self._pending += found.changes
+        self._pending += changed.changes
 
     def _moved_by_git(self, tree: TreeState) -> bool:
         """Whether git changed files since the last look: it went to a commit that was there before, or stashed. A
@@ -429,11 +429,11 @@ class Watcher:
 def _where(edit: WatchedEdit, path: str, commit: str, text: str) -> Iterable[TracedEdit]:
     """The lines of a commit that hold the edit: those of its applied lines that are there, in one range."""
     lines, wanted = survival.lines_of(text), {line for line in edit.hunk.new if line.strip()}
-    found = [number for number, line in enumerate(lines, 1) if line in wanted]
-    if found:
+    matches = [number for number, line in enumerate(lines, 1) if line in wanted]
+    if matches:
         drift = max(edit.new, 1) + abs(len(lines) - len(survival.lines_of(edit.applied)))
-        near = [number for number in found if abs(number - 1 - edit.place) <= drift]
-        span = near or found
+        near = [number for number in matches if abs(number - 1 - edit.place) <= drift]
+        span = near or matches
         yield TracedEdit(path, commit, span[0], span[-1], edit.turn, edit.model, edit.id, edit.shown)
 
 

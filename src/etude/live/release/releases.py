@@ -92,10 +92,10 @@ class ReleaseLog:
 
     def of(self, number: int) -> ReleaseState:
         """A release by number. Raises UserError."""
-        found = next((s for s in self.states if s.release.number == number), None)
-        if found is None:
+        state = next((s for s in self.states if s.release.number == number), None)
+        if state is None:
             raise UserError(f"there is no release {number}: `etude live status` lists them")
-        return found
+        return state
 
     def passed(self, digest: str) -> ReleaseState | None:
         """A release of this content that has passed the gate beside the current release, and has not begun."""
@@ -137,8 +137,8 @@ def read(engine: sa.Engine) -> ReleaseLog:
     """The releases in the log."""
     releases, events = schema.releases, schema.release_events
     with journal.reading(engine) as connection:
-        found = connection.execute(sa.select(releases).order_by(releases.c.number).limit(_MAX_RELEASES)).mappings()
-        rows = [journal.record(Release, row) for row in found.all()]
+        result = connection.execute(sa.select(releases).order_by(releases.c.number).limit(_MAX_RELEASES)).mappings()
+        rows = [journal.record(Release, row) for row in result.all()]
         steps: dict[int, list[ReleaseEvent]] = {release.number: [] for release in rows}
         for row in connection.execute(sa.select(events).order_by(events.c.release, events.c.sequence)).mappings():
             steps[row["release"]].append(journal.record(ReleaseEvent, row))

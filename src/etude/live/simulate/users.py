@@ -114,7 +114,7 @@ def estimate_preferences(has_NQ: np.ndarray, value_N: np.ndarray) -> np.ndarray:
 
 
 def properties_of(
-    before: str, after: str, *, house: str, generic: str, lines: int, asked: bool = False, unclear: bool = False
+    before: str, after: str, *, house: str, generic: str, lines: int, question: bool = False, unclear: bool = False
 ) -> np.ndarray:
     """The PROPERTIES of a change of a Python file, float64 [Q]. `house` and `generic` are regular expressions of
     two idioms for the same thing, sought in the added lines; `lines` is the most that a short change adds or removes.
@@ -128,7 +128,7 @@ def properties_of(
             _signatures(before) <= _signatures(after) and bool(_signatures(after)),
             len(changed) <= lines,
             tests[1] > tests[0],
-            asked == unclear,
+            question == unclear,
         ],
         float,
     )
