@@ -64,7 +64,7 @@ class Access:
                 raise Refusal(403, f"pages of the origin {origin[:100]!r} may not ask this server", "origin")
         if _is_part_of_another_page(scope):
             raise Refusal(403, "pages of other sites may not ask this server", "origin")
-        if self.token is not None and not any(_same(given, self.token) for given in bearers(scope)):
+        if self.token is not None and not any(_same(shown, self.token) for shown in bearers(scope)):
             raise Refusal(
                 401,
                 "a token is needed: send it as `Authorization: Bearer TOKEN`",
@@ -91,8 +91,8 @@ def bearers(scope: Mapping[str, Any]) -> Iterator[str]:
     yield from headers(scope, b"x-api-key")
 
 
-def _same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode("latin-1"), token.encode())
+def _same(shown: str, token: str) -> bool:
+    return hmac.compare_digest(shown.encode("latin-1"), token.encode())
 
 
 def _may_name(match: re.Match[str] | None, names: frozenset[str]) -> bool:
@@ -159,8 +159,8 @@ def access_of(options: argparse.Namespace) -> Access:
         token = _token_in(options.api_key_file)
     else:
         token = own_token()
-    given = [*options.allow_host, *([options.host] if getattr(options, "host", "") not in ("", *_ANY) else [])]
-    names = {name.lower().strip("[]").removesuffix(".") for name in given}
+    hosts = [*options.allow_host, *([options.host] if getattr(options, "host", "") not in ("", *_ANY) else [])]
+    names = {name.lower().strip("[]").removesuffix(".") for name in hosts}
     if wrong := sorted(name for name in names if not re.fullmatch(r"[0-9a-z_.:-]+", name)):
         raise UserError(f"--allow-host: {wrong[0]!r} is not the name of a host, without port and scheme")
     return Access(token, frozenset(names))

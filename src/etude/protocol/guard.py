@@ -136,13 +136,13 @@ class Guarded:
         part of its answer was sent, and its connection ends otherwise."""
         started = False
 
-        async def told(message: Message) -> None:
+        async def forward(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, forward)
         except asyncio.CancelledError:
             if not started:
                 response = self._refuse(scope, busy("this server is stopping"))

@@ -101,12 +101,12 @@ async def chunks(
 ) -> AsyncIterator[bytes]:
     """The same as a stream, the turns side by side."""
     head = head | {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
-    told, calls = [0] * len(turns), [0] * len(turns)
+    reported, calls = [0] * len(turns), [0] * len(turns)
 
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
         shown = None
-        if logprobs is not None and (new := len(turns[index].ids)) > told[index]:
-            shown, told[index] = logprobs(index, told[index], new), new
+        if logprobs is not None and (new := len(turns[index].ids)) > reported[index]:
+            shown, reported[index] = logprobs(index, reported[index], new), new
         return sse(head | {"choices": [{"index": index, "delta": delta, "logprobs": shown, "finish_reason": reason}]})
 
     for index in range(len(turns)):

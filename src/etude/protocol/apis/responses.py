@@ -29,8 +29,8 @@ def parse_request(body: dict[str, Any], kept: Kept) -> tuple[AgentRequest, list[
                 "invalid", f"Previous response with id {previous!r} not found.", "previous_response_id"
             )
         before = kept[previous]
-    given = body["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    supplied = body["input"]
+    items = [{"role": "user", "content": supplied}] if isinstance(supplied, str) else supplied
     conversation = list(_joined([*before, *_messages(items)]))
     instructions = body.get("instructions")
     system: list[Message] = [{"role": "system", "content": text_of(instructions)}] if instructions else []

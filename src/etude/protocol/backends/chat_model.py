@@ -123,7 +123,7 @@ class ChatClient:
         body = self.format.body(self.model, conversation, tools, max_tokens, seed)
         started, wait = time.monotonic(), FIRST_WAIT
         while True:
-            asked = time.monotonic()
+            sent = time.monotonic()
             try:
                 async with asyncio.timeout(timeout):
                     response = await self._http.post(f"{self.model.url.rstrip('/')}{self.format.route}", json=body)
@@ -139,7 +139,7 @@ class ChatClient:
                 raise EngineError(f"{self.model.url} was busy for {self._patience:.0f} seconds ({busy})")
             await asyncio.sleep(pause)
             wait *= 2
-        return self._read(response, asked - started)
+        return self._read(response, sent - started)
 
     def _read(self, response: httpx2.Response, waited: float) -> ChatAnswer:
         where = f"{self.model.model} at {self.model.url}"
@@ -166,10 +166,10 @@ def _cure(response: httpx2.Response) -> str:
 def _reason(response: httpx2.Response) -> str:
     try:
         error: Any = response.json()["error"]
-        said = f"{error.get('message', '')} {error.get('code') or ''}" if isinstance(error, dict) else error
+        text = f"{error.get('message', '')} {error.get('code') or ''}" if isinstance(error, dict) else error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        said = response.text
-    return " ".join(str(said).split())[:300] or "no reason given"
+        text = response.text
+    return " ".join(str(text).split())[:300] or "no reason given"
 
 
 def _after(response: httpx2.Response) -> float | None:

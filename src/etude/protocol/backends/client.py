@@ -141,9 +141,9 @@ class EngineClient:
         """Makes a version live (`EngineBackend.bring`). Raises EngineError if the old one goes on, UserError."""
         await self._once(url, self.backend.bring(self._http, url, version))
 
-    async def _once(self, url: str, asked: Awaitable[T]) -> T:
+    async def _once(self, url: str, request: Awaitable[T]) -> T:
         try:
-            return await asked
+            return await request
         except httpx2.HTTPError as e:
             raise EngineError(f"{url} does not answer: {type(e).__name__} {e}") from None
 

@@ -218,7 +218,7 @@ class VllmBackend:
         passed, other = await self._score(http, url, [*ids[:-count], *own.ids])
         first = len(logprobs) - count
         ends = zip(logprobs[first:], own.logprobs, passed[first:], strict=True)
-        return [*logprobs[:first], *(given + step - same for given, step, same in ends)], {
+        return [*logprobs[:first], *(logprob + step - same for logprob, step, same in ends)], {
             version,
             other,
             *own.versions,
@@ -230,8 +230,8 @@ class VllmBackend:
             response = await http.post(f"{url}{GENERATE}", json=body)
         check_answer(url, response)
         answer = response.json()
-        found = cast(list[dict[str, Any]], answer["prompt_logprobs"][1:])
-        logprobs = [float(by_id[str(i)]["logprob"]) for i, by_id in zip(ids[1:], found, strict=True)]
+        entries = cast(list[dict[str, Any]], answer["prompt_logprobs"][1:])
+        logprobs = [float(by_id[str(i)]["logprob"]) for i, by_id in zip(ids[1:], entries, strict=True)]
         return logprobs, spans_to_versions(answer["choices"][0].get("weight_versions"), 1, url)[0]
 
     # The server -------------------------------------------------------------------------------------------------------
