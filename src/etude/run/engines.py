@@ -95,13 +95,13 @@ def check_python(inference: InferenceConfig) -> None:
     python = _python(inference)
     code = "import importlib.metadata as m; print(m.version('vllm'))"
     try:
-        found = subprocess.run(
+        output = subprocess.run(
             [python, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as e:
         why = (getattr(e, "stderr", None) or str(e)).strip().splitlines()[-1:]
         raise UserError(f"{python} has no vllm ({' '.join(why)}): name another with inference.python") from None
-    version = found.strip().split("+")[0]
+    version = output.strip().split("+")[0]
     if tuple(map(int, version.split(".")[:2])) < OLDEST_VLLM:
         raise UserError(f"{python} has vLLM {version}: etude needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}")
 

@@ -154,14 +154,14 @@ class _Journal:
         """Those of earlier starts, by task and sample. Raises UserError for a damaged file."""
         if self.folder is None:
             return {}
-        found: dict[tuple[str, int], Episode] = {}
+        episodes: dict[tuple[str, int], Episode] = {}
         for path in sorted(self.folder.glob("*.msgpack")):
             try:
                 episode = decode(path.read_bytes(), Episode)
             except msgspec.MsgspecError as e:
                 raise UserError(f"{path} is damaged ({e}); delete it, and its episode is played again") from None
-            found[episode.task_id, episode.member] = episode
-        return found
+            episodes[episode.task_id, episode.member] = episode
+        return episodes
 
     def keep(self, episode: Episode) -> None:
         """Writes an episode that has ended."""
@@ -177,7 +177,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Datas
     folder = measurement.output / f"model-{number}"
     runfolder.make(folder)
     digests = [part.manifest.digests.get("dataset.json", "") for part in dataset.parts]
-    said = {
+    settings = {
         "model": str(model),
         "suites": digests,
         "split": measurement.split,
@@ -187,7 +187,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Datas
         "rendered": [measurement.dialect, dict(measurement.chat_template_kwargs), *measurement.tools],
         "served": [model.chat.api, model.chat.temperature] if isinstance(model, Remote) else _files(model),
     }
-    path, text = folder / "measurement.json", json.dumps(said, indent=1).encode()
+    path, text = folder / "measurement.json", json.dumps(settings, indent=1).encode()
     if path.exists() and path.read_bytes() != text:
         raise UserError(f"{path} is of another measurement (model, suite, budget or seed): give another folder with -o")
     if not path.exists():
@@ -197,8 +197,8 @@ def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Datas
 
 def _files(model: Path) -> list[list[object]]:
     """Name, size and time of a model's files: other weights in the same folder are another model."""
-    found = ((path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file())
-    return [[name, status.st_size, status.st_mtime_ns] for name, status in found]
+    files = ((path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file())
+    return [[name, status.st_size, status.st_mtime_ns] for name, status in files]
 
 
 async def _measure(

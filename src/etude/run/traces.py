@@ -46,14 +46,14 @@ def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, 
         raise UserError(f"no training task of {', '.join(map(str, datasets))} has an answer that can be told")
     runfolder.make(output.parent)
     partial = output.with_name(f"{output.name}.partial")
-    told = {"name": "", "options": options.model_dump(mode="json", exclude={"workers"})}
-    told |= {"datasets": [dataset.manifest.digests.get("dataset.json", "") for dataset in sources]}
+    header = {"name": "", "options": options.model_dump(mode="json", exclude={"workers"})}
+    header |= {"datasets": [dataset.manifest.digests.get("dataset.json", "") for dataset in sources]}
     with _held(partial.with_name(f"{output.name}.lock")):
         first = runfolder.read_jsonl(partial, texts=("name",))[:1]
-        if first and first[0] != told:
+        if first and first[0] != header:
             raise UserError(f"{partial} is of other options or datasets: remove it, or name another file with -o")
         if not first:
-            runfolder.append_json(partial, told)
+            runfolder.append_json(partial, header)
         try:
             asyncio.run(_write(wanted, partial, options, progress))
         except ExceptionGroup as failures:
@@ -90,7 +90,7 @@ async def _write(
         async with free:
             if name not in known:
                 seed = int.from_bytes(blake3.blake3(f"{options.seed}/{name}".encode()).digest(8))
-                row = await _told(sandbox, dataset, task, seed, options.tools)
+                row = await _row(sandbox, dataset, task, seed, options.tools)
                 if row is not None:
                     runfolder.append_json(partial, {"name": name} | row)
         done += 1
@@ -101,7 +101,7 @@ async def _write(
             group.create_task(one(sandbox, name, dataset, task))
 
 
-async def _told(
+async def _row(
     sandbox: Sandbox, dataset: Dataset, task: Task, seed: int, tools: Sequence[str]
 ) -> dict[str, Any] | None:
     """The row of a trace; {} if it cannot be told, None if its box was lost, which another try may not."""
