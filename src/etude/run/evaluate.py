@@ -56,9 +56,9 @@ class Remote:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The subject and settings of a measurement. With `output`, finished episodes are kept there, and are not played
-    again. `dialect` and `chat_template_kwargs` are those of folders, as in a run's configuration; `tools` are the names
-    of those that the agent has, () for all."""
+    """The tasks and settings of a measurement. Finished episodes are kept in the folder `output`, if there is one, and
+    not played again. `dialect` and `chat_template_kwargs` are for model folders, as in a run's configuration; `tools`
+    are the names of the agent's tools, () for all."""
 
     suites: Sequence[Path]
     options: EvalConfig
@@ -124,7 +124,7 @@ def measure_models(
 
 
 def _label(model: Path | Remote) -> str:
-    """A bundled model by its name, another folder as it is seen from here."""
+    """The shown name of a model: a bundled model's name, or a folder's path from the current folder."""
     if isinstance(model, Remote):
         return str(model)
     if model == bundled_model(model.name):
@@ -146,12 +146,12 @@ def _show(model: Path | Remote, result: EvalResult) -> None:
 
 @dataclass(frozen=True)
 class _Journal:
-    """The episodes of an evaluation that have ended, a file each."""
+    """The finished episodes of an evaluation, one file each."""
 
     folder: Path | None
 
     def known(self) -> dict[tuple[str, int], Episode]:
-        """Those of earlier starts, by task and sample. Raises UserError for a damaged file."""
+        """The episodes of earlier starts, by task and sample. Raises UserError for a damaged file."""
         if self.folder is None:
             return {}
         episodes: dict[tuple[str, int], Episode] = {}
@@ -164,7 +164,7 @@ class _Journal:
         return episodes
 
     def keep(self, episode: Episode) -> None:
-        """Writes an episode that has ended."""
+        """Writes a finished episode."""
         if self.folder is not None:
             name = re.sub(r"[^A-Za-z0-9._-]", "_", episode.task_id)
             runfolder.write(self.folder / f"{name}-{episode.group_id}-{episode.member}.msgpack", encode(episode))
@@ -229,7 +229,7 @@ async def _measure(
 async def _context(
     model: Path | Remote, dataset: Dataset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
 ) -> AsyncIterator[RolloutContext | ChatContext]:
-    """The common settings of one model's episodes; a folder is served by an engine for as long as it is measured."""
+    """The common settings of one model's episodes; an engine serves a model folder until its measurement ends."""
     budget = measurement.budget
     if isinstance(model, Remote):
         async with ChatClient(model.chat, model.key) as client:
