@@ -1,6 +1,6 @@
-"""`etude init`: a configuration to begin with, for the repository in the current folder; or an environment.
+"""`etude init`: a first configuration for the repository in the current folder, or an environment.
 
-What is written runs as it stands, with the bundled nano model on two CPU cores. A file that is there is never replaced.
+The configuration runs as written, with the bundled nano model on two CPU cores. An existing file is never replaced.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
 
 
 def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
-    """The configuration of a run on a repository, and a line that says what was found in it. Raises UserError for a
-    folder without code, tests or functions that can be broken."""
+    """The configuration of a run on a repository, and a line on its functions and tests. Raises UserError for a folder
+    without code, tests or functions that can be broken."""
     from etude.code import declared
     from etude.tasks.build import read_functions, survey
 
@@ -62,7 +62,7 @@ def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
         f"{', '.join(tests[:3])}{', ...' if len(tests) > 3 else ''}"
     )
     name = re.sub(r"-\d[^-]*$", "", declared.find_name(repository)).lstrip("._-") or "run"
-    # git says what belongs to a clone; of another folder all does, unless it is left out.
+    # The files that git tracks are a clone's; of another folder, all files are.
     left_out = [*exclude, CONFIG] if surveyed.inventory.tracked else [*exclude, "outputs", CONFIG]
     values = {"@FOUND@": _comment(summary), "@NAME@": name, "@EXCLUDE@": json.dumps(left_out, ensure_ascii=False)}
     text = _template(CONFIG)
@@ -89,7 +89,7 @@ def _check_free(names: list[str]) -> None:
 
 
 def _write(files: dict[str, str]) -> None:
-    """All files or, if one is there or cannot be written, none. Raises UserError."""
+    """Writes all files, or none if a file exists or cannot be written. Raises UserError."""
     _check_free(list(files))
     done: list[Path] = []
     try:

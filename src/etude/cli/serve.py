@@ -26,7 +26,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> None:
-    """Serves until interrupted. Raises UserError for a bad folder, a taken port or flags that miss another."""
+    """Serves until interrupted. Raises UserError for a bad folder, a taken port or flags of a store without
+    --weights."""
     source, access = None, access_of(arguments)
     if following := flag_values(arguments, WeightSource):
         if "weights" not in following:

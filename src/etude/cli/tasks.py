@@ -1,5 +1,5 @@
-"""`etude tasks`: make datasets of tasks, check them, tell their answers (`traces`), make tables of applied edits
-(`fast-apply`)."""
+"""`etude tasks`: makes and checks datasets of tasks, writes their gold answers as episodes (`traces`), and makes tables
+of applied edits (`fast-apply`)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _source(arguments: argparse.Namespace) -> TaskSource:
-    """The repository, under the flags; of a TOML that of its [tasks], under the flags. Raises UserError."""
+    """The repository, or that of [tasks] in a TOML, with the flags over its options. Raises UserError."""
     path, flags = arguments.repository, flag_values(arguments, BuildConfig)
     if path.suffix != ".toml" or path.is_dir():
         return from_flags(arguments, TaskSource, repository=str(path))
@@ -139,7 +139,7 @@ def _traces(arguments: argparse.Namespace) -> int:
 
 
 def _datasets(path: Path, output: Path, progress: Callable[[str, int, int], None]) -> list[Path]:
-    """The folder itself; of a TOML the folders of its sources, built in `OUTPUT.sources` if need be. Raises
+    """The folder itself, or the dataset folders of a TOML's sources, built in `OUTPUT.sources` if missing. Raises
     UserError."""
     from etude.run.inputs import build_source
     from etude.run.parts import source_dataset

@@ -49,7 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 class _PrintKeys(argparse.Action):
-    """`--keys`: needs no configuration, like `--help`."""
+    """The action of `--keys`, which needs no configuration, like `--help`."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, stage: Any, __: object = None) -> None:
         print("# what is left out has these values; lines that begin with # need a table that is not there by default")
@@ -121,7 +121,7 @@ def _print_memory(config: RLConfig) -> None:
 
 
 class _PrintedLog(logging.Handler):
-    """Log lines go where prints go now, above a screen that is drawn."""
+    """Prints log lines, so that they appear above the terminal view."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints a line."""
