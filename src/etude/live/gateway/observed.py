@@ -13,8 +13,8 @@ from etude.live.gateway.entries import SignalEntry, TurnEntry
 from etude.live.log.derive import DerivedSignal, Message, answer_of, conversation, of_answer, of_next, tools_of
 from etude.live.log.records import Signal, TurnKind
 
-_MAX_HELD_BYTES = 64 << 20  # bytes of the requests that are remembered, one of each session
-_MAX_BYTES = 1 << 20  # bytes of a request that is read
+_MAX_HELD_BYTES = 64 << 20  # of all remembered requests, one for each session
+_MAX_BYTES = 1 << 20  # of a request; longer ones are not read
 
 
 class LastTurns:
@@ -26,7 +26,7 @@ class LastTurns:
         self._lock = threading.Lock()
 
     def signals(self, entry: TurnEntry) -> list[SignalEntry]:
-        """The signals on a turn that is to be recorded; those on the turn before it have the new one as subject."""
+        """The signals of a turn that will be recorded. Signals on the turn before it have the new turn as subject."""
         content, turn = entry.content, entry.turn
         if (
             content is None

@@ -1,5 +1,5 @@
-"""Queries of the log before a signal or suggestion is written: its subject, earlier events, and counters that have
-counted for the same turn."""
+"""Queries of the log before a signal or suggestion is written: its subject, earlier events, and earlier counts for the
+same turn."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OUTCOMES = (
     SignalKind.REVERTED,
     SignalKind.OVERWRITTEN,
 )
-"""The fates of an edit. The first of them counts it as "labelled"."""
+"""The fates of an edit. The first of them counts the edit as "labelled"."""
 
 
 class Subject(NamedTuple):
-    """The turn (or session) that a signal is on, and the key of its counters."""
+    """The turn or session that a signal refers to, and the key of its counters."""
 
     key: Key
     turn: str
@@ -60,7 +60,7 @@ def subjects_of(connection: sa.Connection, names: set[str]) -> dict[str, Subject
 
 
 def edited_turns(connection: sa.Connection, turns: set[str]) -> set[str]:
-    """The turns among these that have edits."""
+    """The turns of `turns` that have edits."""
     edited, column = set[str](), schema.suggestions.c.turn
     for page in _pages(turns):
         edited |= set(connection.scalars(sa.select(column).where(column.in_(page)).distinct()))
@@ -68,7 +68,7 @@ def edited_turns(connection: sa.Connection, turns: set[str]) -> set[str]:
 
 
 def known_events(connection: sa.Connection, signals: list[Signal]) -> set[tuple[str, str]]:
-    """Tenant and event of the signals among these that are in the log."""
+    """Tenant and event of the signals of `signals` that are in the log."""
     table, known = schema.signals, set[tuple[str, str]]()
     for tenant in {signal.tenant for signal in signals}:
         for page in _pages(signal.event for signal in signals if signal.tenant == tenant):
@@ -78,7 +78,7 @@ def known_events(connection: sa.Connection, signals: list[Signal]) -> set[tuple[
 
 
 def counter_names(kind: SignalKind, horizon: float | None, window_seconds: float) -> list[str]:
-    """The counters that a signal counts for."""
+    """The names of the counters of a signal."""
     names = ["labelled"] if kind in _OUTCOMES else []
     return names if kind == SignalKind.SURVIVED and horizon != window_seconds else [*names, kind.value]
 
