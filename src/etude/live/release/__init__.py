@@ -1,3 +1,3 @@
-"""A version reaches users: the gate, the canary's steps, the stores of the clusters, and the way back."""
+"""The release of a version to users: the gate, the canary's steps, the stores of the clusters, and rollback."""
 
 from etude.live.release.player import Player
