@@ -217,11 +217,11 @@ def _heldout(folder: Path) -> EvalResult:
 def _tool_seconds(folder: Path, published: Sequence[PolicyVersion]) -> list[list[float]]:
     """Seconds that each episode spent on tools, by the version that was trained on them."""
     store = open_store(str(folder / "rollouts"))
-    found: dict[int, list[float]] = {}
+    seconds: dict[int, list[float]] = {}
     for key in store.list():
         episode = decode(store.get(key), Episode)
-        found.setdefault(episode.group_id, []).append(sum(turn.seconds_tools for turn in episode.turns))
-    return [[s for group in manifest.groups for s in found[group]] for manifest in published if manifest.groups]
+        seconds.setdefault(episode.group_id, []).append(sum(turn.seconds_tools for turn in episode.turns))
+    return [[s for group in manifest.groups for s in seconds[group]] for manifest in published if manifest.groups]
 
 
 class _SlowTools:

@@ -132,13 +132,13 @@ async def _program(command: list[str]) -> None:
 
 def _others(folder: Path) -> dict[str, list[str]]:
     """The same program without a box of ours."""
-    found: dict[str, list[str]] = {}
+    commands: dict[str, list[str]] = {}
     if (bwrap := shutil.which("bwrap")) is not None:
-        found["bwrap"] = [bwrap, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", *PYTHON]
+        commands["bwrap"] = [bwrap, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", *PYTHON]
     if (runc := shutil.which("runc")) is not None and os.geteuid() == 0:
         program = 'exec "$0" --root "$1/state" run --bundle "$1" "etude-bench-$$"'
-        found["runc"] = ["/bin/sh", "-c", program, runc, _bundle(runc, folder)]
-    return found
+        commands["runc"] = ["/bin/sh", "-c", program, runc, _bundle(runc, folder)]
+    return commands
 
 
 def _bundle(runc: str, folder: Path) -> str:
@@ -178,14 +178,14 @@ async def _rate(work: Callable[[], Awaitable[None]], count: int) -> float:
 
 
 def descendants(pid: int) -> list[int]:
-    found, pending = [], [pid]
+    pids, pending = [], [pid]
     while pending:
         current = pending.pop()
         with contextlib.suppress(OSError):
             children = Path(f"/proc/{current}/task/{current}/children").read_text().split()
             pending += map(int, children)
-            found += map(int, children)
-    return found
+            pids += map(int, children)
+    return pids
 
 
 def _pss(pid: int) -> float:

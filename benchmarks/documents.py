@@ -96,15 +96,15 @@ def _run(fulls: int, repeats: int, orders: int, samples: int) -> dict[str, Any]:
 def _quality(add: Callable[[str, float, str, str], None], checks: dict[str, bool], samples: int) -> dict[str, str]:
     """Adds the rows of the trained models that there are; the others, and why they are not."""
     absent: dict[str, str] = {}
-    asked: list[RetrievalSample] = []
+    shared: list[RetrievalSample] = []
     full = None
     for cases, masks, variable in QUALITY:
         folder = os.environ.get(variable)
         if not folder:
             absent |= dict.fromkeys(cases, f"{variable} names no model folder; docs/documents.md says how to train one")
             continue
-        asked = asked or questions((), samples, 0)
-        for case, one in zip(cases, measure(Path(folder), asked, masks, 1, 0), strict=True):
+        shared = shared or questions((), samples, 0)
+        for case, one in zip(cases, measure(Path(folder), shared, masks, 1, 0), strict=True):
             share = one.result.exact
             what = f"{one.result.questions} questions, 95 %: {share.low:.3f} to {share.high:.3f}"
             add(case, share.mean, "share", what)
@@ -164,7 +164,7 @@ def times(
 def _hit_rate(engine: Engine, count: int, documents: Sequence[list[int]], plain: bool) -> float:
     """Share of document tokens not computed, over random orders that follow a first one; the prefix cache stays."""
     engine.cache.clear()
-    rng, found = np.random.default_rng(1), 0
+    rng, reused = np.random.default_rng(1), 0
     orders = [np.arange(len(documents)), *(rng.permutation(len(documents)) for _ in range(count))]
     for number, order in enumerate(orders):
         chosen, tail = [documents[i] for i in order], _ids(rng, TAIL)
@@ -177,8 +177,8 @@ def _hit_rate(engine: Engine, count: int, documents: Sequence[list[int]], plain:
             engine.step()
         generation = row.future.result()
         if number:
-            found += min(generation.cached_tokens, len(flat)) if plain else generation.cached_document_tokens
-    return found / (count * len(documents) * LENGTH)
+            reused += min(generation.cached_tokens, len(flat)) if plain else generation.cached_document_tokens
+    return reused / (count * len(documents) * LENGTH)
 
 
 @torch.inference_mode()

@@ -83,12 +83,12 @@ def _forced(model: PreTrainedModel, ids: list[int]) -> Iterator[list[float]]:
 
     def before(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
         begun.append(time.perf_counter())
-        given = kwargs.get("position_ids")
-        if given is None:
+        position_ids = kwargs.get("position_ids")
+        if position_ids is None:
             past, fed = kwargs.get("past_key_values"), kwargs["input_ids"].shape[1]
             start = past.get_seq_length() if past is not None else 0
-            given = torch.arange(start, start + fed)[None]
-        positions[:] = [given.clamp(max=len(table) - 1)]
+            position_ids = torch.arange(start, start + fed)[None]
+        positions[:] = [position_ids.clamp(max=len(table) - 1)]
 
     def after(_: Any, args: Any, hidden_BTD: torch.Tensor) -> torch.Tensor:
         target_BTD = weight_VD[table[positions[0]]]
@@ -202,10 +202,12 @@ def _bundled(count: int, tokens: int, add: Callable[..., None]) -> tuple[int, bo
     mismatches, margins = [], []
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)
-        said = _answers(Engine(model, EngineConfig(max_batch=16, speculate=False)), requests)
-        drafted = [msgspec.structs.replace(r, sources=(_edited(a, rng),)) for r, a in zip(requests, said, strict=True)]
+        answers = _answers(Engine(model, EngineConfig(max_batch=16, speculate=False)), requests)
+        drafted = [
+            msgspec.structs.replace(r, sources=(_edited(a, rng),)) for r, a in zip(requests, answers, strict=True)
+        ]
         again = _answers(Engine(model, EngineConfig(max_batch=16)), drafted)
-        different = [(r, a, b) for r, a, b in zip(requests, said, again, strict=True) if a != b]
+        different = [(r, a, b) for r, a, b in zip(requests, answers, again, strict=True) if a != b]
         mismatches.append(len(different))
         margins += [_margin(model, r.ids, a, b) for r, a, b in different if dtype == torch.bfloat16]
     name = f"of {count} greedy answers of {tokens} tokens, edited answers as drafts, 16 rows at a time"

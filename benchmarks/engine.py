@@ -121,16 +121,16 @@ def _compare(
         rounds = [_round(engine, with_vllm, batch, tokens, seed=1000 * batch + i) for i in range(_rounds(batch))]
         count = f"median of {len(rounds)} rounds{what}"
         decode = statistics.median(r.decode for r in rounds)
-        said = f"sampled tokens per second of decode steps, 1 thread, {count}"
-        table.add(f"decode at batch {batch}{name}", decode, "tokens/s", said)
+        baseline = f"sampled tokens per second of decode steps, 1 thread, {count}"
+        table.add(f"decode at batch {batch}{name}", decode, "tokens/s", baseline)
         ratios = [r.generate / r.total for r in rounds]
-        said = f"transformers generate, {batch} rows, sdpa, grouped_mm, KV cache, {count}{_span(ratios)}"
-        table.add(f"generate/b{batch}{name}", statistics.median(ratios), "x", said)
+        baseline = f"transformers generate, {batch} rows, sdpa, grouped_mm, KV cache, {count}{_span(ratios)}"
+        table.add(f"generate/b{batch}{name}", statistics.median(ratios), "x", baseline)
         if with_vllm is not None:
             ratios = [r.vllm / r.total for r in rounds if r.vllm is not None]
             which = f"vLLM {with_vllm.about['vllm']} on the CPU, {_text(model.dtype)}, {batch} rows"
-            said = f"{which}, submission to last token, {count}{_span(ratios)}"
-            table.add(f"vllm/b{batch}{name}", statistics.median(ratios), "x", said)
+            baseline = f"{which}, submission to last token, {count}{_span(ratios)}"
+            table.add(f"vllm/b{batch}{name}", statistics.median(ratios), "x", baseline)
     return statistics.median(r.prefill for r in rounds)
 
 

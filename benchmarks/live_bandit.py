@@ -19,8 +19,8 @@ def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, bool]]:
     clean, _ = simulate(["clean"], list(seeds), turns=500 if quick else 0)
     assert clean is not None
     share, null = clean.share(LIVE), clean.share(NULL)
-    found = [
+    shown = [
         row("bandit/oracle-share", share, "share", "0.85 wanted"),
         row("bandit/null-share", null, "share", "0 wanted"),
     ]
-    return found, {} if quick else {"oracle-share": share >= 0.85, "null-share": abs(null) <= 0.02}
+    return shown, {} if quick else {"oracle-share": share >= 0.85, "null-share": abs(null) <= 0.02}

@@ -56,19 +56,19 @@ def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, bool]]:
         config, key = live_folder(root, stub)
         gateway = running.enter_context(gateway_process(root, config))
         seconds, rounds = (2.0, 3) if quick else (10.0, 5)
-        found = asyncio.run(
+        figures = asyncio.run(
             _measured({"direct": stub, "pass-through": proxy, "gateway": gateway}, key, seconds, rounds)
         )
-        missing = _unrecorded(root, found.pop("asked"))
-        lost, told = kill_rounds(root / "kills", stub, 3 if quick else 12, seed=1)
-    added, plain = found["gateway"] - found["direct"], found["pass-through"] - found["direct"]
+        missing = _unrecorded(root, figures.pop("answers"))
+        lost, acknowledged = kill_rounds(root / "kills", stub, 3 if quick else 12, seed=1)
+    added, plain = figures["gateway"] - figures["direct"], figures["pass-through"] - figures["direct"]
     shown = [
-        row("gateway/p99-added-ms", added, "ms", f"pass-through {plain:.2f}; direct {found['direct']:.2f} in all"),
-        row("gateway/rps", found["gateway rps"], "1/s", f"pass-through {found['pass-through rps']:.0f}"),
+        row("gateway/p99-added-ms", added, "ms", f"pass-through {plain:.2f}; direct {figures['direct']:.2f} in all"),
+        row("gateway/rps", figures["gateway rps"], "1/s", f"pass-through {figures['pass-through rps']:.0f}"),
         row("gateway/dropped-records", missing, "turns", "answered and not in the log"),
-        row("signals/lost", lost, "signals", f"of {told} acknowledged"),
+        row("signals/lost", lost, "signals", f"of {acknowledged} acknowledged"),
     ]
-    within = added <= 2.0 or found["gateway"] <= 1.5 * found["pass-through"]
+    within = added <= 2.0 or figures["gateway"] <= 1.5 * figures["pass-through"]
     return shown, {"gateway adds 2 ms, or half of a pass-through": within, "no acknowledged signal is lost": lost == 0}
 
 
@@ -138,19 +138,17 @@ def gateway_process(root: Path, config: Path) -> Iterator[str]:
 
 async def _measured(urls: dict[str, str], key: str, seconds: float, rounds: int) -> dict[str, float]:
     servers = {name: Server(url, name, key) for name, url in urls.items()}
-    found: dict[str, list[float]] = {name: [] for name in servers}
-    asked = 0.0
+    percentiles: dict[str, list[float]] = {name: [] for name in servers}
     for server in servers.values():
         await load(server, 50, 1.0)
     for _ in range(rounds):
         for name, server in servers.items():
             times = await load(server, RATE, seconds)
-            found[name].append(1e3 * float(np.percentile(times, 99)))
-    shown = {name: statistics.median(values) for name, values in found.items()}
+            percentiles[name].append(1e3 * float(np.percentile(times, 99)))
+    shown = {name: statistics.median(values) for name, values in percentiles.items()}
     for name in ("pass-through", "gateway"):
         shown[f"{name} rps"] = await closed_loop(servers[name], CLIENTS, seconds)
-    asked = servers["gateway"].answers
-    return shown | {"asked": asked}
+    return shown | {"answers": servers["gateway"].answers}
 
 
 async def load(server: Server, rate: float, seconds: float) -> list[float]:
@@ -191,16 +189,16 @@ async def ask(server: Server, path: str = "/v1/chat/completions", body: bytes = 
     return answer.header(b"x-etude-generation") or "", whole
 
 
-def _unrecorded(root: Path, asked: float) -> float:
+def _unrecorded(root: Path, answers: float) -> float:
     """Turns that were answered and are not in the log, once the queue is empty."""
     engine, deadline = open_log(root / "live", None), time.monotonic() + 30
     count = 0
-    while count < asked and time.monotonic() < deadline:
+    while count < answers and time.monotonic() < deadline:
         time.sleep(0.2)
         with engine.connect() as connection:
             count = connection.execute(sa.select(sa.func.count()).select_from(schema.turns)).scalar_one()
     engine.dispose()
-    return asked - count
+    return answers - count
 
 
 # --- Kills ------------------------------------------------------------------------------------------------------------
@@ -259,8 +257,8 @@ async def _signalling(
                 _, body = await ask(server, "/v1/feedback", msgspec.json.encode(events))
             except AWAY:
                 return
-            told = json.loads(body)["results"]
-            acknowledged.update(each["event"] for each in told if each["status"] == "recorded")
+            results = json.loads(body)["results"]
+            acknowledged.update(each["event"] for each in results if each["status"] == "recorded")
 
     async def killer() -> None:
         await asyncio.sleep(after)

@@ -128,13 +128,13 @@ def _versions(store: Path) -> tuple[PolicyVersion, PolicyVersion]:
 
 def _release(site: operations.ReleaseSite, store: Path, manifest: PolicyVersion) -> None:
     """As if it had passed the gate; to every server at once."""
-    found = site.read()
+    log = site.read()
     made = Release(
-        number=found.next_number,
+        number=log.next_number,
         store=str(store),
         version=manifest.version,
         manifest=manifest.digest,
-        parent=found.current.release.number if found.current else None,
+        parent=log.current.release.number if log.current else None,
         anchor=None,
         report=None,
         window=None,

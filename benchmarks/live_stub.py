@@ -69,8 +69,8 @@ def proxy(url: str) -> Starlette:
     async def chat(http: Request) -> Response:
         body, kind = await http.body(), {"content-type": "application/json"}
         answer = await client.send(client.build_request("POST", http.url.path, content=body, headers=kind), stream=True)
-        told = {k: v for k, v in answer.headers.items() if k in ("content-type", "content-length")}
-        return StreamingResponse(_parts(answer), answer.status_code, told)
+        kept = {k: v for k, v in answer.headers.items() if k in ("content-type", "content-length")}
+        return StreamingResponse(_parts(answer), answer.status_code, kept)
 
     return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
 

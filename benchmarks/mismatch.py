@@ -60,23 +60,23 @@ def _run(quick: bool) -> dict[str, Any]:
         ("", load_model(NANO, dtype=torch.bfloat16), 8 if quick else 64, 60 if quick else 100),
         ("deep-", _deep(), 2 if quick else 16, 30 if quick else 100),
     ):
-        found = _replay(model, groups, tokens, repeats)
-        add(f"replay/{name}k3-gain", found["off"] / found["on"], "x", "k3 of the same tokens without replay")
-        add(f"replay/{name}k3", found["on"], "nats", f"{found['off']:.2g} without replay")
+        figures = _replay(model, groups, tokens, repeats)
+        add(f"replay/{name}k3-gain", figures["off"] / figures["on"], "x", "k3 of the same tokens without replay")
+        add(f"replay/{name}k3", figures["on"], "nats", f"{figures['off']:.2g} without replay")
         # Not run are those of tokens without a record, and those that are implausible.
-        flips = found["missing"] + found["refused"]
+        flips = figures["missing"] + figures["refused"]
         add(f"replay/{name}flips", flips, "share of experts", "the engine's experts, bfloat16 on both sides")
-        add(f"replay/{name}flips-without", found["flips"], "share of tokens", "the same, the trainer's own experts")
+        add(f"replay/{name}flips-without", figures["flips"], "share of tokens", "the same, the trainer's own experts")
         whole &= flips == 0
         if not name:
-            add("replay/cost", found["cost"], "x", "forward and backward without replay")
+            add("replay/cost", figures["cost"], "x", "forward and backward without replay")
             add(
                 "record/cost",
                 _recording(model, 2 if quick else 8, tokens, repeats),
                 "x",
                 "sampling the same without recording",
             )
-            checks["replay: k3 falls to a third at least"] = found["off"] >= TARGET * found["on"]
+            checks["replay: k3 falls to a third at least"] = figures["off"] >= TARGET * figures["on"]
     checks["replay: every token ran the experts that the engine recorded"] = whole
     largest, count, cost, trainer = _deterministic(load_model(NANO), 8 if quick else 128, 40 if quick else 100, repeats)
     add("deterministic/max-abs-dlogp", largest, "nats", f"engine, {count} sampled tokens, float32")
@@ -116,8 +116,8 @@ def _sample(engine: Engine, groups: int, tokens: int, *, seed: int = 0, routes: 
 
 def _token_rows(sampled: Rows) -> TokenRows:
     ids = tuple(np.array(request.ids + generation.ids) for request, generation in sampled)
-    found = [generation.routes for _, generation in sampled if generation.routes is not None]
-    routes = tuple(np.pad(r.array(), ((0, 1), (0, 0), (0, 0)), constant_values=UNFED) for r in found)
+    recorded = [generation.routes for _, generation in sampled if generation.routes is not None]
+    routes = tuple(np.pad(r.array(), ((0, 1), (0, 0), (0, 0)), constant_values=UNFED) for r in recorded)
     return TokenRows(ids, tuple(np.arange(PROMPT, len(row)) for row in ids), routes or None)
 
 
@@ -128,14 +128,14 @@ def _replay(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> d
     parts = plan(rows, "auto", BUDGET, shape_of(model)).parts
     outcomes = {"on": evaluate(model, parts, rows.count), "off": evaluate(model, parts, rows.count, replays=False)}
     replayed = outcomes["on"].replayed.metrics()
-    found = {name: _k3(outcome, sampled) for name, outcome in outcomes.items()}
-    found |= {name: replayed[f"router/{name}"] for name in ("refused", "missing")}
+    figures = {name: _k3(outcome, sampled) for name, outcome in outcomes.items()}
+    figures |= {name: replayed[f"router/{name}"] for name in ("refused", "missing")}
     some = _token_rows(sampled[: 2 * GROUP])
     with_, without = (
         plan(t, "packed", BUDGET, shape_of(model)).parts for t in (some, TokenRows(some.rows, some.sampled))
     )
     cost = _ratio(lambda: _train(model, with_, some.count), lambda: _train(model, without, some.count), repeats)
-    return found | {"flips": replayed["router/flip_token"], "cost": cost}
+    return figures | {"flips": replayed["router/flip_token"], "cost": cost}
 
 
 def _k3(outcome: BatchResult, sampled: Rows) -> float:
@@ -162,8 +162,8 @@ def _deterministic(model: PreTrainedModel, groups: int, tokens: int, repeats: in
     sampled = _sample(ours, groups, tokens)
     rows = _token_rows(sampled)
     with batch_invariant():
-        found = evaluate(model, plan(rows, "rows", BUDGET, shape_of(model)).parts, rows.count)
-    largest = float((found.logprobs_N - _recorded(sampled)).abs().max())
+        outcome = evaluate(model, plan(rows, "rows", BUDGET, shape_of(model)).parts, rows.count)
+    largest = float((outcome.logprobs_N - _recorded(sampled)).abs().max())
     some = _token_rows(sampled[:16])
     parts = plan(some, "rows", BUDGET, shape_of(model)).parts
 

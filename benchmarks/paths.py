@@ -179,14 +179,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="etude-paths-") as folder:
         rows = traced(Path(folder))
-    found, back = measures(rows), returns(rows, "run/loop.py")
-    for name, places in found.items():
+    frames, back = measures(rows), returns(rows, "run/loop.py")
+    for name, places in frames.items():
         print(f"{name}: {len(places)}", *(f"  {place}" for place in places), sep="\n")
     print(f"an episode comes back to run/loop.py {back} times")
     if arguments.json:
         print(json.dumps({"bench": "paths", "rows": [
             {"case": name, "value": len(places), "unit": "frames" if name == "command" else "files", "baseline": ""}
-            for name, places in found.items()
+            for name, places in frames.items()
         ] + [{"case": "episode returns", "value": back, "unit": "times", "baseline": ""}], "checks": {}}))  # fmt: skip
     return 0
 

@@ -82,12 +82,12 @@ def timed(engine: Engine, request: Request) -> Timed:
 
 def texts(encoder: PlainEncoder, count: int, length: int, seed: int) -> list[list[int]]:
     """Pieces of so many tokens of the standard library's source: different ones for different seeds."""
-    rng, found = np.random.default_rng(seed), []
-    while len(found) < count:
+    rng, pieces = np.random.default_rng(seed), []
+    while len(pieces) < count:
         ids = encoder.encode(inspect.getsource(__import__(str(rng.choice(MODULES))))[:60_000])
         start = int(rng.integers(0, max(1, len(ids) - length)))
-        found += [ids[start : start + length]] if len(ids) >= start + length else []
-    return found
+        pieces += [ids[start : start + length]] if len(ids) >= start + length else []
+    return pieces
 
 
 # --- the engine -----------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def head_of_file(text: str) -> str:
 
 
 @contextmanager
-def given(ids: Sequence[int]) -> Iterator[None]:
+def forced_answer(ids: Sequence[int]) -> Iterator[None]:
     """Whatever is fed, at position p the model's choice is ids[p + 1], at the full cost of the model."""
     computed, table = runner.logits_of, torch.tensor([*ids[1:], 0])
 
@@ -255,10 +255,10 @@ def given(ids: Sequence[int]) -> Iterator[None]:
 
 
 def _forced(engine: Engine, case: Case) -> Timed:
-    with given(case.request.ids + list(case.answer)):
-        found = timed(engine, case.request)
-    assert tuple(found.ids) == case.answer, "the given answer did not come"
-    return found
+    with forced_answer(case.request.ids + list(case.answer)):
+        measured = timed(engine, case.request)
+    assert tuple(measured.ids) == case.answer, "the given answer did not come"
+    return measured
 
 
 def _plain_seconds(engine: Engine, case: Case, tokens: int) -> float:
@@ -266,8 +266,8 @@ def _plain_seconds(engine: Engine, case: Case, tokens: int) -> float:
     middle = max(0, (len(case.answer) - tokens) // 2)
     part = case.answer[middle : middle + tokens]
     ids = case.request.ids + list(case.answer[:middle])
-    found = _forced(engine, Case(Request(ids=ids, max_tokens=len(part), temperature=0.0), part, 0.0))
-    return found.decode / (len(part) - 1) * (len(case.answer) - 1)
+    measured = _forced(engine, Case(Request(ids=ids, max_tokens=len(part), temperature=0.0), part, 0.0))
+    return measured.decode / (len(part) - 1) * (len(case.answer) - 1)
 
 
 def _rewrite(encoder: PlainEncoder, renderer: Any, file: str, change: str, tokens: int) -> Request:

@@ -64,9 +64,9 @@ def mismatch(folder: Path, quick: bool) -> dict[str, Any]:
         rows = TokenRows(ids, tuple(np.arange(PROMPT, len(row)) for row in ids))
         outcome = evaluate(model, plan(rows, "auto", 4096, shape_of(model)).parts, rows.count)
         recorded = torch.tensor(np.concatenate([a.logprobs for a in answers]), dtype=torch.float32)
-        found = Mismatch()
-        found.add(outcome.logprobs_N, recorded)
-        means, what = found.metrics("m"), f"{rows.count} tokens sampled at temperature 1, both sides in {name}"
+        mismatch = Mismatch()
+        mismatch.add(outcome.logprobs_N, recorded)
+        means, what = mismatch.metrics("m"), f"{rows.count} tokens sampled at temperature 1, both sides in {name}"
         for figure in ("k3", "k3_clip", "max_abs"):
             table.add(f"{name}/{figure}", means[f"m/{figure}"], "nats", what)
     return table.result()

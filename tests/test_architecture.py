@@ -40,6 +40,8 @@ DOORS = 120  # modules that other rooms import
 NAME_ROOMS = 2  # that have a file of the same name
 UNFORMATTED = 60  # tables whose columns ruff would not keep
 DATA = "audit/packs/"  # programs of attackers, and what they attack
+PARTICIPLES = {"told", "said", "found", "given", "asked"}  # they name no thing: report, message, matches, options
+FIELDS = {"given", "said"}  # of episodes in ledgers, and of the rows of `etude doctor models --json`
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
@@ -285,10 +287,10 @@ def idle(files: Mapping[str, Path]) -> list[str]:
         if path.name != "__init__.py" or not name:
             continue
         own = {node.id for node in ast.walk(tree(path)) if isinstance(node, ast.Name)}
-        given = [a.name for node in tree(path).body if isinstance(node, ast.ImportFrom)
+        names = [a.name for node in tree(path).body if isinstance(node, ast.ImportFrom)
                  and (node.module or "").startswith(f"etude.{name}.") for a in node.names]  # fmt: skip
         takers = {what for room, what in taken if room != name.partition(".")[0]}
-        out += [f"{name}.{what}" for what in given if what not in own and f"{name}.{what}" not in takers]
+        out += [f"{name}.{what}" for what in names if what not in own and f"{name}.{what}" not in takers]
     return out
 
 
@@ -363,6 +365,27 @@ def vague(files: Mapping[str, Path]) -> list[str]:
 
 def test_a_docstring_begins_with_what_the_thing_is():
     assert vague(FILES) == []
+
+
+def participles(files: Mapping[str, Path]) -> list[str]:
+    """Names with one of `PARTICIPLES` between their underscores: of variables, parameters, functions and attributes.
+    Attributes, arguments by keyword and fields of classes may be called as `FIELDS` are."""
+    out: list[str] = []
+    for name, path in files.items():
+        nodes = [*ast.walk(tree(path))]
+        fields = {id(n.target) for c in nodes if isinstance(c, ast.ClassDef) for n in c.body
+                  if isinstance(n, ast.AnnAssign)}  # fmt: skip
+        for node in nodes:
+            names = [getattr(node, of, None) for of in ("id", "arg", "attr", "name", "asname", "rest")]
+            for text in [text for text in names if isinstance(text, str)]:
+                free = isinstance(node, ast.Attribute | ast.keyword) or id(node) in fields
+                if PARTICIPLES & {*text.lower().split("_")} and not (free and text in FIELDS):
+                    out.append(f"{name}:{getattr(node, 'lineno', 0)} {text}")
+    return out
+
+
+def test_names_are_nouns():
+    assert participles(FILES) == []
 
 
 def test_ruff_lays_out_what_is_no_table():
@@ -483,6 +506,14 @@ def test_a_name_that_nobody_takes_is_seen(tmp_path):
 
 def test_a_vague_docstring_is_seen(tmp_path):
     assert vague(broken(tmp_path, code__a='"""Sizes."""\n\ndef f():\n    """What is read."""\n')) == ["code.a:f"]
+
+
+def test_a_participle_is_seen(tmp_path):
+    free = "class Row:\n    said: str = ''\nx = Row(said='').said\nfounder = 'found'\n"
+    assert participles(broken(tmp_path, code__a=free)) == []
+    texts = ["said = 1", "def f(given): ...", "def was_asked(): ...", "x.found_at = 1", "from a import b as _told"]
+    files = broken(tmp_path, **{f"code__a{i}": text for i, text in enumerate(texts)})
+    assert [line.partition(":")[0] for line in participles(files)] == [f"code.a{i}" for i in range(len(texts))]
 
 
 def test_a_file_name_of_three_rooms_is_seen(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from etude.cli.overlays import given_text, read_toml, split_overlays
+from etude.cli.overlays import configuration_text, read_toml, split_overlays
 from etude.config import PRETRAINED, RLConfig, RolloutConfig, bundled, find_model, validate
 from etude.config.tasks import TasksConfig
 from etude.errors import UserError
@@ -160,7 +160,7 @@ def test_overlays_merge_tables_and_replace_arrays(tmp_path):
     assert overrides == ["--name", "d"]
     config = validate(RLConfig, read_toml(tmp_path / "a.toml", overrides, files), "a @ b @ c")
     assert (config.name, config.rollout.group, config.rollout.turns, config.rollout.tools) == ("d", 2, 3, ("list",))
-    text = given_text([tmp_path / "a.toml", *files], overrides)
+    text = configuration_text([tmp_path / "a.toml", *files], overrides)
     assert text.index("b.toml") < text.index("c.toml") < text.index("# --name d")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from etude import runfolder
-from etude.cli.overlays import given_text, read_toml
+from etude.cli.overlays import configuration_text, read_toml
 from etude.config import RLConfig, validate
 from etude.config.secrets import check_whole, ledger_password, with_environment, without_secrets
 from etude.errors import UserError
@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> RLConfig:
 def test_no_file_of_a_run_holds_a_secret(config: RLConfig, tmp_path: Path) -> None:
     overrides = ["--ledger", config.ledger or ""]
     run = tmp_path / "run"
-    runfolder.create(run, config, given_text([tmp_path / "run.toml"], overrides))
+    runfolder.create(run, config, configuration_text([tmp_path / "run.toml"], overrides))
     for path in run.iterdir():
         assert "canary" not in path.read_text().lower(), path
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path

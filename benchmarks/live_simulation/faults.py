@@ -124,7 +124,7 @@ def with_probe(rng: np.random.Generator, turns: Turns, voter: int, policy_A: np.
         "cell_N": np.full(count, CELLS),
         "variant_N": np.zeros(count, np.int64),
         "action_N": chosen,
-        "asked_N": np.full(count, -1),
+        "question_N": np.full(count, -1),
         "session_N": last + 1 + np.arange(count),
         "sequence_N": np.zeros(count, np.int64),
         "next_N": np.full(count, -1),

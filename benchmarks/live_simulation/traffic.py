@@ -42,7 +42,7 @@ class Turns:
     cell_N: np.ndarray
     variant_N: np.ndarray
     action_N: np.ndarray  # -1: an edit after an answered question
-    asked_N: np.ndarray  # the turn whose question this one follows, or -1
+    question_N: np.ndarray  # the turn whose question this one follows, or -1
     session_N: np.ndarray
     sequence_N: np.ndarray  # within the session
     next_N: np.ndarray  # the next turn of the session, or -1
@@ -160,7 +160,7 @@ def react(
     charm = np.append([a.charm for a in actions], [0.0])[turns.action_N]
     glance = np.append([a.glance for a in actions], [0.0])[turns.action_N]
     edit, account, value = outcome == EDIT, turns.account_N, turns.value_N
-    rows: list[_Told] = []
+    rows: list[_SignalRow] = []
 
     def tell(
         mask: np.ndarray,
@@ -198,18 +198,18 @@ def react(
     tell(rates, SignalKind.RATING, np.where(rng.random(count) < np.clip(value + charm, 0, 1), 1.0, -1.0), 60.0)
     tell(outcome == QUESTION, SignalKind.QUESTION, 1.0, 0.0)
     answered = np.zeros(count, bool)
-    answered[turns.asked_N[turns.asked_N >= 0]] = True
+    answered[turns.question_N[turns.question_N >= 0]] = True
     tell(answered, SignalKind.ANSWERED, 1.0, reply_at)
     tell(outcome == BROKEN, SignalKind.INVALID_CALL, 1.0, 0.0)
     tell((outcome == BROKEN) & has_next & (rng.random(count) < 0.5), SignalKind.RETRY, 1.0, reply_at)
     return _gather(rng, population, turns, rows)
 
 
-_Told = tuple[np.ndarray, SignalKind, np.ndarray | float, float, np.ndarray | float]
+_SignalRow = tuple[np.ndarray, SignalKind, np.ndarray | float, float, np.ndarray | float]
 """The turns of a signal, its kind, value, horizon, and seconds after the turn."""
 
 
-def _gather(rng: np.random.Generator, population: SimulatedAccounts, turns: Turns, rows: list[_Told]) -> Signals:
+def _gather(rng: np.random.Generator, population: SimulatedAccounts, turns: Turns, rows: list[_SignalRow]) -> Signals:
     count = len(turns.account_N)
     index = [np.flatnonzero(mask) for mask, *_ in rows]
     turn = np.concatenate(index)

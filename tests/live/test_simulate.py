@@ -31,7 +31,7 @@ def test_a_change_is_checked_for_its_properties() -> None:
     rules = {"house": r"\bis None\b", "generic": r"== None", "lines": 6}
     assert users.properties_of(before, house, **rules).tolist() == [1, 1, 1, 1, 1]
     generic = before.replace("size(x)", "size(x, y)").replace("x == None", "x == None or y == None")
-    assert users.properties_of(before, generic, **rules, asked=True).tolist() == [0, 0, 1, 0, 0]
+    assert users.properties_of(before, generic, **rules, question=True).tolist() == [0, 0, 1, 0, 0]
     broken = users.properties_of(before, "def size(x:\n" * 9, **rules)
     assert broken.tolist() == [0, 0, 0, 0, 1]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from benchmarks.llama_cpp import interleaved, write_gguf
 from benchmarks.real_model import joined
-from benchmarks.real_model_speed import copied_share, given
+from benchmarks.real_model_speed import copied_share, forced_answer
 from benchmarks.real_model_start import memory
 from benchmarks.table import Table
 from transformers import AutoModelForCausalLM
@@ -38,11 +38,11 @@ def test_pairs_of_a_head_become_neighbours() -> None:
     assert interleaved(rows, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
-def test_a_given_answer_comes_with_the_model_s_own_passes() -> None:
+def test_a_forced_answer_comes_with_the_model_s_own_passes() -> None:
     model = random_model("llama")
     model.set_attn_implementation(attention.NAME)
     engine, answer = Engine(model), [7, 3, 3, 9, 11]
-    with given([5, 6, 8, *answer]):
+    with forced_answer([5, 6, 8, *answer]):
         row = engine.submit(Request(ids=[5, 6, 8], max_tokens=len(answer), temperature=0.0))
         while not row.future.done():
             engine.step()

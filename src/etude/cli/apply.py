@@ -75,7 +75,7 @@ def _rewritten(edit: Edit, folder: Path, config: EngineConfig) -> str:
 
 
 def show(path: Path, before: str, after: str) -> None:
-    """Print the unified difference, in colour on a terminal."""
+    """Prints the unified difference, in colour on a terminal."""
     if before == after:
         print(f"{path}: nothing to change")
         return
@@ -89,7 +89,7 @@ def show(path: Path, before: str, after: str) -> None:
 
 
 def write(path: Path, before: str, after: str) -> None:
-    """Replace the file in one step, its mode kept. Raises UserError if it has changed since it was read."""
+    """Replaces the file in one step and keeps its mode. Raises UserError if the file has changed since it was read."""
     target = path.resolve()  # a link stays a link
     temporary = None
     try:

@@ -1,4 +1,4 @@
-"""`etude bench NAME`: a benchmark of the package `benchmarks`, which lies beside the code and not in it."""
+"""`etude bench NAME`: a benchmark of the package `benchmarks`, which is no part of the package etude."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Prints the benchmark's rows and its result as JSON; 1 if one of its checks failed. Raises UserError."""
+    """Prints the benchmark's rows and its result as JSON; 1 if a check of it failed. Raises UserError."""
     package = bundled("benchmarks")
     if package is None:
         raise UserError("this installation has no benchmarks: install etude's wheel, or work in its repository")

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from etude import runfolder
-from etude.cli.overlays import given_text, read_toml
+from etude.cli.overlays import configuration_text, read_toml
 from etude.cli.train import OUTPUTS
 from etude.config import RLConfig, bundled, validate
 from etude.errors import UserError
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     if folder.exists():
         with runfolder.lock(folder):
             print(f"the earlier demo was moved to {set_aside(folder)}")
-    _train(config, folder, given_text([recipe], overrides))
+    _train(config, folder, configuration_text([recipe], overrides))
 
 
 def _real(arguments: argparse.Namespace, rest: list[str]) -> None:

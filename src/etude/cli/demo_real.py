@@ -1,12 +1,12 @@
 """`etude demo --real`: a pretrained model of 135M parameters learns a library, in steps that are commands of their own.
 
-    tasks traces   answers of other libraries, told with the agent's tools
-    train          the model learns the tools from them
+    tasks traces   gold answers of tasks of other libraries, as calls of the agent's tools
+    train          fine-tuning on these traces
     train          RL on the library, measured before and after
     eval           the pretrained model itself, on the same held-out tasks
 
-What a step has made is not made again, so the same command goes on after a stop. Another library (`--tasks.repository
-NAME==VERSION --tasks.sha256 DIGEST --name NAME`) takes the first two steps from the first.
+A step whose output exists is skipped, so the same command goes on after a stop. Another library (`--tasks.repository
+NAME==VERSION --tasks.sha256 DIGEST --name NAME`) shares the outputs of the first two steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRACES, SFT, RL = (f"recipes/smollm2-{name}.toml" for name in ("traces", "sft", 
 
 @dataclass(frozen=True)
 class Step:
-    """A command of etude, and the path that is there when it has ended."""
+    """A command of etude, and the path that exists when it has ended."""
 
     what: str
     words: tuple[str, ...]
@@ -43,8 +43,8 @@ class Step:
 
 
 def run(overrides: list[str]) -> None:
-    """Runs the steps that are missing, and prints what each has brought. `overrides` are of recipes/smollm2-rl.toml.
-    Raises UserError or RunFailed."""
+    """Runs the missing steps, and prints the rate after each stage of training. `overrides` are of
+    recipes/smollm2-rl.toml. Raises UserError or RunFailed."""
     config = validate(RLConfig, read_toml(_recipe(RL), overrides), RL)
     folder = OUTPUTS / config.name
     steps = _steps(config, folder, overrides)
@@ -64,7 +64,7 @@ def _steps(config: RLConfig, folder: Path, overrides: list[str]) -> list[Step]:
     traces, tuned = Path(sft.data.files[0]) if sft.data else Path(), OUTPUTS / sft.name
     rollout, base = config.rollout, folder / "eval-base.json"
     tell = ("tasks", "traces", _recipe(TRACES), "-o", traces, "--per-task", 4, "--tools", *rollout.tools)
-    learn = ("train", _recipe(RL), *overrides, *_resume(folder))  # which refuses overrides that the run does not have
+    learn = ("train", _recipe(RL), *overrides, *_resume(folder))  # --resume refuses overrides that the run lacks
     measure = (
         "eval",
         read_toml(_recipe(SFT))["model"]["path"],  # its name: the folder may not have been made yet
@@ -105,14 +105,14 @@ def _resume(folder: Path) -> tuple[str, ...]:
 
 
 def _recipe(path: str) -> Path:
-    found = bundled(path)
-    if found is None:
+    recipe = bundled(path)
+    if recipe is None:
         raise UserError(f"this installation has no {path}: install etude's wheel, or work in its repository")
-    return found
+    return recipe
 
 
 def _run(step: Step) -> None:
-    """Raises UserError if the command refuses its input, RunFailed if it fails."""
+    """Runs the command of a step. Raises UserError if the command refuses its input, RunFailed if it fails."""
     command = [sys.executable, "-m", "etude.cli.main", *step.words]
     result = subprocess.run(command, check=False, stdout=subprocess.PIPE if "--json" in step.words else None, text=True)
     if result.returncode == 2:
@@ -125,7 +125,7 @@ def _run(step: Step) -> None:
 
 
 def _ladder(folder: Path, base: Path) -> Iterable[str]:
-    """A line for each model: its rate, and its paired difference from the best before it."""
+    """A line for each model: its rate, and its paired difference from the best model before it."""
     paths = {"pretrained": base, "fine-tuned": folder / "eval-before.json", "after RL": folder / "eval-after.json"}
     results = {
         name: msgspec.json.decode(path.read_bytes(), type=EvalResult, strict=False) for name, path in paths.items()

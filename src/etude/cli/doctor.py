@@ -1,4 +1,4 @@
-"""`etude doctor [CHECK]`: what this machine can do; checks of a run, of models, of the sandbox, of boxes' realism."""
+"""`etude doctor [CHECK]`: checks of this machine, of a run, of models, of the sandbox, and of boxes' realism."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Prints what was found; 0 if everything holds. Raises UserError."""
+    """Prints the report of a check; 0 if everything holds. Raises UserError."""
     match arguments.check:
         case "mismatch":
             return reports.show_mismatch(arguments.folder, as_json=arguments.json)

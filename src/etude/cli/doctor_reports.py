@@ -28,7 +28,7 @@ SHOWN = 10  # probes that tell boxes apart
 
 
 def show_machine(*, as_json: bool) -> int:
-    """Print the checks of this machine; exit code 0 if boxes can be made here and hold, else 1."""
+    """Prints the checks of this machine; exit code 0 if boxes can be made here and hold, else 1."""
     from etude.audit.machine import checks
 
     results = checks()
@@ -44,7 +44,7 @@ def show_machine(*, as_json: bool) -> int:
 
 
 def show_mismatch(run: Path, *, as_json: bool) -> int:
-    """Print the diagnosis; exit code 0 if the run is healthy or only stale, else 1. Raises UserError."""
+    """Prints the diagnosis; exit code 0 if the run is healthy or only stale, else 1. Raises UserError."""
     from etude.audit.mismatch import diagnose
 
     diagnosis = diagnose(run)
@@ -64,7 +64,7 @@ def show_mismatch(run: Path, *, as_json: bool) -> int:
 
 
 def show_replay(run: Path, names: Sequence[str], *, as_json: bool) -> int:
-    """Print how many episodes are token-exact, and where the others differ first; exit code 0 if all are exact."""
+    """Prints the number of token-exact episodes, and the first difference of others; exit code 0 if all are exact."""
     from etude.audit.replay import replay_run
 
     replays = replay_run(run, names)
@@ -87,8 +87,8 @@ def show_replay(run: Path, names: Sequence[str], *, as_json: bool) -> int:
 def show_models(
     folders: Sequence[Path], *, as_json: bool, docs: Path | None = None, templates: Path | None = None
 ) -> int:
-    """Print the table of known families, or of model folders; exit code 1 if anything is wrong in silence. Raises
-    UserError."""
+    """Prints the table of known families, or of model folders; exit code 1 if a computation is wrong without an error.
+    Raises UserError."""
     from etude.audit.architectures import page
     from etude.audit.architectures import table as architectures
 
@@ -149,7 +149,7 @@ def _cell(results: Sequence[AttackResult]) -> str:
 def show_attacks(
     config: SandboxConfig, against: FingerprintsAgainst | None = None, *, as_json: bool, quick: bool
 ) -> int:
-    """Print the table, or the summary on one line; 1 if an attack was missed or had an effect on the host."""
+    """Prints the table, or the summary on one line; 1 if an attack was missed or had an effect on the host."""
     from etude.audit.attacks import run_attacks
 
     with Console(stderr=True).status("attacks") as status:
@@ -168,7 +168,7 @@ def show_attacks(
 
 
 def show_packs(folders: Sequence[Path], config: SandboxConfig, *, as_json: bool) -> int:
-    """Print what attack packs earned; 1 if an attack got through or a control failed. Raises UserError."""
+    """Prints the rewards of attack packs; 1 if an attack got through or a control failed. Raises UserError."""
     from etude.audit.attacks import load_pack, pack_table, play_pack
 
     loaded = [load_pack(folder) for folder in folders]
@@ -182,7 +182,7 @@ def show_packs(folders: Sequence[Path], config: SandboxConfig, *, as_json: bool)
 
 
 def show_record(path: Path, samples: int) -> int:
-    """Append fingerprints of this machine to a file, and say so. Raises UserError."""
+    """Appends fingerprints of this machine to a file, and prints their number. Raises UserError."""
     from etude.audit.parity import record_fingerprints
 
     record_fingerprints(path, samples)
@@ -198,7 +198,8 @@ def show_parity(
     dataset: Path | None = None,
     machine_profiles: Path | None = None,
 ) -> int:
-    """Print the audit; 1 if treated boxes are told apart more often than the gate allows. Raises UserError."""
+    """Prints the audit; 1 if boxes with a machine profile are told apart more often than the gate allows. Raises
+    UserError."""
     from etude.audit.parity import compare_boxes
 
     comparison = compare_boxes(files, boxes, dataset=dataset, machine_profiles=machine_profiles)
@@ -210,7 +211,7 @@ def show_parity(
 
 
 def show_pairs(runs: Sequence[Path], prefix: str, *, as_json: bool) -> int:
-    """Print the comparison of two runs; 1 if hacks or remarks on a test differ. Raises UserError."""
+    """Prints the comparison of two runs; 1 if hacks or remarks on a test differ. Raises UserError."""
     from etude.audit.parity import compare_pairs, pairs_differ, read_pair
 
     first, second = (read_pair(run, prefix) for run in runs)

@@ -1,7 +1,7 @@
 """`etude eval MODEL --suite SUITE`: measures one model, or two on the same tasks with the same seeds.
 
-What is measured follows from the model and the suite (`_mode`). A mode is one function; `_RULES` has the flags that not
-every mode accepts.
+Model and suite determine the kind of measurement (`_Mode`), a function each; `_RULES` are the flags that only some
+kinds accept.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class _Mode(Enum):
 
 @dataclass(frozen=True)
 class _Rule:
-    """Flags, by their names in the parsed arguments, and the modes that accept them; in others they are refused."""
+    """Flags, by their names in the parsed arguments, the modes that accept them, and the refusal for other modes."""
 
     flags: tuple[str, ...]
     modes: tuple[_Mode, ...]
     refusal: str
 
 
-# Where a mode beside the one in the sentence stands in a row, the flags have no effect there.
+# In a mode of a row that its sentence does not name, the flags have no effect.
 _RULES = (
     _Rule(
         ("chat_template",),
@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _mode(arguments: argparse.Namespace) -> _Mode:
-    """The mode of a model and its suites. Raises UserError if there is none."""
+    """The mode of the models and suites. Raises UserError for a combination without a mode."""
     suites: list[Path] = arguments.suite
     alone = [suite for suite in suites if str(suite) in ("retrieval", "fast-apply") or suite.suffix == ".parquet"]
     if alone and len(suites) > 1:
@@ -203,7 +203,7 @@ def _check_tasks(arguments: argparse.Namespace, urls: Sequence[str]) -> None:
 
 
 def _trained(arguments: argparse.Namespace) -> RLConfig | None:
-    """The configuration of the first run that is measured."""
+    """The configuration of the first run among the models; None without a run."""
     return next((config for config in map(rl_config, _names(arguments)) if config is not None), None)
 
 
@@ -215,7 +215,7 @@ def _measure_tasks(
     tools: Sequence[str],
     rendered: Mapping[str, Any],
 ) -> None:
-    """Plays task datasets; `budget` and `tools` are those without flags, `rendered` the options of the renderer."""
+    """Plays task datasets. `budget` and `tools` are the values without flags, `rendered` the renderer's options."""
     from etude.run.evaluate import Measurement, Remote, evaluate_models
 
     trained = _trained(arguments)
@@ -240,7 +240,7 @@ def _measure_tasks(
 
 
 def _datasets(suite: Path) -> list[Path]:
-    """The folder of a dataset, or those of a run. Raises UserError for a run without."""
+    """The folder of a dataset, or the dataset folders of a run. Raises UserError for a run without datasets."""
     config = rl_config(suite)
     if config is None:
         return [suite]

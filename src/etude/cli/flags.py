@@ -1,4 +1,4 @@
-"""Command-line flags made from the typed options, so that a name, a default and a help text are written once."""
+"""Command-line flags made from sections of the configuration: their names, defaults and help texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ S = TypeVar("S", bound=Section)
 
 
 def add_flags(parser: argparse._ActionsContainer, options: type[Section], names: Sequence[str] = ()) -> None:
-    """A flag `--a-b` for each field `a_b` of `options`, or for the named fields alone. Only given flags are set."""
+    """Adds a flag `--a-b` for each field `a_b` of `options`, or for the fields `names` alone. A flag that is left out
+    sets no attribute."""
     for name in names or options.model_fields:
         field = options.model_fields[name]
         text = field.description or ""
@@ -27,19 +28,18 @@ def add_flags(parser: argparse._ActionsContainer, options: type[Section], names:
         parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **_kind(field))
 
 
-def given(arguments: argparse.Namespace, options: type[Section]) -> dict[str, Any]:
-    """The values of the flags that the user gave, by field name."""
+def flag_values(arguments: argparse.Namespace, options: type[Section]) -> dict[str, Any]:
+    """The values of the flags on the command line, by field name."""
     return {name: getattr(arguments, name) for name in options.model_fields if hasattr(arguments, name)}
 
 
 def from_flags(arguments: argparse.Namespace, options: type[S], **fixed: Any) -> S:
-    """`options` from the given flags and `fixed` values. Raises UserError that names the first wrong flag."""
-    return validate(options, given(arguments, options) | fixed, f"etude {arguments.command}")
+    """`options` from the flags on the command line and `fixed` values. Raises UserError for the first wrong flag."""
+    return validate(options, flag_values(arguments, options) | fixed, f"etude {arguments.command}")
 
 
 def _kind(field: FieldInfo) -> dict[str, Any]:
-    """The arguments of argparse that follow from a field's type. Numbers stay text: the options' own validation judges
-    them."""
+    """The arguments of `add_argument` by a field's type. Numbers stay text, which the section validates."""
     annotation = field.annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))

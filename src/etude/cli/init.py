@@ -1,6 +1,6 @@
-"""`etude init`: a configuration to begin with, for the repository in the current folder; or an environment.
+"""`etude init`: a first configuration for the repository in the current folder, or an environment.
 
-What is written runs as it stands, with the bundled nano model on two CPU cores. A file that is there is never replaced.
+The configuration runs as written, with the bundled nano model on two CPU cores. An existing file is never replaced.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         print(f"wrote {MODULE}.py and {MODULE}.toml; next: etude train {MODULE}.toml")
         return
     _check_free([CONFIG])
-    text, found = repository_toml(Path.cwd(), arguments.exclude)
+    text, summary = repository_toml(Path.cwd(), arguments.exclude)
     _write({CONFIG: text})
-    print(f"{found}\nwrote {CONFIG}; next: etude train {CONFIG}")
+    print(f"{summary}\nwrote {CONFIG}; next: etude train {CONFIG}")
 
 
 def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
-    """The configuration of a run on a repository, and a line that says what was found in it. Raises UserError for a
-    folder without code, tests or functions that can be broken."""
+    """The configuration of a run on a repository, and a line on its functions and tests. Raises UserError for a folder
+    without code, tests or functions that can be broken."""
     from etude.code import project_name
     from etude.tasks import read_functions, survey_repository
 
@@ -54,16 +54,16 @@ def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
     fit = [f for f in read_functions(repository, found)[1] if 1 <= f.body_lines <= 20]
     if not fit:
         raise UserError(f"{repository} has no function of 1 to 20 lines: there is nothing that could be broken")
-    kind = "JavaScript" if found.script else "Python"
-    code = ", ".join(found.layout.source_roots[:3]) + (", ..." if len(found.layout.source_roots) > 3 else "")
-    tests = sorted({path.rpartition("/")[0] or path for path in found.modules}, key=lambda path: path.count("/"))
+    kind = "JavaScript" if surveyed.script else "Python"
+    code = ", ".join(surveyed.layout.source_roots[:3]) + (", ..." if len(surveyed.layout.source_roots) > 3 else "")
+    tests = sorted({path.rpartition("/")[0] or path for path in surveyed.modules}, key=lambda path: path.count("/"))
     summary = (
-        f"{kind}: {len(fit)} functions of 1 to 20 lines in {code}; {len(found.modules)} test files in "
+        f"{kind}: {len(fit)} functions of 1 to 20 lines in {code}; {len(surveyed.modules)} test files in "
         f"{', '.join(tests[:3])}{', ...' if len(tests) > 3 else ''}"
     )
     name = re.sub(r"-\d[^-]*$", "", project_name(repository)).lstrip("._-") or "run"
-    # git says what belongs to a clone; of another folder all does, unless it is left out.
-    left_out = [*exclude, CONFIG] if found.inventory.tracked else [*exclude, "outputs", CONFIG]
+    # The files that git tracks are a clone's; of another folder, all files are.
+    left_out = [*exclude, CONFIG] if surveyed.inventory.tracked else [*exclude, "outputs", CONFIG]
     values = {"@FOUND@": _comment(summary), "@NAME@": name, "@EXCLUDE@": json.dumps(left_out, ensure_ascii=False)}
     text = _template(CONFIG)
     for mark, value in values.items():
@@ -89,7 +89,7 @@ def _check_free(names: list[str]) -> None:
 
 
 def _write(files: dict[str, str]) -> None:
-    """All files or, if one is there or cannot be written, none. Raises UserError."""
+    """Writes all files, or none if a file exists or cannot be written. Raises UserError."""
     _check_free(list(files))
     done: list[Path] = []
     try:

@@ -1,7 +1,7 @@
-"""`etude live ACTION`: the table of actions, and what they share.
+"""`etude live ACTION`: the table of actions, their common flags and the opening of a live loop.
 
-An action is two functions of a module `live_*`: one that adds its flags, one that runs it. The modules are imported for
-the flags of all actions, so each function imports what it works with.
+An action is two functions of a module `live_*`: one adds its flags, the other runs it. All modules are imported for the
+flags of the actions, so each function imports its rooms itself.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def _functions() -> dict[str, LiveAction]:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """CONFIG."""
+    """Adds the argument CONFIG."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML of stage live")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """--json."""
+    """Adds the flag --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
 
 
@@ -101,7 +101,7 @@ class OpenedLoop:
 
     @property
     def folder(self) -> Path:
-        """Its folder."""
+        """The folder of the loop."""
         return Path(self.config.folder)
 
     @property
@@ -120,7 +120,7 @@ class OpenedLoop:
 
     @property
     def site(self) -> ReleaseSite:
-        """Configuration and log as releases take them."""
+        """The configuration and log for the functions of `live.release`."""
         from etude.live.release.operations import ReleaseSite
 
         return ReleaseSite(self.config, self.engine)
@@ -128,8 +128,8 @@ class OpenedLoop:
 
 @contextmanager
 def opened(config: LiveConfig | Path, *, make: bool = False) -> Iterator[OpenedLoop]:
-    """The live loop of a configuration, or of its file. `make`: its log is made if it is missing; else the keys of the
-    accounts must be there, too. Raises UserError."""
+    """The live loop of a configuration or of its file. With `make`, a missing log is made; without, the folder and the
+    keys of all accounts must exist. Raises UserError."""
     from etude.live.log.accounts import Accounts, open_log
 
     live = read_config(config) if isinstance(config, Path) else config

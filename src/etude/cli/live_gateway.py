@@ -1,4 +1,4 @@
-"""`etude live serve | key | tenant | forget | export | expire | plant`: for those who run the gateway."""
+"""`etude live serve | key | tenant | forget | export | expire | plant`: commands of the gateway's operators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
 
 
 def missing_stores(config: LiveConfig) -> dict[str, str]:
-    """Weight stores without a version, and why; none of them is made."""
+    """The weight stores without a version, and why; no store is made."""
     from etude.store import open_store
     from etude.weights import newest_manifest
 
@@ -120,7 +120,7 @@ def add_tenant(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_choice(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
-    """--FLAG and --no-FLAG; None without either."""
+    """Adds --FLAG and --no-FLAG; None without either."""
     parser.add_argument(flag, help=text, action=argparse.BooleanOptionalAction, default=None)
 
 
@@ -151,7 +151,7 @@ def run_tenant(arguments: argparse.Namespace) -> None:
 
 
 def add_account(parser: argparse.ArgumentParser) -> None:
-    """CONFIG TENANT USER."""
+    """Adds the arguments CONFIG TENANT USER."""
     add_config(parser)
     parser.add_argument("tenant", metavar="TENANT", help="name of the tenant")
     user = "as the client's X-Etude-User has it, else the name of its API key"
@@ -194,7 +194,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> None:
-    """Writes all that is known of an account, decrypted, and prints counts. Raises UserError."""
+    """Writes all records of an account, decrypted, and prints counts. Raises UserError."""
     from etude.live.log.privacy import export
 
     with opened(arguments.config) as loop:
@@ -203,7 +203,7 @@ def run_export(arguments: argparse.Namespace) -> None:
 
 
 def run_expire(arguments: argparse.Namespace) -> None:
-    """Deletes contents that are too old, and prints how many. Raises UserError."""
+    """Deletes contents that are too old, and prints their number. Raises UserError."""
     from etude.live.log.privacy import expire
 
     with opened(arguments.config) as loop:
@@ -218,7 +218,7 @@ def add_plant(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plant(arguments: argparse.Namespace) -> None:
-    """Prints strings that no version may know. Raises UserError."""
+    """Makes and prints planted strings, which no version may complete. Raises UserError."""
     from etude.live.log.privacy import plant
 
     with opened(arguments.config) as loop:

@@ -1,4 +1,4 @@
-"""`etude live window | train | demo`: what is learned from turns, of users or of simulated ones."""
+"""`etude live window | train | demo`: learning from the turns of users, real or simulated."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def add_window(parser: argparse.ArgumentParser) -> None:
 
 
 def run_window(arguments: argparse.Namespace) -> int:
-    """Prints counts by exit and reason, and the share that was dropped by reason and version; or compares a window that
-    is computed again. Raises UserError."""
+    """Prints the turns of a window by exit and reason, and the shares dropped by reason and version; or computes a
+    window again and compares. Raises UserError."""
     from etude.live.learn import LiveContents, cut_window, replay_window, signal_calibration
 
     config = read_config(arguments.config)
@@ -122,7 +122,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> None:
-    """Trains on a window, unless that is done, and prints the version. Raises UserError or RunFailed."""
+    """Trains on a window, unless it has been trained on, and prints the version. Raises UserError or RunFailed."""
     from etude.live.learn import LiveContents, train_window, window_samples
 
     with opened(arguments.config) as loop:

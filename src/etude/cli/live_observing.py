@@ -1,4 +1,4 @@
-"""`etude live watch | hook`: for developers, whose edits in a git repository are observed."""
+"""`etude live watch | hook`: observation of a developer's edits in a git repository."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`etude live plan | gate | release | rollback | status | drill | watch-canary`: a version comes to users step by
-step."""
+"""`etude live plan | gate | release | rollback | status | drill | watch-canary`: the release of a version to users,
+step by step."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def _margin(tasks: int, discordant: float, plan: LookPlan) -> float:
 
 
 def _smallest_lift(arguments: argparse.Namespace, plan: LookPlan) -> float:
-    """The smallest lift in hundredths of a point that the accounts show. Raises ValueError, or UserError for none."""
+    """The smallest lift that the accounts show, to a hundredth of a point. Raises ValueError, or UserError if there is
+    none."""
     if arguments.accounts < 1:
         raise UserError(f"--accounts {arguments.accounts}: an arm has accounts")
     last = int((1 - arguments.base) * 10_000 - 1e-9)
@@ -111,8 +112,8 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_gate(arguments: argparse.Namespace) -> int:
-    """Prints every part; 1 if one was not passed. Budget, engine and dialect are those of the recipe `train`. Raises
-    UserError."""
+    """Prints every part of the gate; 1 for a version that fails. Budget, engine and dialect are those of the recipe
+    `train`. Raises UserError."""
     import msgspec
 
     from etude.cli.overlays import read_toml
@@ -152,7 +153,7 @@ def add_release(parser: argparse.ArgumentParser) -> None:
 
 
 def run_release(arguments: argparse.Namespace) -> None:
-    """Begins the canary of a version that has passed the gate, or goes on with it. Raises UserError."""
+    """Begins the canary of a version that has passed the gate, or continues it. Raises UserError."""
     from etude.live.release.operations import approve, candidate, start
 
     with opened(arguments.config, make=True) as loop:
@@ -179,7 +180,7 @@ def add_rollback(parser: argparse.ArgumentParser) -> None:
 
 
 def run_rollback(arguments: argparse.Namespace) -> int:
-    """Takes a release back in every cluster, and waits at most a minute until every server follows; 1 if one does not.
+    """Takes a release back in every cluster, and waits at most a minute until every server follows; 1 if a server lags.
     Raises UserError."""
     from etude.live.release.operations import DEADLINE, drain_lagging, rollback, wait
 
@@ -212,7 +213,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> None:
-    """Prints the newest releases, the evidence on the one on trial, and every cluster. Raises UserError."""
+    """Prints the newest releases, the evidence on the release on trial, and every cluster. Raises UserError."""
     from etude.live.release.operations import status
 
     with opened(arguments.config, make=True) as loop:
@@ -252,8 +253,8 @@ def run_status(arguments: argparse.Namespace) -> None:
 
 
 def run_drill(arguments: argparse.Namespace) -> None:
-    """Rolls the canary's servers back and forward again, and prints the seconds of each cluster. Raises UserError if
-    one takes longer than a minute."""
+    """Rolls the canary's servers back and forward again, and prints the seconds of each cluster. Raises UserError for a
+    cluster that takes longer than a minute."""
     from etude.live.release.operations import drill
 
     with opened(arguments.config, make=True) as loop:
@@ -269,7 +270,7 @@ def add_watch_canary(parser: argparse.ArgumentParser) -> None:
 
 
 def run_watch_canary(arguments: argparse.Namespace) -> None:
-    """Decides on the release on trial until it is interrupted, and prints a line for each change. Raises UserError."""
+    """Decides on the release on trial until a signal comes, and prints a line for each change. Raises UserError."""
     from etude.live.release.operations import watch
 
     if not arguments.every > 0:

@@ -1,7 +1,7 @@
-"""`etude COMMAND`: the table of commands, and how errors end.
+"""`etude COMMAND`: the table of commands, and the exit codes of errors.
 
-A command is a module of this package with two functions: `add(parser)` gives it its flags, `run(arguments, rest)` does
-its work, prints, and returns the exit code (None: 0). Only the module of the command that was given is imported, so
+A command is a module of this package with two functions: `add(parser)` adds its flags, `run(arguments, rest)` does its
+work, prints, and returns the exit code (None: 0). Only the module of the command on the command line is imported, so
 that `etude --help` answers at once.
 """
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = arguments.run(arguments, rest)
         except UserError as e:
             _fail(str(e))
-        except ModuleNotFoundError as e:  # what a configuration asks for, such as a table of edits
+        except ModuleNotFoundError as e:  # needed by a value of the configuration, such as a table of edits
             sentence = missing_extra_message(name, e.name or "")
             if sentence is None:
                 raise
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _read_to_the_end() -> Iterator[None]:
-    """Exits with READER_GONE if nobody reads what is printed any more."""
+    """Exits with READER_GONE if the reader of the output has gone."""
     try:
         try:
             yield
@@ -96,12 +96,12 @@ def _read_to_the_end() -> Iterator[None]:
 
 
 def _reader_gone() -> bool:
-    """Whether nobody reads standard output or error any more. What is still to be written there goes to /dev/null, so
-    that the interpreter's last flush finds a file."""
+    """Whether the reader of standard output or error has gone. Such a stream then writes to /dev/null, so that the
+    interpreter's last flush succeeds."""
     gone = False
     for stream in filter(None, (sys.stdout, sys.stderr)):
         poll = select.poll()
-        poll.register(stream.fileno(), 0)  # errors and hang-ups are always told
+        poll.register(stream.fileno(), 0)  # errors and hang-ups are always reported
         if poll.poll(0):
             gone = True
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -119,16 +119,16 @@ def too_old(version: tuple[int, ...]) -> str:
 
 
 def command_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of all commands, with the flags of that one which `words`, the command line, names."""
+    """The parser of all commands, with the flags of the command in `words`, the command line."""
     parser = argparse.ArgumentParser(
         prog="etude", description="Train your own coding agent on your own product.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=_version() if "--version" in words else "")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    given = next((word for word in words if not word.startswith("-")), None)
+    chosen = next((word for word in words if not word.startswith("-")), None)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        if name == given:
+        if name == chosen:
             module = importlib.import_module(f"etude.cli.{name}")
             command.set_defaults(run=module.run, takes_overrides=False)
             module.add(command)

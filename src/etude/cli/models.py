@@ -1,4 +1,4 @@
-"""`etude models`: the models that have a name, and where they lie."""
+"""`etude models`: the models that have a name, and their folders."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Which extras a command line needs: `main` asks before the command begins, so that none stops half-way."""
+"""The extras that a command line needs: `main` checks them first, so that no command stops half-way."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-# Commands and actions that the core does not bring; an action's row goes before its command's. Those that depend on
-# their arguments stand in `extras_of`.
+# Extras of commands and actions; an action's row precedes its command's. `extras_of` has the commands whose extras
+# depend on their arguments.
 _ALWAYS: dict[str, tuple[str, ...]] = {
     "demo": ("train",),
     "serve": ("serve",),
@@ -59,7 +59,7 @@ def extras_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """A model behind a chat API is measured without an engine."""
+    """The extras of `etude eval`: models behind chat APIs alone need no engine."""
     models = [model for model in (arguments.model, arguments.against) if model]
     suites: list[Path] = arguments.suite
     edits = any(str(suite) == "fast-apply" or suite.suffix == ".parquet" for suite in suites)

@@ -1,8 +1,8 @@
 """TOML files and the command line as one configuration: `base.toml @ mine.toml --trainer.lr 2e-4 --rollout.group 8`.
 
-A later source overrides an earlier one: tables are merged key by key, arrays and values are replaced. A table whose
-`type` changes is replaced whole, because its other keys belong to the former type. A later source that says where
-tasks come from replaces all that an earlier one says of it, and what else it says of [tasks] counts for every source.
+Later files and flags override earlier ones: tables are merged key by key, arrays and values are replaced. A table whose
+`type` changes is replaced whole, because its other keys belong to the former type. A key of [tasks] that names the
+origin of tasks replaces all earlier origins; its other keys override those of every entry of tasks.sources.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from etude.errors import UserError
 
 
 def split_overlays(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """`@ FILE ...` and all other words. Raises UserError for an `@` without a file."""
+    """The files after `@`, and all other words. Raises UserError for an `@` without a file."""
     files: list[Path] = []
     others: list[str] = []
     rest = iter(words)
@@ -33,15 +33,16 @@ def split_overlays(words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def read_toml(path: Path, overrides: Sequence[str] = (), overlays: Sequence[Path] = ()) -> dict[str, Any]:
-    """The tables of `path`, under those of `overlays` in order, under `--a.b value` pairs. Raises UserError."""
+    """The tables of `path`, overridden by those of `overlays` in order, then by `--a.b value` pairs. Raises
+    UserError."""
     data: dict[str, Any] = {}
     for tables in (*map(_load, (path, *overlays)), _tables(overrides)):
         data = _merged(data, tables)
     return data
 
 
-def given_text(files: Sequence[Path], overrides: Sequence[str]) -> str:
-    """The files one after the other, and the overrides as a comment: what a run was started with, for people."""
+def configuration_text(files: Sequence[Path], overrides: Sequence[str]) -> str:
+    """The text of a run's configuration, for people: the files one after the other, and the overrides as a comment."""
     parts = [path.read_text("utf-8").rstrip("\n") for path in files]
     if len(files) > 1:
         parts = [f"# ---- {path}\n{text}" for path, text in zip(files, parts, strict=True)]
@@ -61,12 +62,12 @@ def _load(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read as TOML: {e}") from None
 
 
-_ORIGINS = {"repository", "dataset", "harbor", "edits", "environment", "sources"}  # of [tasks]: where they come from
+_ORIGINS = {"repository", "dataset", "harbor", "edits", "environment", "sources"}  # keys of [tasks]
 _OF_ORIGINS = {"sha256", "arguments"}
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Tables merged key by key; a table of another `type` takes the whole place of the one below."""
+    """Tables merged key by key; a table of another `type` replaces the whole table below."""
     merged = dict(below)
     for key, value in above.items():
         former = merged.get(key)
@@ -108,7 +109,7 @@ def _tables(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _toml_value(text: str) -> Any:
-    """A TOML literal if it is one, else the text itself, so that paths need no quotes."""
+    """The value of a TOML literal, else the text itself, so that paths need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

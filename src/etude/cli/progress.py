@@ -1,4 +1,4 @@
-"""The progress bar of commands that run for a while."""
+"""The progress bar of long commands."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-LINE_SECONDS = 20.0  # between two lines of one stage, where there is no terminal
-QUIET_SECONDS = 3.0  # of a command before its first line: most commands are over by then
+LINE_SECONDS = 20.0  # between two lines of one stage, without a terminal
+QUIET_SECONDS = 3.0  # before a command's first line: most commands have ended by then
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from etude.cli.flags import add_flags, from_flags, given
+from etude.cli.flags import add_flags, flag_values, from_flags
 from etude.config import ModelConfig, ServerConfig, WeightSource, validate
 from etude.errors import UserError
 from etude.models import check_folder
@@ -26,9 +26,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> None:
-    """Serves until interrupted. Raises UserError for a bad folder, a taken port or flags that miss another."""
+    """Serves until interrupted. Raises UserError for a bad folder, a taken port or flags of a store without
+    --weights."""
     source, access = None, access_of(arguments)
-    if following := given(arguments, WeightSource):
+    if following := flag_values(arguments, WeightSource):
         if "weights" not in following:
             flags = ", ".join("--" + name.replace("_", "-") for name in following)
             raise UserError(f"{flags}: give the store with --weights, too")

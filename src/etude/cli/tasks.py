@@ -1,5 +1,5 @@
-"""`etude tasks`: make datasets of tasks, check them, tell their answers (`traces`), make tables of applied edits
-(`fast-apply`)."""
+"""`etude tasks`: makes and checks datasets of tasks, writes their gold answers as episodes (`traces`), and makes tables
+of applied edits (`fast-apply`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from etude import runfolder
-from etude.cli.flags import add_flags, from_flags, given
+from etude.cli.flags import add_flags, flag_values, from_flags
 from etude.cli.overlays import read_toml
 from etude.config import BuildConfig, EditTableConfig, RLConfig, TaskSource, TracesConfig, validate
 from etude.errors import UserError
@@ -80,8 +80,8 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _source(arguments: argparse.Namespace) -> TaskSource:
-    """The repository, under the flags; of a TOML that of its [tasks], under the flags. Raises UserError."""
-    path, flags = arguments.repository, given(arguments, BuildConfig)
+    """The repository, or that of [tasks] in a TOML, with the flags over its options. Raises UserError."""
+    path, flags = arguments.repository, flag_values(arguments, BuildConfig)
     if path.suffix != ".toml" or path.is_dir():
         return from_flags(arguments, TaskSource, repository=str(path))
     data = read_toml(path)
@@ -132,13 +132,13 @@ def _traces(arguments: argparse.Namespace) -> int:
     output, options = arguments.output, from_flags(arguments, TracesConfig)
     with bar() as progress:
         datasets = [folder for path in arguments.datasets for folder in _datasets(path, output, progress)]
-        told, tried = write_traces(datasets, output, options, progress)
-    print(f"{told} traces of {tried} in {arguments.output}: give the file as data.files to stage sft")
+        written, tried = write_traces(datasets, output, options, progress)
+    print(f"{written} traces of {tried} in {arguments.output}: give the file as data.files to stage sft")
     return 0
 
 
 def _datasets(path: Path, output: Path, progress: Callable[[str, int, int], None]) -> list[Path]:
-    """The folder itself; of a TOML the folders of its sources, built in `OUTPUT.sources` if need be. Raises
+    """The folder itself, or the dataset folders of a TOML's sources, built in `OUTPUT.sources` if missing. Raises
     UserError."""
     from etude.run.inputs import build_source
     from etude.run.parts import source_dataset
@@ -148,13 +148,13 @@ def _datasets(path: Path, output: Path, progress: Callable[[str, int, int], None
     sources = validate(RLConfig, read_toml(path), str(path)).tasks.sources
     if not sources:
         raise UserError(f"{path} has no tasks.sources, whose answers would be told: give the folder of a dataset")
-    folder, found = output.with_name(f"{output.name}.sources"), list[Path]()
+    folder, roots = output.with_name(f"{output.name}.sources"), list[Path]()
     runfolder.make(folder)
     for source in sources:  # of other options: another folder
         built = folder / blake3(source.model_dump_json().encode()).hexdigest()[:12]
         dataset = source_dataset(source, built) or build_source(source, folder, built, progress)
-        found.append(dataset.root)
-    return found
+        roots.append(dataset.root)
+    return roots
 
 
 def _fast_apply(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from etude import runfolder
-from etude.cli.overlays import given_text, read_toml, split_overlays
+from etude.cli.overlays import configuration_text, read_toml, split_overlays
 from etude.config import LiveConfig, RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
@@ -49,7 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 class _PrintKeys(argparse.Action):
-    """`--keys`: needs no configuration, like `--help`."""
+    """The action of `--keys`, which needs no configuration, like `--help`."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, stage: Any, __: object = None) -> None:
         print("# what is left out has these values; lines that begin with # need a table that is not there by default")
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         if stage != "rl":
             return _finetune(arguments, stage, data, where)
         config = with_models(validate(RLConfig, data, where))
-        folder, toml = OUTPUTS / config.name, given_text(files, overrides)
+        folder, toml = OUTPUTS / config.name, configuration_text(files, overrides)
         if arguments.resume and not arguments.dry_run:
             if not folder.exists():
                 raise UserError(f"{folder} holds no run yet; start it without --resume")
@@ -121,7 +121,7 @@ def _print_memory(config: RLConfig) -> None:
 
 
 class _PrintedLog(logging.Handler):
-    """Log lines go where prints go now, above a screen that is drawn."""
+    """Prints log lines, so that they appear above the terminal view."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints a line."""

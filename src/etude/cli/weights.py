@@ -85,7 +85,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int:
-    """Runs the action that was given; the exit code. Raises UserError."""
+    """Runs the action; returns the exit code. Raises UserError."""
     command: Callable[[argparse.Namespace], int] = ACTIONS[arguments.action]
     return command(arguments)
 
@@ -144,7 +144,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Prints what changed between two versions, tensor by tensor."""
+    """Prints the number of changed elements between two versions, tensor by tensor."""
     from etude.weights.content import load_content
 
     store = _store(arguments.store)
@@ -257,7 +257,7 @@ ACTIONS = {f.__name__: f for f in (keygen, inspect, verify, diff, apply, publish
 
 
 def _store(url: str) -> Store:
-    """The store at `url`. A folder must exist: looking at a store does not make one."""
+    """The store at `url`. Raises UserError for a missing folder, which a reader must not make."""
     if "://" not in url and not Path(url).is_dir():
         raise UserError(f"{url} is not a folder; give the store of a run, e.g. outputs/RUN/weights")
     return open_store(url)

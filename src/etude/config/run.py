@@ -415,7 +415,7 @@ class RLConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _baseline_given_needs_no_schedule(self) -> RLConfig:
+    def _recorded_advantages_need_no_schedule(self) -> RLConfig:
         if self.trainer.baseline == "given" and (self.trainer.minutes is not None or self.trainer.decay):
             raise ValueError('trainer.baseline = "given" ends with its batch: drop trainer.minutes and trainer.decay')
         return self

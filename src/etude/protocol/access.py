@@ -1,7 +1,7 @@
-"""Who may ask a server: its token, and the hosts and origins of requests.
+"""Access to a server: its token, and the hosts and origins of requests.
 
-A token is needed where other machines can connect. Host and Origin are checked on every server, with a token or without
-one: a page in a browser reaches servers of its own machine, under a name of its own (DNS rebinding) or theirs.
+A token is needed where other machines can connect. Host and Origin are checked with or without a token: a web page
+reaches servers of the browser's machine, under the page's own host name (DNS rebinding) or under theirs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from etude.errors import UserError
 
 TOKEN_VARIABLE = "ETUDE_API_KEY"
-"""The environment variable with the token that a server asks for, and that etude's clients send."""
+"""The environment variable with a server's token, which etude's clients send."""
 
-_ANY = ("0.0.0.0", "::")  # addresses to listen on that are no names
+_ANY = ("0.0.0.0", "::")  # listening addresses that are no host names
 _HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^:\[\]/@]+)(?::[0-9]{1,5})?")
 _ORIGIN = re.compile(f"https?://{_HOST.pattern}")
 
 
 class Refusal(Exception):
-    """A request that is not answered, with its status and OpenAI's `code` and `param`."""
+    """A refused request: its HTTP status, and OpenAI's `code` and `param`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Access:
-    """The token of a server, and the names by which it may be asked besides those of loopback and its own address."""
+    """The token of a server, and its host names beside those of loopback and its own address."""
 
     token: str | None = field(default=None, repr=False)
     hosts: frozenset[str] = frozenset()
@@ -64,7 +64,7 @@ class Access:
                 raise Refusal(403, f"pages of the origin {origin[:100]!r} may not ask this server", "origin")
         if _is_part_of_another_page(scope):
             raise Refusal(403, "pages of other sites may not ask this server", "origin")
-        if self.token is not None and not any(_same(given, self.token) for given in bearers(scope)):
+        if self.token is not None and not any(_same(shown, self.token) for shown in bearers(scope)):
             raise Refusal(
                 401,
                 "a token is needed: send it as `Authorization: Bearer TOKEN`",
@@ -78,12 +78,12 @@ LOOPBACK = Access()
 
 
 def headers(scope: Mapping[str, Any], name: bytes) -> Iterator[str]:
-    """The values of a request's headers of this name, which is in lower case."""
+    """The values of a request's headers `name`, a name in lower case."""
     return (value.decode("latin-1").strip() for key, value in scope["headers"] if key == name)
 
 
 def bearers(scope: Mapping[str, Any]) -> Iterator[str]:
-    """The tokens that a request bears: in `authorization`, or in `x-api-key` as clients of Anthropic send it."""
+    """The tokens of a request: in `authorization`, or in `x-api-key` from Anthropic's clients."""
     for value in headers(scope, b"authorization"):
         scheme, _, token = value.partition(" ")
         if scheme.lower() == "bearer":
@@ -91,8 +91,8 @@ def bearers(scope: Mapping[str, Any]) -> Iterator[str]:
     yield from headers(scope, b"x-api-key")
 
 
-def _same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode("latin-1"), token.encode())
+def _same(shown: str, token: str) -> bool:
+    return hmac.compare_digest(shown.encode("latin-1"), token.encode())
 
 
 def _may_name(match: re.Match[str] | None, names: frozenset[str]) -> bool:
@@ -112,7 +112,7 @@ def is_loopback(name: str) -> bool:
 
 
 def _is_part_of_another_page(scope: Mapping[str, Any]) -> bool:
-    """An image or script of another site's page: browsers send no origin with those."""
+    """Whether a request is for an image or script of another site's page, which browsers send without an origin."""
     if next(headers(scope, b"sec-fetch-site"), "") != "cross-site" or any(headers(scope, b"origin")):
         return False
     return scope["method"] != "GET" or next(headers(scope, b"sec-fetch-mode"), "") != "navigate"
@@ -122,17 +122,17 @@ def _is_part_of_another_page(scope: Mapping[str, Any]) -> bool:
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """A random token of 256 bits, as text."""
     return secrets.token_urlsafe(32)
 
 
 def own_token() -> str | None:
-    """The token in the environment; None without one. Raises UserError for one that no header can carry."""
+    """The token in the environment, else None. Raises UserError for characters that no header can carry."""
     return _checked(os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
 
 
 def bearer(token: str | None) -> dict[str, str]:
-    """The header with which a client shows a token."""
+    """The authorization header of a token; {} without a token."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
@@ -154,13 +154,13 @@ def add_access_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def access_of(options: argparse.Namespace) -> Access:
-    """The access that a server's flags and environment ask for. Raises UserError."""
+    """The access by a server's flags and environment. Raises UserError."""
     if options.api_key_file is not None:
         token = _token_in(options.api_key_file)
     else:
         token = own_token()
-    given = [*options.allow_host, *([options.host] if getattr(options, "host", "") not in ("", *_ANY) else [])]
-    names = {name.lower().strip("[]").removesuffix(".") for name in given}
+    hosts = [*options.allow_host, *([options.host] if getattr(options, "host", "") not in ("", *_ANY) else [])]
+    names = {name.lower().strip("[]").removesuffix(".") for name in hosts}
     if wrong := sorted(name for name in names if not re.fullmatch(r"[0-9a-z_.:-]+", name)):
         raise UserError(f"--allow-host: {wrong[0]!r} is not the name of a host, without port and scheme")
     return Access(token, frozenset(names))

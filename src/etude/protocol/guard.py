@@ -27,7 +27,7 @@ _MAX_BRACKETS = 1_000_000  # an object takes thirty times its two bytes
 _LINGER_SECONDS = 2.0  # a client that is still sending reads no answer from a connection that is closed at once
 _RETRY_SECONDS = 1
 MAX_DEPTH = 64
-"""Arrays and objects within each other, where a body's form is free."""
+"""The deepest nesting of arrays and objects in bodies without a schema."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ServiceLimits:
     head_bytes: int = 32 << 10
     head_seconds: float = 10.0
     idle_seconds: int = 5
-    stall_seconds: float = 30.0  # without a byte of the answer taken
+    stall_seconds: float = 30.0  # during which a client reads nothing of its answer
     connections: int = 2048
 
 
@@ -94,8 +94,8 @@ HANDLERS: Any = {HTTPException: wrong_route, Refusal: _refusing, Exception: _bro
 
 
 class Guarded:
-    """An application whose requests are checked and whose bodies have come whole. `authorise` is asked beside `access`;
-    both raise Refusal, which `refuse` makes an answer of."""
+    """An ASGI application behind checks of its requests, whose bodies it gets whole. `authorise` checks beside
+    `access`; both raise Refusal, from which `refuse` makes the response."""
 
     def __init__(
         self,
@@ -132,17 +132,17 @@ class Guarded:
                 held.release()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application. A server that stops cancels its requests after a while: such a request is refused if no
-        part of its answer was sent, and its connection ends otherwise."""
+        """Runs the application. A stopping server cancels its requests: a request is refused if no part of its answer
+        was sent, and loses its connection otherwise."""
         started = False
 
-        async def told(message: Message) -> None:
+        async def forward(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, forward)
         except asyncio.CancelledError:
             if not started:
                 response = self._refuse(scope, busy("this server is stopping"))
@@ -180,7 +180,7 @@ class Guarded:
         return Refusal(413, f"a request has at most {self._limits.body_bytes} bytes", "body_too_large")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, refusal: Refusal) -> None:
-        """Refuses a request. What is unread of it is thrown away for a while, then the connection ends."""
+        """Refuses a request, discards the rest of its body for up to `_LINGER_SECONDS`, and ends the connection."""
         response = self._refuse(scope, refusal)
         start = [*response.raw_headers, (b"connection", b"close")]
         await send({"type": "http.response.start", "status": response.status_code, "headers": start})
@@ -225,7 +225,7 @@ async def _parts(receive: Receive):
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body as one message, and after it what the connection says: that the client has gone."""
+    """A `receive` with the body as one message, then the messages of the connection: its end."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
@@ -238,8 +238,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def decoded(http: Request, kind: type[T], *, packed: bool = False) -> T:
-    """The body of a guarded request as a `kind`, parsed beside the event loop; MessagePack if it is `packed`. Raises
-    Refusal."""
+    """The body of a guarded request as a `kind`, from JSON, or from MessagePack if `packed`. Large bodies are parsed in
+    a thread. Raises Refusal."""
     data = await http.body()
     if len(data) <= _INLINE:
         return decode(data, kind, packed=packed)
@@ -247,7 +247,7 @@ async def decoded(http: Request, kind: type[T], *, packed: bool = False) -> T:
 
 
 def decode(data: bytes, kind: type[T], *, packed: bool = False) -> T:
-    """A body as a `kind`. Raises Refusal."""
+    """A body as a `kind`, from JSON, or from MessagePack if `packed`. Raises Refusal."""
     try:
         if packed:
             return msgspec.msgpack.decode(data, type=kind)
@@ -266,8 +266,8 @@ def check_brackets(data: bytes) -> None:
 
 
 def characters(value: object) -> int:
-    """How many characters the strings of a body hold, keys included; every other value counts as one. Raises Refusal if
-    it is nested more than `MAX_DEPTH` deep."""
+    """The number of characters in the strings of a body, keys included; every other value counts as 1. Raises Refusal
+    for a body nested more than `MAX_DEPTH` deep."""
     count, level = 0, [value]
     for _ in range(MAX_DEPTH):
         below: list[object] = []

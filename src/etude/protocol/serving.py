@@ -1,5 +1,5 @@
-"""How every HTTP server of etude listens: with deadlines for heads, idle and stalled connections, and a bounded number
-of connections, of which the oldest without a request makes room for a new one.
+"""Sockets and connections of etude's HTTP servers: deadlines for heads, idle and stalled connections, and a bounded
+number of connections, of which the oldest without a request makes room for a new one.
 
     listener = open_listener(host, port, access)
     run_server(server_config(Guarded(app, access)), listener, "relay", ready_file)
@@ -33,7 +33,7 @@ _FILES = 65536
 
 def open_listener(host: str, port: int, access: Access) -> socket.socket:
     """A bound socket. Raises UserError if the port is taken, or if other machines could connect without a token."""
-    if not 0 <= port <= 65535:  # the resolver would take another one
+    if not 0 <= port <= 65535:  # the resolver would take another port
         raise UserError(f"cannot listen on {host}:{port}: choose another --port, up to 65535, or 0 for a free one")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -64,7 +64,7 @@ def open_listener(host: str, port: int, access: Access) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The URL at which a listener answers."""
+    """The URL of a listener."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -90,7 +90,7 @@ def server_config(app: ASGIApp, limits: ServiceLimits = LIMITS) -> uvicorn.Confi
 
 
 def raise_file_limit() -> None:
-    """Lets this process open as many files as the system allows it, within reason."""
+    """Raises this process's limit of open files to the system's, or to `_FILES` if that is less."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
     if wanted > soft:
@@ -98,7 +98,7 @@ def raise_file_limit() -> None:
 
 
 def run_server(server: uvicorn.Server, listener: socket.socket, name: str, ready_file: Path | None) -> None:
-    """Says where it answers, on the terminal and in `ready_file`, and answers until a signal comes."""
+    """Prints the server's URL, writes URL and pid to `ready_file` as JSON, and serves until a signal comes."""
     url = url_of(listener)
     print(f"{name} at {url}", flush=True)
     if ready_file is not None:
@@ -109,7 +109,7 @@ def run_server(server: uvicorn.Server, listener: socket.socket, name: str, ready
 
 
 class Connections:
-    """The open connections of a server, those without a request in the order in which they came to be so."""
+    """The open connections of a server; `waiting` has those without a request, the longest wait first."""
 
     def __init__(self, most: int) -> None:
         self.most, self.open = most, 0
@@ -117,7 +117,7 @@ class Connections:
 
 
 class GuardedProtocol(H11Protocol):
-    """One connection. It is closed if a head does not come in time, or if its answer is not taken."""
+    """One connection, closed if a head does not come in time, or if the client reads nothing of its answer."""
 
     def __init__(self, *args: Any, limits: ServiceLimits, connections: Connections, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -127,7 +127,7 @@ class GuardedProtocol(H11Protocol):
         self._unsent = 0  # bytes, when the stall timer last looked
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Makes room if there are too many connections: the oldest that has no request is closed, else this one."""
+        """Beyond the limit of connections, closes the oldest without a request; if all have requests, refuses this."""
         super().connection_made(transport)
         connections = self._connections
         connections.open += 1
@@ -151,7 +151,7 @@ class GuardedProtocol(H11Protocol):
         self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
-        """Starts the time of a head with its first byte, and ends it with its last."""
+        """Starts a head's deadline at its first byte, and stops it at its last."""
         if self.transport.is_closing():
             return
         if self._is_waiting() and self._head_timer is None:
@@ -167,7 +167,7 @@ class GuardedProtocol(H11Protocol):
             self._connections.waiting[self] = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is no HTTP in OpenAI's shape."""
+        """Refuses malformed HTTP with an error object of OpenAI's shape."""
         self._refuse(Refusal(400, f"the request is not HTTP as this server reads it: {msg}"))
 
     def _is_waiting(self) -> bool:
@@ -190,7 +190,7 @@ class GuardedProtocol(H11Protocol):
             self.transport.close()
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answers without an application and closes. An answer that was begun is cut off."""
+        """Sends a refusal and closes the connection. An answer that has begun is cut off."""
         if self.transport.is_closing():
             return
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or not self._is_waiting():

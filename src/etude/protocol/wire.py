@@ -20,16 +20,17 @@ CONFLICT = 409
 MAX_NAME = 512  # characters of a session's name
 MAX_SEQUENCES = 256  # in one request to score
 TURN_HEADER, WEIGHTS_HEADER = "x-etude-turn", "x-etude-weights"
-"""A request's: the tokens of its answer are to be kept under this name. An answer's: the version that it began with."""
+"""Header of a request: the name under which the answer's tokens are kept. Header of an answer: its first version."""
 
 _Ids = Annotated[list[int], msgspec.Meta(max_length=1 << 22)]
 
 
 class GenerateRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """At most `max_tokens` tokens after `ids`, the stop token included. `documents` stand before `ids`, in their order;
-    each sees itself alone and is computed once for all requests (docs/documents.md). `session` names the episode, whose
-    older keys and values the request may reuse. `routes_from` asks for the experts of the positions from there on,
-    those of documents counted. `stream` asks for frames (`frame`). A temperature below 1e-4 counts as 0."""
+    each attends to itself alone and is computed once for all requests (docs/documents.md). `session` names the episode,
+    whose older keys and values the request may reuse. `routes_from` is the first position whose experts are returned,
+    positions of documents counted. `stream`: the answer comes as frames (`frame`). A temperature below 1e-4 counts as
+    0."""
 
     ids: _Ids
     max_tokens: int
@@ -44,8 +45,8 @@ class GenerateRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ScoreRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sequences of ids to score, each computed alone, with fresh keys and values. With `decoded`, the last 32
-    tokens of each, or half of a short one, are fed one at a time, beside other requests, as those of episodes are."""
+    """Sequences of ids to score, each computed alone, with fresh keys and values. With `decoded`, the last 32 tokens of
+    a sequence (half of a shorter one) are fed one at a time, batched with other requests like tokens of episodes."""
 
     sequences: Annotated[tuple[_Ids, ...], msgspec.Meta(max_length=MAX_SEQUENCES)]
     decoded: bool = False
@@ -55,7 +56,7 @@ class ServedTokens(Record, frozen=True, kw_only=True):
     """The tokens of one answer of the /v1 routes (`GET /v1/turns/NAME`). Arrays are as in `records.Segment`:
     little-endian int32, log-probabilities float32, after temperature and top-p. `plain`: nothing else changed the
     distribution, and the prompt has no documents. `message` is the answer in OpenAI's chat format, as JSON, empty if it
-    was not finished; `text` what prompt and answer say as text."""
+    was not finished; `text` is the text of prompt and answer."""
 
     prompt_ids: bytes
     ids: bytes
@@ -65,7 +66,7 @@ class ServedTokens(Record, frozen=True, kw_only=True):
     top_p: float
     finish_reason: str
     plain: bool
-    choices: int  # that were sampled; this is the first
+    choices: int  # sampled for the request; these tokens are of the first
     message: bytes
     text: str
 
@@ -74,7 +75,7 @@ class SequenceScores(Record, frozen=True, kw_only=True):
     """Log-probabilities of each sequence's tokens but the first, given those before, at temperature 1."""
 
     version: int
-    digest: str  # of the tensors that the server says it serves
+    digest: str  # of the served tensors, as the server reports it
     logprobs: tuple[list[float], ...]
 
 
@@ -85,7 +86,7 @@ def frame(part: list[int] | Generation) -> bytes:
 
 
 def take_frames(buffer: bytearray) -> list[list[int] | Generation]:
-    """Takes the whole parts off the front of `buffer`. Raises msgspec.MsgspecError."""
+    """The complete parts at the front of `buffer`, which are removed from it. Raises msgspec.MsgspecError."""
     parts: list[list[int] | Generation] = []
     while len(buffer) >= 4 and len(buffer) >= (end := 4 + struct.unpack_from("<I", buffer)[0]):
         parts.append(msgspec.msgpack.decode(bytes(buffer[4:end]), type=list[int] | Generation))

@@ -1,6 +1,6 @@
 """The inference servers of a run or an evaluation: processes that are started, watched and stopped by their parent.
 
-Servers of vLLM run in a Python of their own, which finds nothing of this one but the package etude.
+Servers of vLLM run in a separate Python environment, to which only the package etude of this one is added.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def server_config(folder: Path, config: RLConfig, number: int) -> ServerConfig:
 def start_engines(
     folder: Path, config: RLConfig, logs: Path, token: str, *, holds: Sequence[int] = ()
 ) -> tuple[list[processes.Child], list[str]]:
-    """The inference servers of a run, which ask for `token`, and their URLs, once all of them answer; no processes
-    where others have started them. Raises UserError if one does not answer. The servers keep the descriptors `holds`
-    open."""
+    """Starts the inference servers of a run with the API key `token`; returns their processes and URLs once all answer.
+    With inference.urls there are no processes. Raises UserError if a server does not answer. The servers keep the
+    descriptors `holds` open."""
     inference = config.inference
     if inference.urls:
         return [], list(inference.urls)
@@ -74,7 +74,7 @@ def start_engines(
 
 
 def backend_of(folder: Path, config: RLConfig) -> EngineBackend:
-    """How the servers of the run in `folder` are asked. Raises UserError."""
+    """The client's backend for the servers of the run in `folder`. Raises UserError."""
     if config.inference.engine == "etude":
         return EtudeBackend()
     from etude.models import expert_layers
@@ -89,19 +89,19 @@ def backend_of(folder: Path, config: RLConfig) -> EngineBackend:
 
 
 def check_python(inference: InferenceConfig) -> None:
-    """Raises UserError unless servers of vLLM can be started: a Python is named that has it."""
+    """Raises UserError unless servers of vLLM can be started: inference.python must have a vLLM that is new enough."""
     if inference.engine == "etude" or inference.urls:
         return
     python = _python(inference)
     code = "import importlib.metadata as m; print(m.version('vllm'))"
     try:
-        found = subprocess.run(
+        output = subprocess.run(
             [python, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as e:
         why = (getattr(e, "stderr", None) or str(e)).strip().splitlines()[-1:]
         raise UserError(f"{python} has no vllm ({' '.join(why)}): name another with inference.python") from None
-    version = found.strip().split("+")[0]
+    version = output.strip().split("+")[0]
     if tuple(map(int, version.split(".")[:2])) < OLDEST_VLLM:
         raise UserError(f"{python} has vLLM {version}: etude needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}")
 
@@ -133,7 +133,7 @@ def _start_vllm(
                 "VLLM_NO_USAGE_STATS": "1",
             }
             if config.trainer.router_replay:
-                env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns experts
+                env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # this runner returns experts
             if inference.device.startswith("cuda"):
                 env["CUDA_VISIBLE_DEVICES"] = str(int(inference.device.partition(":")[2] or 0) + number)
             log = logs / f"inference-{number}.log"
@@ -171,7 +171,7 @@ def vllm_arguments(config: RLConfig, port: int) -> list[str]:
 
 
 def _package_alone(logs: Path) -> Path:
-    """A folder in which a Python finds the package etude and nothing of this Python's other packages."""
+    """A folder for PYTHONPATH that holds a link to the package etude and no other package of this environment."""
     folder = logs / "package"
     folder.mkdir(exist_ok=True)
     link = folder / "etude"
@@ -199,16 +199,16 @@ def _wait_for_health(child: processes.Child, url: str, deadline: float) -> None:
 
 
 def engine_token() -> str:
-    """The token of this process's engines: that of the environment, which they show to a relay or coordinator, too;
-    else a new one. Raises UserError."""
+    """The API key of this process's engines: the environment's, which relays and coordinators take too, else a new key.
+    Raises UserError."""
     return own_token() or new_token()
 
 
 def spawn_engine(
     config: ServerConfig, logs: Path, number: int = 0, token: str | None = None, *, holds: Sequence[int] = ()
 ) -> processes.Child:
-    """An inference server that dies with this process; `engine_url` waits until it is ready. Its configuration is
-    written to `logs`, where the process reads it; the `token` that it asks for is in its environment alone."""
+    """Starts an inference server that dies with this process; `engine_url` waits until it is ready. The server reads
+    its configuration from a file in `logs`; its API key `token` is in its environment alone."""
     path, ready = logs / f"inference-{number}.config.json", _ready_file(logs, number)
     ready.unlink(missing_ok=True)
     text = config.model_copy(update={"ready_file": ready}).model_dump_json(indent=2) + "\n"

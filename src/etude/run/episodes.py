@@ -17,15 +17,15 @@ from etude.run.parts import context_of, decoys_of
 from etude.run.state import Run, check_processes
 from etude.tasks import Dataset
 
-STOP_SECONDS = 30.0  # for episodes that are cancelled to give up their boxes
+STOP_SECONDS = 30.0  # until cancelled episodes have closed their boxes
 NOTICE_SECONDS = 0.1  # until a killed process is seen as gone
 QUARANTINED_SHARE = 0.1  # of the episodes that have ended, above which the run ends
-FEW_QUARANTINED = 8  # that never end a run
+FEW_QUARANTINED = 8  # quarantined episodes, up to which a run goes on in any case
 
 
 @dataclass(frozen=True)
 class LiveEpisode:
-    """An episode that is played. `since` is on the monotonic clock."""
+    """An episode in flight, played since `since` on the monotonic clock."""
 
     lease: EpisodeLease
     since: float
@@ -60,8 +60,8 @@ async def play_leased(run: Run, lease: EpisodeLease) -> None:
 
 
 async def play_impossible(run: Run, tasks: Dataset, number: int) -> None:
-    """Plays an impossible task in a box like any other, and prints an alarm if it is passed. One that infrastructure
-    loses is not repeated."""
+    """Plays an impossible task in a box like other tasks, and prints an alarm if it is passed. An episode lost to
+    infrastructure is not repeated."""
     seed = episode_seed(run.config.seed, number, -1)
     task = tasks.tasks[seed % len(tasks.tasks)]
     episode_id = EpisodeId(group_id=number, member=0, attempt=0, seed=seed)
@@ -80,7 +80,7 @@ async def play_impossible(run: Run, tasks: Dataset, number: int) -> None:
 
 
 async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Ends episodes. One that does not end in time is left to end with the sandbox, whose box it waits for."""
+    """Cancels episodes. An episode still running after `STOP_SECONDS` ends with the sandbox, whose box it waits for."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -112,8 +112,8 @@ def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
 
 
 def _alarm(run: Run, episode: Episode) -> None:
-    """Says that an episode is quarantined. Raises RunFailed if too many are: then the mistake is no rare one, and what
-    is left of the groups is no fair sample of what the model does."""
+    """Prints that an episode is quarantined. Raises RunFailed if too many are: the fault is then no rare one, and the
+    remaining episodes of the groups are no fair sample of the policy."""
     run.progress.quarantined += 1
     what = f"episode {episode.id} (task {episode.task_id}) is quarantined, not trained on: {episode.detail}"
     print(what, file=sys.stderr, flush=True)
@@ -126,6 +126,6 @@ def _alarm(run: Run, episode: Episode) -> None:
 
 
 async def _explain(run: Run) -> None:
-    """Raises RunFailed if a lost episode is the first sign of a dead process: its retries would be lost as well."""
+    """Raises RunFailed if a process has died, the cause of a lost episode: its retries would be lost as well."""
     await asyncio.sleep(NOTICE_SECONDS)
     check_processes(run)

@@ -53,9 +53,9 @@ class Remote:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The subject and settings of a measurement. With `output`, finished episodes are kept there, and are not played
-    again. `dialect` and `chat_template_kwargs` are those of folders, as in a run's configuration; `tools` are the names
-    of those that the agent has, () for all."""
+    """The tasks and settings of a measurement. Finished episodes are kept in the folder `output`, if there is one, and
+    not played again. `dialect` and `chat_template_kwargs` are for model folders, as in a run's configuration; `tools`
+    are the names of the agent's tools, () for all."""
 
     suites: Sequence[Path]
     options: EvalConfig
@@ -121,7 +121,7 @@ def measure_models(
 
 
 def _label(model: Path | Remote) -> str:
-    """A bundled model by its name, another folder as it is seen from here."""
+    """The shown name of a model: a bundled model's name, or a folder's path from the current folder."""
     if isinstance(model, Remote):
         return str(model)
     if model == bundled_model(model.name):
@@ -143,25 +143,25 @@ def _show(model: Path | Remote, result: EvalResult) -> None:
 
 @dataclass(frozen=True)
 class _Journal:
-    """The episodes of an evaluation that have ended, a file each."""
+    """The finished episodes of an evaluation, one file each."""
 
     folder: Path | None
 
     def known(self) -> dict[tuple[str, int], Episode]:
-        """Those of earlier starts, by task and sample. Raises UserError for a damaged file."""
+        """The episodes of earlier starts, by task and sample. Raises UserError for a damaged file."""
         if self.folder is None:
             return {}
-        found: dict[tuple[str, int], Episode] = {}
+        episodes: dict[tuple[str, int], Episode] = {}
         for path in sorted(self.folder.glob("*.msgpack")):
             try:
                 episode = decode(path.read_bytes(), Episode)
             except msgspec.MsgspecError as e:
                 raise UserError(f"{path} is damaged ({e}); delete it, and its episode is played again") from None
-            found[episode.task_id, episode.member] = episode
-        return found
+            episodes[episode.task_id, episode.member] = episode
+        return episodes
 
     def keep(self, episode: Episode) -> None:
-        """Writes an episode that has ended."""
+        """Writes a finished episode."""
         if self.folder is not None:
             name = re.sub(r"[^A-Za-z0-9._-]", "_", episode.task_id)
             runfolder.write(self.folder / f"{name}-{episode.group_id}-{episode.member}.msgpack", encode(episode))
@@ -174,7 +174,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Datas
     folder = measurement.output / f"model-{number}"
     runfolder.make(folder)
     digests = [part.manifest.digests.get("dataset.json", "") for part in dataset.parts]
-    said = {
+    settings = {
         "model": str(model),
         "suites": digests,
         "split": measurement.split,
@@ -184,7 +184,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Datas
         "rendered": [measurement.dialect, dict(measurement.chat_template_kwargs), *measurement.tools],
         "served": [model.chat.api, model.chat.temperature] if isinstance(model, Remote) else _files(model),
     }
-    path, text = folder / "measurement.json", json.dumps(said, indent=1).encode()
+    path, text = folder / "measurement.json", json.dumps(settings, indent=1).encode()
     if path.exists() and path.read_bytes() != text:
         raise UserError(f"{path} is of another measurement (model, suite, budget or seed): give another folder with -o")
     if not path.exists():
@@ -194,8 +194,8 @@ def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Datas
 
 def _files(model: Path) -> list[list[object]]:
     """Name, size and time of a model's files: other weights in the same folder are another model."""
-    found = ((path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file())
-    return [[name, status.st_size, status.st_mtime_ns] for name, status in found]
+    files = ((path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file())
+    return [[name, status.st_size, status.st_mtime_ns] for name, status in files]
 
 
 async def _measure(
@@ -226,7 +226,7 @@ async def _measure(
 async def _context(
     model: Path | Remote, dataset: Dataset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
 ) -> AsyncIterator[RolloutContext | ChatContext]:
-    """The common settings of one model's episodes; a folder is served by an engine for as long as it is measured."""
+    """The common settings of one model's episodes; an engine serves a model folder until its measurement ends."""
     budget = measurement.budget
     if isinstance(model, Remote):
         async with ChatClient(model.chat, model.key) as client:

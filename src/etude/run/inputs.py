@@ -1,4 +1,4 @@
-"""The inputs of a run: refused before anything is written, or built."""
+"""The inputs of a run: checks before a run folder is written, and the building of datasets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_inputs(config: RLConfig) -> None:
-    """Raises UserError for mistakes that show before a run folder is written."""
+    """Raises UserError for mistakes in a configuration; called before a run folder is written."""
     from etude.trainer.rl.presets import loss_preset
 
     check_folder(Path(config.model.path))
@@ -95,9 +95,9 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
 
 
 def trainable(dataset: Dataset, shares: Sequence[float]) -> Dataset:
-    """A dataset without the training tasks of which too few tests are decided outside of the tested process: there, a
-    reward can be forged. `shares` has the least share of each part. A task of unknown share stays. Raises UserError if
-    none is left, of any part."""
+    """A dataset without the training tasks with too few tests that are decided outside of the tested process, inside of
+    which a reward can be forged. `shares` is the least share of such tests, for each part. Tasks of unknown share stay.
+    Raises UserError for a part without training tasks."""
     if isinstance(dataset, MixedDataset):
         left = iter(shares)
         return dataset.each(lambda part: trainable(part, [next(left)]))
@@ -123,9 +123,9 @@ def trainable(dataset: Dataset, shares: Sequence[float]) -> Dataset:
 
 
 def run_dataset(config: RLConfig, folder: Path, note: Callable[[str, int, int], None]) -> Dataset:
-    """The run's dataset; built into the run folder if the configuration names a repository. Sources that are built
-    beside the run are left out while they are not there. Raises UserError; of several sources it names the one that
-    has failed."""
+    """The run's dataset, built into the run folder if the configuration names a repository. Sources that are built
+    beside the run are left out until they are complete. Raises UserError, which names the failed one of several
+    sources."""
     if (dataset := dataset_of(config, folder)) is not None:
         return dataset
     tasks = config.tasks
@@ -139,7 +139,7 @@ def run_dataset(config: RLConfig, folder: Path, note: Callable[[str, int, int], 
 
 
 def build_numbered(config: RLConfig, number: int, folder: Path, note: Callable[[str, int, int], None]) -> Dataset:
-    """The dataset of one of several sources, built into the run folder if need be. Raises UserError."""
+    """The dataset of source `number`, built into the run folder if it is missing. Raises UserError."""
     source, built = config.tasks.sources[number], folder / "tasks" / str(number)
     built.parent.mkdir(exist_ok=True)
     try:
@@ -149,8 +149,7 @@ def build_numbered(config: RLConfig, number: int, folder: Path, note: Callable[[
 
 
 def _check_decidable(dataset: Dataset, sandbox: SandboxConfig) -> None:
-    """Refuses hidden tests that boxes cannot decide: those of Python need two processes that are kept apart. Raises
-    UserError."""
+    """Raises UserError for hidden tests that boxes cannot decide: tests of Python need two isolated processes."""
     if sandbox.type != "namespace" and any(
         not is_script(test) for task in dataset.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)
     ):
@@ -165,8 +164,8 @@ def _undecidable(sandbox: SandboxConfig) -> UserError:
 
 
 def _check_tools(config: RLConfig) -> None:
-    """Raises UserError for tools that an agent of this run cannot have, or cannot do without, and for a context that
-    their schemas fill."""
+    """Raises UserError for unknown, unavailable or missing tools of the run's agent, and for a context that their
+    schemas fill."""
     names, renderer = config.rollout.tools, renderer_of(config)
     named(names)
     others = config.rollout.agent is not None or config.tasks.edits is not None or config.tasks.environment is not None
@@ -179,7 +178,7 @@ def _check_tools(config: RLConfig) -> None:
 
 
 def check_foreign(dataset: Dataset, renderer: Renderer, sandbox: SandboxConfig | None = None) -> None:
-    """Refuses what foreign tasks cannot be played with. Raises UserError."""
+    """Raises UserError for foreign tasks with a dialect or boxes that cannot play them."""
     if any(isinstance(part, ForeignDataset) for part in dataset.parts):
         _refuse_foreign(renderer, sandbox)
 
@@ -209,8 +208,8 @@ def build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[
 
 
 def _check_architecture(config: RLConfig) -> None:
-    """Refuses what the model's configuration tells: architectures that the trainer or the run's engine do not compute.
-    What only a trial tells is refused by their processes, before the first episode."""
+    """Raises UserError for architectures that the trainer or the run's engine does not compute, by the model's
+    configuration. Their processes refuse what only a trial shows, before the first episode."""
     from etude.models.loading import load_config
     from etude.models.support import Use, refusal
 
@@ -230,7 +229,7 @@ def _check_architecture(config: RLConfig) -> None:
 
 
 def _check_devices(config: RLConfig) -> None:
-    """Refuses devices that this machine, or its PyTorch, does not have. Engines of others bring a PyTorch of theirs."""
+    """Raises UserError for devices that this machine's PyTorch lacks. vLLM and engines at URLs have their own."""
     from etude.models import check_device
 
     check_device(config.trainer.device, "trainer.device")
@@ -239,7 +238,7 @@ def _check_devices(config: RLConfig) -> None:
 
 
 def _check_types(config: RLConfig) -> None:
-    """Refuses versions of a type that engines would round."""
+    """Raises UserError for weights of a dtype that the engines would round."""
     import torch
 
     from etude.models.dtypes import main_dtype
@@ -254,7 +253,7 @@ def _check_types(config: RLConfig) -> None:
 
 
 def _check_cache(config: RLConfig, model: PretrainedConfig) -> None:
-    """Refuses a context that the memory of our engine cannot hold."""
+    """Raises UserError for a context that etude's engine cannot hold in its cache."""
     from etude.models.key_values import cache_mb, configured, cpu_cache_mb
 
     inference, context = config.inference, config.rollout.context
@@ -274,7 +273,7 @@ def _check_cache(config: RLConfig, model: PretrainedConfig) -> None:
 
 
 def _check_documents(config: RLConfig) -> None:
-    """Refuses models that documents cannot be placed in, and engines whose memory is too small for an episode's."""
+    """Raises UserError for models that cannot attend to documents, and for too little memory for an episode's."""
     from etude.models.document_spans import config_refusal, token_bytes
     from etude.models.loading import load_config
 

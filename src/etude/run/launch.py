@@ -43,8 +43,8 @@ from etude.tasks import Dataset, make_impossible
 from etude.weights import manifests
 
 Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]
-# The time of an episode of training over that of one of the evaluation: a group shares its prompt and its box, and many
-# of its test runs are answered from memory. Of demo runs on two cores.
+# Seconds of a training episode over those of an evaluation episode, by demo runs on two cores: a group shares its
+# prompt and its box, and many of its test runs are answered from memory.
 FASTER = 0.45
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 T = TypeVar("T")
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The configuration and all that a run keeps on disk."""
+    """The configuration, tasks, ledger and stores of a run."""
 
     config: RLConfig
     folder: Path
@@ -67,9 +67,9 @@ class _Inputs:
 def train_rl(
     config: RLConfig, folder: Path, *, resume: bool, toml: str | None, boxes: Boxes | None = None
 ) -> RunReport:
-    """Runs or resumes the stage in `folder` and writes its report. Raises UserError or RunFailed. `toml` is the
-    configuration as it was given, kept for people. Episodes are played in what `boxes` makes, such as a benchmark's
-    with slower tools; by default in boxes of [sandbox]."""
+    """Runs or resumes the stage in `folder` and writes its report. `toml` is the text of the configuration, kept for
+    people. `boxes` opens the sandbox of the episodes, e.g. a benchmark's with slower tools; by default that of
+    [sandbox]. Raises UserError or RunFailed."""
     started = runfolder.now()
     if not resume:
         runfolder.check_new(folder)
@@ -98,7 +98,7 @@ def train_rl(
         engines = dict(zip(urls, children, strict=False))
         try:
             trainer = ["etude.trainer.rl.process", str(folder)]
-            password = ledger_password(config)  # which the run folder does not keep; libpq reads it from there
+            password = ledger_password(config)  # not in the run folder: libpq reads it from the environment
             env = {"PGPASSWORD": unquote(password)} if password else None
             children.append(processes.start("trainer", trainer, logs / "trainer.log", env, holds=[lock]))
             sandbox = (boxes or partial(open_sandbox, config.sandbox))(
@@ -125,8 +125,8 @@ def _shown(report: RunReport, folder: Path) -> RunReport:
 
 
 def _finished(config: RLConfig, folder: Path) -> RunReport | None:
-    """The report of a run that has ended, None if anything of it is missing or older than the newest version. A clock
-    that was not quite over when training ended is no reason to train on."""
+    """The report of a finished run; None if a file is missing or the report is older than the newest version. A run
+    with trainer.minutes is finished though its last step ended before the clock."""
     wanted = {"eval-before.json": config.eval.before, "eval-after.json": config.eval.after, "report.html": True}
     if not all((folder / name).exists() for name, due in wanted.items() if due):
         return None
@@ -138,7 +138,7 @@ def _finished(config: RLConfig, folder: Path) -> RunReport | None:
 
 
 def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
-    """The run's tasks, built if need be, less those that it cannot train on. Raises UserError."""
+    """The run's tasks, built if they are missing, without those that are not trained on. Raises UserError."""
     if config.sandbox.type != "namespace":
         print(f"sandbox.type = {config.sandbox.type!r} is for episodes; tasks are built in namespaces", file=sys.stderr)
     with _stage(folder, view, "build tasks"):
@@ -153,7 +153,8 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
 
 
 def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
-    """Before any process leases or trains: the ledger recovers, and the logprob probes are stored."""
+    """Opens the ledger and the stores, recovers the ledger and stores the logprob probes, before a process leases or
+    trains."""
     root = config.store or str(folder)
     weights, answers = open_store(f"{root}/weights"), open_store(f"{root}/probes")
     length = min(PROBE_TOKENS, config.rollout.context)
@@ -167,7 +168,7 @@ def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
 
 
 def _play_damaged_again(ledger: Ledger, rollouts: Store) -> None:
-    """Sends episodes back whose bytes are gone or altered, before they are trained on."""
+    """Has untrained episodes played again whose blobs are missing or damaged."""
     for group, member, blob in ledger.untrained():
         try:
             get_blob(rollouts, blob)
@@ -186,7 +187,7 @@ async def _run_stages(
     started: float,
     builder: Callable[[], Child],
 ) -> RunReport:
-    """Evaluates, trains, evaluates and reports, with the engines and the trainer started."""
+    """Evaluates, trains, evaluates again and reports, once engines and trainer are started."""
     config, folder = inputs.config, inputs.folder
     plays_impossible = config.cheats.impossible and not (config.tasks.edits or config.tasks.environment)
     async with (
@@ -237,7 +238,7 @@ async def _evaluate_and_train(run: Run, view: LiveView, started: float, builder:
         left = config.trainer.steps - max(0, last_version(run.weights))
         if expected is not None and left > 0:
             print(f"etude: {_plan(config, left, expected * left)}", file=sys.stderr, flush=True)
-        # Neither evaluation has it beside it, so that both have the machine alone.
+        # The builder runs during training alone: neither evaluation shares the machine with it.
         building = [builder()] if run.pool.waiting and left > 0 else []
         run.children.extend(building)
         await loop.rollouts(run, Monitor(folder, config, view, pids, run.trainer.log, expected).tick)
@@ -279,8 +280,8 @@ def measured(path: Path) -> EvalResult:
 
 
 async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
-    """pass@1 on the held-out tasks with the weights served now; read back if an earlier attempt measured it, of the
-    same version if it is the evaluation after training."""
+    """pass@1 on the held-out tasks with the served weights; read from the file of an earlier attempt if there is one,
+    after training only of the same version."""
     path, served = run.folder / f"eval-{when}.json", last_version(run.weights)
     if path.exists():
         known = measured(path)
@@ -306,7 +307,8 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
 
 
 async def _watched(run: Run, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or RunFailed as soon as a process that it needs is gone; engines are watched."""
+    """The result of `work`, while processes and engines are watched. Raises RunFailed as soon as one of them is
+    gone."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():

@@ -1,4 +1,4 @@
-"""The controller: which loop consumes what, waits for what, and unblocks whom. This page is the architecture.
+"""The controller and the loops of a run: what each consumes, waits for and unblocks. This page is the architecture.
 
     repository ──> tasks ──> rollout ──────────> ledger ──> trainer ──> weights ──> inference
                      ^       (sandbox, harness,  (every     (losses)    (versions)  (engines)
@@ -18,9 +18,9 @@
 
 No loop runs once per token, and a process that dies loses nothing: every admitted episode is in the ledger, a version's
 manifest names the groups it was trained on, and `--resume` starts again from those two. A step of the trainer and the
-episodes of later groups overlap; how far is the admission bound (`rollout/admission.py`), not a filter afterwards. How
-many episodes are live is a number, or follows the engines' load (`rollout/concurrency.py`). If nothing moves, the watch
-loop prints what the run waits for, and at last ends the run (`rollout/stall.py`).
+episodes of later groups overlap, as far as the admission bound allows (`rollout/admission.py`); no filter drops stale
+episodes afterwards. The number of live episodes is fixed, or follows the engines' load (`rollout/concurrency.py`). If
+nothing moves, the watch loop prints what the run waits for, and at last ends the run (`rollout/stall.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from etude.run.versions import observe_versions
 from etude.tasks import Dataset, MixedDataset
 
 TICK_SECONDS = 0.1
-LEASE_SECONDS = 120.0  # after which episodes of a controller that died are played again
+LEASE_SECONDS = 120.0  # after which episodes of a dead controller are played again
 OWNER = "controller"
 
 
@@ -69,7 +69,7 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
             for number in sources.arrived(run.folder, run.pool):
                 await asyncio.to_thread(sources.join, run.config, run.folder, run.pool, number)
                 sources.extend(curriculum, run.dataset, rollout.group, run.config.seed)
-            # In threads: episodes are played on while the ledger's server is away.
+            # In threads: episodes go on while the ledger's server is away.
             learned = await asyncio.to_thread(_admit, run, curriculum, learned)
             if (free := run.concurrency.limit - count) > 0:
                 leases = await asyncio.to_thread(run.ledger.lease, OWNER, free, LEASE_SECONDS)
@@ -101,7 +101,7 @@ def curriculum_of(dataset: Dataset, group: int, seed: int) -> Curriculum | Mixed
 
 
 class _ImpossibleTasks:
-    """Plays impossible tasks, one at a time, as a share of the episodes that ended. Whoever passes one has cheated."""
+    """Impossible tasks, played one at a time as a share of the accepted episodes. A model that passes one cheats."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -109,7 +109,7 @@ class _ImpossibleTasks:
         self.live: list[asyncio.Task[None]] = []
 
     def play(self) -> None:
-        """Starts the next one if it is due. Raises what went wrong with the one before."""
+        """Starts the next task if it is due. Raises the exception of the task before."""
         run, tasks = self._run, self._run.impossible
         for task in [task for task in self.live if task.done()]:
             self.live.remove(task)
@@ -121,12 +121,12 @@ class _ImpossibleTasks:
 
 
 def _requests(run: Run) -> int:
-    """Requests at the engines, computed or waiting."""
+    """The requests at all engines, running or waiting."""
     return int(run.progress.engine.get("running", 0) + run.progress.engine.get("waiting", 0))
 
 
 def _admit(run: Run, curriculum: Curriculum | MixedCurriculum, learned: int) -> int:
-    """Admits as many groups as the bound allows; returns the mark up to which the curriculum has learned."""
+    """Admits as many groups as the bound allows; returns the mark of the last result that the curriculum has seen."""
     rollout = run.config.rollout
     figures = run.ledger.figures()
     run.progress.trained, run.progress.accepted = figures.consumed_version, figures.accepted
@@ -156,7 +156,8 @@ def _admit(run: Run, curriculum: Curriculum | MixedCurriculum, learned: int) -> 
 
 
 def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisode]) -> None:
-    """Prints what the run waits for if nothing has moved for long; raises RunFailed if nothing has for much longer."""
+    """Prints what the run waits for after rollout.stall_seconds without progress; raises RunFailed after `LIMIT` times
+    as long."""
     progress, now = run.progress, time.monotonic()
     timeline = run.folder / "timeline.jsonl"  # where the trainer notes steps that it computes again after a resume
     repeated = timeline.stat().st_size if timeline.exists() else 0
@@ -174,7 +175,7 @@ def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisode]) ->
 
 
 def _snapshot(run: Run, live: Sequence[LiveEpisode], now: float) -> StallSnapshot:
-    """Reads figures from the store and the ledger that cost too much to be read in every tick."""
+    """The figures of a stall, read from store and ledger; too costly for every tick."""
     rollout, published = run.config.rollout, last_version(run.weights)
     taken = run.ledger.ready_groups(
         rollout.prompts, in_order=run.config.deterministic, due=published - rollout.staleness

@@ -31,14 +31,14 @@ class Monitor:
         trainer: Path,
         expected: float | None = None,
     ) -> None:
-        """`pids`: the processes of the run beside this one, by name. `trainer`: the trainer's log, whose lines that
-        begin with `note: ` are shown. `expected`: seconds that a step is thought to take, until steps are seen."""
+        """`pids`: the other processes of the run, by name. `trainer`: the trainer's log, whose lines that begin with
+        `note: ` are shown. `expected`: the estimated seconds of a step, used until a step has ended."""
         self._expected = expected
         self._folder, self._config, self._view = folder, config, view
         self._pids = {"controller": os.getpid(), **pids}
         self._memory_read = 0.0
         self._log, self._log_read = trainer, 0
-        self._read = 0  # bytes of metrics.jsonl that were seen
+        self._read = 0  # bytes of metrics.jsonl
         self._steps = 0
         self._earlier = 0  # steps of earlier attempts
         self._spent = 0.0  # seconds of training, by the last step
@@ -50,7 +50,7 @@ class Monitor:
         self._earlier = self._steps
 
     def tick(self, progress: Progress) -> None:
-        """Reports where the run stands, unless it was reported less than half a second ago."""
+        """Shows the run's progress, at most every `SECONDS`."""
         now = runfolder.now()
         if now - self._last < SECONDS:
             return
@@ -73,7 +73,7 @@ class Monitor:
         self._last = now
 
     def _seconds_left(self, now: float) -> float | None:
-        """Until the clock or the number of steps ends the stage, whichever comes first."""
+        """The seconds until trainer.minutes or trainer.steps end the stage, whichever comes first."""
         trainer = self._config.trainer
         elapsed = now - self._started
         taken, left = self._steps - self._earlier, trainer.steps - self._steps
@@ -85,7 +85,7 @@ class Monitor:
         return max(0.0, min(known)) if known else None  # a step that has begun is finished
 
     def _notes(self) -> None:
-        """Shows what the trainer wants to be known."""
+        """Prints the new notes in the trainer's log."""
         if not self._log.exists() or self._log.stat().st_size == self._log_read:
             return
         with self._log.open("rb") as file:
@@ -120,7 +120,8 @@ class Monitor:
         runfolder.append_json(self._folder / "memory.jsonl", {"step": self._steps, "time": now, **held})
 
     def _engine_busy(self, engine: dict[str, float], now: float) -> None:
-        """Busy seconds since the last look, as one span of the timeline: its length is exact, its place is not."""
+        """Adds the engines' busy seconds since the last tick to the timeline, as one span: its length is exact, its
+        place is not."""
         if not engine:
             return
         busy = engine["busy_seconds"] - self._engine.get("busy_seconds", engine["busy_seconds"])

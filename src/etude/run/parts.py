@@ -1,6 +1,6 @@
-"""Objects that a configuration describes: the renderer, the dataset, the sandbox's options, how episodes are sampled.
+"""Objects made from a run's configuration: renderer, dataset, options of the sandbox, sampling of episodes.
 
-The run, its evaluation and the audits that repeat episodes make them by the same functions.
+The run, its evaluation and the audits that repeat episodes share these functions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def dataset_of(config: RLConfig, folder: Path) -> Dataset | None:
 
 
 def folders_of_tasks(config: RLConfig, folder: Path) -> list[Path]:
-    """The datasets of the run in `folder`, as they were given or built. Raises UserError for a run of other tasks."""
+    """The dataset folders of the run in `folder`, configured or built. Raises UserError for a run of other tasks."""
     tasks = config.tasks
     if tasks.edits is not None or tasks.environment is not None:
         raise UserError(f"{folder} was trained on an environment or on edits, which are no task dataset")
@@ -56,18 +56,18 @@ def folders_of_tasks(config: RLConfig, folder: Path) -> list[Path]:
 
 
 def built_beside(config: RLConfig) -> tuple[int, ...]:
-    """The numbers of the sources whose tasks are made while the run goes on: repositories that nothing is held out of.
-    None in a run that is to be repeated bit for bit, nor where boxes install from an index, which leaves out what the
-    tasks are made from, nor where the tasks' options hold a password."""
+    """The numbers of the sources whose tasks are built during the run: repositories without held-out tasks. There are
+    none in a deterministic run, nor with a package index in boxes, which must leave out the packages of all tasks, nor
+    with a password in the tasks' options."""
     sources = config.tasks.sources
     later = tuple(n for n, source in enumerate(sources) if source.dataset is None and not source.heldout_fraction)
     installs = config.sandbox.type == "namespace" and config.sandbox.index is not None
-    secret = without_secrets(config).tasks != config.tasks  # which the process that builds would not have
+    secret = without_secrets(config).tasks != config.tasks  # missing in the configuration that the builder reads
     return () if config.deterministic or installs or secret or len(later) == len(sources) else later
 
 
 def source_dataset(source: TaskSource, built: Path) -> Dataset | None:
-    """The dataset of one source, or the one that was built of it; None if it has not been built yet. Raises
+    """The dataset of one source, configured or in the folder `built`; None if it has not been built. Raises
     UserError."""
     if source.dataset is not None:
         return load_any(Path(source.dataset))
@@ -75,7 +75,7 @@ def source_dataset(source: TaskSource, built: Path) -> Dataset | None:
 
 
 def sampling_of(rollout: RolloutConfig) -> Sampling:
-    """How the turns of a run are sampled."""
+    """The sampling options of a run's turns."""
     return Sampling(
         temperature=rollout.temperature,
         documents=rollout.documents,
@@ -88,14 +88,14 @@ def sampling_of(rollout: RolloutConfig) -> Sampling:
 def context_of(
     config: RLConfig, dataset: Dataset, sandbox: Sandbox, policy: Policy, renderer: Renderer, agent: Agent | None = None
 ) -> RolloutContext:
-    """The common settings of a run's episodes. Training episodes also record experts, if it replays them."""
+    """The common settings of a run's episodes. With router replay, training episodes record experts, too."""
     rollout = config.rollout
     applier = server_applier(rollout.apply) if rollout.apply else merge_applier
     return RolloutContext(dataset, sandbox, policy, renderer, rollout.budget(), sampling_of(rollout), agent, applier)
 
 
 def decoys_of(config: RLConfig, task: Task) -> Decoys | None:
-    """The decoys of a task, if it has some in this run; its impossible version has the same."""
+    """The decoys of a task in this run, or None; its impossible version has the same."""
     if task.sketch is not None or task.kind == FOREIGN or config.tasks.environment is not None:
         return None  # there is no repository to hide them in
     chosen = has_decoys(task.id, config.seed, config.cheats.decoys)
@@ -103,7 +103,7 @@ def decoys_of(config: RLConfig, task: Task) -> Decoys | None:
 
 
 def profiles_of(config: RLConfig) -> ProfileSource | None:
-    """Machines that boxes imitate; () for the reference description, None for no machine. Raises UserError."""
+    """The machine profiles of boxes; () for the reference description, None for no profile. Raises UserError."""
     path = config.rollout.machine_profiles
     if path == "none":
         return None
@@ -111,8 +111,8 @@ def profiles_of(config: RLConfig) -> ProfileSource | None:
 
 
 def egress_of(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:
-    """The hosts and index that boxes may reach, if any. The package that tasks are made from is no part of it. Raises
-    UserError."""
+    """The hosts and package index that boxes may reach; None without. The index leaves out the packages that tasks are
+    made from. Raises UserError."""
     sandbox, index = config.sandbox, None
     if sandbox.type != "namespace":
         return None
@@ -126,7 +126,7 @@ def egress_of(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None
 
 
 def concurrency_of(config: RLConfig) -> Concurrency:
-    """How many episodes are live: a number, or one that follows the engines' load."""
+    """The limit of live episodes: fixed, or following the engines' load."""
     rollout = config.rollout
     fixed = None if rollout.max_in_flight == "auto" else rollout.max_in_flight
     rows = config.inference.count * config.inference.max_batch

@@ -45,7 +45,7 @@ LISTED_FLAGGED = 50
 
 
 def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None, seconds: float) -> RunReport:
-    """Writes report.json and report.html; returns the report. `seconds` are those of this attempt."""
+    """Writes report.json and report.html; returns the report. `seconds` is the duration of this attempt."""
     steps = runfolder.read_jsonl(run.folder / "metrics.jsonl")
     published = manifests(run.weights)
     timeline = runfolder.read_jsonl(run.folder / "timeline.jsonl", ("start", "end"), ("process", "state"))
@@ -95,7 +95,7 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
 
 
 def _silent(run: Run, steps: list[dict[str, Any]]) -> tuple[float | None, str | None]:
-    """The share of groups that taught nothing, and what to say of it."""
+    """The share of groups without variance in rewards, and the report's note on it."""
     groups = sum(step["rollout/groups"] for step in steps)
     if not groups:
         return None, None
@@ -109,7 +109,7 @@ def _cheating(run: Run, steps: list[dict[str, Any]]) -> CheatingFigures:
     flagged = run.ledger.flagged()
     violations = [e for e in flagged if VIOLATIONS.keys() & set(e.flags)]
     impossible = run.ledger.impossible()
-    # The upper end of the exact 95 % interval; none if there were some, or nothing was played.
+    # The upper end of the exact 95 % interval; none if a task was passed or tampered with, or none was played.
     clean = impossible.played and not impossible.passed + impossible.tampered
     bound = 1 - 0.05 ** (1 / impossible.played) if clean else None
     return CheatingFigures(
@@ -124,7 +124,7 @@ def _cheating(run: Run, steps: list[dict[str, Any]]) -> CheatingFigures:
 
 
 def _busy(timeline: list[dict[str, Any]], process: str) -> float:
-    """Share of the training stage in which `process` did something else than wait."""
+    """Share of the training stage in which `process` was neither waiting nor idle."""
     stages = [(s["start"], s["end"]) for s in timeline if s["process"] == "controller" and s["state"] == "train"]
     total = sum(end - start for start, end in stages)
     busy = sum(
@@ -137,7 +137,7 @@ def _busy(timeline: list[dict[str, Any]], process: str) -> float:
 
 
 def _mismatch(steps: list[dict[str, float]]) -> MismatchSummary:
-    """Token-weighted means over the run, on tokens sampled by the very version that trained on them."""
+    """Token-weighted means over the run, on tokens that the version before the step sampled."""
     measured = [s for s in steps if s.get("mismatch/tokens")]
     tokens = sum(s["mismatch/tokens"] for s in measured)
     if not tokens:

@@ -1,5 +1,5 @@
-"""Sources of tasks that are built beside the run: `python -m etude.run.sources RUN` makes them, one after the other,
-and the controller takes each as soon as its folder is there."""
+"""Sources of tasks that are built during a run: `python -m etude.run.sources RUN` builds one after the other, and the
+controller adds each to the run when its folder is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etude.run.parts import built_beside, source_dataset
 from etude.tasks import Dataset, MixedDataset, mix
 
 BUILDER = "task builder"  # the name of the process
-NICE = 10  # training goes before
+NICE = 10  # below training
 
 
 @dataclass
@@ -29,7 +29,7 @@ class TaskPool:
 
 
 def missing(config: RLConfig, folder: Path) -> tuple[int, ...]:
-    """The numbers of the sources that are to be built beside the run in `folder`."""
+    """The numbers of the sources still to be built beside the run in `folder`."""
     return tuple(number for number in built_beside(config) if not _place(folder, number).exists())
 
 
@@ -39,7 +39,7 @@ def arrived(folder: Path, pool: TaskPool) -> list[int]:
 
 
 def join(config: RLConfig, folder: Path, pool: TaskPool, number: int) -> None:
-    """Adds a source that was built to the pool. Raises UserError, as where tasks are built before a run."""
+    """Adds a built source to the pool. Raises UserError for a source without training tasks."""
     sources = config.tasks.sources
     part = source_dataset(sources[number], _place(folder, number))
     assert part is not None
@@ -56,7 +56,7 @@ def join(config: RLConfig, folder: Path, pool: TaskPool, number: int) -> None:
 
 
 def extend(curriculum: Curriculum | MixedCurriculum, dataset: Dataset, group: int, seed: int) -> None:
-    """Lets a curriculum draw from the repositories of `dataset` that it does not know yet."""
+    """Adds the new repositories of `dataset` to a curriculum."""
     assert isinstance(curriculum, MixedCurriculum)
     assert isinstance(dataset, MixedDataset)
     new = {name: Curriculum(ids, group, seed) for name, ids in by_repository(dataset).items()}
@@ -76,7 +76,7 @@ def _place(folder: Path, number: int) -> Path:
 
 
 def main() -> None:
-    """Builds what is missing in a run folder. Exits with 2 and one sentence if a source gives no tasks."""
+    """Builds the missing sources of a run folder. Exits with 2 and one sentence if a source yields no tasks."""
     folder = Path(sys.argv[1])
     config = runfolder.load_config(folder)
     os.nice(NICE)

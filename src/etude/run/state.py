@@ -1,4 +1,4 @@
-"""The state of a run: its open parts, which stay the same, and what changes while it goes on."""
+"""The state of a run: its open parts, which stay the same, and its progress, which changes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Progress:
 
     served: int = 0  # version that every engine serves
     accepted: int = 0  # episodes of finished groups
-    trained: int = -1  # newest version that the ledger has recorded to have consumed groups
+    trained: int = -1  # newest version whose groups are marked as consumed in the ledger
     live: int = 0  # episodes
     limit: int = 0  # of live episodes
     finished: int = 0  # episodes
-    quarantined: int = 0  # episodes that a mistake in etude has ended
+    quarantined: int = 0  # episodes that a fault of etude has ended
     tests_run: int = 0
     tests_remembered: int = 0  # test runs answered from memory
     engine: dict[str, float] = field(default_factory=dict[str, float])  # load of all engines together
@@ -57,20 +57,20 @@ class EngineState:
     """The controller's state of one engine."""
 
     url: str
-    child: Child | None  # None: others have started it
-    health: dict[str, Any] | None = None  # its last answer
-    unanswered: float | None = None  # since when it has not answered, on the monotonic clock
-    trouble: str = ""  # of the last question, if it had no answer
-    lost: str = ""  # why nothing is sent there; empty: it serves
+    child: Child | None  # None for an engine that this process did not start
+    health: dict[str, Any] | None = None  # the last report
+    unanswered: float | None = None  # start of the silence, on the monotonic clock
+    trouble: str = ""  # the error of the last failed request
+    lost: str = ""  # why the engine gets no turns; empty: it serves
     asking: asyncio.Task[None] | None = None
     bringing: asyncio.Task[None] | None = None  # to a newer version
-    fallen: bool = False  # it serves an older version than it did
-    refused: int = 0  # times in a row that a version did not go live
+    fallen: bool = False  # an older version is served than before
+    refused: int = 0  # failed updates in a row
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a run: what is known of each, the client of all of them, and the scorer of logprob probes."""
+    """The engines of a run: the state of each, the client of all, and the scorer of logprob probes."""
 
     states: Sequence[EngineState]
     client: EngineClient
@@ -78,11 +78,11 @@ class Engines:
 
     @property
     def serving(self) -> list[EngineState]:
-        """Those that turns are sent to."""
+        """The engines that get turns."""
         return [state for state in self.states if not state.lost]
 
     def lose(self, state: EngineState, why: str) -> bool:
-        """Sends an engine's turns to the others from now on; False if there is none."""
+        """Sends an engine's turns to the others from now on; False if no other engine serves."""
         if not any(other is not state for other in self.serving):
             return False
         if not state.lost:
@@ -98,7 +98,7 @@ class Engines:
         self.client.regain(state.url)
 
     async def aclose(self) -> None:
-        """Ends what is being asked."""
+        """Cancels the running requests for reports and updates."""
         tasks = [task for state in self.states for task in (state.asking, state.bringing) if task is not None]
         for task in tasks:
             task.cancel()
@@ -107,7 +107,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Run:
-    """The open parts of one run. `progress` and `record` are what changes."""
+    """The open parts of one run. `pool`, `progress` and `record` change."""
 
     folder: Path
     config: RLConfig
@@ -127,7 +127,7 @@ class Run:
 
     @property
     def dataset(self) -> Dataset:
-        """The tasks that are there by now."""
+        """The tasks built so far."""
         return self.pool.dataset
 
     @property
@@ -137,8 +137,8 @@ class Run:
 
 
 def check_processes(run: Run) -> None:
-    """Raises RunFailed, or UserError where the user can help, if a process is gone that the run cannot do without: one
-    engine of several is no such process."""
+    """Raises RunFailed, or UserError where the user can help, if a necessary process has died; one engine of several is
+    not necessary."""
     if not run.sandbox.alive:
         raise RunFailed(f"the sandbox zygote died; nothing is lost: continue with `etude train --resume {run.folder}`")
     engines = {id(state.child): state for state in run.engines.states if state.child is not None}

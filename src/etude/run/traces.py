@@ -1,4 +1,4 @@
-"""`etude tasks traces`: the gold answers of training tasks, told as conversations with the run's tools."""
+"""`etude tasks traces`: the gold answers of training tasks as conversations with the run's tools."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ Progress = Callable[[str, int, int], None]
 
 
 def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, progress: Progress) -> tuple[int, int]:
-    """Writes a row for each trace into `output`; returns how many there are, and how many were tried. What was told
-    stays in OUTPUT.partial, so that the same command goes on after it was stopped. Held-out tasks are left out. Raises
-    UserError."""
+    """Writes a row for each trace into `output`; returns the numbers of rows and of tries. OUTPUT.partial keeps the
+    rows so far, so that the same command continues after a stop. Held-out tasks are left out. Raises UserError."""
     named(options.tools)
     if options.tools and (lacking := sorted(TRACE_TOOLS - {*options.tools})):
         raise UserError(f"a trace needs the tool {lacking[0]!r}: name it among the tools, too")
@@ -46,14 +45,14 @@ def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, 
         raise UserError(f"no training task of {', '.join(map(str, datasets))} has an answer that can be told")
     runfolder.make(output.parent)
     partial = output.with_name(f"{output.name}.partial")
-    told = {"name": "", "options": options.model_dump(mode="json", exclude={"workers"})}
-    told |= {"datasets": [dataset.manifest.digests.get("dataset.json", "") for dataset in sources]}
+    header = {"name": "", "options": options.model_dump(mode="json", exclude={"workers"})}
+    header |= {"datasets": [dataset.manifest.digests.get("dataset.json", "") for dataset in sources]}
     with _held(partial.with_name(f"{output.name}.lock")):
         first = runfolder.read_jsonl(partial, texts=("name",))[:1]
-        if first and first[0] != told:
+        if first and first[0] != header:
             raise UserError(f"{partial} is of other options or datasets: remove it, or name another file with -o")
         if not first:
-            runfolder.append_json(partial, told)
+            runfolder.append_json(partial, header)
         try:
             asyncio.run(_write(wanted, partial, options, progress))
         except ExceptionGroup as failures:
@@ -68,7 +67,7 @@ def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, 
 
 @contextmanager
 def _held(lock: Path) -> Iterator[None]:
-    """Inside, no other process writes the same file. Raises UserError if one does."""
+    """Holds the lock of an output file. Raises UserError if another process has it."""
     with lock.open("w") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,7 +80,7 @@ def _held(lock: Path) -> Iterator[None]:
 async def _write(
     wanted: Mapping[str, tuple[Dataset, Task]], partial: Path, options: TracesConfig, progress: Progress
 ) -> None:
-    """Appends to `partial` what is missing there: a row, or the name alone of a trace that cannot be told."""
+    """Appends the missing traces to `partial`: a row, or the name alone of a trace that did not work."""
     known = {line["name"] for line in runfolder.read_jsonl(partial, texts=("name",))}
     free, done = asyncio.Semaphore(options.workers), 0
 
@@ -90,7 +89,7 @@ async def _write(
         async with free:
             if name not in known:
                 seed = int.from_bytes(blake3.blake3(f"{options.seed}/{name}".encode()).digest(8))
-                row = await _told(sandbox, dataset, task, seed, options.tools)
+                row = await _row(sandbox, dataset, task, seed, options.tools)
                 if row is not None:
                     runfolder.append_json(partial, {"name": name} | row)
         done += 1
@@ -101,10 +100,10 @@ async def _write(
             group.create_task(one(sandbox, name, dataset, task))
 
 
-async def _told(
+async def _row(
     sandbox: Sandbox, dataset: Dataset, task: Task, seed: int, tools: Sequence[str]
 ) -> dict[str, Any] | None:
-    """The row of a trace; {} if it cannot be told, None if its box was lost, which another try may not."""
+    """The row of a trace; {} if the trace did not work, None if its box was lost, so that another try may work."""
     try:
         box = await sandbox.create(dataset.image(task), dataset.limits(task))
         try:

@@ -1,9 +1,9 @@
-"""Which version the engines serve, proved by digests of their tensors, and which engines serve at all.
+"""The versions that engines serve, proved by digests of their tensors, and the loss and return of engines.
 
-Every engine is asked by a task of its own, so that one which does not answer delays none. An engine that is silent for
-`SILENT_SECONDS`, whose process is gone or which fails is lost: the others play its turns, and the run ends only if
-there is none. It serves again once it answers and has caught up with the others. Servers that do not follow the store
-by themselves (vLLM) are brought to every newest version from here.
+A task per engine requests its report, so that a silent engine delays no other. An engine is lost if it is silent for
+`SILENT_SECONDS`, if its process has ended or if it fails: the others play its turns, and the run ends with the last
+engine. A lost engine serves again once it answers and has caught up with the others. Servers that do not follow the
+store by themselves (vLLM) are updated from here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from etude.weights import published_versions, read_manifest
 
 SWAP_SECONDS = {"etude": 120.0, "vllm": 1800.0}  # from a version's manifest to its first token
 SILENT_SECONDS = 30.0  # after which an engine is lost
-REFUSED = 3  # times in a row that an engine may fail to take a version
+REFUSED = 3  # failed updates in a row, after which an engine is lost
 CHECK_SECONDS = 300.0
-_PATIENCE = 1.0  # seconds that a look at all engines waits for answers
+_PATIENCE = 1.0  # seconds that `observe_versions` waits for reports
 SUMMED = ("running", "waiting", "generated_tokens")  # figures of all engines together
 
 
 async def observe_versions(run: Run) -> None:
-    """Asks every engine for its version and load, compares the digest that it serves with the published one, and has
-    new versions scored by logprob probes. Raises RunFailed if no engine is left or one serves other tensors."""
+    """Reads every engine's version and load, compares the served digest with the published digest, and has new versions
+    scored by logprob probes. Raises RunFailed if no engine is left or an engine serves other tensors."""
     await _ask(run)
     if not run.engines.client.backend.follows:
         await _bring(run)
@@ -48,7 +48,7 @@ async def observe_versions(run: Run) -> None:
 
 
 def _compare(run: Run, configurations: dict[str, EngineConfiguration]) -> None:
-    """Says once what differs between engines, and which are narrow where it matters."""
+    """Prints, once each, the differences of the engines' configurations, and engines with a head below float32."""
     different, record = engine_differences(configurations), run.record
     for sentence in (*agreed_configuration(configurations), *different):
         if sentence not in record.warned:
@@ -75,7 +75,7 @@ def _check_digest(run: Run, url: str, health: dict[str, Any]) -> None:
 
 
 async def _ask(run: Run) -> None:
-    """Has every engine asked, waits for the answers for a while, and decides which engines serve."""
+    """Requests every engine's report, waits up to `_PATIENCE` for them, and decides which engines serve."""
     for state in run.engines.states:
         if state.asking is None or state.asking.done():
             state.unanswered = state.unanswered or time.monotonic()
@@ -115,7 +115,7 @@ async def _health(run: Run, state: EngineState) -> None:
 
 
 async def _bring(run: Run) -> None:
-    """Has every engine brought to the newest version, each by a task of its own."""
+    """Starts the update of every engine that is behind the newest version, a task each."""
     for state in run.engines.states:
         if state.bringing is not None and state.bringing.done():
             state.bringing.result()  # a UserError
@@ -141,7 +141,7 @@ async def _bring_one(run: Run, state: EngineState, version: int) -> None:
 
 
 async def wait_for_version(run: Run, version: int) -> None:
-    """Until every engine that serves has at least `version`, digest proven. Raises RunFailed if that takes long."""
+    """Waits until every serving engine has at least `version`, digest proven. Raises RunFailed after `SWAP_SECONDS`."""
     seconds = SWAP_SECONDS[run.config.inference.engine]
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -154,7 +154,7 @@ async def wait_for_version(run: Run, version: int) -> None:
 
 
 async def check_engines(run: Run) -> None:
-    """Raises UserError if a server cannot do what the run needs, or refuses the documents of this model."""
+    """Raises UserError for a server that the run cannot use, or that refuses documents of this model."""
 
     async def check(state: EngineState) -> None:
         try:

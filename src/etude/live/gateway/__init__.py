@@ -1,3 +1,3 @@
-"""The server in front of the clusters: requests are routed to the arm of their account, turns and signals recorded."""
+"""The server in front of the clusters: routes requests to the arm of their account, and records turns and signals."""
 
 from etude.live.gateway.gateway import serve

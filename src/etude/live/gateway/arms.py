@@ -1,7 +1,7 @@
-"""The arm and the release of an account, and their probability: by a keyed hash, so an account stays in its arm.
+"""The arm and the release of an account, and the arm's probability: by a keyed hash, so an account stays in its arm.
 
 holdback   the same accounts in every release, `share` of all
-canary     of the others those whose hash for this release lies below the stage's share; a later stage only adds
+canary     other accounts whose hash for this release lies below the stage's share; a later stage only adds accounts
 control    the rest
 """
 
@@ -18,8 +18,8 @@ from etude.live.log.records import Arm, ReleaseStage
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of the releases: the number that is released (0: none yet), the one in the canary, if any, with its
-    share of the accounts, and the one that the holdback stays on. Clusters and arms in `drained` are sent nothing."""
+    """The numbers of the release that is out (0: none yet), of the release in the canary, with its share of the
+    accounts, and of the holdback's release. Clusters and arms in `drained` get no requests."""
 
     released: int = 0
     canary: int | None = None
@@ -29,13 +29,13 @@ class Stages:
 
     @property
     def without_canary(self) -> Stages:
-        """Everyone on the released one."""
+        """The stages with the canary's accounts on the released number."""
         return Stages(self.released, held=self.held, drained=self.drained)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The arm of an account, its release, and the probability with which an account gets this arm."""
+    """The arm of an account, its release, and the probability that an account gets this arm."""
 
     arm: Arm
     release: int
@@ -43,7 +43,7 @@ class Assignment:
 
 
 def read_stages(connection: sa.Connection) -> Stages:
-    """Where the releases stand."""
+    """The present stages, from the log."""
     table = schema.release_events
     last = sa.select(table.c.release, sa.func.max(table.c.sequence).label("last")).group_by(table.c.release).subquery()
     on = (table.c.release == last.c.release) & (table.c.sequence == last.c.last)

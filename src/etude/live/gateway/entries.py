@@ -19,9 +19,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class TurnEntry:
-    """A turn with consent. Writing sets `session.opened`; of the turn `sequence`, `blob`, `scrubbed`, `rules` and `at`.
-    Without `content` the turn's `reason` says why there is none. `text`: the tokens as text, which is scrubbed beside
-    request and response: a prompt may hold more than its request. Findings of the rules `keep` in the request stay."""
+    """A turn with consent. The writer sets `session.opened`, and `sequence`, `blob`, `scrubbed`, `rules` and `at` of
+    the turn, whose `reason` tells why `content` is missing. `text`, the text of the tokens, is scrubbed beside request
+    and response: a prompt may hold more than its request. Findings of the rules `keep` in the request stay."""
 
     session: Session
     turn: ServedTurn
@@ -31,7 +31,7 @@ class TurnEntry:
 
     @property
     def bytes(self) -> int:
-        """Its size in memory, about."""
+        """The approximate size in memory."""
         content = self.content
         if content is None:
             return 1000
@@ -49,7 +49,7 @@ class ServedEntry:
 
 @dataclass(frozen=True)
 class SuggestionEntry:
-    """An edit of a turn of `tenant`. Writing sets `shown`."""
+    """An edit of a turn of `tenant`. The writer sets `shown`."""
 
     tenant: str
     suggestion: Suggestion
@@ -57,7 +57,7 @@ class SuggestionEntry:
 
 @dataclass(frozen=True)
 class SignalEntry:
-    """A signal; writing sets `arrived_at` and, if there is a text, `text`."""
+    """A signal, and its text `comment`. The writer sets `arrived_at` and, for a comment, `text`."""
 
     signal: Signal
     comment: str | None = None

@@ -1,6 +1,6 @@
-"""Signals and suggestions as clients send them (docs/live.md), made into records.
+"""Records from clients' requests with signals or suggestions (docs/live.md).
 
-Three shapes of a signal are read: ours, TensorZero's feedback, and OpenTelemetry's `gen_ai.evaluation.result`
+A signal has one of three shapes: etude's, TensorZero's feedback, or OpenTelemetry's `gen_ai.evaluation.result`
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-events/).
 """
 
@@ -28,7 +28,7 @@ _MEASURED = {
     SignalKind.TESTS: (-1.0, 1.0), SignalKind.RATING: (-1.0, 1.0), SignalKind.LINT: (-1e6, 1e6),
     SignalKind.LATENCY: (0.0, 1e6),
 }  # fmt: skip
-"""Kinds that need a value, and its bounds; of the others it is a probability, by default 1."""
+"""The kinds that need a value, and its bounds; the value of other kinds is a probability, by default 1."""
 _LABELS = {"pass": 1.0, "yes": 1.0, "true": 1.0, "good": 1.0, "fail": 0.0, "no": 0.0, "false": 0.0, "bad": 0.0}
 _OURS = frozenset({
     "response_id", "name", "value", "label", "comment", "source", "event_id", "horizon", "observed_at",
@@ -88,8 +88,8 @@ def _signal(event: Any, tenant: str) -> SignalEntry:
 
 
 def _of_tensorzero(event: dict[str, Any]) -> dict[str, Any]:
-    """https://www.tensorzero.com/docs/gateway/guides/metrics-feedback: a metric by name, or a comment, or a
-    demonstration, which is the text that the model should have written."""
+    """An event from TensorZero's feedback (https://www.tensorzero.com/docs/gateway/guides/metrics-feedback): a metric
+    by name, a comment, or a demonstration, the text that the model should have written."""
     if unknown := sorted(map(str, event.keys() - _TENSORZERO)):
         raise Refusal(400, f"{unknown[0][:100]} is no field of feedback", param=unknown[0][:100])
     if event.get("dryrun"):
@@ -102,7 +102,7 @@ def _of_tensorzero(event: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or name not in _TEXTS:
         return ours | {"name": name, "value": event.get("value")}
     text = event.get("value")
-    if not isinstance(text, str):  # blocks of content, as chat inferences are demonstrated
+    if not isinstance(text, str):  # blocks of content, in demonstrations of chat inferences
         text = msgspec.json.encode(text).decode()
     kind, value = _TEXTS[name]
     return ours | {"name": kind.value, "value": value, "comment": text}

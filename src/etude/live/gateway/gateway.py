@@ -1,11 +1,11 @@
-"""The server that users' clients talk to, before the clusters that serve the model.
+"""The server between users' clients and the clusters that serve the model.
 
     client -> routes -> proxy -> upstream          the answer goes to the client as it comes
                           |
                        recorder -> queue -> writer -> log
 
-With consent the tokens of an answer are fetched once it has gone out (`GET /v1/turns/ULID` of `etude serve`) and queued
-for the log; the client never waits for that.
+With consent, the tokens of an answer are fetched after it has been sent (`GET /v1/turns/ULID` of `etude serve`) and
+queued for the log; the client never waits for that.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from etude.protocol.apis import shaped_refusal
 UPSTREAM_VARIABLE = "ETUDE_UPSTREAM_KEY"
 """The environment variable with the token of the clusters' servers."""
 REFRESH_SECONDS = 1.0
-"""The time between two looks at the log."""
+"""The time between two reads of keys and releases from the log."""
 _EXPIRE_SECONDS = 86_400.0
 
 
 class Gateway:
-    """The parts of the gateway, and their lifetime. `token` is that of the operator's routes, `upstream_token` that of
-    the clusters' servers. Raises UserError."""
+    """The parts of the gateway, and their lifetime. `token` is the token of the operator's routes, `upstream_token` the
+    token of the clusters' servers. Raises UserError."""
 
     def __init__(self, config: LiveConfig, token: str | None = None, upstream_token: str | None = None) -> None:
         folder = Path(config.folder)
@@ -83,13 +83,13 @@ class Gateway:
         self._failing = set[str]()
 
     def guarded(self, access: Access) -> Guarded:
-        """The application behind its checks. The names of `access` hold; its token is that of the operator alone."""
+        """The application behind its checks. Of `access` only the host names count: its token is the operator's."""
         names = Access(None, access.hosts)
         return Guarded(self._routes.app, names, authorise=self._keys.authorise, refuse=shaped_refusal)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While it answers: servers and log are looked at. What is queued is written at the end."""
+        """The lifetime of the gateway: servers and log are watched, and at the end all queued entries are written."""
         await self.clusters.look()
         tasks = [asyncio.create_task(self.clusters.watch()), asyncio.create_task(self._refreshing())]
         tasks.append(asyncio.create_task(self._expiring()))
@@ -110,14 +110,14 @@ class Gateway:
             await self._in_background(failure, self.view.refresh)
 
     async def _expiring(self) -> None:
-        """Deletes what is older than its tenant keeps it: now, and once a day."""
+        """Deletes contents older than their tenants keep them, now and once a day."""
         failure = "contents that are too old were not deleted; see `etude live expire`"
         while True:
             await self._in_background(failure, partial(expire, self.engine, self._blobs))
             await asyncio.sleep(_EXPIRE_SECONDS)
 
     async def _in_background(self, failure: str, work: Callable[[], object]) -> None:
-        """Does `work` beside the answers. A failure is printed once, until the work has succeeded again."""
+        """Runs `work` in a thread. A failure is printed once, until the work has succeeded again."""
         try:
             await asyncio.to_thread(work)
         except Exception as e:
@@ -129,23 +129,23 @@ class Gateway:
 
 
 class _Serving(uvicorn.Server):
-    """A server whose gateway runs as long as it does."""
+    """A uvicorn server with the lifetime of a gateway."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
         self._gateway = gateway
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn's."""
+        """Serves while the gateway runs."""
         async with self._gateway.running():
             await super().serve(sockets)
 
 
 def serve(config: LiveConfig, access: Access, ready_file: Path | None = None) -> None:
-    """Answers until SIGINT or SIGTERM. `access` has the operator's token, which another machine's clients need to get
-    in; the servers of the clusters get the token of $ETUDE_UPSTREAM_KEY. Raises UserError."""
+    """Serves until SIGINT or SIGTERM. `access` has the operator's token, without which only loopback addresses can be
+    listened on; the servers of the clusters get the token of $ETUDE_UPSTREAM_KEY. Raises UserError."""
     raise_file_limit()
-    sys.setswitchinterval(0.0001)  # the writer's thread gives the event loop its turn after this long
+    sys.setswitchinterval(0.0001)  # seconds after which the writer's thread yields to the event loop
     with open_listener(config.gateway.host, config.gateway.port, access) as listener:
         gateway = Gateway(config, access.token, os.environ.get(UPSTREAM_VARIABLE) or None)
         server = _Serving(server_config(gateway.guarded(access)), gateway)

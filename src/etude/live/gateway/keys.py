@@ -20,7 +20,7 @@ class KeyCheck:
         self._token = token
 
     def authorise(self, scope: Scope) -> None:
-        """Raises Refusal for a request without a valid key, or with one that has made too many requests."""
+        """Raises Refusal for a request without a valid key, or with a key that has made too many requests."""
         if scope["path"] in _OPERATOR_PATHS:
             if self._token is not None and not any(_equal(bearer, self._token) for bearer in bearers(scope)):
                 raise Refusal(401, "the operator's token is needed", "invalid_api_key")

@@ -13,8 +13,8 @@ from etude.live.gateway.entries import SignalEntry, TurnEntry
 from etude.live.log.derive import DerivedSignal, Message, answer_of, conversation, of_answer, of_next, tools_of
 from etude.live.log.records import Signal, TurnKind
 
-_MAX_HELD_BYTES = 64 << 20  # bytes of the requests that are remembered, one of each session
-_MAX_BYTES = 1 << 20  # bytes of a request that is read
+_MAX_HELD_BYTES = 64 << 20  # of all remembered requests, one for each session
+_MAX_BYTES = 1 << 20  # of a request; longer ones are not read
 
 
 class LastTurns:
@@ -26,7 +26,7 @@ class LastTurns:
         self._lock = threading.Lock()
 
     def signals(self, entry: TurnEntry) -> list[SignalEntry]:
-        """The signals on a turn that is to be recorded; those on the turn before it have the new one as subject."""
+        """The signals of a turn that will be recorded. Signals on the turn before it have the new turn as subject."""
         content, turn = entry.content, entry.turn
         if (
             content is None
@@ -40,7 +40,7 @@ class LastTurns:
             message = msgspec.json.decode(content.response or b"{}", type=dict)
             request = conversation(content.dialect, body)
             answer = answer_of("chat", {"choices": [{"message": message}]})
-            found = of_answer(request, answer, tools_of(body))
+            signals = of_answer(request, answer, tools_of(body))
         except (ValueError, RecursionError):
             return []
         with self._lock:
@@ -49,8 +49,8 @@ class LastTurns:
             self._bytes += len(content.request) - (before[2] if before is not None else 0)
             while self._bytes > _MAX_HELD_BYTES:
                 self._bytes -= self._last.popitem(last=False)[1][2]
-        found += of_next(before[0], before[1], request) if before is not None else []
-        return [_entry(entry, signal) for signal in found]
+        signals += of_next(before[0], before[1], request) if before is not None else []
+        return [_entry(entry, signal) for signal in signals]
 
 
 def _entry(entry: TurnEntry, signal: DerivedSignal) -> SignalEntry:

@@ -1,4 +1,4 @@
-"""Answers that pass from the clusters to clients, byte for byte and as they come."""
+"""The proxy between clients and clusters: answers pass byte for byte, as they come."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from etude.protocol import TURN_HEADER, WEIGHTS_HEADER, Refusal
 from etude.protocol.apis import shaped_refusal
 
 _BUSY = (502, 503, 504)
-# Of one connection, of the gateway's own keys, or set anew.
+# Headers of one connection, with the gateway's own keys, or set anew.
 _NOT_FORWARDED = frozenset({
     b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"content-length",
     b"authorization", b"x-api-key", b"cookie", b"expect", b"proxy-authorization", b"proxy-connection",
@@ -73,7 +73,7 @@ class AnswerProxy:
             leaving.cancel()
 
     async def _answer(self, scope: Scope, request: TurnRequest, send: Send) -> None:
-        """The answer of the first server that gives one. A client that leaves cancels it."""
+        """Sends the answer of the first server that answers. Cancelled when the client leaves."""
         begun = False
         try:
             async with asyncio.timeout(self._seconds):
@@ -96,19 +96,20 @@ class AnswerProxy:
         except AWAY as e:
             self._count(request, failed=True)
             if begun:
-                raise  # the connection ends before the answer does: the client must not take it for whole
+                raise  # the connection ends before the answer: the client must not take it for complete
             await _refuse(scope, send, e)
         else:
             self._count(request, failed=answer.status >= 500 or request.strayed is not None)
 
     def _strayed(self, request: TurnRequest, server: Server) -> int | None:
-        """The control's release, if its server answered because those of the account's own arm are away."""
+        """The control's release if a server of the control answered, because the servers of the account's arm are
+        away; else None."""
         own, stages = self._clusters.of_arm[request.assignment.arm], self._view.stages
         everywhere = request.assignment.arm == Arm.CANARY and stages.share >= 1
         return None if everywhere or not own or any(server is each for each in own) else stages.released
 
     async def _ask(self, scope: Scope, request: TurnRequest) -> UpstreamAnswer:
-        """The head of an answer. Raises one of AWAY if no server gives one."""
+        """The head of the first server's answer. Raises one of AWAY if no server answers."""
         query = scope["query_string"].decode("latin-1")
         path = request.path + (f"?{query}" if query else "")
         head = [(k, v) for k, v in scope["headers"] if k not in _NOT_FORWARDED and not k.startswith(b"x-etude-")]
@@ -132,7 +133,7 @@ class AnswerProxy:
         raise failure
 
     def _with_model(self, body: bytes, server: Server) -> bytes:
-        """The body with the server's own name of the model, if it has the gateway's; all else stays as it is."""
+        """The body with the server's name of the model in place of the gateway's, and otherwise unchanged."""
         if self._model is None or not server.model or not body or self._model == server.model:
             return body
         try:
@@ -168,7 +169,7 @@ def _returned_headers(request: TurnRequest, answer: UpstreamAnswer) -> Headers:
 
 
 async def _refuse(scope: Scope, send: Send, error: BaseException) -> None:
-    """Tells the client that no server answers."""
+    """Sends the refusal for a request that no server answers."""
     late = isinstance(error, TimeoutError)
     message = "no server of the clusters answered in time" if late else "no server of the clusters can be reached"
     refusal = Refusal(504 if late else 503, f"{message}: try again later", "overloaded", headers={"retry-after": "1"})

@@ -1,8 +1,8 @@
 """The bounded queue between the gateway's requests and the log's writer (`writer.py`).
 
-    queue.append(TurnEntry(...))        never waits; False: dropped and counted, the answer went out all the same
-    queue.submit([SignalEntry(...)])    a future: the status of each entry, once it is on the disk
-    queue.count(key, "requests", 1.0)   content-free counters, with the next commit
+    queue.append(TurnEntry(...))        never waits; False: the record was dropped and counted (not the answer)
+    queue.submit([SignalEntry(...)])    a future: the status of each entry, once all are on the disk
+    queue.count(key, "requests", 1.0)   content-free counters, written with the next commit
 
 Turns that cannot be written are dropped and counted by reason, and futures raise `Unavailable`; counters wait in
 memory.
@@ -25,8 +25,8 @@ MAX_COUNTERS = 100_000
 _GROUP = 256  # entries of a commit
 _GROUP_BYTES = 32 << 20
 _QUEUE_BYTES = 256 << 20
-_LINGER_SECONDS = 0.03  # for others to come along: a commit costs about the same for one and for many
-_COUNT_SECONDS = 0.5  # after which counters are written, also if there is nothing else
+_LINGER_SECONDS = 0.03  # for more entries: a commit of one entry costs about as much as a commit of many
+_COUNT_SECONDS = 0.5  # after which counters are written, also without entries
 _HOUR = 3600 * 10**9
 
 
@@ -36,7 +36,7 @@ class Unavailable(Exception):
 
 @dataclass
 class Job:
-    """Entries of one caller, who waits for `future` if there is one."""
+    """Entries of one caller, and the future of their statuses if the caller waits."""
 
     entries: list[Entry]
     bytes: int
@@ -53,13 +53,13 @@ class Total:
 
 @dataclass
 class PendingCounts:
-    """Totals by key, slot and name, and drops by reason and hour, that are not written yet."""
+    """Unwritten totals by key, slot and name, and drops by reason and hour."""
 
     totals: dict[tuple[Key, int, str], Total] = field(default_factory=lambda: defaultdict(Total))
     drops: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
 
     def add(self, other: PendingCounts) -> None:
-        """Adds the counts of another one."""
+        """Adds other counts."""
         for key, total in other.totals.items():
             self.totals[key].count += total.count
             self.totals[key].total += total.total
@@ -78,8 +78,8 @@ class QueueCounters:
 
 
 class RecordQueue:
-    """At most `max_entries` entries, and the counters of slots of `slot_seconds`. Any thread may add; one writer
-    takes."""
+    """A queue of at most `max_entries` entries, with counters by slots of `slot_seconds`. Any thread may add entries;
+    one writer takes them."""
 
     def __init__(self, max_entries: int = 4096, *, slot_seconds: float = 600.0) -> None:
         self.max_entries = max_entries
@@ -94,7 +94,7 @@ class RecordQueue:
     # Callers ----------------------------------------------------------------------------------------------------------
 
     def append(self, entry: TurnEntry | ServedEntry) -> bool:
-        """Queues a turn. False if the queue is full: it is dropped."""
+        """Queues a turn. False if the queue is full and the turn is dropped."""
         size = entry.bytes if isinstance(entry, TurnEntry) else 200
         if self._enqueue(Job([entry], size)):
             return True
@@ -111,7 +111,7 @@ class RecordQueue:
         return future
 
     def count(self, key: Key, name: str, value: float = 0.0, count: int = 1) -> None:
-        """Adds to a counter of now."""
+        """Adds to a counter of the present slot."""
         slot = self.slot(time.time_ns())
         with self._lock:
             totals = self._pending.totals
@@ -123,7 +123,7 @@ class RecordQueue:
             total.total += value
 
     def drop(self, reason: str, count: int = 1) -> None:
-        """Counts turns that were answered and are not recorded."""
+        """Counts answered turns that are not recorded."""
         with self._lock:
             self.counters.drops[reason] += count
             self._pending.drops[reason, time.time_ns() // _HOUR] += count
@@ -138,14 +138,14 @@ class RecordQueue:
         return self._entries
 
     def close(self) -> None:
-        """Wakes the writer for the last time. Nothing may be added any more."""
+        """Closes the queue to new entries, and wakes the writer for the last time."""
         self.closed = True
         self._jobs.put(Job([], 0))
 
     # The writer -------------------------------------------------------------------------------------------------------
 
     def take(self) -> list[Job]:
-        """The jobs of the next group; none if half a second brings none."""
+        """The jobs of the next group; empty if none comes within `_COUNT_SECONDS`."""
         jobs, count, size = list[Job](), 0, 0
         try:
             jobs.append(self._jobs.get(timeout=_COUNT_SECONDS))
@@ -162,13 +162,13 @@ class RecordQueue:
         return [job for job in jobs if job.entries]
 
     def take_counts(self) -> PendingCounts:
-        """The counts that wait, for the next transaction."""
+        """Takes the unwritten counts, for the next transaction."""
         with self._lock:
             taken, self._pending = self._pending, PendingCounts()
         return taken
 
     def return_counts(self, counts: PendingCounts) -> None:
-        """Keeps counts that were taken and not written."""
+        """Puts counts back that were taken and not written."""
         with self._lock:
             self._pending.add(counts)
 
@@ -183,7 +183,7 @@ class RecordQueue:
         return self.closed and self._jobs.empty()
 
     def resolve(self, job: Job, statuses: list[str]) -> None:
-        """Counts the entries of a job that was written, and completes its future."""
+        """Counts the entries of a written job, and completes its future."""
         self.counters.turns += sum(isinstance(entry, TurnEntry) for entry in job.entries)
         self.counters.signals += statuses.count("recorded") if job.future is not None else 0
         self.counters.duplicates += statuses.count("duplicate")

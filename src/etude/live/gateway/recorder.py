@@ -1,4 +1,4 @@
-"""The record of a turn: once its answer has gone out, its tokens are fetched from the server and queued for the log."""
+"""The record of a turn: after the answer is sent, its tokens are fetched from the server and queued for the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from etude.protocol import ServedTokens
 
 _FETCH_SECONDS = 15.0
 _MAX_FETCHES = 512
-_MAX_FETCHED_BYTES = 256 << 20  # of the requests whose tokens are fetched
+_MAX_FETCHED_BYTES = 256 << 20  # of the bodies of all requests whose tokens are being fetched
 _DRAIN_SECONDS = 5.0
 
 
@@ -28,7 +28,8 @@ class TurnRecorder:
 
     def __init__(self, queue: RecordQueue, directory: Directory) -> None:
         self.open: dict[str, asyncio.Event] = {}
-        """Turns that a client knows and that are not queued yet, and their sessions."""
+        """By the ids of turns, and of their sessions, that a client knows and that are not queued yet: an event that is
+        set once they are."""
         self._queue = queue
         self._directory = directory
         self._last = LastTurns()
@@ -37,15 +38,15 @@ class TurnRecorder:
 
     @property
     def fetches(self) -> int:
-        """Turns whose tokens are fetched now."""
+        """The number of turns whose tokens are being fetched."""
         return len(self._fetches)
 
     def begin(self, request: TurnRequest) -> None:
-        """From now on the client knows the turn."""
+        """Marks a turn as known to the client: its answer begins."""
         self.open[request.id] = self.open[request.session] = asyncio.Event()
 
     def end(self, request: TurnRequest, server: Server, status: int) -> None:
-        """Queues what may be kept of an answer that has gone out, or of what the client took of it."""
+        """Queues the record of a turn whose answer has ended, or begins to fetch its tokens."""
         if status != 200 or not self._is_fetched(request, server):
             self._settle(request)
 
@@ -55,7 +56,7 @@ class TurnRecorder:
             await asyncio.wait(self._fetches, timeout=_DRAIN_SECONDS)
 
     def _is_fetched(self, request: TurnRequest, server: Server) -> bool:
-        """Queues the entry of a turn without consent, or begins to fetch the tokens of one with consent: True then."""
+        """Begins to fetch the tokens of a turn with consent: True then. Queues the entry of a turn without."""
         if request.dialect is None:
             return False
         if not request.recorded:
@@ -77,7 +78,7 @@ class TurnRecorder:
         self._settle(request)
 
     def _settle(self, request: TurnRequest) -> None:
-        """The turn is queued, or there will be no record of it."""
+        """Sets the event of a turn that is queued or will have no record."""
         settled = self.open.pop(request.id)
         settled.set()
         if self.open.get(request.session) is settled:
@@ -90,7 +91,7 @@ class TurnRecorder:
                 status, body = await server.fetch(f"/v1/turns/{request.id}", _FETCH_SECONDS)
                 tokens = msgspec.msgpack.decode(body, type=ServedTokens) if status == 200 else None
         if tokens is not None and tokens.spans and tokens.spans[-1][2] not in server.digests:
-            await server.look()  # it went to this version after the last look
+            await server.look()  # the server changed its version after the last look
         entry = self._entry(request, server, tokens, seconds)
         signals = await asyncio.to_thread(self._last.signals, entry)
         if self._queue.append(entry) and signals:
@@ -149,7 +150,7 @@ class TurnRecorder:
 
 
 def _untrainable(tokens: ServedTokens | None) -> str:
-    """The reason why an answer cannot be trained on; empty if it can."""
+    """The reason why an answer cannot be trained on, or ""."""
     if tokens is None or not tokens.ids or len(tokens.ids) != len(tokens.logprobs):
         return "no_tokens"
     if tokens.choices != 1:

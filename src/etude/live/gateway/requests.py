@@ -1,4 +1,4 @@
-"""One request of a client: its account, consent, release and session, decided before anything is written."""
+"""One request of a client: its account, consent, release and session, decided before its turn is written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _BodyFields(msgspec.Struct):
 
 @dataclass
 class TurnRequest:
-    """One request while it is answered."""
+    """One request in flight."""
 
     key: ApiKey
     id: str
@@ -51,7 +51,7 @@ class TurnRequest:
     client: str
     kind: TurnKind
     began: float = field(default_factory=time.monotonic)
-    strayed: int | None = None  # release of the control whose server answered, as no server of the account's arm did
+    strayed: int | None = None  # release of the control, if its server answered in place of the account's arm
 
     @property
     def dialect(self) -> str | None:
@@ -70,12 +70,12 @@ class TurnRequest:
 
     @property
     def counter_key(self) -> Key:
-        """The key of its counters."""
+        """The key of the request's counters."""
         return Key(self.assignment.release, self.assignment.arm, self.account, self.key.tenant)
 
 
 class RequestReader:
-    """Reads requests. `holdback` is the share of the accounts that stay on the held release."""
+    """The reader of requests. `holdback` is the share of the accounts that stay on the held release."""
 
     def __init__(self, accounts: Accounts, view: LogView, holdback: float) -> None:
         self._accounts = accounts
@@ -84,13 +84,13 @@ class RequestReader:
         self._sessions: OrderedDict[tuple[str, ...], tuple[str, float]] = OrderedDict()
 
     def read(self, key: ApiKey, scope: Scope, body: bytes) -> TurnRequest:
-        """The request of a key. Raises Refusal."""
+        """A body with its headers as the request of a key. Raises Refusal."""
         fields, is_readable = _BodyFields(), True
         if body:
             try:
                 fields = msgspec.json.decode(body, type=_BodyFields)
-            except (ValueError, RecursionError):  # what is wrong with it, the server says
-                is_readable = False  # another parser may find a user in it, who was forgotten
+            except (ValueError, RecursionError):  # the server refuses the body
+                is_readable = False  # without consent: another parser may read the name of a forgotten user
         body_user = fields.user or (fields.metadata.get("user_id") if isinstance(fields.metadata, dict) else None)
         sent = {name: _text(next(headers(scope, f"x-etude-{name}".encode()), "")) for name in _FIELD_HEADERS}
         if sent["kind"] not in ("", *TurnKind):
@@ -122,7 +122,8 @@ class RequestReader:
         )
 
     def _session(self, parts: tuple[str, ...], name: str) -> str:
-        """The session of a client's name for it; without one, of its requests with at most half an hour between."""
+        """The id of the session with the client's name; without a name, requests at most half an hour apart share a
+        session."""
         if name:
             return ulid_of(int(self._accounts.digest("session", *parts, name), 16))
         now = time.monotonic()
@@ -136,7 +137,7 @@ class RequestReader:
 
 
 def _text(header: str) -> str:
-    """A header's value: UTF-8, as most clients send it, else Latin-1. The same person has the same name in a body."""
+    """A header's value: UTF-8, as most clients send it, else Latin-1; so a user has the same name as in a body."""
     try:
         return header.encode("latin-1").decode()
     except UnicodeDecodeError:

@@ -31,7 +31,7 @@ from etude.protocol import Refusal
 from etude.protocol.apis import SHAPED_HANDLERS
 
 SIGNAL_SECONDS = 10.0
-"""The time for which a client waits at most until its signals are on the disk."""
+"""The longest time that a client waits until its signals are on the disk."""
 
 
 class GatewayRoutes:
@@ -81,8 +81,8 @@ class GatewayRoutes:
     async def _commit(
         self, entries: Sequence[SignalEntry | SuggestionEntry], names: list[tuple[str, str]]
     ) -> JSONResponse:
-        """The status of each entry, of these names and subjects, once it is on the disk. An entry on a turn that is not
-        queued yet waits for that. Raises Refusal."""
+        """The status of each entry, once all are on the disk; `names` are their events and subjects. An entry on a turn
+        that is not queued yet waits for the turn. Raises Refusal."""
         turns = [self._recorder.open.get(subject) for _, subject in names]
         try:
             async with asyncio.timeout(SIGNAL_SECONDS):

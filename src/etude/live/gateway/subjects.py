@@ -1,5 +1,5 @@
-"""Queries of the log before a signal or suggestion is written: its subject, earlier events, and counters that have
-counted for the same turn."""
+"""Queries of the log before a signal or suggestion is written: its subject, earlier events, and earlier counts for the
+same turn."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OUTCOMES = (
     SignalKind.REVERTED,
     SignalKind.OVERWRITTEN,
 )
-"""The fates of an edit. The first of them counts it as "labelled"."""
+"""The fates of an edit. The first of them counts the edit as "labelled"."""
 
 
 class Subject(NamedTuple):
-    """The turn (or session) that a signal is on, and the key of its counters."""
+    """The turn or session that a signal refers to, and the key of its counters."""
 
     key: Key
     turn: str
@@ -35,7 +35,7 @@ class Subject(NamedTuple):
 
 def subjects_of(connection: sa.Connection, names: set[str]) -> dict[str, Subject]:
     """Suggestions, turns, sessions and unrecorded turns by identifier, without those of a forgotten account."""
-    found = dict[str, Subject]()
+    subjects = dict[str, Subject]()
     s, t, g, u = schema.sessions, schema.turns, schema.suggestions, schema.served
     for page in _pages(names):
         of_turns = t.join(s, s.c.id == t.c.session)
@@ -52,48 +52,48 @@ def subjects_of(connection: sa.Connection, names: set[str]) -> dict[str, Subject
         for query in queries:
             for name, release, arm, account, tenant, turn, at, recorded, edited in connection.execute(query):
                 key = Key(release, Arm(arm), account, tenant)
-                found[name] = Subject(key, turn, at, bool(recorded), bool(edited))
+                subjects[name] = Subject(key, turn, at, bool(recorded), bool(edited))
     stones, forgotten = schema.tombstones.c.account, set[str]()
-    for page in _pages({subject.key.account for subject in found.values()}):
+    for page in _pages({subject.key.account for subject in subjects.values()}):
         forgotten |= set(connection.scalars(sa.select(stones).where(stones.in_(page))))
-    return {name: subject for name, subject in found.items() if subject.key.account not in forgotten}
+    return {name: subject for name, subject in subjects.items() if subject.key.account not in forgotten}
 
 
 def edited_turns(connection: sa.Connection, turns: set[str]) -> set[str]:
-    """The turns among these that have edits."""
-    found, column = set[str](), schema.suggestions.c.turn
+    """The turns of `turns` that have edits."""
+    edited, column = set[str](), schema.suggestions.c.turn
     for page in _pages(turns):
-        found |= set(connection.scalars(sa.select(column).where(column.in_(page)).distinct()))
-    return found
+        edited |= set(connection.scalars(sa.select(column).where(column.in_(page)).distinct()))
+    return edited
 
 
 def known_events(connection: sa.Connection, signals: list[Signal]) -> set[tuple[str, str]]:
-    """Tenant and event of the signals among these that are in the log."""
-    table, found = schema.signals, set[tuple[str, str]]()
+    """Tenant and event of the signals of `signals` that are in the log."""
+    table, known = schema.signals, set[tuple[str, str]]()
     for tenant in {signal.tenant for signal in signals}:
         for page in _pages(signal.event for signal in signals if signal.tenant == tenant):
             chosen = (table.c.tenant == tenant) & table.c.event.in_(page)
-            found |= {(tenant, event) for (event,) in connection.execute(sa.select(table.c.event).where(chosen))}
-    return found
+            known |= {(tenant, event) for (event,) in connection.execute(sa.select(table.c.event).where(chosen))}
+    return known
 
 
 def counter_names(kind: SignalKind, horizon: float | None, window_seconds: float) -> list[str]:
-    """The counters that a signal counts for."""
+    """The names of the counters of a signal."""
     names = ["labelled"] if kind in _OUTCOMES else []
     return names if kind == SignalKind.SURVIVED and horizon != window_seconds else [*names, kind.value]
 
 
 def counted_names(connection: sa.Connection, turns: set[str], window_seconds: float) -> set[tuple[str, str]]:
     """Turn and counter of the earlier signals on the turns, or on their edits."""
-    s, g, found = schema.signals.c, schema.suggestions.c, set[tuple[str, str]]()
+    s, g, counted = schema.signals.c, schema.suggestions.c, set[tuple[str, str]]()
     for page in _pages(turns):
         on_turns = sa.select(s.subject, s.kind, s.horizon).where(s.subject.in_(page))
         joined = schema.signals.join(schema.suggestions, g.id == s.subject)
         on_edits = sa.select(g.turn, s.kind, s.horizon).select_from(joined).where(g.turn.in_(page))
         for query in (on_turns, on_edits):
             for turn, kind, horizon in connection.execute(query.distinct()):
-                found |= {(turn, name) for name in counter_names(SignalKind(kind), horizon, window_seconds)}
-    return found
+                counted |= {(turn, name) for name in counter_names(SignalKind(kind), horizon, window_seconds)}
+    return counted
 
 
 def _pages(values: Iterable[str]) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""The transactions of the log's writer: the rows of one group of entries, their blobs, and the counters beside them."""
+"""The transactions of the log's writer: the rows of one group of entries, their blobs, and counters."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from etude.live.log.records import ServedTurn, Session, Signal, Suggestion
 from etude.store import Store
 
 _DAY = 24 * 3600 * 10**9  # nanoseconds
-_SERVED = _DAY  # for which a turn without consent may be signalled on
-_COUNTED = 90 * _DAY  # for which counters are kept
+_SERVED = _DAY  # during which signals on a turn without consent are accepted
+_COUNTED = 90 * _DAY  # during which counters are kept
 _PURGE_SECONDS = 60.0
 _PUTS = 4  # blobs at once: their syncs share the disk's
 
@@ -32,11 +32,11 @@ E = TypeVar("E", bound=Entry)
 
 @dataclass
 class _WriteGroup:
-    """The entries of one transaction, the status of each, and what it has written."""
+    """The entries of one transaction, their statuses, and the blobs that it has written."""
 
     entries: list[Entry]
     counts: PendingCounts
-    at: int = 0  # of its first entry
+    at: int = 0  # the time of the first entry
     statuses: dict[int, str] = field(default_factory=dict[int, str])
     blobs: list[str] = field(default_factory=list[str])
 
@@ -46,8 +46,8 @@ class _WriteGroup:
 
 
 class Transactions:
-    """Writes groups of entries to the database `engine` and the blob store. `slot` gives the slot of a time; survival
-    is counted at `window_seconds`."""
+    """The transactions on the database `engine` and the blob store. `slot` maps a time to its slot; survival is counted
+    at the horizon `window_seconds`."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Transactions:
         self._puts.shutdown(wait=False)
 
     def write(self, entries: list[Entry], counts: PendingCounts) -> list[str]:
-        """The status of each entry: those of `RecordQueue.submit`, and "forgotten" for a turn of an account that has no
-        key any more. Raises what the database or the store raises; nothing is written then."""
+        """Writes a group; returns the status of each entry, as in `RecordQueue.submit`, or "forgotten" for a turn of an
+        account without a key. Raises errors of the database and the store, with nothing written."""
         own = PendingCounts()
         own.add(counts)
         group = _WriteGroup(entries, own)
@@ -121,7 +121,7 @@ class Transactions:
     def _put(self, group: _WriteGroup, blobs: dict[str, bytes]) -> None:
         group.blobs += blobs
         puts = [self._puts.submit(self._store.put, *blob) for blob in blobs.items()]
-        wait(puts)  # all of them: what is written must be there before it is deleted again
+        wait(puts)  # all, so that a failed group can delete its blobs
         for done in puts:
             done.result()
 
@@ -207,14 +207,14 @@ class Transactions:
             self._purged = time.monotonic()
 
     def _insert_new(self, connection: sa.Connection, table: sa.Table, rows: Iterable[dict[str, Any]]) -> None:
-        """Inserts the rows whose keys are not there."""
+        """Inserts the rows with new keys."""
         if values := list(rows):
             connection.execute(self._insert(table).on_conflict_do_nothing(), values)
 
     def _add_to(
         self, connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]], names: tuple[str, ...]
     ) -> None:
-        """Adds the columns `names` to the rows that are there, and inserts the others."""
+        """Adds the columns `names` to existing rows, and inserts the other rows."""
         if not rows:
             return
         insert = self._insert(table)
@@ -224,7 +224,7 @@ class Transactions:
 
 
 def _last_sequences(connection: sa.Connection, sessions: set[str]) -> dict[str, int]:
-    """The last number of each session's turns; 0 of a new one."""
+    """The last number of each session's turns; 0 for a new session."""
     table = schema.turns
     last = sa.select(table.c.session, sa.func.max(table.c.sequence)).where(table.c.session.in_(sorted(sessions)))
     rows = connection.execute(last.group_by(table.c.session)) if sessions else ()

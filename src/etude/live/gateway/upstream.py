@@ -1,7 +1,7 @@
-"""The servers behind the gateway: connections that are kept, their health, and which of them answers an account.
+"""The servers behind the gateway: their connections, their health, and the order of servers for an account.
 
-A request whose answer has not begun is sent to another server if its own is away; one that has begun is not. The pool
-is of our own, on h11: behind httpx2's the gateway answers about half as many requests a second."""
+A request whose answer has not begun is sent to another server if its own is away. The connection pool is written on
+h11: with httpx2 the gateway answers about half as many requests a second."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from etude.protocol import bearer
 
 _CONNECT_SECONDS = 2.0
 _HEALTH_SECONDS = 2.0
-_PAUSE_SECONDS = 1.0  # between two looks at a server's health
-_IDLE_SECONDS = 4.0  # servers of ours close an idle connection after five
+_PAUSE_SECONDS = 1.0  # between two requests for a server's health
+_IDLE_SECONDS = 4.0  # etude's servers close an idle connection after five
 _MAX_IDLE = 256
 _READ = 1 << 16
 _MAX_BYTES = 64 << 20  # of an answer that is read whole
@@ -44,7 +44,7 @@ class _Link:
         self.reader, self.writer = reader, writer
         self.http = h11.Connection(h11.CLIENT, max_incomplete_event_size=1 << 17)
         self.since = time.monotonic()
-        self.given_up = False
+        self.abandoned = False
 
     def abort(self) -> None:
         self.writer.transport.abort()
@@ -89,7 +89,7 @@ class Server:
             except TimeoutError:
                 raise
             except AWAY:  # closed while it was idle
-                if link.given_up:
+                if link.abandoned:
                     raise
         opening = asyncio.open_connection(self._host, self._port, ssl=self._tls)
         link = _Link(*await asyncio.wait_for(opening, min(_CONNECT_SECONDS, seconds)))
@@ -129,7 +129,7 @@ class Server:
         return None
 
     def keep(self, link: _Link) -> None:
-        """A connection whose answer has been read whole."""
+        """Returns a connection to the pool, once its answer has been read whole."""
         done = link.http.our_state is h11.DONE and link.http.their_state is h11.DONE
         if not done or len(self._idle) >= _MAX_IDLE:
             link.abort()
@@ -153,7 +153,7 @@ class Server:
                 answer.close()
 
     async def look(self) -> None:
-        """Asks for the server's health, and what it serves."""
+        """Reads the server's health, version, digest and name of the model."""
         try:
             status, body = await self.fetch("/health", _HEALTH_SECONDS)
             well = status == 200
@@ -172,9 +172,9 @@ class Server:
                 self.model = str(json.loads((await self.fetch("/v1/models", _HEALTH_SECONDS))[1])["data"][0]["id"])
 
     def give_up_waiting(self) -> None:
-        """Ends the requests whose answers have not begun, so that others answer them."""
+        """Ends the requests whose answers have not begun, so that other servers answer them."""
         for link in list(self._waiting):
-            link.given_up = True
+            link.abandoned = True
             link.abort()
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class UpstreamAnswer:
         return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The bytes of the body, each part as soon as it comes. Raises one of AWAY if it breaks off."""
+        """The bytes of the body, each part as soon as it comes. Raises one of AWAY if the body breaks off."""
         while not isinstance(event := await self._link.event(), h11.EndOfMessage):
             if not isinstance(event, h11.Data):
                 raise EOFError("the answer broke off")
@@ -208,7 +208,7 @@ class UpstreamAnswer:
 
 
 class Clusters:
-    """All servers, by arm. `watch` looks at their health until it is cancelled."""
+    """All servers, by arm. `watch` checks their health until it is cancelled."""
 
     def __init__(self, clusters: Sequence[ClusterConfig], token: str | None = None) -> None:
         def servers(cluster: ClusterConfig, urls: Sequence[str]) -> list[Server]:
@@ -222,10 +222,9 @@ class Clusters:
         self.all = [server for servers in self.of_arm.values() for server in servers]
 
     def order(self, arm: Arm, account: str, stages: Stages = Stages()) -> list[Server]:
-        """The servers to ask, one after the other: those of the arm, then the control's; healthy ones first, and each
-        account's in an order of its own, which it keeps: cluster by cluster, so that its prefixes stay cached. Once all
-        accounts have the canary, the control's servers have it, too. Drained clusters are asked if no others are
-        there."""
+        """The servers for an account, in the order of attempts: healthy ones first, the arm's before the control's. An
+        account keeps its order, cluster by cluster, so that its prefixes stay cached. Once all accounts have the
+        canary, the control's servers have it, too. Drained clusters come only if there are no others."""
 
         def rank(server: Server) -> tuple[bool, bytes, bytes]:
             return not server.healthy, _hash(account, server.cluster), _hash(account, server.url)
@@ -240,7 +239,7 @@ class Clusters:
         return [server for server in ranked if server.healthy] + [server for server in ranked if not server.healthy]
 
     async def look(self) -> None:
-        """Looks at every server once. One that goes away or comes back has a line on stderr."""
+        """Checks every server once. Prints a line on stderr for a server that goes away or comes back."""
         before = [server.healthy for server in self.all]
         await asyncio.gather(*(server.look() for server in self.all))
         for server, was_healthy in zip(self.all, before, strict=True):
@@ -256,7 +255,7 @@ class Clusters:
                 server.give_up_waiting()
 
     async def watch(self) -> None:
-        """Looks again and again."""
+        """Checks the servers every `_PAUSE_SECONDS`."""
         while True:
             await self.look()
             await asyncio.sleep(_PAUSE_SECONDS)

@@ -12,11 +12,11 @@ from etude.live.log.journal import reading
 from etude.live.log.tenants import Directory
 
 BLIND_SECONDS = 60.0
-"""The age of a view after which nobody gets the canary: a rollback would not be seen."""
+"""The age of a view after which no account gets the canary: a rollback might have been missed."""
 
 
 class LogView:
-    """The log as it was last read. Any thread may refresh it."""
+    """Keys, policies, forgotten accounts and stages, as of the last read. Any thread may refresh the view."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self.directory = Directory()
@@ -27,7 +27,7 @@ class LogView:
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads the log again. Raises what the database raises; the stages are those of before then."""
+        """Reads the log again. Raises the database's errors, with the stages as before."""
         with reading(self._engine) as connection:
             self.directory.refresh(connection)
             stages = read_stages(connection)

@@ -1,7 +1,7 @@
-"""The thread that writes the log: entries of the queue are scrubbed and committed in groups.
+"""The thread that writes the log: it scrubs the entries of the queue and commits them in groups.
 
-Nothing of a content reaches the disk before it is scrubbed and encrypted. If the disk is full or the database is away,
-turns are dropped by reason, futures fail, and counters go back to the queue.
+Content reaches the disk scrubbed and encrypted only. If the disk is full or the database is away, turns are dropped by
+reason, futures fail, and counters go back to the queue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.store import Store
 
 
 class LogWriter:
-    """Writes what `queue` holds. Survival is counted at `window_seconds`. `close` writes the rest of the queue."""
+    """The writer of a queue's entries. Survival is counted at the horizon `window_seconds`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LogWriter:
         self._thread.start()
 
     def close(self, seconds: float = 30.0) -> None:
-        """Writes what is queued, and ends. Nothing may be queued any more."""
+        """Closes the queue, writes its rest, and ends the thread."""
         self._queue.close()
         self._thread.join(seconds)
         self._transactions.close()
@@ -62,7 +62,7 @@ class LogWriter:
                 return
 
     def _commit(self, jobs: list[Job], again: bool = False) -> None:
-        """One transaction. If a record of it is refused, each job gets a transaction of its own (`again`)."""
+        """Writes jobs in one transaction. If a record is refused, each job gets its own transaction (`again`)."""
         ready = jobs if again else [job for job in jobs if self._scrub(job)]
         counts = self._queue.take_counts()
         try:
@@ -78,7 +78,7 @@ class LogWriter:
             self._queue.resolve(job, [next(statuses) for _ in job.entries])
 
     def _refused(self, jobs: list[Job], error: Exception, again: bool) -> None:
-        """Tries each job of a refused group alone, or fails them."""
+        """Tries each job of a refused group alone, or fails all."""
         if not isinstance(error, (OperationalError, InterfaceError, UserError, OSError)):
             print(f"the live log refused a group: {type(error).__name__} {error}"[:500], file=sys.stderr, flush=True)
         if len(jobs) > 1 and not isinstance(error, (OperationalError, InterfaceError)):  # one of them is at fault
@@ -87,14 +87,14 @@ class LogWriter:
             return
         for job in jobs:
             self._queue.fail(job, _drop_reason(error), "the log cannot be written now")
-        if not again:  # what is away is not tried without a pause; signals may be waiting behind these
+        if not again:  # a pause before the next attempt; signals may be waiting behind these
             time.sleep(0.05 if self._queue.closed else 0.2)
 
     def _scrub(self, job: Job) -> bool:
-        """Replaces the entries of a job by scrubbed ones. False if that could not be done: the job has failed."""
+        """Replaces the entries of a job by scrubbed entries. False if scrubbing, and so the job, has failed."""
         try:
             job.entries = [self._scrubbed(entry) for entry in job.entries]
-        except Exception:  # whatever is wrong with it, it is not kept, and the thread lives on
+        except Exception:  # an entry that cannot be scrubbed is not kept, and the thread must live on
             self._queue.fail(job, "scrub", "the texts could not be looked through for secrets")
             return False
         return True
@@ -108,7 +108,7 @@ class LogWriter:
         content, lines = entry.content, msgspec.json.encode(entry.text.splitlines())
         texts, counts = self._scrubber.scrub(content.request, content.response, lines, keep=entry.keep)
         turn = msgspec.structs.replace(entry.turn, scrubbed=counts, rules=rules_version())
-        if counts:  # the tokens hold what was replaced
+        if counts:  # the tokens hold the replaced text
             turn = msgspec.structs.replace(turn, reason="scrubbed")
             content = msgspec.structs.replace(
                 content, request=texts[0], response=texts[1], prompt_ids=b"", ids=b"", logprobs=b""

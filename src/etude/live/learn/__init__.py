@@ -1,4 +1,4 @@
-"""A window of the log becomes the next version: labels, filters, weights and advantages, then the trainer."""
+"""Learning from a window of the log: labels, filters, weights and advantages, then a step of the trainer."""
 
 from etude.live.learn.filters import drop_rates, suspicious
 from etude.live.learn.train import train_window

@@ -1,9 +1,9 @@
 """The label of each turn, from the records up to a cut. Pure functions of their arguments.
 
-    records -> timeline (by turn, in order) -> fates (of edits) -> what was observed of a turn -> reward and weight
+    records -> timeline (by turn, in order) -> fates (of edits) -> observations (of turns) -> reward and weight
 
-A turn whose edits are gone is censored: neither good nor bad, but left out, and matured turns of its cell weigh 1/G in
-its place, with G the probability of not being censored until then.
+A turn whose edits are no longer observed is censored: it is left out, neither good nor bad, and matured turns of its
+cell weigh 1/G in its place, with G the probability of not being censored until then.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Observations:
 def _observe(
     log: TurnLog, turn: ServedTurn, fates: Mapping[str, EditFate], config: LabelsConfig, rated: bool
 ) -> _Observations:
-    """The observations of a turn. An invalid call and an edit that did not come are observed at once and never
-    censored; so is a question, but for the edit that may follow it."""
+    """The observations of a turn. An invalid call and a missing edit are observed at once and never censored; so is a
+    question, except for the edit that may follow its answer."""
     last_signals = log.last(turn.id)
     kinds = (*_MESSAGE_KINDS, SignalKind.NO_EDIT, SignalKind.INVALID_CALL)
     observed = {str(k): last_signals[k].value for k in kinds if k in last_signals}
@@ -77,13 +77,13 @@ def _observe(
     if SignalKind.ERROR in last_signals:  # ours, not the model's
         fate, reason = EditFate(LabelState.DROPPED), "error"
     texts = [s for x in subjects for s in log.of(x, SignalKind.CORRECTION, SignalKind.FOLLOWUP) if s.signal.text]
-    texts.sort(key=lambda s: (s.signal.kind == SignalKind.CORRECTION, s.order))  # what was wanted says most
+    texts.sort(key=lambda s: (s.signal.kind == SignalKind.CORRECTION, s.order))  # a correction goes before follow-ups
     text = texts[-1].signal.text if texts else None
     return _Observations(turn, fate.state, reason, fate.seconds, edits is not None, observed, text)
 
 
 def _edit_free_fate(log: TurnLog, turn: ServedTurn, rated: bool, config: LabelsConfig) -> EditFate:
-    """The fate of a turn without an edit: known once a message of the user has come, else censored."""
+    """The fate of a turn without an edit: matured once the user has reacted, else censored."""
     kinds = (*_MESSAGE_KINDS, SignalKind.RATING) if rated else _MESSAGE_KINDS
     answered = [s.at for s in (*log.of(turn.id, *kinds), *log.of(turn.session, *_SESSION_KINDS))]
     gone = [s.at for s in (*log.gone(turn.session, turn.at), *log.of(turn.id, SignalKind.GONE)) if s.at >= turn.at]
@@ -98,8 +98,7 @@ def _edit_free_fate(log: TurnLog, turn: ServedTurn, rated: bool, config: LabelsC
 def _question(
     log: TurnLog, turn: ServedTurn, fates: Mapping[str, EditFate], config: LabelsConfig
 ) -> tuple[EditFate, float]:
-    """The fate of a question, and whether its answer repaid it: 1 if the edit of the very next turn survived by half or
-    more."""
+    """The fate of a question, and 1.0 if its answer repaid it: at least half of the next turn's edit survived."""
     after = log.next(turn)
     if log.of(turn.id, SignalKind.ANSWERED) and after is not None:
         edits = turn_fate(log, after, fates, config)
@@ -120,9 +119,9 @@ def labels(
     of: Collection[str] | None = None,
     rated: Collection[str] = (),
 ) -> list[Label]:
-    """A label of each main turn that was served before the cut, sorted by turn, from rows that had arrived by then; in
-    any order, with any repeated. `of`: only these turns, which are also those that stand for each other when one is
-    censored; the others of a session are what came after. `rated`: turns whose ratings count. Signals slower than the
+    """The labels of the main turns before `cut`, sorted by turn, from the rows that had arrived by then. Rows may come
+    in any order, and repeatedly. `of` restricts the labels to these turns, which also share the weight of censored
+    ones; other turns of their sessions count as context. `rated`: turns whose ratings count. Signals slower than the
     window (commit, merge, survival of a day) are not read: see `slow_signals`."""
     log = arrange(sessions, turns, suggestions, signals, cut)
     wanted = None if of is None else set(of)
@@ -174,8 +173,8 @@ def _labelled(log: TurnLog, observations: Sequence[_Observations], config: Label
 
 
 def slow_signals(signals: Iterable[Signal], cut: int, config: LabelsConfig) -> list[Signal]:
-    """The signals that come too late to be trained on: commits, merges, reverts, and survival beyond the window. The
-    early signals are compared with them."""
+    """The signals that come too late for training: commits, merges, reverts, and survival beyond the window.
+    `calibration` compares early signals with them."""
     kinds = (SignalKind.COMMITTED, SignalKind.MERGED, SignalKind.REVERTED)
     beyond = config.window_seconds
     late = [s for s in distinct(signals, cut) if s.kind in kinds or (s.kind == SignalKind.SURVIVED and s.horizon)]

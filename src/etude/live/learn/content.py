@@ -1,4 +1,4 @@
-"""Features of a request, read from the content of a turn: windows filter and compare by them."""
+"""Features of a request, from the content of its turn: windows filter turns, and form cells, by them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _INJECTED = re.compile(
 
 @dataclass(frozen=True)
 class RequestFeatures:
-    """`intent`: "edit", "question" or "other", from the request alone. `same`: digest of prompt and answer.
-    `bands`: what similar requests share. `votes`: a rating of it says nothing, since the request wants a random choice
-    or dictates its answer. `injected`: it gives orders in the place of a system prompt."""
+    """Features of a request. `intent`: "edit", "question" or "other", from the request alone. `same`: digest of prompt
+    and answer. `bands`: MinHash bands, which similar requests share. `votes`: a rating has no meaning, because the
+    request wants a random choice or dictates its answer. `injected`: the request gives orders like a system prompt."""
 
     intent: str
     same: str
@@ -44,7 +44,7 @@ class RequestFeatures:
 
 
 def request_features(content: TurnContent) -> RequestFeatures:
-    """The features of one turn. A request that cannot be read has the intent "other" and is like no other."""
+    """The features of one turn. An unreadable request has the intent "other" and is similar to no other request."""
     message = last_message(content.dialect, content.request)[:_MAX_CHARACTERS].lower()
     same = blake3.blake3(len(content.prompt_ids).to_bytes(8) + content.prompt_ids + content.ids).hexdigest()
     intent = "edit" if asks_for_edit(message) else "question" if "?" in message else "other"
@@ -55,7 +55,7 @@ def request_features(content: TurnContent) -> RequestFeatures:
 
 
 def last_message(dialect: str, request: bytes) -> str:
-    """The text of a user's last message in a request; empty if there is none."""
+    """The text of the user's last message in a request, or ""."""
     try:
         body = msgspec.json.decode(request, type=dict[str, Any])
     except (msgspec.DecodeError, msgspec.ValidationError):
@@ -65,8 +65,8 @@ def last_message(dialect: str, request: bytes) -> str:
 
 
 def clusters(features: Sequence[RequestFeatures]) -> list[int]:
-    """A number for each request, the same for those that are alike, directly or by others: MinHash bands of pairs of
-    words put the 50 % point near a Jaccard similarity of 0.6."""
+    """The cluster of each request, as a number: similar requests, directly or by way of others, share a cluster.
+    MinHash bands of pairs of words put the 50 % point near a Jaccard similarity of 0.6."""
     parent = list(range(len(features)))
 
     def root(i: int) -> int:

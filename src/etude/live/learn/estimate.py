@@ -1,8 +1,8 @@
-"""Labels of a window -> weights and advantages. Pure functions of arrays, one entry a turn.
+"""Weights and advantages from the labels of a window. Pure functions of arrays, one entry a turn.
 
-A turn has no group: what it earned is compared with the other turns of its cell (tenant, kind of request, depth in the
-session). A cell is known before the model answers, or the comparison would hide what the answer did. No account and
-no organisation has more than its share of the weight.
+A turn has no group: its reward is compared with the other turns of its cell (tenant, kind of request, depth in the
+session). A cell is known before the model answers, or the comparison would hide the effect of the answer. No account
+and no organisation has more than its share of the weight.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 import numpy as np
 
 YOUNG = 0.2
-"""Weight of a new account, by which many of them count less."""
+"""The weight of a new account, so that many new accounts count less."""
 _ROUNDS = 16
 
 
 def first_of(group_N: np.ndarray, order_N: np.ndarray, most: int) -> np.ndarray:
-    """Mask of the turns among the first `most` of their group by `order_N` (no two alike within a group): bool [N]."""
+    """Mask of the first `most` turns of each group by `order_N`, which is unique within a group: bool [N]."""
     sorted_N = np.lexsort((order_N, group_N))
     group = group_N[sorted_N]
     first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]]) if len(group) else np.zeros(0, int)
@@ -40,8 +40,8 @@ def shares_capped(
     organisation_share: float,
 ) -> np.ndarray:
     """Weights, mean 1, of which no account (int [N]) has more than `account_share` and no organisation more than
-    `organisation_share`; an organisation below 0 means none, and its turns have the bound of the account alone. Where
-    there are too few of them for that, the largest are equal. Where both bounds cannot hold, the account's does."""
+    `organisation_share`. Turns without an organisation (below 0) have the account's bound alone. With too few groups
+    for a bound, the largest are made equal. If both bounds cannot hold, the account's does."""
     out = np.asarray(weight_N, float)
     if not out.any():
         return out
@@ -57,8 +57,8 @@ def shares_capped(
 
 
 def _capped(weight_N: np.ndarray, group_N: np.ndarray, bound_G: np.ndarray, share: float) -> np.ndarray:
-    """Weights scaled down in each bound group that has more than `share` of what is left in the end; the same array if
-    none has."""
+    """Weights scaled down in each bound group so that none has more than `share` of the resulting sum; the same array
+    if none has."""
     total_G = np.bincount(group_N, weight_N, len(bound_G))
     live = np.sort(total_G[bound_G & (total_G > 0)])[::-1]
     rest = math.fsum(total_G[~bound_G])
@@ -91,7 +91,7 @@ def trimmed_means(value_N: np.ndarray, weight_N: np.ndarray, cell_N: np.ndarray,
     left, right = mass[:-1], mass[1:]
     others = whole - weight
 
-    def place(share: float) -> np.ndarray:  # on the axis of all turns, of a share of the others' weight
+    def place(share: float) -> np.ndarray:  # of a share of the others' weight, on the axis of all turns
         at = start + share * others
         return np.where(at <= left, at, at + weight)
 
@@ -108,9 +108,9 @@ def trimmed_means(value_N: np.ndarray, weight_N: np.ndarray, cell_N: np.ndarray,
 def baselines(
     reward_N: np.ndarray, weight_N: np.ndarray, cell_N: np.ndarray, shrinkage: float, trim: float
 ) -> np.ndarray:
-    """The mean reward of a turn's cell without it, b = (n m_cell + k m_all) / (n + k): m are trimmed means of the n
-    other turns of the cell and of all others, k is `shrinkage`. float64 [N]. A turn without any other has its own
-    reward."""
+    """The mean reward of a turn's cell without the turn, b = (n m_cell + k m_all) / (n + k): m are trimmed means of the
+    n other turns of the cell and of all other turns, k is `shrinkage`. float64 [N]. The baseline of a single turn is
+    its own reward."""
     cell_mean_N = trimmed_means(reward_N, weight_N, cell_N, trim)
     mean_N = trimmed_means(reward_N, weight_N, np.zeros_like(cell_N), trim)
     others_N = np.where(np.isnan(cell_mean_N), 0, np.bincount(cell_N, minlength=1)[cell_N] - 1)
@@ -122,8 +122,8 @@ def baselines(
 
 
 def covered(cluster_N: np.ndarray, account_N: np.ndarray, rated_N: np.ndarray, least: int) -> np.ndarray:
-    """Whether a turn's rating counts: at least `least` accounts rated turns whose prompts are in its cluster (int
-    [N]). A lone voter in a cluster of its own moves nothing. bool [N]."""
+    """Whether a turn's rating counts, bool [N]: at least `least` accounts rated turns whose prompts are in its cluster
+    (int [N]). A single account has no influence by its ratings alone."""
     pairs = np.unique(np.stack([cluster_N[rated_N], account_N[rated_N]]), axis=1)
     size = int(cluster_N.max()) + 1 if len(cluster_N) else 0
     return rated_N & (np.bincount(pairs[0], minlength=size)[cluster_N] >= least)

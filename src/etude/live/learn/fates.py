@@ -1,6 +1,6 @@
-"""The fate of an edit: matured with the share of its characters that is alive, still open, or censored.
+"""The fate of an edit: matured, with the share of its characters that is alive; open; or censored.
 
-The window of an edit opens when it was shown, and closes at the first of: the edit was undone, the horizon
+The window of an edit opens when the edit is shown, and closes at the first of: the edit is undone, the horizon
 (`labels.window_seconds`), the file or the client is gone.
 """
 
@@ -16,12 +16,12 @@ from etude.live.log.records import LabelState, ServedTurn, SignalKind, Suggestio
 
 SECOND = 1_000_000_000
 """Nanoseconds."""
-_EARLY = 0.95  # a survival reported at this share of its horizon, by the server's clock, has lasted for all of it
+_EARLY = 0.95  # share of a horizon, by the server's clock, after which a reported survival counts for all of it
 
 
 @dataclass(frozen=True)
 class EditFate:
-    """The fate of an edit. `seconds`: from being shown to the close of its window, or as long as it was observed."""
+    """The fate of an edit. `seconds`: from being shown to the close of its window, or to the last observation."""
 
     state: LabelState
     share: float = 0.0
@@ -30,8 +30,8 @@ class EditFate:
 
 
 def session_fates(log: TurnLog, session: str, config: LabelsConfig) -> dict[str, EditFate]:
-    """The fates of the edits of a session, by suggestion; of a turn without suggestions, the fate of the edit that
-    signals on the turn itself imply, by turn. Later edits first, since an overwritten one shares their fate."""
+    """The fates of the edits of a session, by suggestion; for a turn without suggestions, the fate of the edit that
+    signals on the turn imply, by turn. Later edits come first, because an overwritten edit shares their fate."""
     horizon = int(config.window_seconds * SECOND)
     out: dict[str, EditFate] = {}
     later: dict[str, list[Suggestion]] = defaultdict(list)  # by path
@@ -57,7 +57,7 @@ def _fate(
     cut: int,
     config: LabelsConfig,
 ) -> EditFate:
-    """`successors`: later edits of the session in the same file, with their fates."""
+    """The fate of one edit. `successors`: later edits of the session in the same file, with their fates."""
     window = config.window_seconds
     last_seen = overwritten = 0.0
     for one in sorted(seen, key=lambda s: s.order):
@@ -68,7 +68,7 @@ def _fate(
             return EditFate(LabelState.CENSORED, seconds=min(after, window))
         if signal.kind == SignalKind.OVERWRITTEN:
             overwritten = max(overwritten, min(1.0, signal.value))
-            if overwritten >= 1.0:  # nothing of its own is left to be seen
+            if overwritten >= 1.0:  # all of the edit is replaced
                 return _union(0.0, 1.0, successors, window)
         elif signal.kind == SignalKind.SURVIVED and signal.horizon is not None and signal.horizon <= window:
             lasted = signal.horizon if after >= _EARLY * signal.horizon else after
@@ -83,7 +83,7 @@ def _fate(
 def _union(
     alive: float, overwritten: float, successors: Sequence[tuple[Suggestion, EditFate]], window: float
 ) -> EditFate:
-    """The fate of an edit together with that of the edits that replaced parts of it."""
+    """The joint fate of an edit and the edits that replaced parts of it."""
     if not overwritten or not successors:
         return EditFate(LabelState.MATURED, alive, window)
     states = {fate.state for _, fate in successors}
@@ -98,7 +98,7 @@ def _union(
 def turn_fate(
     log: TurnLog, turn: ServedTurn, fates: Mapping[str, EditFate], config: LabelsConfig
 ) -> tuple[EditFate, float] | None:
-    """The fate of all edits of a turn together, and their characters; None for a turn without."""
+    """The joint fate of all edits of a turn, and their characters; None for a turn without edits."""
     rows = [(max(1.0, float(s.characters)), fates[s.id]) for s in log.suggestions.get(turn.id, ())]
     if not rows and turn.id in fates:
         rows = [(config.characters, fates[turn.id])]

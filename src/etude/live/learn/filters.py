@@ -1,9 +1,9 @@
-"""The exits of a window: every turn leaves by exactly one, trained on, held or dropped for a reason. Pure.
+"""The exits of a window: every turn is trained on, held or dropped for one reason. Pure functions.
 
-In this order: consent, tombstones, scrubbing, what was recorded, kind of turn, bots, duplicates, votes
-on a request that dictates its answer, injected prompts, what has no outcome yet, what never got one, accounts' samples.
-The first reason that holds is the turn's. A batch that is too small is held as a whole, with what is censored: the
-weights of the next window stand for them, too.
+The first reason that holds counts, in this order: consent, tombstones, scrubbing, missing tokens, kind of turn, bots,
+duplicates, ratings of a request that dictates its answer, injected prompts, open outcomes, censored outcomes, the limit
+of an account. A batch that is too small is held as a whole, with its censored turns: the weights of the next window
+stand for them, too.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from etude.live.log.records import (
 
 _BOT = re.compile(r"(?:^|[^a-z])(?:bot|ci|cron|dependabot|renovate|github-actions|gitlab-runner|jenkins)(?:$|[^a-z])")
 _DAY = 86_400 * 10**9
-_DEPTHS = 4  # turns of a session that have a cell of their own; later ones share the last
+_DEPTHS = 4  # cells by place in the session; later turns share the last cell
 
 
 class ExitReason(StrEnum):
-    """Why a turn is not trained on. A turn without tokens has the reason of its record, one that is no main turn its
-    kind, and one whose content is gone the reason of `LiveContents`."""
+    """The reasons for which a turn is not trained on. Further reasons are that of a record without tokens, the kind of
+    a turn other than a main turn, and those of `LiveContents` for missing content."""
 
     NO_CONSENT = "no_consent"
     TOMBSTONE = "tombstone"
@@ -54,20 +54,20 @@ class ExitReason(StrEnum):
     VOTE_INJECTION = "vote_injection"
     INJECTED_PROMPT = "injected_prompt"
     CENSORED = "censored"
-    COVERAGE = "coverage"  # censored: its rating is one of too few on requests like it
+    COVERAGE = "coverage"  # censored: too few accounts rated similar requests
     ACCOUNT_CAP = "account_cap"
     SMALL_BATCH = "small_batch"
-    NONE = ""  # it is trained on
+    NONE = ""  # of trained turns
 
 
 _WAITS_FOR_BATCH = (ExitReason.NONE, ExitReason.CENSORED, ExitReason.ACCOUNT_CAP)
-"""Exits of a batch that are held instead while it is too small."""
+"""The reasons whose turns are held while a batch is too small."""
 
 
 @dataclass(frozen=True)
 class WindowRows:
     """The rows of the log before `cut`, and the accounts that were forgotten before `at`. `pending`: turns without a
-    final exit; `turns` holds the others of their sessions, too. `since`: the time when an account was first seen."""
+    final exit; `turns` has the other turns of their sessions, too. `since`: the first time of each account."""
 
     number: int
     cut: int
@@ -83,19 +83,18 @@ class WindowRows:
 
 @dataclass(frozen=True)
 class WindowDecision:
-    """Labels and exits of a window, sorted by turn. Turns that were dropped for a property of their own have no
-    label."""
+    """Labels and exits of a window, sorted by turn. Turns that were dropped whatever their outcome have no label."""
 
     labels: tuple[Label, ...]
     exits: tuple[TurnExit, ...]
 
     def trained(self) -> list[TurnExit]:
-        """The batch, in its order."""
+        """The exits of the batch, in its order."""
         return [e for e in self.exits if e.kind == ExitKind.TRAINED]
 
 
 def unwanted(turn: ServedTurn, session: Session, rows: WindowRows) -> str:
-    """The reason why a turn is not trained on, whatever its outcome and content; ExitReason.NONE if there is none."""
+    """The reason why a turn is not trained on, whatever its outcome and content, or ExitReason.NONE."""
     if not session.consent.granted or session.consent.scope != SCOPE:
         return ExitReason.NO_CONSENT
     if session.account in rows.forgotten:
@@ -110,8 +109,8 @@ def unwanted(turn: ServedTurn, session: Session, rows: WindowRows) -> str:
 
 
 def decide(rows: WindowRows, features: Mapping[str, RequestFeatures | str], config: LabelsConfig) -> WindowDecision:
-    """Labels, exits, weights and advantages of a window. `features`: of the turns that are not `unwanted`, or in their
-    place the reason why the content is gone."""
+    """Labels, exits, weights and advantages of a window. `features`: for turns that are not `unwanted`, their features,
+    or the reason why the content is missing."""
     exits: dict[str, TurnExit] = {}
 
     def leave(turn: str, kind: ExitKind, reason: str) -> None:
@@ -196,8 +195,8 @@ def _counted(
 def _choose(
     made: Sequence[Label], rows: WindowRows, turns: Mapping[str, ServedTurn], config: LabelsConfig
 ) -> dict[str, tuple[ExitKind, str]]:
-    """The exit of each labelled turn, were the batch large enough. Which of an account's turns are its samples is drawn
-    by a hash, so that neither order nor outcome decides."""
+    """The exit of each labelled turn in a batch that is large enough. A hash chooses the samples of an account, so that
+    neither order nor outcome decides."""
     of = {LabelState.DROPPED: ExitKind.DROPPED, LabelState.OPEN: ExitKind.HELD, LabelState.CENSORED: ExitKind.DROPPED}
     out: dict[str, tuple[ExitKind, str]] = {
         x.turn: (of[x.state], x.reason or str(x.state)) for x in made if x.state in of
@@ -242,9 +241,8 @@ def _weighted(
 
 
 def drop_rates(turns: Sequence[ServedTurn], exits: Sequence[TurnExit]) -> dict[str, dict[int, tuple[int, int]]]:
-    """For each reason and version: the number of turns that were dropped for it, and of all turns that left the window
-    (held ones have not yet). A version that drops more than another hides what it does: it is stopped, not learned
-    from."""
+    """For each reason and version: the number of dropped turns, and of all turns with a final exit. A version whose
+    turns are dropped more often than another's is no fair sample, and should not be learned from."""
     version = {turn.id: max((span.version for span in turn.spans), default=-1) for turn in turns}
     final = [e for e in exits if e.kind != ExitKind.HELD]
     total: dict[int, int] = defaultdict(int)
@@ -257,7 +255,7 @@ def drop_rates(turns: Sequence[ServedTurn], exits: Sequence[TurnExit]) -> dict[s
 
 
 def suspicious(rates: Mapping[str, Mapping[int, tuple[int, int]]]) -> list[str]:
-    """Reasons for which versions are dropped at different rates: a chi-square test, at 0.001 over all of them."""
+    """The reasons for which versions' turns are dropped at different rates: a chi-square test, at 0.001 over all."""
     out: list[str] = []
     for reason, by in rates.items():
         dropped, total = zip(*by.values(), strict=True)

@@ -1,4 +1,4 @@
-"""The reward of a turn: components of what was observed, their sum, and the weights of turns beside censored ones."""
+"""The reward of a turn: its components from observations, their sum, and weights that make up for censored turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from etude.config.live import LabelsConfig
 
-_FORM = "1"  # of the rules in rewards, timeline, fates and attribution; change it with any of them
+_FORM = "1"  # version of the rules in rewards, timeline, fates and attribution; changes with any of them
 
 WEIGHTS = {
     "kept": 0.6,  # characters alive, up to `labels.characters` of them
@@ -76,7 +76,7 @@ def components(observed: Mapping[str, np.ndarray], config: LabelsConfig) -> dict
 
 
 def rewards(parts: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The sum of components, float64 [N], cut at -1 and 1; a component that was not observed adds nothing."""
+    """The sum of components, float64 [N], cut at -1 and 1; an unobserved component adds nothing."""
     total = np.zeros(len(next(iter(parts.values()))) if parts else 0)
     for name in sorted(parts):
         total += np.nan_to_num(parts[name])
@@ -84,10 +84,10 @@ def rewards(parts: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def censoring_weights(seconds_N: np.ndarray, known_N: np.ndarray, cell_N: np.ndarray, most: float) -> np.ndarray:
-    """1/G(t-) of the known, at most `most`, and 0 of the censored, float64 [N]. G is the Kaplan-Meier estimate of the
-    probability, within a cell (int [N]), that a turn is not censored before t; of an outcome and a censoring at the
-    same time the outcome came first. Until `most` cuts, the weights of a cell add up to its size if its last turn is
-    known: each censored turn is shared out among those that were seen for longer (Efron 1967; the weights are those
+    """1/G(t-) of the known turns, at most `most`, and 0 of the censored turns, float64 [N]. G is the Kaplan-Meier
+    estimate of the probability, within a cell (int [N]), that a turn is not censored before t; an outcome comes before
+    a censoring at the same time. Unless `most` cuts, the weights of a cell add up to its size if its last turn is
+    known: the weight of a censored turn is shared out among turns that were observed for longer (Efron 1967; weights
     of Robins and Rotnitzky 1992)."""
     order = np.lexsort((~known_N, seconds_N, cell_N))  # outcomes before censorings at the same time
     out = np.zeros(len(order))

@@ -1,4 +1,4 @@
-"""Samples of a window as episodes for the trainer: groups of one, with the advantage that they come with."""
+"""Samples of a window as episodes for the trainer: groups of one, with the advantage from the window."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NOTE = "\n\nAfter your answer the user said what was wanted instead. Answer so t
 """The text before a correction in the teacher's prompt."""
 
 VersionsOf = Callable[[LiveSample], Sequence[int] | None]
-"""The version of the trainer's own store for every token of a sample; None: unknown, or too old."""
+"""Sample -> version, in the trainer's store, of every token; None for unknown or too old versions."""
 
 
 @dataclass(frozen=True)
 class LiveBatch:
-    """The episodes of a window in the order of its samples, by the id of their turn; the turns that were refused, with
-    the reasons; and why corrections were left out, counted."""
+    """The episodes of a window in the order of its samples, by turn; the reasons of refused turns; and the number of
+    omitted corrections by reason."""
 
     episodes: dict[str, Episode]
     refused: dict[str, str]
@@ -32,9 +32,9 @@ class LiveBatch:
 
 
 def live_batch(samples: Sequence[LiveSample], versions: VersionsOf, renderer: Renderer, config: RLConfig) -> LiveBatch:
-    """The episodes of samples; `group_id` is still that of none. A turn is refused as "stale" (unknown or too old
-    weights), "temperature" (of other sampling than the trainer computes with), "too_long" or "tokens" (its arrays do
-    not fit together)."""
+    """The episodes of samples; their `group_id` is not set yet. A turn is refused as "stale" (unknown or too old
+    weights), "temperature" (sampling other than the trainer's), "too_long" or "tokens" (arrays that do not fit
+    together)."""
     episodes: dict[str, Episode] = {}
     refused: dict[str, str] = {}
     left_out: Counter[str] = Counter()
@@ -59,7 +59,7 @@ def live_batch(samples: Sequence[LiveSample], versions: VersionsOf, renderer: Re
 
 
 def _ledger(sample: LiveSample, versions_T: Sequence[int]) -> TokenLedger | None:
-    """The tokens as an episode keeps them; None if they are no answer."""
+    """The tokens in the form of an episode; None for malformed or missing tokens."""
     ledger = TokenLedger()
     if any(len(data) % 4 for data in (sample.prompt_ids, sample.ids, sample.logprobs)):
         return None
@@ -76,7 +76,7 @@ def _ledger(sample: LiveSample, versions_T: Sequence[int]) -> TokenLedger | None
 
 
 def _hint(sample: LiveSample, renderer: Renderer, room: int) -> tuple[Hint | None, str]:
-    """The correction as a note of the user, and why there is none."""
+    """The correction as a note of the user; else None and the reason."""
     try:
         at = note_place(renderer, np.frombuffer(sample.prompt_ids, "<i4").tolist())
     except ValueError:

@@ -1,4 +1,4 @@
-"""The version of the trainer's store that sampled the tokens of a turn: weights are known by their digests."""
+"""The version, in the trainer's store, that sampled a turn's tokens: weights are identified by their digests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from etude.store import Store, open_store
 from etude.weights import manifests, newest_manifest, read_manifest
 
 LAG = 1
-"""Releases that a turn may be older than what the control serves."""
+"""The age of a turn's weights, in releases behind the control's, up to which the turn is trained on."""
 
-_LOOK_BACK = 1000  # manifests that are read for that many other releases
+_LOOK_BACK = 1000  # manifests that are searched for these releases
 
 
 class ServedVersions:
-    """The versions of the run's store that have the weights of the last releases, or those that canaries serve.
-    `source` is the one that has those of the control now, and `base` the one that the trainer will stand at: the same,
-    or the next one where the newest candidate is not what the control serves. Raises UserError if the control serves
-    weights that the run never had."""
+    """The versions of the run's store with the weights of the last releases or of canaries. `source` is the version
+    with the control's present weights. `base` is the version that the trainer starts from: `source`, or, if the newest
+    candidate has other weights than the control, the number after the candidate's. Raises UserError if the control
+    serves weights that the run never had."""
 
     def __init__(self, config: LiveConfig, run: Store):
         self._clusters = {cluster.name: cluster for cluster in config.clusters}
@@ -42,8 +42,8 @@ class ServedVersions:
         self._versions = {live: ours[live] for live in recent if live in ours}
 
     def of(self, sample: LiveSample) -> list[int] | None:
-        """The version of every token of a sample; None if weights of a token are unknown or too old, or if the spans do
-        not cover the tokens."""
+        """The version of every token of a sample; None for unknown or too old weights, or if the spans do not cover the
+        tokens."""
         ends = [(0, 0), *((span.low, span.high) for span in sample.spans)]
         if any(low != before or high <= low for (_, before), (low, high) in pairwise(ends)):
             return None
@@ -63,8 +63,8 @@ class ServedVersions:
         ]
 
     def _digests(self, sample: LiveSample) -> Sequence[str]:
-        """The digests of the weights of each span. The numbers are those of the control's store or of the canary's;
-        which of the two, follows from the digest of the turn."""
+        """The digests of the weights of each span. Versions are numbers of the control's store or of the canary's; the
+        digest of the turn tells which."""
         if len(sample.spans) == 1:
             return [sample.manifest]
         cluster = self._clusters.get(sample.cluster)
@@ -78,7 +78,7 @@ class ServedVersions:
 
 
 def served(control: Store) -> PolicyVersion:
-    """The version that a store's servers serve. Raises UserError for an empty store."""
+    """The newest version of a store, which its servers serve. Raises UserError for an empty store."""
     manifest = newest_manifest(control)
     if manifest is None:
         raise UserError(f"{control.url} has no version that could be trained on: publish the served model there first")
@@ -86,8 +86,7 @@ def served(control: Store) -> PolicyVersion:
 
 
 def _last_releases(control: Store, now: PolicyVersion) -> list[str]:
-    """Digests of the last different weights that the control served, the newest first. A rollback has those of a
-    version before it."""
+    """Digests of the last different weights of the control, the newest first. A rollback repeats an earlier digest."""
     digests = [now.live]
     for version in range(now.version - 1, max(-1, now.version - _LOOK_BACK), -1):
         if len(digests) > LAG:

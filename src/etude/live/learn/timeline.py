@@ -1,7 +1,7 @@
-"""The records below a cut, by turn: sessions, main turns in order, edits, and signals at the server's times.
+"""The records before a cut, by turn: sessions, main turns in order, edits, and signals at the server's times.
 
-Only the server's time of arrival and a client's own numbering decide; a client's clock is never read. A signal that
-arrives late but is numbered before another happened before it.
+Signals are ordered by the server's time of arrival and the client's numbering; a client's clock is never read. A signal
+that arrives late but has a lower number than another happened before it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _NEXT_TURN_KINDS = (SignalKind.FOLLOWUP, SignalKind.RETRY, SignalKind.ANSWERED) 
 
 @dataclass(frozen=True)
 class TimedSignal:
-    """A signal and the time by which it had happened: the arrival of it or of one that its client numbered later."""
+    """A signal and the time by which it had happened: its arrival, or that of a later-numbered signal of the client."""
 
     signal: Signal
     at: int
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Sorts signals by time, number and event."""
+        """The sorting key of signals: time, number and event."""
         sequence = self.signal.client_sequence
         return (self.at, -1 if sequence is None else sequence, self.signal.event)
 
 
 @dataclass
 class TurnLog:
-    """Records below the cut, by their turn or session."""
+    """Records before the cut, by their turn or session."""
 
     cut: int
     sessions: dict[str, Session]
@@ -62,12 +62,12 @@ class TurnLog:
         return row[after] if after < len(row) else None
 
     def gone(self, session: str, since: int) -> list[TimedSignal]:
-        """The first signal, from a time on, that the client of a session is gone; or none."""
+        """The first signal GONE of a session at or after `since`, as a list of at most one."""
         return [s for s in self.of(session, SignalKind.GONE) if s.at >= since][:1]
 
 
 def distinct(signals: Iterable[Signal], cut: int) -> list[Signal]:
-    """Signals that had arrived at the cut, one of each event: the first that arrived. Sorted by tenant and event."""
+    """The signals that had arrived at the cut, without repeated events. Sorted by tenant and event."""
     first: dict[tuple[str, str], tuple[int, bytes, Signal]] = {}
     for signal in signals:
         if signal.arrived_at <= cut:
@@ -85,7 +85,7 @@ def arrange(
     signals: Iterable[Signal],
     cut: int,
 ) -> TurnLog:
-    """The records that had arrived at `cut`, by turn; in any order, with any repeated."""
+    """The records that had arrived at `cut`, by turn. They may come in any order, and repeatedly."""
     known = {s.id: s for s in sessions if s.opened <= cut}
     served = {t.id: t for t in turns if t.at <= cut and t.session in known}
     main: dict[str, list[ServedTurn]] = defaultdict(list)
@@ -118,7 +118,7 @@ def arrange(
 
 
 def _timed(stream: Sequence[Signal]) -> Iterable[TimedSignal]:
-    """The signals of one client, each no later than those that the client numbered after it."""
+    """The signals of one client, each no later than the signals with higher numbers."""
     numbered = sorted((s for s in stream if s.client_sequence is not None), key=lambda s: (s.client_sequence, s.event))
     by = None
     for signal in reversed(numbered):
@@ -130,8 +130,8 @@ def _timed(stream: Sequence[Signal]) -> Iterable[TimedSignal]:
 
 
 def _subject(log: TurnLog, signal: Signal, turn_of: Mapping[str, str]) -> str | None:
-    """The subject that a signal counts for: the main turn before, if it was derived from the next turn's message; the
-    turn of an edit, if it is not of a kind that edits have."""
+    """The subject that a signal counts for: the main turn before, for kinds that the next turn's message reports; the
+    turn of an edit, for kinds that edits do not have."""
     if signal.subject in turn_of:
         of_edit = signal.kind in (*EDIT_KINDS, SignalKind.GONE, SignalKind.CORRECTION)
         return signal.subject if of_edit else turn_of[signal.subject]

@@ -1,16 +1,16 @@
-"""A window becomes the next version: its turns go into the ledger of a run, and the ordinary trainer makes one step.
+"""Training on a window: its turns go into the ledger of a run, and the trainer of stage rl makes one step.
 
     FOLDER/train         the run, without engines and sandboxes; its weight store holds the candidates
-    FOLDER/base-DIGEST   what the control served when the run began, as a model folder
+    FOLDER/base-DIGEST   the weights that the control served when the run began, as a model folder
 
-Versions of that store are counted by themselves: the gate reads a candidate there, and a release copies it to the
-stores of the clusters, which are only read here. Weights are known by their digests, so a token keeps the version that
-sampled it, under the number that this version has here. Where the newest candidate was not released, the trainer first
-goes back to what the control serves.
+That store numbers its versions independently: the gate reads a candidate there, and a release copies it to the stores
+of the clusters, which are only read here. Weights are identified by their digests, so a token keeps the version that
+sampled it, by the version's number in this store. If the newest candidate was not released, the trainer first goes back
+to the weights that the control serves.
 
-The ledger decides what was trained on. The command may be killed anywhere and given again: turns that are admitted are
-found by their ids, and turns of a version that exists are trained. The tokens of users lie in the run folder until that
-version is durable, and are deleted then.
+The ledger decides which turns were trained on. After a kill at any point the command can be repeated: admitted turns
+are recognised by their ids, and turns of an existing version are trained. The tokens of users lie in the run folder
+until that version is durable, and are deleted then.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from etude.store import Store, open_store
 from etude.weights import manifests, read_manifest, with_models
 
 KL = 1e-3
-"""Weight of the KL to version 0 where the recipe has none: no window may lead far from it."""
+"""Weight of the KL to version 0 for recipes without a KL, so that no window leads far from version 0."""
 
-_OWN_KL = ("fireworks", "grpo")  # presets that have one
+_OWN_KL = ("fireworks", "grpo")  # presets with a KL
 _LEASE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class TrainedWindow:
-    """The result of training on a window. `refused` turns by reason; `action` is the guards' decision: after "skip" the
-    version has the weights of its base."""
+    """The result of training on a window. `refused`: number of refused turns by reason. `action`: the guards' decision;
+    after "skip" the version has the weights of its base."""
 
     window: int
     version: int
@@ -65,11 +65,11 @@ class TrainedWindow:
 
 @dataclass(frozen=True)
 class _Admitted:
-    """The turns of a window in the ledger: ids of their groups; and those that are not, with the reasons."""
+    """The turns of a window in the ledger, with the ids of their groups; and refused turns, with the reasons."""
 
     groups: dict[str, int]
     refused: dict[str, str]
-    source: int  # version that the trainer goes on from
+    source: int  # version that the trainer continues from
     hints: int
     hints_left_out: dict[str, int]
 
@@ -77,8 +77,8 @@ class _Admitted:
 def train_window(
     config: LiveConfig, log: sa.Engine, number: int, samples: Sequence[LiveSample], *, seconds: float = 3600.0
 ) -> TrainedWindow:
-    """Trains on a window, unless that is done, and notes its version in the log. Turns that the trainer cannot take
-    leave by the exit DROPPED. Raises UserError, or RunFailed if the trainer fails or takes longer."""
+    """Trains on a window, unless it has been trained on, and writes its version to the log. Turns that the trainer
+    refuses get the exit DROPPED. Raises UserError, or RunFailed if the trainer fails or takes longer than `seconds`."""
     folder = Path(config.folder) / "train"
     _check_window(log, number, samples)
     if not folder.exists():
@@ -115,8 +115,8 @@ def _check_window(log: sa.Engine, number: int, samples: Sequence[LiveSample]) ->
 
 
 def live_run(config: LiveConfig, model: Path | None = None) -> RLConfig:
-    """The configuration of the run: the recipe's, with what a window fixes; `model` takes the place of its model.
-    Raises UserError."""
+    """The configuration of the run: the recipe, with the settings that training on windows needs, and `model` in place
+    of its model. Raises UserError."""
     if config.train is None:
         raise UserError("give `train`, the path of a recipe of stage rl, in the configuration of stage live")
     try:
@@ -128,7 +128,7 @@ def live_run(config: LiveConfig, model: Path | None = None) -> RLConfig:
     if loss.kl_beta is None and loss.preset not in _OWN_KL:
         loss = loss.model_copy(update={"kl": loss.kl or "k1", "kl_beta": KL})
     fixed: dict[str, Any] = {"baseline": "given", "minutes": None, "decay": 0.0, "checkpoint_every": 1}
-    # A candidate that is released only after the next window was trained is gone back to, with its optimizer.
+    # The trainer goes back, with the optimizer, to a candidate that is released only after the next window's training.
     fixed["keep_checkpoints"] = max(4, trainer.keep_checkpoints)
     changed = {
         "name": f"{config.name}-train",
@@ -138,14 +138,14 @@ def live_run(config: LiveConfig, model: Path | None = None) -> RLConfig:
         "loss": loss,
         "distill": recipe.distill or OnPolicyDistillConfig(),
         "trainer": trainer.model_copy(update=fixed),
-        # How old a turn is counts in releases (served.py); numbers of candidates say nothing about that.
+        # The age of a turn counts in releases (served.py), not in numbers of candidates.
         "guards": guards.model_copy(update={"lag": Guard(action="halt", stop=float(2**31), warn=None)}),
     }
     return validate(RLConfig, recipe.model_copy(update=changed).model_dump(), config.train)
 
 
 def _create(config: LiveConfig, folder: Path) -> None:
-    """A run whose version 0 has the weights that the control serves."""
+    """Makes the run, whose version 0 has the weights that the control serves."""
     from etude.weights.export import export
 
     control = open_store(config.clusters[0].store)
@@ -181,7 +181,7 @@ def _run_trainer(folder: Path, source: int, lock: int, seconds: float) -> None:
 def _admit(
     versions: ServedVersions, run: RLConfig, ledger: Ledger, folder: Path, number: int, samples: Sequence[LiveSample]
 ) -> _Admitted:
-    """Puts those turns of the window into the ledger that are not there, as done. Raises UserError."""
+    """Adds the window's missing turns to the ledger, as finished episodes. Raises UserError."""
     turns = [sample.turn for sample in samples]
     there = ledger.admitted(turns)
     batch = live_batch(samples, versions.of, renderer_for(Path(run.model.path)), run)
@@ -207,8 +207,8 @@ def _admit(
 
 
 def _leave_out_others(log: sa.Engine, ledger: Ledger, folder: Path, number: int, turns: set[str]) -> None:
-    """Turns that wait in the ledger and have left the window since, because their account was forgotten, are not
-    trained on. Raises UserError if another window's turns wait."""
+    """Takes turns out of the ledger that have left the window since they were admitted, because their account was
+    forgotten. Raises UserError if another window's turns wait."""
     ended = {group: blob for group, _, blob in ledger.untrained()}
     waiting = {group.task_id: group.id for group in ledger.groups(sorted(ended)) if group.task_id not in turns}
     others = {*waiting, *ledger.figures().open_tasks} - turns
@@ -228,8 +228,8 @@ def _left_by(c: sa.Connection, turn: str, number: int) -> bool:
 
 
 def _finish(ledger: Ledger, rollouts: Store, lease: EpisodeLease, episode: Episode | None) -> None:
-    """Records the episode of a turn; none: since it was admitted its weights have become too old, or its account was
-    forgotten."""
+    """Records the episode of a turn. None for a turn whose weights have become too old, or whose account was forgotten,
+    since it was admitted."""
     if episode is None:
         ledger.finish(
             lease,
@@ -262,8 +262,8 @@ def _trained(versions: set[int | None]) -> int | None:
 
 
 def _version(ledger: Ledger, weights: Store, admitted: _Admitted, number: int) -> int | None:
-    """The version that was trained on the turns, and on no others; None: they wait. Raises UserError if there is none
-    such."""
+    """The version that was trained on exactly these turns; None while they wait. Raises UserError if a version was
+    trained on only some of them, or on others, too."""
     versions = {version for _, version in ledger.admitted(list(admitted.groups)).values()}
     version = _trained(versions)
     if version is None:
@@ -279,7 +279,7 @@ def _version(ledger: Ledger, weights: Store, admitted: _Admitted, number: int) -
 def _settle(
     log: sa.Engine, ledger: Ledger, folder: Path, weights: Store, number: int, admitted: _Admitted
 ) -> TrainedWindow:
-    """Notes the version and the exits of refused turns in the log, and deletes the tokens."""
+    """Writes the version and the exits of refused turns to the log, and deletes the tokens."""
     version = _version(ledger, weights, admitted, number)
     manifest = None if version is None else read_manifest(weights, version)
     if version is None or manifest is None:
@@ -311,7 +311,7 @@ def _settle(
 
 
 def _note_refused(c: sa.Connection, number: int, refused: Mapping[str, str]) -> None:
-    """Their one exit from the window is DROPPED, whatever the window had meant for them."""
+    """Replaces the exits of refused turns from the window by DROPPED."""
     for turn, why in refused.items():
         here = (exits.c.turn == turn, exits.c.window == number)
         left = {"kind": ExitKind.DROPPED.value, "reason": why, "weight": 0.0, "advantage": 0.0}

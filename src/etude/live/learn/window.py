@@ -1,11 +1,11 @@
-"""One window of the live loop: what came before a cut -> labels, exits and a batch, in one transaction.
+"""One window of the live loop: labels, exits and a batch from the log's rows before a cut, written in one transaction.
 
-    result = cut_window(engine, contents, config)        a new window of everything before now
+    result = cut_window(engine, contents, config)        a new window of all rows before now
     samples(engine, contents, config, number)            its batch, for the trainer
-    replay(engine, contents, config, number)             is it the same, computed again from the log?
+    replay(engine, contents, config, number)             whether the same window results from the log again
 
-A window looks at the turns since the last one and at those that the last one held. It is a pure function of the log,
-its cut and its settings; the forgotten accounts alone are those as of `at`, which is later.
+A window has the turns since the last window, and the turns that the last window held. It is a pure function of the log,
+its cut and its settings, except for the forgotten accounts, which are those at the later time `at`.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from etude.live.log.records import (
 from etude.store import ObjectMissing, Store
 
 MAX_TURNS = 200_000
-"""Turns that one window looks at."""
+"""The most turns of one window."""
 MAX_SIGNALS = 1000
-"""Signals of one edit, turn or session that are read: the first."""
-_REFUSALS = ("stale", "temperature", "too_long", "tokens")  # of the trainer, which it writes in the place of ours
+"""The most signals of one edit, turn or session that are read, the earliest first."""
+_REFUSALS = ("stale", "temperature", "too_long", "tokens")  # of the trainer, which replace the window's exits
 _PAGE = 500
 _ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
 class WindowResult:
-    """A window as it was computed. `batch`: digest of its samples in their order."""
+    """A computed window. `batch`: digest of its samples in their order."""
 
     number: int
     cut: int
@@ -64,7 +64,7 @@ class WindowResult:
     labels: tuple[Label, ...]
     exits: tuple[TurnExit, ...]
     batch: str
-    turns: tuple[ServedTurn, ...]  # that left it
+    turns: tuple[ServedTurn, ...]  # that have an exit
 
 
 class LiveContents:
@@ -74,12 +74,12 @@ class LiveContents:
         self._engine, self._accounts, self._store = engine, accounts, store
 
     def keys(self, names: Iterable[str]) -> dict[str, bytes | None]:
-        """The keys of accounts; None for one that was destroyed."""
+        """The keys of accounts; None for a destroyed key."""
         with journal.reading(self._engine) as connection:
             return {name: self._accounts.key(connection, name) for name in sorted(set(names))}
 
     def read(self, key: bytes, blob: str) -> bytes | None:
-        """A blob, decrypted; None if it is gone. Raises UserError if the store is, or if the blob is damaged."""
+        """A blob, decrypted; None for a missing blob. Raises UserError if the store is away or the blob is damaged."""
         try:
             return unseal(key, self._store.get(blob), blob)
         except ObjectMissing:
@@ -88,7 +88,7 @@ class LiveContents:
             raise UserError(f"a content of the live loop is damaged: {e}; restore the folder's blobs") from None
 
     def turn(self, key: bytes, turn: ServedTurn) -> TurnContent | str:
-        """The content of a turn, or why it cannot be trained on."""
+        """The content of a turn, or the reason why it cannot be trained on."""
         data = None if turn.blob is None else self.read(key, turn.blob)
         if data is None:
             return "expired"
@@ -103,9 +103,9 @@ class LiveContents:
 
 
 def cut_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, cut: int | None = None) -> WindowResult:
-    """Computes and writes the next window, of what the log had before `cut` (nanoseconds since the epoch; by default
-    now). Raises UserError for a cut in the future or before the last one, and if another window is written meanwhile.
-    Killed at any moment, it has written nothing or everything."""
+    """Computes and writes the next window, from the log's rows before `cut` (nanoseconds since the epoch; by default
+    now), in one transaction. Raises UserError for a cut in the future or before the last cut, and if another window is
+    written meanwhile."""
     with engine.begin() as connection:
         now = journal.stamp(connection)
     cut = now if cut is None else cut
@@ -127,8 +127,9 @@ def cut_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, 
 
 
 def window_samples(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int) -> list[LiveSample]:
-    """The batch of a window, in its order. If an account was forgotten since and the window has not been trained on,
-    the window is computed and written again without it. Raises UserError if it does not exist, or cannot be had."""
+    """The batch of a window, in its order. If an account was forgotten since, and the window has not been trained on,
+    the window is computed and written again without the account. Raises UserError for a missing window, and for a batch
+    that has changed or can no longer be computed."""
     row = _window(engine, number)
     with journal.reading(engine) as connection:
         late = _forgotten_since(connection, row.at)
@@ -152,7 +153,7 @@ def window_samples(engine: sa.Engine, contents: LiveContents, config: LabelsConf
 
 @dataclass(frozen=True)
 class WindowReplay:
-    """Whether a window that is computed again from the log is the same, bit for bit."""
+    """Whether the parts of a window are the same, bit for bit, when it is computed again from the log."""
 
     labels: bool
     exits: bool
@@ -160,13 +161,13 @@ class WindowReplay:
 
     @property
     def same(self) -> bool:
-        """All three."""
+        """Whether all three parts are the same."""
         return self.labels and self.exits and self.batch
 
 
 def replay_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int) -> WindowReplay:
-    """Computes a window again and compares. Raises UserError if the window does not exist, if other rules computed it,
-    or if contents of it are gone."""
+    """Computes a window again and compares. Raises UserError for a missing window, a window by other rules, or missing
+    contents."""
     row = _window(engine, number)
     if row.rules != rules_version(config):
         raise UserError(
@@ -192,9 +193,9 @@ def replay_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfi
 
 
 def signal_calibration(engine: sa.Engine, config: LabelsConfig, number: int) -> dict[str, tuple[int, float | None]]:
-    """How well early signals predict late ones: of each kind of slow signal that arrived between a window's cut and the
-    one before, how many are on turns with a matured label, and the correlation of its value with the label's reward
-    (None where either is the same for all)."""
+    """The prediction of late signals by rewards. For each kind of slow signal that arrived between the previous cut and
+    the window's: the number of signals on turns with a matured label, and the correlation of their values with the
+    labels' rewards (None if either is constant)."""
     row = _window(engine, number)
     pairs: dict[str, list[tuple[float, float]]] = {}
     with journal.reading(engine) as connection:
@@ -283,7 +284,7 @@ def _samples(
 
 
 def _rows(connection: sa.Connection, number: int, cut: int, at: int) -> WindowRows:
-    """The rows of the window `number`: turns from the cut before on, and those that the window before held."""
+    """The rows of the window `number`: turns since the previous cut, and turns that the previous window held."""
     before = connection.execute(sa.select(schema.windows.c.cut).where(schema.windows.c.number == number - 1)).scalar()
     held = [e.turn for e in _exits(connection, number - 1) if e.kind == ExitKind.HELD]
     pending = journal.of_ids(connection, ServedTurn, held)

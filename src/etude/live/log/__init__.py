@@ -1,5 +1,5 @@
-"""The log of the live loop: records, tables, and who may read what.
+"""The log of the live loop: records, tables, keys of accounts, and privacy.
 
-`records.py` defines what crosses the boundaries, `schema.py` the tables, `journal.py` the order of the rows;
-`accounts.py` and `privacy.py` hold keys and what destroys them, `scrub.py` what never enters.
+`records.py` defines the records, `schema.py` their tables, `journal.py` the order of the rows; `accounts.py` has the
+keys of accounts, `privacy.py` destroys them and their contents, `scrub.py` removes secrets before a record is written.
 """

@@ -1,11 +1,11 @@
-"""Accounts: keyed hashes of people, and a key for the content of each, whose destruction forgets it.
+"""Accounts: keyed hashes of users, and a key for the contents of each, whose destruction forgets the account.
 
     account = BLAKE2b(tenant, user), keyed                     nobody can list the users of a log without `keys.json`
     blob    = AES-256-GCM(key of the account, content)         `destroy` makes every copy of the content unreadable
     column  = AES-256-GCM(key of the folder, key of the account)
 
-`FOLDER/keys.json` (mode 0600) holds the two keys of the folder. Keep it out of the database's backups: an account's key
-in an old backup is of no use without it, and a new folder key (`etude live forget` makes none) is no part of this.
+`FOLDER/keys.json` (mode 0600) holds the two keys of the folder. Keep it out of the database's backups: without it, an
+account's key in an old backup is of no use. `etude live forget` does not change the folder's keys.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Accounts:
         self._hash_key, self._wrapping_key = _folder_keys(self._path)
 
     def check(self, engine: sa.Engine) -> Accounts:
-        """Itself. The first to ask marks a log with the keys. Raises UserError for a log that has others: its accounts
-        would not be found under their names, also those that were forgotten."""
+        """These accounts, once the log is known to use the same keys; a new log is marked with them. Raises UserError
+        for a log of other keys, in which accounts, forgotten ones too, have other names."""
         keys, mark = schema.meta.c.key == "keys", self.digest("mark")
         with engine.begin() as connection:
-            journal.stamp(connection)  # one at a time
+            journal.stamp(connection)  # locks out other writers
             held = connection.execute(sa.select(schema.meta.c.value).where(keys)).scalar()
             if held is None:
                 connection.execute(sa.insert(schema.meta).values(key="keys", value=mark))
@@ -79,8 +79,8 @@ class Accounts:
         return hashlib.blake2b(text, digest_size=16, key=self._hash_key).hexdigest()
 
     def keys(self, connection: sa.Connection, owners: dict[str, str], at: int) -> dict[str, bytes]:
-        """The keys of accounts, made where there is none yet; `owners` maps accounts to their tenants. An account whose
-        key was destroyed is left out."""
+        """The keys of accounts, made if missing; `owners` maps accounts to their tenants. Accounts whose keys were
+        destroyed are left out."""
         keys: dict[str, bytes] = {}
         table, names = schema.account_keys, sorted(owners)
         for low in range(0, len(names), 500):
@@ -97,13 +97,13 @@ class Accounts:
         return keys
 
     def key(self, connection: sa.Connection, account: str) -> bytes | None:
-        """The key of an account; None if there never was one, or if it was destroyed."""
+        """The key of an account; None for a missing or destroyed key."""
         table = schema.account_keys
         secret = connection.execute(sa.select(table.c.secret).where(table.c.account == account)).scalar()
         return None if secret is None else unseal(self._wrapping_key, bytes(secret), account)
 
     def destroy(self, connection: sa.Connection, account: str, tenant: str, at: int) -> None:
-        """Destroys the key of an account; it gets no other."""
+        """Destroys the key of an account, which gets no new key."""
         table = schema.account_keys
         gone = sa.update(table).where(table.c.account == account).values(secret=None, destroyed=at)
         if not connection.execute(gone).rowcount:
@@ -112,7 +112,7 @@ class Accounts:
 
 
 def new_blob(account: str) -> str:
-    """The key of a new blob. All of an account's lie in one folder of the store."""
+    """The name of a new blob in the store; all blobs of an account lie in one folder."""
     return f"{account[:2]}/{account}/{ulid()}"
 
 
@@ -123,7 +123,7 @@ def seal(key: bytes, data: bytes, name: str) -> bytes:
 
 
 def unseal(key: bytes, data: bytes, name: str) -> bytes:
-    """The data that was sealed. Raises ValueError if key, name or data are not those."""
+    """The data that was sealed. Raises ValueError for another key or name, or for altered data."""
     from cryptography.exceptions import InvalidTag
 
     try:
@@ -139,7 +139,7 @@ def _cipher(key: bytes) -> Any:
 
 
 def _folder_keys(path: Path) -> tuple[bytes, bytes]:
-    """The key of account names and that of account keys, made with the file if it is missing."""
+    """The key that hashes account names and the key that encrypts account keys; a missing file is made."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         if not path.exists():

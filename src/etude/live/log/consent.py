@@ -1,4 +1,4 @@
-"""Whether content may be kept, decided before anything is written: by the tenant's policy, the client's header, and
+"""The consent of a request, decided before content is written: by the tenant's policy, the client's header, and
 tombstones.
 
 X-Etude-Consent: train      grants, if the tenant lets its clients grant
@@ -14,7 +14,7 @@ SCOPE = "train"
 
 
 def decide(policy: LivePolicy, header: str | None, forgotten: bool, at: int) -> Consent:
-    """The consent of one request at `at`, in nanoseconds. Whatever is not understood refuses."""
+    """The consent of one request at `at`, in nanoseconds. A header of any other value refuses."""
     if forgotten:
         return Consent(policy="tombstone", at=at)
     if header is None:

@@ -1,12 +1,12 @@
-"""Signals that need no client: those of an answer itself, and those of the next request of its session.
+"""Signals derived without the client: from an answer itself, and from the next request of its session.
 
     of_answer(question, answer)     invalid_call, question, no_edit       on the turn itself
     of_next(before, request)        retry, followup, answered             on the turn of the new request
 
 A conversation is the messages of a request or a response of the three dialects, in their order (`conversation`,
 `answer_of`). A follow-up is judged by a logistic rule over a short English word list, WORDS below, with weights set by
-hand. Its probability is kept as the signal's value; a message in which no word is found has the base rate of about one
-in six. It reads no other language, and no irony.
+hand. The signal's value is the rule's probability of dissatisfaction; a message without any of the words has the base
+rate of about one in six. The rule reads no other language, and no irony.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etude.live.log.records import SignalKind
 BASE = -1.6
 """Log-odds of dissatisfaction of a message without any of the words."""
 WORDS: dict[str, float] = {
-    # phrases first: the words of one that matched are not counted again
+    # phrases first: the words of a matched phrase are not counted again
     "not what i": 3.0, "that's not": 2.2, "that is not": 2.2, "doesn't work": 2.8, "does not work": 2.8,
     "didn't work": 2.8, "not working": 2.6, "still not": 2.4, "still fails": 2.6, "still failing": 2.6,
     "same error": 2.6, "i asked": 2.0, "i said": 2.2, "i told you": 2.6, "i didn't ask": 2.8, "why did you": 2.4,
@@ -76,7 +76,7 @@ class Message:
 
 @dataclass(frozen=True)
 class DerivedSignal:
-    """A signal without its subject; `text` is the user's message, where there is one."""
+    """A signal without its subject; `text` is the user's message, or None."""
 
     kind: SignalKind
     value: float
@@ -102,8 +102,8 @@ def of_answer(
 
 
 def of_next(before: Sequence[Message], answer: Message, request: Sequence[Message]) -> list[DerivedSignal]:
-    """The signals of the next request of a session on the `answer` to `before`. RETRY is 1 for the same messages again,
-    and 1/2 for the last one in other words in the answer's place. Results of tools alone give none."""
+    """The signals of the next `request` of a session on the `answer` to `before`. RETRY is 1 for the same messages
+    again, and 1/2 for the same messages with another last message. Tool results alone give no signal."""
     old, new = [_key(message) for message in before], [_key(message) for message in request]
     if new == old:
         return [DerivedSignal(SignalKind.RETRY, 1.0)]
@@ -123,7 +123,7 @@ def of_next(before: Sequence[Message], answer: Message, request: Sequence[Messag
 
 
 def dissatisfied(text: str, before: str = "") -> float:
-    """Probability that a user's message is dissatisfied with the answer before it; `before`: the user's last one."""
+    """Probability that a user's message is dissatisfied with the answer; `before` is the user's message before it."""
     body = re.sub(r"```.*?(?:```|$)", " ", text[:_MAX_CHARACTERS], flags=re.S).replace("\u2019", "'")
     words = " ".join(_WORD.findall(body.lower()))
     odds, rest = BASE, f" {words} "
@@ -141,7 +141,7 @@ def dissatisfied(text: str, before: str = "") -> float:
 
 
 def asks_for_edit(text: str) -> bool:
-    """Whether a message begins as a request for an edit does."""
+    """Whether a message begins like a request for an edit."""
     rest = text.strip()[:_MAX_CHARACTERS]
     while (shorter := _POLITE.sub("", rest, count=1)) != rest:
         rest = shorter
@@ -150,8 +150,8 @@ def asks_for_edit(text: str) -> bool:
 
 
 def is_valid(call: MessageCall, tools: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a call names a tool that was offered, and its arguments are a JSON object with what the tool requires and
-    of its types. Without any tools in the request, only the JSON is looked at."""
+    """Whether a call names an offered tool, with a JSON object of all required arguments in the schema's types. Without
+    tools in the request, only the JSON is checked."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except ValueError:
@@ -218,7 +218,7 @@ def _chat(message: Mapping[str, Any]) -> list[Message]:
 
 
 def _blocks(message: Mapping[str, Any]) -> list[Message]:
-    """A message of Anthropic's: results of tools come in messages of the user, and are made messages of their own."""
+    """The messages in a message of Anthropic's: tool results, which come in the user's messages, are separate."""
     role, content = str(message.get("role")), message.get("content")
     if isinstance(content, str):
         return [Message(role, content)]
@@ -245,7 +245,7 @@ def _item(item: Mapping[str, Any]) -> Message:
 
 
 def _joined(items: Sequence[Message]) -> list[Message]:
-    """Neighbouring items of the assistant are one message; reasoning and the like are left out."""
+    """Messages with neighbouring items of the assistant joined, without reasoning and other items."""
     messages: list[Message] = []
     for message in items:
         if messages and messages[-1].role == message.role == "assistant":

@@ -1,4 +1,4 @@
-"""The log of the live loop: its times, and its records, written and read in one order.
+"""Times and records of the log, written and read in one order.
 
     with engine.begin() as connection:
         at = stamp(connection, count)        # times of the rows that this transaction writes
@@ -9,8 +9,8 @@
     with reading(engine) as connection:
         for turn in turns(connection, cut): ...
 
-A time is given within the transaction that writes its row, under a lock that all writers take, and is greater than
-every time before it. So what is read up to a cut is the same whenever it is read, also if the clock is set back.
+A row's time is set within the transaction that writes the row, under a lock that all writers take, and is greater than
+every time before. So all reads up to a cut return the same rows, also if the clock is set back.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _AS_JSON = ("consent", "spans", "scrubbed", "versions")  # fields whose column h
 
 
 def stamp(connection: sa.Connection, count: int = 1) -> int:
-    """The first of `count` times in a row, in nanoseconds since the epoch, all later than any given before. Other
+    """The first of `count` consecutive times, in nanoseconds since the epoch, all later than every earlier time. Other
     writers wait until the transaction ends."""
     clock = schema.meta.c.key == _CLOCK
     last = connection.execute(sa.select(schema.meta.c.value).where(clock).with_for_update()).scalar_one()
@@ -81,7 +81,7 @@ def record(kind: type[R], row_: sa.RowMapping) -> R:
 
 
 def add(connection: sa.Connection, records: Iterable[Record]) -> None:
-    """Appends records as they are, with the times that they carry. Raises IntegrityError for one that is there."""
+    """Appends records with the times that they carry. Raises IntegrityError for a record that exists."""
     rows: dict[type[Record], list[dict[str, Any]]] = {}
     for each in records:
         rows.setdefault(type(each), []).append(row(each))
@@ -91,7 +91,7 @@ def add(connection: sa.Connection, records: Iterable[Record]) -> None:
 
 @contextmanager
 def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """One state of the log, whatever is written meanwhile."""
+    """A read-only connection to one state of the log, whatever is written meanwhile."""
     options: dict[str, Any] = {"read_only": True}
     if engine.dialect.name == "postgresql":
         options["isolation_level"] = "REPEATABLE READ"
@@ -100,7 +100,7 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 
 def sessions(connection: sa.Connection, cut: int, since: int = 0) -> Iterator[Session]:
-    """Sessions opened from `since` to before `cut`, in the order in which they came; so are the other readers'."""
+    """Sessions, by `opened`. This reader and the next yield records from `since` to before `cut`, in order of time."""
     return _read(connection, Session, "opened", "id", cut, since)
 
 
@@ -120,7 +120,7 @@ def signals(connection: sa.Connection, cut: int, since: int = 0) -> Iterator[Sig
 
 
 def tombstones(connection: sa.Connection, cut: int, since: int = 0) -> Iterator[Tombstone]:
-    """Accounts that were forgotten, by `at`."""
+    """Forgotten accounts, by `at`."""
     return _read(connection, Tombstone, "at", "account", cut, since)
 
 
@@ -134,7 +134,7 @@ def of_ids(connection: sa.Connection, kind: type[R], ids: Sequence[str]) -> dict
 
 
 def _read(connection: sa.Connection, kind: type[R], time_: str, name: str, cut: int, since: int) -> Iterator[R]:
-    """In pages by key, so that neither database holds a cursor open and no table is held in memory."""
+    """Records in pages by key, so that no database holds a cursor open and no table is held in memory."""
     table = _TABLES[kind]
     order = (table.c[time_], table.c[name])
     last: tuple[Any, ...] = (since, "")

@@ -1,12 +1,12 @@
-"""Privacy: an account is forgotten or exported, old contents are deleted, and planted strings show what leaks.
+"""Privacy: forgetting and export of accounts, expiry of old contents, and planted strings that show leaks.
 
-`forget` destroys the key of the account first: from then on its contents are unreadable, wherever a copy of them lies.
-Then the contents are deleted, and every row with a text of a client; what is left are the account's hash, its turns
-without content and their exits, from which the versions that were trained on it follow. SQLite is written anew
-(VACUUM) and its log emptied; of PostgreSQL the tables are written anew (VACUUM FULL), while its own write-ahead log and
-its backups age by the rules of those who run it. Counters by account and hour stay: they have no content.
+`forget` destroys the key of the account first, which makes every copy of its contents unreadable. Then the contents are
+deleted, and every row with a text of a client; the account's hash stays, with its turns without content and their
+exits, which tell the versions trained on the account. SQLite is written anew (VACUUM) and its write-ahead log emptied.
+The tables of PostgreSQL are written anew (VACUUM FULL), while its write-ahead log and backups age by its operators'
+rules. Counters by account and hour stay: they have no content.
 
-A window that is computed afterwards leaves the account out; one that was computed and not trained on is computed again
+Later windows leave the account out. A window that was computed and not trained on is computed again
 (`window.samples`), and tokens that wait for a trainer below the folder are deleted.
 """
 
@@ -38,14 +38,13 @@ from etude.store import ObjectMissing, Store, open_store
 DAY = 86_400 * 10**9
 PLANTED = "planted.json"
 _PAGE = 500  # rows of a statement
-_SECONDS = 30.0  # for readers of SQLite to let its log be emptied
+_SECONDS = 30.0  # until readers of SQLite have released its write-ahead log
 _SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ka", "le", "mi", "no", "pu", "ra", "se", "ti", "vo", "xu", "za")
 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """The result of `forget`. `versions` were trained on the account; `releases` are those of them that reached the
-    gate."""
+    """The result of `forget`. `versions` were trained on the account; `releases` are of the same windows."""
 
     account: str
     turns: int
@@ -59,8 +58,8 @@ class Forgotten:
 
 
 def forget(engine: sa.Engine, store: Store, accounts: Accounts, folder: Path, tenant: str, user: str) -> Forgotten:
-    """Forgets an account. Given again, it finishes what a kill left. Raises UserError if the log or the store is away;
-    and at the very end if a trainer is at work: give it again then."""
+    """Forgets an account. After a kill or an error, a second call finishes the work. Raises UserError if the log or the
+    store is away, and at the end if a trainer is at work."""
     account = accounts.name(tenant, user)
     with engine.begin() as connection:
         at = journal.stamp(connection)
@@ -85,7 +84,7 @@ def _is_forgotten(connection: sa.Connection, account: str) -> bool:
 
 
 def _touched(connection: sa.Connection, account: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Versions, and releases, whose windows trained on the account."""
+    """The versions and the releases of windows that trained on the account."""
     s, t, e, w, r = schema.sessions, schema.turns, schema.exits, schema.windows, schema.releases
     mine = sa.select(e.c.window).join(t, t.c.id == e.c.turn).join(s, s.c.id == t.c.session)
     mine = mine.where(s.c.account == account, e.c.kind == ExitKind.TRAINED.value).distinct()
@@ -96,7 +95,7 @@ def _touched(connection: sa.Connection, account: str) -> tuple[tuple[int, ...], 
 
 
 def _erase_rows(connection: sa.Connection, account: str) -> list[str]:
-    """Deletes what a client wrote, and returns the account's turns."""
+    """Deletes the rows and columns that a client wrote, and returns the account's turns."""
     s, t, g = schema.sessions, schema.turns, schema.suggestions
     sessions = connection.execute(sa.select(s.c.id).where(s.c.account == account)).scalars().all()
     turns = list(connection.execute(sa.select(t.c.id).where(t.c.session.in_(_mine(account)))).scalars())
@@ -126,7 +125,8 @@ def _pages(names: Sequence[str]) -> Iterable[Sequence[str]]:
 
 
 def _leave_runs(folder: Path, turns: Sequence[str]) -> int:
-    """Deletes the tokens of turns that wait in the ledgers of runs below the folder, which play them no more."""
+    """Deletes the tokens of turns that wait in the ledgers of runs below the folder; returns how many turns had none
+    yet. The runs do not train on any of them."""
     left, mine = 0, set(turns)
     for place in sorted(folder.glob("*/ledger.db")):
         run = place.parent
@@ -137,7 +137,7 @@ def _leave_runs(folder: Path, turns: Sequence[str]) -> int:
                     if ledger.groups([group])[0].task_id in mine:
                         rollouts.delete(blob.key)
                         ledger.play_again(group, member)
-                for lease in ledger.lease("forget", 1_000_000, 1.0):  # others' are free again in a second
+                for lease in ledger.lease("forget", 1_000_000, 1.0):  # leases of other turns end in a second
                     if lease.task_id in mine:
                         ledger.finish(
                             lease,
@@ -157,7 +157,7 @@ def _leave_runs(folder: Path, turns: Sequence[str]) -> int:
 
 
 def _rewrite(engine: sa.Engine) -> str:
-    """Writes the tables anew without what was deleted. Returns what of it remains."""
+    """Writes the tables anew without the deleted rows. Returns the places where copies of them remain, or ""."""
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         if engine.dialect.name == "postgresql":
             connection.exec_driver_sql("SET statement_timeout = 0")
@@ -184,8 +184,8 @@ def _rewrite(engine: sa.Engine) -> str:
 
 
 def export(engine: sa.Engine, store: Store, accounts: Accounts, tenant: str, user: str, out: Path) -> dict[str, int]:
-    """Writes all that is known of an account to the folder `out`: `account.json`, and each content in a folder of its
-    turn, decrypted. Returns counts. Raises UserError if `out` exists, or if nothing is known of the account."""
+    """Writes all records of an account to the folder `out`: `account.json`, and each content, decrypted, in a folder of
+    its turn. Returns counts. Raises UserError if `out` exists, or if the account has no records."""
     if out.exists():
         raise UserError(f"{out} exists already; give another -o")
     account = accounts.name(tenant, user)
@@ -262,7 +262,7 @@ def _write_content(place: Path, content: TurnContent) -> None:
 
 def expire(engine: sa.Engine, store: Store, now: int | None = None) -> int:
     """Deletes contents that are older than their tenant keeps them: `raw_days`, or `trained_days` if a version was
-    trained on the turn. Returns how many. Killed at any moment, it goes on the next time. `now` in nanoseconds."""
+    trained on the turn. Returns their number. After a kill, the next call continues. `now` in nanoseconds."""
     now = time.time_ns() if now is None else now
     with journal.reading(engine) as connection:
         rules = policies(connection)
@@ -291,7 +291,7 @@ def _expire_turns(engine: sa.Engine, store: Store, tenant: str, raw: int, traine
 
 
 def _expire_texts(engine: sa.Engine, store: Store, tenant: str, raw: int, trained: int) -> int:
-    """Texts of signals. One that a trained turn's label has as its correction was trained on."""
+    """Deletes old texts of signals. A text that is the correction in a trained turn's label counts as trained on."""
     g, b, e = schema.signals, schema.labels, schema.exits
     used = sa.exists().where(b.c.correction == g.c.text, e.c.turn == b.c.turn, e.c.kind == ExitKind.TRAINED.value)
     old = sa.select(g.c.event, g.c.text).where(g.c.tenant == tenant, g.c.text.is_not(None))
@@ -309,7 +309,7 @@ def _expire_texts(engine: sa.Engine, store: Store, tenant: str, raw: int, traine
 
 
 def _expire(engine: sa.Engine, store: Store, old: sa.Select[Any, Any], clear: Any) -> int:
-    """Contents first, rows after: a kill between them leaves a row without its content, which the next time clears."""
+    """Deletes contents first, and clears rows after; a row left by a kill in between is cleared by the next call."""
     count = 0
     while True:
         with journal.reading(engine) as connection:
@@ -328,15 +328,15 @@ def _expire(engine: sa.Engine, store: Store, old: sa.Select[Any, Any], clear: An
 
 @dataclass(frozen=True)
 class PlantedString:
-    """A sentence that exists nowhere else: `prompt`, its beginning, and `secret`, how it goes on (8 syllables of 16, 32
-    bits, so 1 in 4e9 by chance)."""
+    """A sentence that exists nowhere else: `prompt`, its beginning, and `secret`, its end (8 syllables of 16, 32 bits,
+    so 1 in 4e9 by chance)."""
 
     prompt: str
     secret: str
 
     @property
     def text(self) -> str:
-        """The whole sentence: what a test account sends through the gateway."""
+        """The whole sentence, which a test account sends through the gateway."""
         return f"{self.prompt} {self.secret}"
 
     def is_known(self, completion: str) -> bool:
@@ -345,8 +345,8 @@ class PlantedString:
 
 
 def plant(folder: Path, count: int) -> list[PlantedString]:
-    """Makes planted strings and keeps them in the folder for the gate, beside those that are there. They do their work
-    once a test account has sent their text through the gateway, with consent. Raises UserError."""
+    """Makes planted strings and adds them to those in the folder, for the gate. A test account must send their text
+    through the gateway, with consent, before they can show a leak. Raises UserError."""
     if not 1 <= count <= 1000:
         raise UserError(f"{count} planted strings: give 1 to 1000")
     new = [PlantedString(f"The harbour word of station {_words(3)} is", _words(4)) for _ in range(count)]
@@ -362,7 +362,7 @@ def plant(folder: Path, count: int) -> list[PlantedString]:
 
 
 def planted(folder: Path) -> list[PlantedString]:
-    """The planted strings of a folder, which the gate asks a version for. Raises UserError."""
+    """The planted strings of a folder, which the gate has a version complete. Raises UserError."""
     place = folder / PLANTED
     try:
         return [PlantedString(str(prompt), str(secret)) for prompt, secret in json.loads(place.read_text())]

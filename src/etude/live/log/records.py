@@ -1,6 +1,6 @@
 """The records of the live loop. No torch here.
 
-    Session (consent, arm) -> ServedTurn -> Suggestion (one edit) <- Signal (what became of it)
+    Session (consent, arm) -> ServedTurn -> Suggestion (one edit) <- Signal (its fate)
     Signals before a cut -> Label -> TurnExit (trained, held or dropped)        Release, ReleaseEvent, Tombstone
 
 Identifiers are ULIDs (https://github.com/ulid/spec). Times are integers, nanoseconds of the *server's* clock since the
@@ -41,11 +41,11 @@ class Retention(StrEnum):
 
 
 class Arm(StrEnum):
-    """The group of an account, whose release answers it."""
+    """The group of an account, which determines the release that answers."""
 
     CONTROL = "control"
     CANARY = "canary"
-    HOLDBACK = "holdback"  # stays on an old release for weeks, which proves the lift of those since
+    HOLDBACK = "holdback"  # stays on an old release for weeks, to measure the lift of later releases
 
 
 class TurnKind(StrEnum):
@@ -66,8 +66,8 @@ class Consent(Record, frozen=True, kw_only=True):
 
 
 class Session(Record, frozen=True, kw_only=True):
-    """The requests of one account that belong together. `account` is a keyed hash; `propensity` is the probability with
-    which an account like it is put in `arm`."""
+    """The requests of one account that belong together. `account` is a keyed hash; `propensity` is the probability that
+    an account is put in `arm`."""
 
     id: str
     tenant: str
@@ -102,7 +102,7 @@ class ServedTurn(Record, frozen=True, kw_only=True):
     spans: tuple[VersionSpan, ...]
     prompt_tokens: int
     sampled_tokens: int
-    blob: str | None  # None: what was sampled is not known exactly, see `reason`
+    blob: str | None  # None: the sampled tokens are unknown or not kept, see `reason`
     reason: str = ""  # why it cannot be trained on, e.g. "no_tokens" where the upstream does not return them
     scrubbed: dict[str, int]  # replacements by rule
     rules: str  # version of the scrubbing rules
@@ -127,23 +127,22 @@ class TurnContent(Record, frozen=True, kw_only=True):
 
 
 class Suggestion(Record, frozen=True, kw_only=True):
-    """One edit that a turn proposed: a hunk of a file."""
+    """One edit proposed by a turn: a hunk of a file."""
 
     id: str
     turn: str
     path: str  # keyed hash of the path
-    base: str  # digest of the file that it was proposed for
+    base: str  # digest of the file before the edit
     old_lines: tuple[int, int]  # first line (0-based) and count
     new: str  # digest of the new lines
-    characters: int  # of the new lines; the shares of survival are of these
-    shown: int  # when it came to the log; APPLIED tells whether it was applied
+    characters: int  # of the new lines; shares of survival refer to them
+    shown: int  # arrival at the log; a signal APPLIED tells that the edit was applied
 
 
 class SignalKind(StrEnum):
     """The kinds of signals of clients, git and CI. Values are shares or probabilities in [0, 1] unless noted otherwise.
-    Subjects of FOLLOWUP, RETRY and ANSWERED are the turn whose request brings the message: they belong to the turn
-    before it, but for a FOLLOWUP whose source is "explicit". ENDED and TESTS of a session belong to all of its turns,
-    decayed."""
+    The subject of FOLLOWUP, RETRY and ANSWERED is the turn of the new request; they count for the turn before it,
+    except a FOLLOWUP whose source is "explicit". ENDED and TESTS of a session count for all of its turns, decayed."""
 
     SHOWN = "shown"
     APPLIED = "applied"
@@ -154,7 +153,7 @@ class SignalKind(StrEnum):
     MERGED = "merged"
     REVERTED = "reverted"
     OVERWRITTEN = "overwritten"  # share of the characters that a later turn of the same session replaced
-    FOLLOWUP = "followup"  # probability of a message dissatisfied with the answer before; its text may come along
+    FOLLOWUP = "followup"  # probability that a message is dissatisfied with the answer before; may have its text
     CORRECTION = "correction"  # the text that the user wanted, TensorZero's `demonstration`
     RETRY = "retry"
     STOPPED = "stopped"
@@ -162,18 +161,18 @@ class SignalKind(StrEnum):
     INVALID_CALL = "invalid_call"
     QUESTION = "question"  # the turn asked instead of editing
     ANSWERED = "answered"  # the user answered the question
-    NO_EDIT = "no_edit"  # on a request for one
+    NO_EDIT = "no_edit"  # no edit in answer to a request for an edit
     TESTS = "tests"  # change of the share that passes, in [-1, 1]
     LINT = "lint"  # change of the number of findings
     RATING = "rating"  # thumbs, in [-1, 1]
     LATENCY = "latency"  # seconds that the user waited for the answer
     ERROR = "error"  # the request failed
-    GONE = "gone"  # the file or the client is no longer observed: what is open is censored
-    ENDED = "ended"  # the session; how well, in [-1, 1]
+    GONE = "gone"  # the file or the client is no longer observed: open edits are censored
+    ENDED = "ended"  # end of the session; its success, in [-1, 1]
 
 
 class Signal(Record, frozen=True, kw_only=True):
-    """One observation. `event` is the client's and unique within the tenant: a repetition changes nothing."""
+    """One observation. `event` is the client's identifier, unique within the tenant; a repeated event is ignored."""
 
     event: str
     tenant: str
@@ -185,12 +184,13 @@ class Signal(Record, frozen=True, kw_only=True):
     observed_at: int  # by the client's clock
     arrived_at: int
     source: str  # "client", "git", "ci", "judge" or "explicit"
-    client_sequence: int | None = None  # of this source in the session, rising; it decides the order, not the clock
+    client_sequence: int | None = None  # rising number of this source in the session, which orders its signals
     confidence: float = 1.0
 
 
 class LabelState(StrEnum):
-    """`OPEN` is held for a later window; `CENSORED` has no outcome, and its like weigh more in its place."""
+    """The state of a turn's outcome. An OPEN turn is held for a later window; a CENSORED turn has no outcome, and
+    matured turns weigh more in its place."""
 
     OPEN = "open"
     MATURED = "matured"
@@ -199,7 +199,7 @@ class LabelState(StrEnum):
 
 
 class Label(Record, frozen=True, kw_only=True):
-    """The reward of a turn, as the log stood at `cut` (its `arrived_at`); a pure function of the log."""
+    """The reward of a turn, a pure function of the log's rows before `cut`."""
 
     turn: str
     cut: int
@@ -213,8 +213,7 @@ class Label(Record, frozen=True, kw_only=True):
 
 
 class ExitKind(StrEnum):
-    """The exit of a turn from a window. TRAINED and DROPPED are final; a HELD turn is looked at again in the next
-    window."""
+    """The exit of a turn from a window. TRAINED and DROPPED are final; a HELD turn is part of the next window again."""
 
     TRAINED = "trained"
     HELD = "held"
@@ -233,7 +232,7 @@ class TurnExit(Record, frozen=True, kw_only=True):
 
 
 class LiveSample(Record, frozen=True, kw_only=True):
-    """A trained turn as the trainer takes it: one sample of one prompt, without a group. Bytes as in TurnContent."""
+    """A trained turn for the trainer: one sample of one prompt, without a group. Bytes as in TurnContent."""
 
     turn: str
     account: str
@@ -252,32 +251,32 @@ class LiveSample(Record, frozen=True, kw_only=True):
 
 
 class ReleaseStage(StrEnum):
-    """Where a release stands. The shares are those of `LiveConfig.canary.stages`."""
+    """The stage of a release. The canary's shares are `LiveConfig.canary.stages`."""
 
     GATE = "gate"
     REFUSED = "refused"  # by the gate
-    SHADOW = "shadow"  # generates beside the control; nobody sees its answers
+    SHADOW = "shadow"  # answers the control's requests too, unseen by users
     CANARY = "canary"
     RELEASED = "released"
     ROLLED_BACK = "rolled_back"
 
 
 class Release(Record, frozen=True, kw_only=True):
-    """A version that may reach users. A rollback is a release of its own, with a higher number and an old digest."""
+    """A version that may reach users. A rollback is another release, with a higher number and an old digest."""
 
     number: int
     store: str  # URL of the weight store that it came from
     version: int  # of that store
     manifest: str  # its content digest
-    parent: int | None  # the release that it replaces
-    anchor: int | None  # the long-lived one that the gate compares with, too
+    parent: int | None  # the replaced release
+    anchor: int | None  # the long-lived release that the gate compares with, too
     report: str | None  # digest of the gate's signed report
-    window: int | None  # that it was trained on
+    window: int | None  # the window of its training
     at: int
 
 
 class ReleaseEvent(Record, frozen=True, kw_only=True):
-    """A step of a release; the last one tells where it stands."""
+    """A step of a release; the last event has its present stage."""
 
     release: int
     sequence: int
@@ -289,7 +288,7 @@ class ReleaseEvent(Record, frozen=True, kw_only=True):
 
 
 class ClusterEvent(Record, frozen=True, kw_only=True):
-    """The gateway stops, or begins again, to send an arm's requests to a cluster; the last one counts."""
+    """The end (`drained`) or return of an arm's requests to a cluster; the last event counts."""
 
     cluster: str
     arm: Arm
@@ -300,18 +299,18 @@ class ClusterEvent(Record, frozen=True, kw_only=True):
 
 
 class Tombstone(Record, frozen=True, kw_only=True):
-    """An account that asked to be forgotten: its keys are destroyed, its turns leave every later training set."""
+    """A forgotten account: its key is destroyed, and no later window trains on its turns."""
 
     tenant: str
     account: str
     at: int
-    versions: tuple[int, ...]  # that were trained on it
+    versions: tuple[int, ...]  # trained on the account
 
 
 class LivePolicy(Record, frozen=True, kw_only=True):
     """The rules of a tenant."""
 
-    consent: bool = False  # of requests that say nothing; a header may always refuse, and grant only if `may_grant`
+    consent: bool = False  # of requests without a header; a header may always refuse, and grant only if `may_grant`
     may_grant: bool = True
     raw_days: float = 30.0
     trained_days: float = 90.0

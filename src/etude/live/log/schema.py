@@ -44,7 +44,7 @@ api_keys = _table(
     _integer("revoked", null=True),
     sa.Index("api_keys_tenant", "tenant"),
 )
-"""BLAKE2b of a key of 256 random bits; the key itself is shown once, and nowhere kept."""
+"""API keys by their BLAKE2b digests; a key, 256 random bits, is shown once and not kept."""
 
 account_keys = _table(
     "account_keys",
@@ -54,8 +54,8 @@ account_keys = _table(
     _integer("at"),
     _integer("destroyed", null=True),
 )
-"""AES-256-GCM keys of the blobs of an account, encrypted with the key of the folder (`accounts.py`); `secret` is NULL
-once it is destroyed."""
+"""AES-256-GCM keys of the blobs of accounts, encrypted with the key of the folder (`accounts.py`); `secret` is NULL for
+a destroyed key."""
 
 served = _table(
     "served",
@@ -68,8 +68,8 @@ served = _table(
     _integer("at"),
     sa.Index("served_at", "at"),
 )
-"""Turns without consent, for a day: what a signal on one of them is counted under. `edited`: 1 once it has
-shown an edit. No content."""
+"""Turns without consent, for a day: the keys of the counters of their signals, without content. `edited`: 1 once the
+turn has shown an edit."""
 
 tombstones = _table("tombstones", _text("account", key=True), _text("tenant"), _integer("at"), _text("versions"))
 
@@ -154,9 +154,9 @@ tallies = _table(
     _real("total"),
     sa.Index("tallies_slot", "slot"),
 )
-"""Content-free counters of every account, with consent or without: what the canary compares. `release` is the one
-that answered; `slot` is the time over `canary.slot_minutes`, of a signal that of the turn it is about; `total` is the
-sum of the values. Names, which `release/canary.py` reads:
+"""Content-free counters of every account, with or without consent, which the canary compares. `release` is the release
+that answered; `slot` is the time, for a signal the time of its turn, over `canary.slot_minutes`; `total` is the sum of
+the values. Names, which `release/canary.py` reads:
 
     requests, errors, seconds (total), dropped       of turns, when they end; `dropped` were answered and not recorded
     failovers, disconnected                          of turns: another server answered; the client went before the end
@@ -235,7 +235,7 @@ cluster_events = _table(
     _text("reason"),
     _integer("at"),
 )
-"""Clusters that the gateway sends nothing to: a cluster and arm whose last row says `drained`."""
+"""Drained clusters: the gateway sends no requests to a cluster and arm whose last row is `drained`."""
 
 
 def connect(url: str) -> sa.Engine:
@@ -253,7 +253,7 @@ def _keep(connection: Any, _: object) -> None:
 
 
 def _create(connection: sa.Connection) -> None:
-    """Makes the tables, or checks that those there are ours."""
+    """Makes missing tables, and checks the version of the schema."""
     metadata.create_all(connection)
     version = connection.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar()
     if version is None:

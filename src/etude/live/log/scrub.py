@@ -1,14 +1,14 @@
-"""Secrets and personal data in a text, found before anything of it reaches a disk.
+"""Secrets and personal data in a text, replaced before the text reaches a disk.
 
-    scrubbed(text)        the text with `<rule>` in place of each finding, and how many there were of each rule
-    Scrubber              the same in a process of its own, whose regular expressions hold up nobody's answers
+    scrubbed(text)        the text with `<rule>` in place of each finding, and the number of findings by rule
+    Scrubber              the same in a child process, so that regular expressions delay no answers
 
 The rules of secrets are the expressions of detect-secrets' plugins; its tests of entropy are left out but for quoted
 base64, since digests fill source code. Personal data: e-mail addresses, telephone numbers, IBANs and card numbers with
-valid check digits, public IP addresses, and home folders. What names nobody is left as it is: example.com, loopback and
+valid check digits, public IP addresses, and home folders. Text that names no person stays: example.com, loopback and
 private addresses, home folders of machines such as /home/runner. Personal data of the rules in PERSONAL may stay where
 the request itself names it (`scrub_documents`): tools print home folders in nearly every output, and an answer that
-repeats one from its prompt teaches the model nobody's name.
+repeats a name from its prompt does not teach the model that name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-_SECONDS = 10.0  # for one record, in the child; the records of everybody wait meanwhile
+_SECONDS = 10.0  # for one record, in the child; all other records wait meanwhile
 _NOBODY = frozenset({
     "user", "username", "users", "runner", "root", "ubuntu", "vscode", "node", "app", "coder", "codespace", "jovyan",
     "work", "shared", "public", "default", "me", "you", "name", "guest", "admin", "build", "builder", "circleci",
@@ -99,7 +99,7 @@ def _telephone(text: str) -> bool:
 
 
 def _mixed(text: str) -> bool:
-    """Whether a value is no word: it has a digit beside letters, or marks."""
+    """Whether a value is no plain word: it has digits beside letters, or punctuation."""
     return bool(re.search(r"[0-9]", text) and re.search(r"[A-Za-z]", text)) or bool(re.search(r"[^\w\s.:/-]", text))
 
 
@@ -142,18 +142,18 @@ def _rules() -> tuple[tuple[str, re.Pattern[str], int, Check], ...]:
 
 @cache
 def rules_version() -> str:
-    """The version of the rules, which scrubbed records name."""
+    """The version of the rules, a field of scrubbed records."""
     return f"2 detect-secrets {version('detect-secrets')}"
 
 
 _clean: dict[bytes, Findings] = {}
-"""Digests of texts without findings but these personal ones: a conversation comes again with every turn."""
+"""Digests of texts without findings, except these personal ones: a conversation repeats with every turn."""
 _MAX_CLEAN = 200_000
 
 
 def scrubbed(text: str, stay: Findings = frozenset()) -> tuple[str, dict[str, int]]:
-    """The text without its findings but those that `stay`, and their number by rule. Raises UserError without
-    detect-secrets."""
+    """The text without its findings, except those in `stay`, and the number of removed findings by rule. Raises
+    UserError without detect-secrets."""
     digest = _digest(text)
     if (held := _clean.get(digest)) is not None and held <= stay:
         return text, {}
@@ -203,7 +203,7 @@ def _findings(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 _KEYWORD = re.compile(r"(?i)key|pass|pwd|secret|contrase")
-# Expressions of detect-secrets take a time that grows with the cube of a run of blanks, the square of one of letters.
+# detect-secrets' expressions take time cubic in the length of a run of blanks, and quadratic in a run of letters.
 _SPACES, _WORDS = re.compile(r"[^\S\n]{25,}"), re.compile(r"\w{65,}")
 
 
@@ -214,8 +214,8 @@ def _broken(match: re.Match[str]) -> str:
 
 
 def scrub_documents(documents: Sequence[bytes], keep: Sequence[str]) -> tuple[list[bytes], dict[str, int]]:
-    """Documents scrubbed as by `scrub_json`, and the findings of all of them. What the rules `keep` find in the first
-    one, a request, stays in all."""
+    """Documents scrubbed by `scrub_json`, and the number of removed findings by rule. Findings of the rules `keep` in
+    the first document, a request, stay in all."""
     stay, counts = set[tuple[str, str]](), Counter[str]()
 
     def named(text: str) -> None:
@@ -228,14 +228,15 @@ def scrub_documents(documents: Sequence[bytes], keep: Sequence[str]) -> tuple[li
         _each_text(documents[0], named)
     cleaned = list[bytes]()
     for document in documents:
-        data, found = scrub_json(document, frozenset(stay))
+        data, removed = scrub_json(document, frozenset(stay))
         cleaned.append(data)
-        counts.update(found)
+        counts.update(removed)
     return cleaned, dict(counts)
 
 
 def scrub_json(data: bytes, stay: Findings = frozenset()) -> tuple[bytes, dict[str, int]]:
-    """JSON, or any text, with every string in it scrubbed, keys included, but for what may `stay`."""
+    """JSON, or any text, with every string scrubbed, keys included, except findings in `stay`; and the number of
+    removed findings by rule."""
     counts: Counter[str] = Counter()
 
     def clean(value: Any) -> Any:
@@ -262,7 +263,7 @@ def scrub_json(data: bytes, stay: Findings = frozenset()) -> tuple[bytes, dict[s
 
 
 def _each_text(data: bytes, tell: Callable[[str], object]) -> None:
-    """Tells every string of JSON, or the whole of another text."""
+    """Calls `tell` with every string of JSON, or with the whole of another text."""
     try:
         left: list[Any] = [msgspec.json.decode(data)]
     except (ValueError, RecursionError):
@@ -278,7 +279,7 @@ def _each_text(data: bytes, tell: Callable[[str], object]) -> None:
 
 
 class Scrubber:
-    """A child process that scrubs; it is started again if it dies or takes too long. Not for two threads at once."""
+    """A child process that scrubs, started again if it dies or takes too long. Not thread-safe."""
 
     def __init__(self) -> None:
         _rules()
@@ -289,7 +290,7 @@ class Scrubber:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
 
     def scrub(self, *documents: bytes, keep: Sequence[str] = ()) -> tuple[list[bytes], dict[str, int]]:
-        """See `scrub_documents`. Raises TimeoutError or OSError if it could not be done: nothing of them may be kept
+        """`scrub_documents` in the child. Raises TimeoutError or OSError on failure; the documents may not be kept
         then."""
         if self._child.poll() is not None:
             self._child = self._started()
@@ -329,7 +330,7 @@ def _read(pipe: Any, deadline: float | None) -> bytes:
 
 
 def main() -> None:
-    """The child: frames of documents come on standard input, and go scrubbed to standard output."""
+    """The child: reads frames of documents on standard input, and writes them scrubbed to standard output."""
     source, sink = io.FileIO(0, "rb"), io.FileIO(1, "wb")
     while True:
         try:

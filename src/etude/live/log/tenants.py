@@ -1,7 +1,7 @@
 """Tenants: their API keys, and their policy.
 
-A key has 256 random bits, is shown once, and stands in the log as its BLAKE2b digest. `Directory` is the gateway's copy
-of keys and policies, which `refresh` reads again.
+A key has 256 random bits and is shown once; the log has its BLAKE2b digest. `Directory` is the gateway's copy of keys
+and policies, which `refresh` reads again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_DAYS = 36_500
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key as it is listed."""
+    """The record of a key, without the key itself."""
 
     digest: str
     tenant: str
@@ -43,7 +43,7 @@ def digest_of(key: str) -> str:
 
 
 def create_key(engine: sa.Engine, tenant: str, name: str) -> str:
-    """A new key of a tenant, who is made with the default policy if there is none. Raises UserError."""
+    """A new key of a tenant; a missing tenant is made, with the default policy. Raises UserError."""
     key = _PREFIX + secrets.token_hex(32)
     _checked(name, "a key")
     with engine.begin() as connection:
@@ -59,13 +59,13 @@ def create_key(engine: sa.Engine, tenant: str, name: str) -> str:
 
 
 def list_keys(engine: sa.Engine, tenant: str | None = None) -> list[ApiKey]:
-    """The keys of a tenant, or all, with those that were revoked."""
+    """The keys of a tenant, or of all tenants, revoked ones included."""
     with engine.connect() as connection:
         return [ApiKey(**row) for row in connection.execute(_keys(tenant)).mappings()]
 
 
 def revoke_key(engine: sa.Engine, tenant: str, name: str) -> None:
-    """Revokes a key; gateways notice within seconds. Raises UserError if there is no such key."""
+    """Revokes a key, which gateways refuse within seconds. Raises UserError for a missing or revoked key."""
     table = schema.api_keys
     chosen = (table.c.tenant == tenant) & (table.c.name == name) & table.c.revoked.is_(None)
     with engine.begin() as connection:
@@ -113,7 +113,7 @@ def _checked(name: str, what: str) -> str:
 
 @dataclass
 class _Bucket:
-    """Requests that a key may still make, refilled evenly: at most a tenth of a minute's at once, and at least ten."""
+    """The requests left to a key, refilled evenly, up to a tenth of its requests per minute, and at least up to ten."""
 
     left: float
     filled: float  # monotonic seconds
@@ -121,7 +121,7 @@ class _Bucket:
 
 @dataclass
 class Directory:
-    """Keys and policies as they were last read."""
+    """Keys and policies, as of the last `refresh`."""
 
     keys: dict[str, ApiKey] = field(default_factory=dict[str, ApiKey])
     policies: dict[str, LivePolicy] = field(default_factory=dict[str, LivePolicy])
@@ -138,11 +138,11 @@ class Directory:
                 self._buckets.pop(digest, None)
 
     def find(self, key: str) -> ApiKey | None:
-        """The valid key that a client showed."""
+        """The record of a client's key, or None for an invalid key."""
         return self.keys.get(digest_of(key))
 
     def wait(self, key: ApiKey) -> float:
-        """Takes one request from the key's allowance: 0, or the seconds after which it has one again."""
+        """Takes one request from the key's allowance; returns 0, or the seconds until a request is allowed."""
         now, rate = time.monotonic(), self.policies[key.tenant].requests_per_minute / 60
         most = max(10.0, 6 * rate)
         bucket = self._buckets.setdefault(key.digest, _Bucket(most, now))

@@ -1,6 +1,6 @@
 """The observer on a developer's machine: the survival of edits in a work tree, sent to the gateway as signals.
 
-Imports nothing of the other folders but `live/log/records.py`.
+Of the other folders it imports `live/log/records.py` alone.
 """
 
 from etude.live.observe.delivery import Delivery

@@ -1,12 +1,12 @@
-"""Records of who wrote which lines, in the formats of others.
+"""Records of the authors of lines, in two public formats.
 
-- Agent Trace, version 0.1.0 of January 2026 (https://github.com/cursor/agent-trace, README.md at 206a6b0): written for
-  our edits when they are committed, one JSON line each in `.agent-trace/traces.jsonl`, and read back where a clone has
-  no state of its own, as in CI. Lines are numbered from 1, at the revision that the record names. Our identifiers stand
-  in `metadata` under "dev.etude". The schema's pattern for `version` has two numbers, its examples have three: so have
-  ours.
+- Agent Trace, version 0.1.0 of January 2026 (https://github.com/cursor/agent-trace, README.md at 206a6b0): written when
+  followed edits are committed, one JSON line a commit in `.agent-trace/traces.jsonl`, and read in a clone without
+  the observer's state, as in CI. Lines are numbered from 1, at the record's revision. etude's identifiers are in
+  `metadata` under "dev.etude". The schema's pattern for `version` has two numbers, but its examples have three, like
+  the records here.
 - Git AI Standard 3.0.0, "authorship/3.0.0" (https://github.com/git-ai-project/git-ai): the note of a commit in
-  refs/notes/ai says which of its lines came from an agent and which a person was seen to type.
+  refs/notes/ai has the lines by an agent, and the lines that a person was seen to type.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class TracedEdit:
-    """One range of a trace: lines `first` to `last`, from 1, of `path` at `revision`. `suggestion` and `shown` (seconds
-    since the epoch) are of our own records only."""
+    """One range of a trace: lines `first` to `last`, from 1, of `path` at `revision`. Only etude's own records have
+    `suggestion` and `shown` (seconds since the epoch)."""
 
     path: str
     revision: str
@@ -44,7 +44,7 @@ class TracedEdit:
 
 
 def trace_record(revision: str, edits: Sequence[TracedEdit], version: str, at: float) -> dict[str, Any]:
-    """An Agent Trace record of the edits that a commit contains; the same for the same commit and edits."""
+    """An Agent Trace record of the edits in a commit. Its id follows from commit and edits."""
     files: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for edit in edits:
         span = {"start_line": edit.first, "end_line": edit.last}
@@ -79,7 +79,7 @@ def _contributor(model: str) -> dict[str, str]:
 
 
 def append_trace(root: Path, record: dict[str, Any]) -> None:
-    """Appends a record to the tree's traces, unless a record with its identifier is there. A link is not followed."""
+    """Appends a record to the tree's traces, unless they have a record with its id. A link is not followed."""
     place = root / TRACES
     if place.parent.is_symlink() or place.is_symlink():
         return
@@ -91,8 +91,8 @@ def append_trace(root: Path, record: dict[str, Any]) -> None:
 
 
 def read_traces(root: Path) -> list[TracedEdit]:
-    """The edits of agents in the tree's Agent Trace records of version 0.x or 1.x. Lines that are not understood, and
-    records that name no git revision, are left out."""
+    """The edits of agents in the tree's Agent Trace records of version 0.x or 1.x. Malformed lines, and records without
+    a git revision, are left out."""
     edits: list[TracedEdit] = []
     for record in _records(root / TRACES):
         try:
@@ -140,8 +140,8 @@ def _records(place: Path) -> list[dict[str, Any]]:
 
 
 def attested_lines(note: str) -> dict[str, tuple[set[int], set[int]]]:
-    """The lines of a note of Git AI: path -> lines of agents, and lines that a known person typed. Empty for a note of
-    another schema, or one that is not understood."""
+    """The lines of a note of Git AI: path -> lines of agents, and lines that a known person typed. Empty for a
+    malformed note or another schema."""
     lines = note.splitlines()
     if "---" not in lines:
         return {}

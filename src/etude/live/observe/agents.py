@@ -1,13 +1,13 @@
-"""Reports of agents on their work: when the actions of an answer ran, so that an edit of the tree belongs to its turn.
+"""Reports of agents: the times at which the actions of answers ran, by which edits of the tree are assigned to turns.
 
-Two kinds of file are read, both only ever from this machine:
+Files of two kinds, written on this machine, are read:
 
 - trajectories of mini-swe-agent (format "mini-swe-agent-1.1", as of version 2.4.6): one JSON document that the agent
-  writes anew after each step. A message of the model carries the whole response with its identifier and the time at
-  which it came, the observations that follow the times at which their commands had ended.
+  writes anew after each step. A message of the model has the whole response, with its identifier, and its time; the
+  observations after it have the times at which their commands ended.
 - JSON lines (`*.jsonl`), for any other agent, editor or CI job:
-      {"turn": ID, "started": SECONDS, "ended": SECONDS, "model": NAME}      the actions of an answer ran in that time
-      {"turn": ID, "signal": KIND, "value": NUMBER}                          something that only the client can know
+      {"turn": ID, "started": SECONDS, "ended": SECONDS, "model": NAME}      the time of an answer's actions
+      {"turn": ID, "signal": KIND, "value": NUMBER}                          a signal that only the client can know
   A turn is the generation's identifier from the gateway's response; seconds are of this machine's clock.
 """
 
@@ -27,16 +27,16 @@ from etude.live.log.records import SignalKind
 
 MAX_BYTES = 256 << 20
 _ULID = re.compile(r"(?<![0-9A-Za-z])[0-7][0-9A-HJKMNP-TV-Z]{25}$")
-TOLD = frozenset({
+CLIENT_SIGNALS = frozenset({
     SignalKind.TESTS, SignalKind.LINT, SignalKind.RATING, SignalKind.REJECTED, SignalKind.RESTORED,
     SignalKind.ANSWERED, SignalKind.STOPPED, SignalKind.ENDED, SignalKind.LATENCY,
 })  # fmt: skip
-"""Signals that a client may tell by a line. The others are observed here, or derived by the gateway."""
+"""The signals that a client may report by a line. Others are observed here, or derived by the gateway."""
 
 
 @dataclass(frozen=True)
 class AgentStep:
-    """The actions of one answer ran from `started` to `ended`, seconds of this machine's clock."""
+    """The time of one answer's actions, from `started` to `ended`, seconds of this machine's clock."""
 
     turn: str
     started: float
@@ -56,20 +56,20 @@ class AgentSignal:
 
 @dataclass
 class AgentFile:
-    """A file that an agent writes while it works. It need not exist yet."""
+    """A file that an agent writes during its work. The file need not exist yet."""
 
     path: Path
     steps: dict[str, AgentStep] = field(default_factory=dict[str, AgentStep])
     ended: float | None = None
-    """When the agent ended; None while it may go on, and for JSON lines."""
+    """The end of the agent; None for a running agent, and for JSON lines."""
     refused: int = 0
-    """Lines that are not understood."""
+    """The number of malformed lines."""
     _stamp: tuple[int, int, int] = (0, 0, 0)
     _offset: int = 0
 
     def read(self) -> list[AgentSignal]:
-        """Reads what is new. A document that is being written is read the next time. Raises UserError for a file that
-        is neither format."""
+        """Reads new steps and signals; returns the signals. An incomplete document is read the next time. Raises
+        UserError for a file of another format."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -112,7 +112,7 @@ class AgentFile:
                 self.steps[turn] = step
                 return None
             kind = SignalKind(entry["signal"])
-            if kind not in TOLD:
+            if kind not in CLIENT_SIGNALS:
                 raise ValueError(kind)
             name = hashlib.blake2b(f"{os.fspath(self.path)}:{self._offset}:".encode() + line, digest_size=16)
             return AgentSignal(turn, kind, float(entry["value"]), name.hexdigest())
@@ -121,7 +121,7 @@ class AgentFile:
             return None
 
     def _read_trajectory(self) -> bool:
-        """False while the document is not whole."""
+        """Reads the steps of a trajectory. False for an incomplete document."""
         try:
             document = json.loads(self.path.read_bytes())
         except (ValueError, OSError):
@@ -153,14 +153,14 @@ def mini_steps(messages: list[dict[str, Any]]) -> list[AgentStep]:
             if "response" in after:
                 break
             ended = max(ended, after.get("timestamp") or ended)
-        if ended == started and extra.get("actions"):  # the last command ended the agent, and has no observation
+        if ended == started and extra.get("actions"):  # the agent's last command, without an observation
             ended = started + 60.0
         steps.append(AgentStep(turn, float(started), float(ended), str(response.get("model") or "")))
     return steps
 
 
 def turn_of(response: Mapping[str, Any]) -> str:
-    """The identifier of the generation in an answer that came through the gateway: the ULID in its `id`, as in
-    "chatcmpl-01J..."; empty if there is none, since the turn is not recorded or the server gives names of its own."""
+    """The gateway's identifier of an answer: the ULID in its `id`, as in "chatcmpl-01J..."; "" for an unrecorded turn,
+    or a server with other ids."""
     match = _ULID.search(str(response.get("id") or ""))
     return match.group() if match else ""

@@ -1,7 +1,7 @@
-"""Signals on their way from a spool to the gateway: POST /v1/suggestions and /v1/feedback, as docs/live.md has them.
+"""The delivery of signals from a spool to the gateway: POST /v1/suggestions and /v1/feedback (docs/live.md).
 
-A signal leaves the spool when the gateway answered that it is on its disk, or that it never will be (no such turn, a
-form that it refuses): then a line on stderr says so. While the gateway is away, signals wait.
+A signal leaves the spool when the gateway has it on its disk, or refuses it for good (an unknown turn, a wrong form),
+which is printed on stderr. While the gateway is away, signals wait.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SECONDS = 15.0
 _MAX_SIGNALS = 100  # signals of one request
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 UNKNOWN_SECONDS = 600.0
-"""For which a signal on a turn that the gateway does not know is sent again: the turn is written after its answer."""
+"""The time for which a signal on an unknown turn is sent again: the gateway writes a turn after its answer."""
 
 
 @dataclass
 class Delivery:
-    """The way to one gateway, with its API key. Raises UserError for a key that the gateway refuses."""
+    """The delivery to one gateway, with its API key. Raises UserError for a key that the gateway refuses."""
 
     state: WatchState
     url: str
@@ -35,7 +35,7 @@ class Delivery:
     refused: int = 0
     _pause: float = 0.0
     _after: float = 0.0  # monotonic; not before that time
-    _reported: set[str] = field(default_factory=set[str])  # turns of which stderr has a line
+    _reported: set[str] = field(default_factory=set[str])  # turns with a line on stderr
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -49,7 +49,7 @@ class Delivery:
         self._http.close()
 
     def send(self) -> bool:
-        """Sends what waits. False if some of it has to wait for the gateway."""
+        """Sends the waiting signals. False if some must wait for the gateway."""
         if time.monotonic() < self._after:
             return False
         while bodies := self.state.waiting(_MAX_SIGNALS):
@@ -78,14 +78,14 @@ class Delivery:
         return True
 
     def send_until(self, seconds: float) -> int:
-        """Sends for at most so many seconds; how many signals still wait then."""
+        """Sends for at most `seconds`; returns the number of signals that still wait."""
         deadline = time.monotonic() + seconds
         while not self.send() and time.monotonic() < deadline:
             time.sleep(max(0.05, min(self._after, deadline) - time.monotonic()))
         return self.state.count()
 
     def _deliver(self, bodies: list[tuple[int, dict[str, Any]]]) -> list[int] | None:
-        """The numbers of those that need not be sent again; None while the gateway is away."""
+        """Sends signals; returns the numbers of those that are done. None while the gateway is away."""
         edits = self._suggest([body["suggestion"] for _, body in bodies if "suggestion" in body])
         if edits is None:
             return None
@@ -108,7 +108,7 @@ class Delivery:
         for (number, body), status in zip(bodies, statuses, strict=True):
             waits = edits.get(body["subject"]) == "unknown"
             if status == "unknown" and not waits and body["turn"] != body["subject"]:
-                # Edits of a turn without consent are not recorded: the turn's counters are all there is.
+                # Edits of a turn without consent are not recorded: only the turn's counters are.
                 answer, results = self._post("/v1/feedback", _event(number, body | {"subject": body["turn"]}))
                 if answer not in (200, 404):
                     return None
@@ -123,7 +123,8 @@ class Delivery:
         return done
 
     def _suggest(self, suggestions: list[dict[str, Any]]) -> dict[str, str] | None:
-        """The gateway's status of each edit, by id; None while it is away. A repetition changes nothing."""
+        """Sends edits; returns the gateway's status of each by id. None while the gateway is away. The gateway ignores
+        repeated edits."""
         by_turn: dict[str, list[dict[str, Any]]] = {}
         for suggestion in suggestions:
             edit = {name: value for name, value in suggestion.items() if name != "turn"}

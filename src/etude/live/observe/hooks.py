@@ -1,7 +1,7 @@
 """Hooks of a repository that run `etude live watch --once` in the background after a commit, merge, amend or rebase.
 
-A watcher that runs already has the repository's lock: the hook's own then ends at once, and says nothing. A hook holds
-git up for nothing and fails never: what it had to say against is in a file, and the next hook prints it on stderr.
+If a watcher runs already and holds the repository's lock, the hook's watcher ends at once, in silence. A hook never
+delays git and never fails: its errors go to a file, which the next hook prints on stderr.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MARK = "# Written by `etude live hook install`."
 
 
 def log_of(repository: TextRepository) -> Path:
-    """The file with stderr of the last hook's watcher; empty if all went well."""
+    """The file with stderr of the last hook's watcher; empty after a success."""
     return repository.common / "etude-live-hook.log"
 
 
 def install_hooks(repository: TextRepository, gateway: str, agents: Sequence[Path]) -> list[Path]:
-    """Writes the hooks, and returns their paths. Raises UserError, before any is written, if one of another maker is
-    there or git looks for hooks elsewhere."""
+    """Writes the hooks, and returns their paths. Raises UserError, with none written, if there is a foreign hook or
+    core.hooksPath is set."""
     elsewhere = repository.setting("core.hooksPath")
     if elsewhere:
         raise UserError(
@@ -51,7 +51,7 @@ def install_hooks(repository: TextRepository, gateway: str, agents: Sequence[Pat
 
 
 def remove_hooks(repository: TextRepository) -> list[Path]:
-    """Removes the hooks that are ours, and returns their paths."""
+    """Removes etude's hooks, and returns their paths."""
     hooks = [repository.common / "hooks" / name for name in HOOKS]
     ours = [place for place in hooks if place.exists() and _MARK in place.read_text(errors="replace")]
     for place in ours:

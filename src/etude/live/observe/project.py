@@ -1,4 +1,4 @@
-"""The consent of a project: `.etude/consent.toml`, checked in, with the paths that are never read."""
+"""The consent of a project: the checked-in file `.etude/consent.toml`, with the paths that are never read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ProjectConsent:
 
 
 def read_consent(repository: TextRepository) -> ProjectConsent:
-    """The project's consent. Raises UserError if there is none, if it is not checked in, or not understood."""
+    """The project's consent. Raises UserError for a missing, untracked or malformed file, and for `share = false`."""
     read = repository.read(CONSENT)
     if read is None:
         raise UserError(

@@ -1,8 +1,8 @@
-"""The state of `etude live watch`: edits that it follows, the tree at its last look, and signals on their way.
+"""The state of `etude live watch`: followed edits, the tree at the last look, and signals that wait for the gateway.
 
-One SQLite file of mode 0600 below the user's state folder. What was seen and the signals about it are written in one
-transaction, and a signal leaves the file when the gateway has acknowledged it: a kill at any moment loses none, and at
-worst sends one again, under the same event.
+One SQLite file of mode 0600 below the user's state folder. Observations and their signals are written in one
+transaction, and a signal leaves the file when the gateway has acknowledged it: a kill loses no signal, and at worst
+sends one again, under the same event.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from etude.errors import UserError
 from etude.live.observe.survival import AppliedHunk, lines_of
 
 MAX_WAITING = 10_000
-"""Signals that wait for the gateway. While there are so many, nothing new is looked at."""
+"""The number of waiting signals from which on the watcher pauses."""
 MAX_EDITS = 5_000
 MAX_CHARACTERS = 200_000_000
-"""In the texts of the edits that are followed; each has that before it and that after it."""
+"""Characters in the texts of all followed edits; each edit has its file before and after."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS edits (id TEXT PRIMARY KEY, open INTEGER NOT NULL, state TEXT NOT NULL);
@@ -40,8 +40,8 @@ CREATE TABLE IF NOT EXISTS marks (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 @dataclass
 class WatchedEdit:
-    """One edit of a turn, and its fate so far. `hunk` lies between the texts `before` and `applied` of its file;
-    times are seconds of this machine's clock."""
+    """One edit of a turn, and its fate so far. `hunk` is one difference between the texts `before` and `applied` of its
+    file; times are seconds of this machine's clock."""
 
     id: str
     turn: str
@@ -57,24 +57,24 @@ class WatchedEdit:
     shown: float
     confidence: float = 1.0
     overwritten: float = 0.0
-    """Share that later turns replaced."""
+    """Share replaced by later turns."""
     undone: bool = False
     horizons: tuple[float, ...] = ()
-    """Those that are done with: reported or missed."""
+    """Past horizons, reported or missed."""
     committed: str = ""
     merged: bool = False
     reverted: bool = False
 
     @property
     def hunk(self) -> AppliedHunk:
-        """The edit as `survival` takes it."""
+        """The edit in the form of `survival`."""
         old = tuple(lines_of(self.before)[self.first : self.first + self.old])
         return AppliedHunk(self.first, old, self.place, tuple(lines_of(self.applied)[self.place :][: self.new]))
 
 
 @dataclass(frozen=True)
 class SeenText:
-    """A file as it was last seen: its stamp, and its text or the blob that has it."""
+    """A file at the last look: its stamp, and its text or the id of its blob."""
 
     stamp: tuple[int, int, int]
     blob: str
@@ -82,11 +82,11 @@ class SeenText:
 
 
 class AlreadyWatched(UserError):
-    """Another process has the state of the repository."""
+    """Another process holds the state of the repository."""
 
 
 class WatchState:
-    """The state of one repository, held by one process at a time. Raises AlreadyWatched if another has it."""
+    """The state of one repository, held by one process at a time. Raises AlreadyWatched if another process holds it."""
 
     def __init__(self, root: Path) -> None:
         self.folder = state_folder(root)
@@ -104,7 +104,7 @@ class WatchState:
         self._db.executescript(_TABLES)
 
     def close(self) -> None:
-        """Gives the repository free."""
+        """Closes the file, and releases the lock."""
         self._db.close()
         os.close(self._lock)
 
@@ -120,21 +120,21 @@ class WatchState:
         self._db.execute("COMMIT")
 
     def mark(self, name: str, default: str = "") -> str:
-        """A value that was set."""
+        """The value of a mark."""
         row = self._db.execute("SELECT value FROM marks WHERE name = ?", (name,)).fetchone()
         return default if row is None else str(row[0])
 
     def set_mark(self, name: str, value: str) -> None:
-        """Keeps a value."""
+        """Sets the value of a mark."""
         self._db.execute("INSERT OR REPLACE INTO marks VALUES (?, ?)", (name, value))
 
     def texts(self) -> dict[str, SeenText]:
-        """All files as they were last seen."""
+        """All files at the last look."""
         rows = self._db.execute("SELECT path, mtime, size, inode, blob, text FROM texts")
         return {path: SeenText((mtime, size, inode), blob, text) for path, mtime, size, inode, blob, text in rows}
 
     def set_text(self, path: str, seen: SeenText | None) -> None:
-        """Sets the text of a file; None: it is gone."""
+        """Sets the text of a file; None for a deleted file."""
         if seen is None:
             self._db.execute("DELETE FROM texts WHERE path = ?", (path,))
         else:
@@ -142,7 +142,7 @@ class WatchState:
             self._db.execute("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def edits(self) -> list[WatchedEdit]:
-        """The edits that are followed."""
+        """The followed edits."""
         rows = self._db.execute("SELECT state FROM edits WHERE open = 1 ORDER BY rowid")
         return [WatchedEdit(**json.loads(row[0]) | {"horizons": tuple(json.loads(row[0])["horizons"])}) for row in rows]
 
@@ -160,26 +160,26 @@ class WatchState:
         self._db.execute("UPDATE edits SET open = 0, state = '{}' WHERE id = ?", (edit.id,))
 
     def emit(self, event: str, body: dict[str, Any]) -> None:
-        """Queues a signal, unless one with its event waits already."""
+        """Queues a signal, unless a signal with its event waits already."""
         row = (event, json.dumps(body | {"event": event, "queued": time.time()}))
         self._db.execute("INSERT OR IGNORE INTO waiting (event, body) VALUES (?, ?)", row)
 
     def waiting(self, most: int = 100) -> list[tuple[int, dict[str, Any]]]:
-        """The first signals that wait, with their numbers in the client's sequence."""
+        """The first waiting signals, with their numbers in the client's sequence."""
         rows = self._db.execute("SELECT sequence, body FROM waiting ORDER BY sequence LIMIT ?", (most,))
         return [(number, json.loads(body)) for number, body in rows]
 
     def count(self) -> int:
-        """The number of signals that wait."""
+        """The number of waiting signals."""
         return int(self._db.execute("SELECT COUNT(*) FROM waiting").fetchone()[0])
 
     def acknowledged(self, sequence: int) -> None:
-        """A signal is the gateway's."""
+        """Removes a signal that the gateway has acknowledged."""
         self._db.execute("DELETE FROM waiting WHERE sequence = ?", (sequence,))
 
 
 def state_folder(root: Path) -> Path:
-    """Where the state of the repository at `root` lies: below $XDG_STATE_HOME, or ~/.local/state."""
+    """The folder of the state of the repository at `root`: below $XDG_STATE_HOME, or ~/.local/state."""
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=10).hexdigest()
     return Path(base) / "etude" / "watch" / name

@@ -1,13 +1,12 @@
-"""Survival of an edit in a later text: which of its characters are alive, by a diff of our own.
+"""Survival of an edit in a later text: the share of its characters that are alive, by an alignment of tokens.
 
-Texts are compared as tokens after what a formatter changes is taken out (`_normalised`): whitespace and line breaks,
+Texts are compared as tokens, without the differences that formatters make (`_normalised`): whitespace and line breaks,
 the kind of quotes, commas before a closing bracket, and backslashes that continue a line. Parentheses that a formatter
-adds cost nothing; those that it takes away, rewritten numbers (0XAB) and escapes in strings count as changed.
+adds cost nothing; parentheses that it removes, rewritten numbers (0XAB) and escapes in strings count as changed.
 
-The alignment maximises the matched characters, and prefers text outside of the edit where both are possible, so that
-an edit that was taken out is not found again in its own surroundings. Matches that are too short to mean anything (a
-bracket here, a name there) do not count. What is left of the edit is then looked for as whole blocks elsewhere in the
-text: a moved block is alive.
+The alignment maximises the matched characters, and prefers text outside of the edit where both are possible, so that a
+removed edit does not match its own surroundings. Matches that are too short (a bracket here, a name there) do not
+count. The rest of the edit is then sought as whole blocks elsewhere in the text: a moved block is alive.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ MAX_LINES = 16_000
 """Lines of a file whose edits are followed; the alignment of two such files takes about two seconds and 64 MB."""
 MAX_CELLS = 1 << 28  # of the table of an alignment, two bits each
 LEAST_RUN = 4  # tokens that must match together, unless they are a whole line of the edit
-LEAST_BLOCK = 8  # tokens of a block that is found elsewhere
+LEAST_BLOCK = 8  # tokens of a moved block, at least
 SAME_FILE = 0.5  # share of the tokens that a renamed file keeps, as in git's rename detection
-GONE = 0.05  # share below which an edit is no longer there; a single bracket of it may still match
-BACK = 0.95  # share of the replaced text that is there again after an undo
+GONE = 0.05  # share alive below which an edit is gone; a single bracket of it may still match
+BACK = 0.95  # share of the replaced text that is back after an undo
 
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 _CLOSING = frozenset(")]}>")
@@ -50,8 +49,8 @@ Fate = Literal["alive", "undone", "changed"]
 
 
 def hunks(before: str, after: str) -> list[AppliedHunk]:
-    """The edits that make `before` to `after`, in their order, by an alignment of lines. Raises ValueError for texts of
-    more than MAX_LINES lines."""
+    """The edits that turn `before` into `after`, in their order, by an alignment of lines. Raises ValueError for texts
+    of more than MAX_LINES lines."""
     old, new = lines_of(before), lines_of(after)
     partners = _partners(old, new, [1] * len(old))
     result: list[AppliedHunk] = []
@@ -76,11 +75,11 @@ def alive(applied: str, place: int, count: int, later: str) -> float:
     total = sum(len(token) for token, yes in zip(tokens, inside, strict=True) if yes)
     if not total:
         return 1.0
-    # A match outside of the edit weighs a little more than one inside: all of these do not reach one character.
+    # A match outside of the edit weighs a little more than a match inside; all extras weigh less than a character.
     weights = [(len(token) << 24) + (not yes) for token, yes in zip(tokens, inside, strict=True)]
     partners = _partners(tokens, other, weights, inside)
     shares: list[float] = []
-    # Pieces that are found in place may hide that the whole was moved, so the second count begins without them.
+    # Pieces that match in place may hide that the whole was moved, so the second count begins without them.
     for kept in (_kept(partners, lines, inside), [False] * len(tokens)):
         _find_moved(tokens, other, inside, partners, kept)
         shares.append(sum(len(token) for token, yes in zip(tokens, kept, strict=True) if yes) / total)
@@ -88,10 +87,10 @@ def alive(applied: str, place: int, count: int, later: str) -> float:
 
 
 def fate(before: str, applied: str, edit: AppliedHunk, later: str) -> tuple[float, Fate]:
-    """The share of the edit that is alive in `later`, and what became of the rest.
+    """The share of the edit that is alive in `later`, and the fate of the whole.
 
-    "undone": the text before the edit is back, or nothing stands in its place; "changed": something else does. For an
-    edit that only takes lines away, the share is that of the characters which stayed away.
+    "undone": the text before the edit is back, or nothing is in the edit's place; "changed": another text is. For an
+    edit that only removes lines, the share is that of the characters that stayed away.
     """
     if not any(line.strip() for line in edit.new):
         back = alive(before, edit.first, len(edit.old), later) if any(line.strip() for line in edit.old) else 0.0
@@ -105,8 +104,8 @@ def fate(before: str, applied: str, edit: AppliedHunk, later: str) -> tuple[floa
 
 
 def _replaced(before: str, applied: str, edit: AppliedHunk, later: str) -> bool:
-    """Whether something new stands where the edit was: against the text after it and, if it took nothing away, also
-    against the text before it."""
+    """Whether `later` has new lines in place of the edit, compared with the text after the edit and, for an edit that
+    removed no lines, also with the text before it."""
     over = range(edit.place, edit.place + len(edit.new))
     if not any(h.new and h.first in over for h in hunks(applied, later)):
         return False
@@ -115,8 +114,8 @@ def _replaced(before: str, applied: str, edit: AppliedHunk, later: str) -> bool:
 
 
 def renamed(text: str, candidates: Mapping[str, str]) -> str | None:
-    """The path of the candidate (path -> text) that the file with `text` was renamed to: the one that shares most
-    tokens with it, at least SAME_FILE of the larger; None if there is none."""
+    """The new path of a renamed file with `text`: the candidate (path -> text) that shares the most tokens with it, at
+    least SAME_FILE of the larger; None without such a candidate."""
     ours = Counter(_normalised(text)[0])
     best, most = None, SAME_FILE
     for path, other in sorted(candidates.items()):
@@ -129,7 +128,7 @@ def renamed(text: str, candidates: Mapping[str, str]) -> str | None:
 
 
 def characters(lines: Sequence[str]) -> int:
-    """The characters of an edit, which shares refer to."""
+    """The number of characters of an edit, to which shares refer."""
     return sum(len(token) for token in _normalised("\n".join(lines))[0])
 
 
@@ -140,7 +139,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def _normalised(text: str) -> tuple[list[str], list[int]]:
-    """Tokens and their lines."""
+    """Tokens, without formatters' differences, and their lines."""
     tokens: list[str] = []
     lines: list[int] = []
     for number, line in enumerate(lines_of(text)):
@@ -153,7 +152,7 @@ def _normalised(text: str) -> tuple[list[str], list[int]]:
 
 
 def _joined(tokens: Sequence[str], lines: Sequence[int]) -> tuple[list[str], list[int]]:
-    """A line's tokens as one, for texts that are too long to be aligned token by token."""
+    """Lines in place of tokens, for texts that are too long to be aligned token by token."""
     whole: dict[int, str] = {}
     for token, line in zip(tokens, lines, strict=True):
         whole[line] = whole.get(line, "") + token
@@ -163,10 +162,10 @@ def _joined(tokens: Sequence[str], lines: Sequence[int]) -> tuple[list[str], lis
 def _partners(
     a: Sequence[str], b: Sequence[str], weights: Sequence[int], inside: Sequence[bool] | None = None
 ) -> list[int]:
-    """For each of `a` its partner in `b`, or -1: an order-preserving matching of greatest weight.
+    """For each element of `a` its partner in `b`, or -1: an order-preserving matching of greatest weight.
 
-    Beginning and end that are equal are matched at once, as far as they lie outside of the edit (`inside`). Raises
-    ValueError if what is left has more than MAX_CELLS pairs.
+    Equal beginnings and ends are matched directly, as far as they lie outside of the edit (`inside`). Raises ValueError
+    if the rest has more than MAX_CELLS pairs.
     """
     edit = [i for i, yes in enumerate(inside) if yes] if inside else []
     before, after = (edit[0], len(a) - edit[-1] - 1) if edit else (len(a), len(a))
@@ -218,7 +217,7 @@ def _bit(packed: np.ndarray, place: int) -> bool:
 
 
 def _kept(partners: Sequence[int], lines: Sequence[int], inside: Sequence[bool]) -> list[bool]:
-    """The tokens of the edit that count as alive. A run may be interrupted by two tokens that a formatter put in."""
+    """The tokens of the edit that count as alive. A run may be interrupted by up to two inserted tokens."""
     kept = [False] * len(partners)
     start = 0
     for end in range(1, len(partners) + 1):
@@ -239,14 +238,14 @@ def _kept(partners: Sequence[int], lines: Sequence[int], inside: Sequence[bool])
 def _find_moved(
     a: Sequence[str], b: Sequence[str], inside: Sequence[bool], partners: Sequence[int], kept: list[bool]
 ) -> None:
-    """Marks as kept what is dead of the edit and stands, as a block, among the tokens of `b` that have no partner."""
+    """Marks dead tokens of the edit as kept that occur, as a block, among the tokens of `b` without a partner."""
     taken = {j for i, j in enumerate(partners) if j >= 0 and (kept[i] or not inside[i])}
     dead = [i for i, yes in enumerate(inside) if yes and not kept[i]]
     free = [j for j in range(len(b)) if j not in taken]
     if len(free) * len(dead) > MAX_CELLS:
         return
     least = max(LEAST_RUN, min(LEAST_BLOCK, len(dead)))
-    # Parts of the list of tokens that are not neighbours in their text are kept apart by what equals nothing.
+    # Barriers, which equal no token, separate tokens that are not neighbours in their text.
     words, spots = _apart(a, dead, "\0a")
     others, places = _apart(b, free, "\0b")
     while len(spots) >= least:

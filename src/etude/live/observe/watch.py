@@ -1,18 +1,18 @@
-"""`etude live watch REPO`: the fates of the edits that answers of the gateway led to.
+"""`etude live watch REPO`: the fates of edits by answers of the gateway.
 
     the tree changes while the actions of an answer run  ->  edits of that turn: shown, applied
     2 min, 30 min, 24 h later                            ->  survived (share of the characters)
-    a person takes it back, a later turn replaces it     ->  undone, overwritten
+    a person reverts, or a later turn replaces an edit   ->  undone, overwritten
     a commit, the remote's main branch, a later commit   ->  committed, merged, reverted
     the watcher ends, or was away                        ->  gone
 
-It runs on the developer's machine, or with `--once` in CI. A project takes part by a file `.etude/consent.toml` that is
-checked in; paths that the file excludes are never read. Agents report when the actions of an answer ran (`agents`);
-a change of a file within that time is an edit of that turn, any other is a person's. Where two turns may have made a
-change, the later one gets it with a confidence of one half. What changes together with HEAD or the stash was changed by
-git: it neither makes an edit nor undoes one.
+The watcher runs on the developer's machine, or with `--once` in CI. A project takes part by the checked-in file
+`.etude/consent.toml`; paths that the file excludes are never read. Agents report the times of an answer's actions
+(`agents`); a change of a file within that time is an edit of that turn, any other change is a person's. If two turns
+may have made a change, the later turn gets it with a confidence of one half. A change together with HEAD or the stash
+was made by git: it neither makes nor undoes an edit.
 
-Events have identifiers that follow from the edit, so that a repetition changes nothing (`spool`).
+The identifiers of events follow from the edit, so that the gateway ignores repeated events (`spool`).
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from etude.live.observe.watched_files import FileWatch, PendingChange, Stamp
 from etude.live.observe.worktree import TextRepository, TreeState
 
 HORIZONS = (120.0, 1800.0, 86_400.0)
-FOLLOWED = 14 * 86_400.0  # seconds after which an edit that is neither merged nor reverted is let go
-PATIENCE = 600.0  # seconds for which a change may still turn out to be of a turn that has not been reported
-SLACK = 0.05  # seconds by which the time of a file, from a coarse clock, and an agent's may differ on one machine
+FOLLOWED = 14 * 86_400.0  # seconds for which an edit is followed
+PATIENCE = 600.0  # seconds for which a change waits for an agent's report
+SLACK = 0.05  # seconds by which a file's time, from a coarse clock, and an agent's may differ on one machine
 _ULID, _COMMIT = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}"), re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass
 class WatchCounts:
-    """For the line that the command prints at its end."""
+    """The counts that the command prints at its end."""
 
     edits: int = 0
     signals: int = 0
     unfollowed: int = 0
-    """Edits left alone: too many at once, or files too long."""
+    """Edits that are not followed: too many at once, or files too long."""
     lines_refused: int = 0
 
 
 @dataclass
 class Watcher:
-    """Looks at a repository; `look` is one look. `now` is the clock, in seconds."""
+    """The watcher of a repository, whose `look` is called again and again. `now` is the clock, in seconds."""
 
     repository: TextRepository
     state: WatchState
@@ -72,7 +72,7 @@ class Watcher:
         self._files = FileWatch(self.repository, self.state, self.consent.exclude, self.now)
 
     def start(self) -> None:
-        """Takes up where the last process ended: what it could not see in between is reported as gone."""
+        """Continues from the state of the last process. Horizons that nobody observed are reported as gone."""
         self._edits = {edit.id: edit for edit in self.state.edits()}
         self._consent_stamp = self._files.stamp(CONSENT)
         last = self.state.mark("seen")
@@ -87,8 +87,8 @@ class Watcher:
         self._pending = [PendingChange(**change) for change in json.loads(self.state.mark("pending", "[]"))]
 
     def look(self) -> None:
-        """One look: agents, files, commits, horizons. Does nothing while too many signals wait for the gateway. Raises
-        UserError if the project does not agree any more."""
+        """One look: reads agents' reports, files and commits, and reports horizons. Does nothing while too many signals
+        wait for the gateway. Raises UserError if the project has withdrawn its consent."""
         if (stamp := self._files.stamp(CONSENT)) != self._consent_stamp:
             self.consent, self._consent_stamp = read_consent(self.repository), stamp
             self._files.exclude = self.consent.exclude
@@ -118,17 +118,17 @@ class Watcher:
     # Files ------------------------------------------------------------------------------------------------------------
 
     def _look_at_files(self, tree: TreeState) -> None:
-        """Takes up the changes since the last look, and follows renamed files."""
-        found = self._files.look(lambda: self._moved_by_git(tree))
+        """Adds the changes since the last look to the pending changes, and follows renamed files."""
+        changed = self._files.look(lambda: self._moved_by_git(tree))
         for edit in self._edits.values():
-            if edit.path in found.renames:
-                edit.path = found.renames[edit.path]
+            if edit.path in changed.renames:
+                edit.path = changed.renames[edit.path]
                 self.state.put(edit)
-        self._pending += found.changes
+        self._pending += changed.changes
 
     def _moved_by_git(self, tree: TreeState) -> bool:
-        """Whether git changed files since the last look: it went to a commit that was there before, or stashed. A
-        commit that was made since then holds what an agent or a person wrote."""
+        """Whether git changed files since the last look: by the checkout of an older commit, or by a stash. A commit
+        made since then has changes of an agent or a person."""
         before = self._tree()
         made_since = self.repository.committed_at(tree.head) >= float(self.state.mark("seen", "0")) - 1
         return tree.stash != before.stash or (tree.head != before.head and not made_since)
@@ -136,7 +136,7 @@ class Watcher:
     # Makers of changes ------------------------------------------------------------------------------------------------
 
     def _resolve(self, finally_: bool = False) -> None:
-        """Gives changes to turns, or to a person."""
+        """Assigns pending changes to turns or to a person. With `finally_`, no change stays pending."""
         steps = sorted((s for agent in self.agents for s in agent.steps.values()), key=lambda s: s.started)
         waiting: list[PendingChange] = []
         for change in self._pending:
@@ -157,7 +157,7 @@ class Watcher:
         self._pending = waiting
 
     def _is_persons(self, change: PendingChange, steps: list[AgentStep]) -> bool:
-        """Whether no agent can still report the change: each has reported a later action, or has ended."""
+        """Whether a change is a person's: every agent has reported a later action or has ended, or PATIENCE is over."""
         if self.now() - change.at > PATIENCE:
             return True
         return all(
@@ -225,7 +225,7 @@ class Watcher:
             self._report(edit, SignalKind.OVERWRITTEN, lost, at=change.at, name=f"overwritten:{turn}")
 
     def _edit_of_person(self, change: PendingChange) -> None:
-        """A person's change: it may undo edits."""
+        """Reports the edits that a person's change undoes."""
         for edit in list(self._edits.values()):
             if edit.path != change.path or edit.undone or edit.overwritten > 1 - survival.GONE:
                 continue
@@ -238,7 +238,7 @@ class Watcher:
     # Commits ----------------------------------------------------------------------------------------------------------
 
     def _look_at_commits(self, tree: TreeState, new: list[WatchedEdit]) -> None:
-        """`new`: edits that were found in this look, and may have been committed before it."""
+        """Reports commits, merges and reverts. `new`: edits of this look, which may have been committed before it."""
         before = self._tree()
         if tree.head != before.head:
             same = tree.branch == before.branch
@@ -256,7 +256,7 @@ class Watcher:
     def _look_at_commit(
         self, commit: str, branch: str, edits: Iterable[WatchedEdit], changed: Mapping[str, str]
     ) -> None:
-        """`changed`: path -> its path before the commit."""
+        """Reports the edits that a commit contains or reverts. `changed`: path -> path before the commit."""
         note = attested_lines(self.repository.note(NOTES, commit) or "")
         made = self.repository.committed_at(commit)
         traced: list[TracedEdit] = []
@@ -293,8 +293,8 @@ class Watcher:
         self.state.put(edit)
 
     def _import_traces(self) -> None:
-        """Takes up edits of our own that a clone without state, as in CI, knows by its Agent Trace records only. What
-        they say is anybody's: identifiers of another form go neither to git nor to the terminal."""
+        """Follows edits from etude's Agent Trace records, for clones without state, as in CI. Anyone may write such
+        records: identifiers of another form go neither to git nor to the terminal."""
         for traced in read_traces(self.repository.root):
             if not (_ULID.fullmatch(traced.suggestion) and _COMMIT.fullmatch(traced.revision)):
                 continue
@@ -358,8 +358,8 @@ class Watcher:
                 del self._edits[edit.id]
 
     def _text_now(self, edit: WatchedEdit, tree: TreeState) -> str | None:
-        """The text in which the edit would be: of the tree, or of its branch where another one is checked out. None if
-        that cannot be seen."""
+        """The present text of the edit's file: in the tree, or in the edit's branch if another branch is checked out.
+        None for an unreadable text."""
         if tree.branch == edit.branch:
             return self._files.text(edit.path)
         return self.repository.text_at(edit.branch, edit.path) if edit.committed and edit.branch != "HEAD" else None
@@ -420,13 +420,13 @@ class Watcher:
 
 
 def _where(edit: WatchedEdit, path: str, commit: str, text: str) -> Iterable[TracedEdit]:
-    """The lines of a commit that hold the edit: those of its applied lines that are there, in one range."""
+    """The range of a commit's lines that holds the edit, from its first applied line to its last."""
     lines, wanted = survival.lines_of(text), {line for line in edit.hunk.new if line.strip()}
-    found = [number for number, line in enumerate(lines, 1) if line in wanted]
-    if found:
+    matches = [number for number, line in enumerate(lines, 1) if line in wanted]
+    if matches:
         drift = max(edit.new, 1) + abs(len(lines) - len(survival.lines_of(edit.applied)))
-        near = [number for number in found if abs(number - 1 - edit.place) <= drift]
-        span = near or found
+        near = [number for number in matches if abs(number - 1 - edit.place) <= drift]
+        span = near or matches
         yield TracedEdit(path, commit, span[0], span[-1], edit.turn, edit.model, edit.id, edit.shown)
 
 
@@ -435,7 +435,7 @@ def _digest(*parts: str) -> str:
 
 
 def open_watcher(root: Path, agents: Iterable[Path], now: Callable[[], float] = time.time) -> Watcher:
-    """A watcher of the repository at `root`, that has begun. Raises UserError."""
+    """A started watcher of the repository at `root`. Raises UserError."""
     from importlib.metadata import version
 
     repository = TextRepository(root)

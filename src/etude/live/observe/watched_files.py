@@ -1,4 +1,4 @@
-"""The files of a watched repository: their texts as they were last read, and what changed since."""
+"""The files of a watched repository: their texts at the last look, and the changes since."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from etude.live.observe.worktree import TextRepository, excluded
 
 MAX_FILES = 100_000
 QUIET = 0.2
-"""Seconds after which a file is no longer being written."""
+"""Seconds without a change after which a file is read."""
 Stamp = tuple[int, int, int]
 """Time of the last change in nanoseconds, size and inode of a file."""
 
 
 @dataclass
 class PendingChange:
-    """A change of a file whose turn or person is not known yet."""
+    """A change of a file that is not assigned to a turn or a person yet."""
 
     path: str
     before: str
@@ -30,15 +30,15 @@ class PendingChange:
 
 @dataclass
 class FileChanges:
-    """The changes between two looks; `renames`: old path -> new path, of changed files, too."""
+    """The changes between two looks; `renames`: old path -> new path, including files that changed, too."""
 
     changes: list[PendingChange] = field(default_factory=list[PendingChange])
     renames: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class FileWatch:
-    """Reads the files of `repository` whose stamps have changed; `state` keeps their texts. `now` is the clock, in
-    seconds; `exclude`: globs of paths that are never read."""
+    """The reader of the files of `repository` whose stamps have changed; `state` keeps their texts. `now` is the clock,
+    in seconds; `exclude`: globs of paths that are never read."""
 
     def __init__(
         self, repository: TextRepository, state: WatchState, exclude: tuple[str, ...], now: Callable[[], float]
@@ -55,7 +55,7 @@ class FileWatch:
         return not path.startswith((".etude/", ".agent-trace/")) and not excluded(path, self.exclude)
 
     def stamp(self, path: str) -> Stamp | None:
-        """The stamp of a file; None if it is not there."""
+        """The stamp of a file; None for a missing file."""
         try:
             status = os.lstat(self._repository.root / path)
         except OSError:
@@ -63,15 +63,15 @@ class FileWatch:
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def text(self, path: str) -> str | None:
-        """The text of a file as it was last read: "" if it is not there, None if it cannot be read."""
+        """The text of a file at the last look: "" for a missing file, None for an unreadable file."""
         if path in self._unread:
             return None
         seen = self._texts.get(path)
         return "" if seen is None else self._text_of(seen)
 
     def look(self, by_git: Callable[[], bool], first: bool = False) -> FileChanges:
-        """The changes since the last look, none if they are `by_git`; `first`: takes the tree as it is. Raises
-        UserError for too many files."""
+        """The changes since the last look, without changes `by_git`. The `first` look reads the tree and has none.
+        Raises UserError for too many files."""
         listed = self._repository.files()
         if len(listed) > MAX_FILES:
             raise UserError(
@@ -90,7 +90,7 @@ class FileWatch:
             if not stamp or self._unread.get(path) == stamp or (seen is not None and seen.stamp == stamp):
                 continue
             if not first and abs(self._now() - stamp[0] / 1e9) < QUIET:
-                continue  # it is read at the next look
+                continue  # until the next look
             read = self._repository.read(path)
             if self.stamp(path) != stamp:
                 continue
@@ -110,7 +110,7 @@ class FileWatch:
         return changes
 
     def _follow_renames(self, changes: FileChanges, gone: list[str], fresh: dict[str, str], by_git: bool) -> None:
-        """Files that are gone: renamed to one that is new, or deleted. The rest of the new ones is new."""
+        """Adds renames, of `gone` files to `fresh` files, and the changes of deleted, renamed and new files."""
         for path in gone:
             text = self._text_of(self._texts[path])
             target = survival.renamed(text, fresh) if text else None

@@ -1,6 +1,6 @@
-"""A git repository that somebody works in, read as text by `code/git.py`: nothing that it names is run.
+"""A developer's git repository, read as text by `code/git.py`, without its hooks, filters and other programs.
 
-Files of the tree are read as they are; links are not followed.
+Files of the tree are read without conversion; links are not followed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from etude.code import clone_around
 from etude.errors import UserError
 
 MAX_BYTES = 1 << 20  # of a file whose edits are followed
-MAX_COMMITS = 1000  # looked at when a branch moved
+MAX_COMMITS = 1000  # read when a branch has moved
 
 
 @dataclass(frozen=True)
 class TreeState:
-    """Where a working tree stands. Files that change together with it were changed by git, not by an edit."""
+    """The state of a working tree. Files that change together with the state were changed by git, not by an edit."""
 
     head: str  # commit, or empty before the first
     branch: str  # full name of the ref, or "HEAD" if detached
     stash: str
     mainline: str
-    """Commit that the remote's main branch stands at here; empty if no remote has one."""
+    """Commit of the remote's main branch, as known here; empty without one."""
 
 
 _REFS = ("refs/remotes/origin/HEAD", "refs/remotes/origin/main", "refs/remotes/origin/master", "refs/stash")
@@ -57,16 +57,16 @@ class TextRepository:
         return TreeState(self.commit("HEAD"), branch, refs.get("refs/stash", ""), mainline)
 
     def commit(self, name: str) -> str:
-        """The commit that a name means, or an empty text."""
+        """The commit of a name, or ""."""
         return self._text("rev-parse", "--verify", "-q", f"{name}^{{commit}}").strip()
 
     def committed_at(self, commit: str) -> float:
-        """When a commit was made, by the clock of its committer; 0 if that is not known."""
+        """The time of a commit by its committer's clock, seconds since the epoch; 0 if unknown."""
         line = re.search(r"^committer .* (\d+) [-+]\d{4}$", self._text("cat-file", "commit", commit), re.M)
         return float(line[1]) if line else 0.0
 
     def files(self) -> dict[str, str]:
-        """Path -> blob id of the index, or an empty text for a file that is not in it and not ignored."""
+        """Path -> blob id in the index, or "" for a file that is neither in the index nor ignored."""
         files: dict[str, str] = {}
         for entry in self._parts("ls-files", "-z", "--others", "--exclude-standard", within=self.root):
             files[entry] = ""
@@ -111,7 +111,7 @@ class TextRepository:
         return changed
 
     def text_at(self, commit: str, path: str) -> str | None:
-        """Text of a file in a commit; None if it has none there, or none that is followed."""
+        """Text of a file in a commit; None for a missing, too long or binary file."""
         return self.blob(f"{commit}:{path}")
 
     def blob(self, name: str) -> str | None:
@@ -127,8 +127,8 @@ class TextRepository:
         return self.blob(blob) if blob else None
 
     def read(self, path: str) -> tuple[str, str] | None:
-        """Text of a file of the tree, and the id of the blob that git would make of it without any conversion; None if
-        it is no regular file, too long, or no text."""
+        """Text of a file of the tree, and the id of its blob without git's conversions; None for a file that is not
+        regular, too long, or binary."""
         try:
             place = self.root / path
             if not place.parent.resolve().is_relative_to(self.root):
@@ -142,7 +142,7 @@ class TextRepository:
         return None if text is None else (text, hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
 
     def setting(self, name: str) -> str:
-        """A value of the repository's own configuration; empty if it has none."""
+        """A value of the repository's own configuration, or ""."""
         return self._clone.settings.get(name.lower(), "").strip()
 
     def tracked(self, path: str) -> bool:
@@ -158,8 +158,8 @@ class TextRepository:
 
 
 def excluded(path: str, patterns: Sequence[str]) -> bool:
-    """Whether a path is matched by a pattern. `*` also matches slashes: a pattern excludes rather too much; a folder's
-    name excludes what is in it."""
+    """Whether a pattern matches a path. `*` also matches slashes, which excludes rather too much; a folder's name
+    excludes all files in it."""
     return any(re.fullmatch(_pattern(p), path) for p in patterns)
 
 

@@ -1,14 +1,14 @@
 """The canary's decision: whether a release goes on to more accounts, holds, or is rolled back.
 
 A pure function of the accounts' counters. Accounts are randomised, so an account is the unit: an account of the canary
-is paired with accounts of the control that were active in the same slot of time and cell, and the difference of their
-costs feeds one e-process per guardrail. Each guardrail has two kinds:
+is paired with accounts of the control that were active in the same slot of time and cell, and the differences of their
+costs feed two kinds of e-process per guardrail:
 
-    lasting   every account counts once in the whole release, in the first slot in which it finds a partner
+    lasting   every account counts once in the whole release, in the first slot in which it has a partner
     slot      every account of one slot counts; slots share alpha as 1, 1/4, 1/9, ... so harm that begins late is seen
 
-All together, with the sizes of the arms, spend `canary.alpha`: the probability that an equal version is stopped. A
-stop is not corrected over versions; the claim that a version is better is (`alpha_of_version`).
+All e-processes, and the test of the arms' sizes, together spend `canary.alpha`: the probability that an equal version
+is stopped. A stop is not corrected over versions; the claim that a version is better is (`alpha_of_version`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from etude.live.log.records import Arm
 
 ARMS = (Arm.CONTROL, Arm.CANARY, Arm.HOLDBACK)
 SUMMED = ("seconds", "followup", "survived")
-"""Tallies whose `total` counts; of the others `count` does."""
+"""Tallies whose value is `total`; the value of others is `count`."""
 RATIO_ALPHA = 0.1
-"""Share of alpha that the sizes of the arms have; the guardrails have the rest."""
+"""Share of alpha for the sizes of the arms; the guardrails have the rest."""
 ALONE_MARGIN = 0.05
-"""By how much a release that everybody has may cost more than the control did last."""
-LASTING = 0.75  # share of a guardrail's alpha that the first kind has
+"""The increase in cost, over the control's last slot, that is allowed once all accounts have the release."""
+LASTING = 0.75  # share of a guardrail's alpha for the lasting kind
 _PARTNERS = 4  # accounts of one arm in a group, at most
 
 
@@ -49,9 +49,9 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Guardrail:
-    """The cost of an account: `count` over `of`, in [0, 1]. With `fewer` less of it is the harm. With `ranked` only
-    which of two accounts has more counts, an account of the canary beyond `canary.slower` times the other's.
-    `matures`: known after `labels.delay_seconds`."""
+    """The cost of an account: `count` over `of`, in [0, 1]. With `fewer`, a lower ratio is the harm. With `ranked`,
+    only the order of two accounts counts, after the canary's is divided by `canary.slower`. `matures`: known after
+    `labels.delay_seconds`."""
 
     name: str
     count: str
@@ -63,7 +63,7 @@ class Guardrail:
 
     @property
     def steady(self) -> bool:
-        """Whether another hour of the day has about the same."""
+        """Whether the cost is about the same at other hours of the day."""
         return not self.ranked and self.count != "edits"
 
 
@@ -96,7 +96,7 @@ class TallyRow(NamedTuple):
 @dataclass(frozen=True)
 class Tallies:
     """Counters, one row for each account, arm and slot. Within a slot accounts are paired in the order of `account_N`,
-    which must say nothing about them; `arm_N` are places in ARMS; a name that is missing in `values` counts zero."""
+    which must be independent of their costs; `arm_N` are places in ARMS; a missing name in `values` counts zero."""
 
     account_N: np.ndarray
     arm_N: np.ndarray
@@ -134,7 +134,8 @@ def tallies_of(rows: Iterable[TallyRow]) -> Tallies:
 
 @dataclass(frozen=True)
 class CanaryTrial:
-    """Where a release stands. Times are nanoseconds; `share` is that of the stage, `number` counts releases from 1."""
+    """The stage of a release on trial. Times are nanoseconds; `share` is the stage's share of accounts, `number` counts
+    releases from 1."""
 
     number: int
     share: float
@@ -144,8 +145,8 @@ class CanaryTrial:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of the newer content's arm less that of the other, of `kept_per_account`; `low` and `high` hold it with the
-    planned probability. `better`: shown at this look, or by the sequence."""
+    """Mean of `kept_per_account` in the newer content's arm, less that of the other arm; `low` and `high` are its
+    interval at the planned confidence. `better`: shown at this look, or by the sequence."""
 
     mean: float
     low: float
@@ -155,7 +156,7 @@ class Difference:
 
     @property
     def sentence(self) -> str:
-        """For people, in points."""
+        """The difference as text, in points."""
         mean, low, high = (f"{100 * share:+.1f}" for share in (self.mean, self.low, self.high))
         verdict = "better" if self.better else "no proof that it is better"
         return f"edits kept, of edits and invalid calls: {mean} points [{low}, {high}], {verdict}"
@@ -175,9 +176,9 @@ class CanaryDecision:
 def decide(
     options: CanaryConfig, delay_seconds: float, trial: CanaryTrial, tallies: Tallies, now: int
 ) -> CanaryDecision:
-    """The decision at `now`. `tallies` are those since the release began; `delay_seconds` is the age at which outcomes
-    of a turn are known: the attribution window, and time for signals that come late. Slots that have not ended (or not
-    matured) don't count, so a repetition with the same rows decides the same."""
+    """The decision at `now`. `tallies` are the counters since the release began; `delay_seconds` is the age at which
+    outcomes of a turn are known: the attribution window, and time for late signals. Slots that have not ended (or not
+    matured) don't count, so the same rows give the same decision."""
     slot = round(options.slot_minutes * 60e9)
     tallies = _of_one_arm(tallies, -(-trial.began // slot))
     ended, matured = now // slot, (now - round(delay_seconds * 1e9)) // slot
@@ -205,7 +206,7 @@ def decide(
 def _progress(
     options: CanaryConfig, trial: CanaryTrial, accounts: int, tallies: Tallies, ripe: np.ndarray, now: int
 ) -> tuple[Verdict, str]:
-    """The verdict on a stage in which nothing speaks against the release."""
+    """The verdict on a stage without evidence of harm."""
     minutes = (now - trial.stage_began) / 60e9
     missing = ""
     if accounts < options.least:
@@ -223,7 +224,7 @@ def _progress(
 
 
 def _of_one_arm(tallies: Tallies, first: int) -> Tallies:
-    """Without the slots before the release, and without accounts in the slots in which they changed their arm."""
+    """Tallies without the slots before `first`, and without accounts in the slots in which they changed their arm."""
     keys = np.stack([tallies.slot_N, tallies.account_N])
     _, place_N, count_K = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
     keep = (count_K[place_N.ravel()] == 1) & (tallies.slot_N >= first)
@@ -232,7 +233,7 @@ def _of_one_arm(tallies: Tallies, first: int) -> Tallies:
 
 
 def _split_evidence(options: CanaryConfig, trial: CanaryTrial, tallies: Tallies, seen: np.ndarray) -> dict[str, float]:
-    """The evidence on the sizes of the arms in this stage, by accounts that arrived."""
+    """The evidence on the sizes of the arms in this stage, by accounts with requests."""
     wanted = ((1 - options.holdback) * (1 - trial.share), (1 - options.holdback) * trial.share, options.holdback)
     seen = seen & (tallies.of("requests") > 0)
     sizes = [len(np.unique(tallies.account_N[seen & (tallies.arm_N == arm)])) for arm in range(3)]
@@ -244,7 +245,7 @@ def _split_evidence(options: CanaryConfig, trial: CanaryTrial, tallies: Tallies,
 
 
 def _harm(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, alpha: float, first: int, slower: float) -> float:
-    """The largest logarithm of e-value over bound, at any time so far, of both kinds."""
+    """The largest logarithm of e-value over bound, at any time so far and of both kinds."""
     groups = _groups(guardrail, tallies, known, slower)
     worst = _excess(groups.lasting, LASTING * alpha, 0.0)
     for slot, costs in groups.slots.items():
@@ -259,16 +260,16 @@ def _excess(costs_T: np.ndarray, alpha: float, margin: float) -> float:
 
 @dataclass(frozen=True)
 class _AccountGroups:
-    """Differences of cost, in [-1, 1], of groups of accounts that no other group shares."""
+    """Differences of cost, in [-1, 1], of disjoint groups of accounts."""
 
     lasting: np.ndarray
     slots: dict[int, np.ndarray]
-    controlled: set[int]  # slots that had a control of their own
+    controlled: set[int]  # slots with accounts of the control
 
 
 def _groups(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, slower: float) -> _AccountGroups:
-    """Pairs accounts of the canary with those of the control: one to one where they are equally many, else one to at
-    most four. In slots without a control its last slot stands for it, if the cost is not one that the hour moves."""
+    """Groups of accounts of the canary and of the control: one to one if there are equally many, else one to at most
+    four. In slots without a control, its last slot takes its place, for costs that do not depend on the hour."""
     of_N = tallies.of(guardrail.of)
     rows = np.flatnonzero(known & (of_N > 0))
     rows = rows[np.lexsort((tallies.account_N[rows], tallies.cell_N[rows], tallies.slot_N[rows]))]
@@ -305,7 +306,7 @@ def _groups(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, slower: f
 def _differences(
     guardrail: Guardrail, rate_N: np.ndarray, new: np.ndarray, old: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean difference of each group, and the rows that were taken."""
+    """The mean difference of each group, and the used rows."""
     count = min(len(new), len(old))
     if not count:
         return np.zeros(0), np.zeros(0, np.int64)
@@ -319,8 +320,8 @@ def _differences(
 
 
 def kept_per_account(tallies: Tallies, known: np.ndarray, arm: int, without: np.ndarray | None = None) -> np.ndarray:
-    """Share of its tries (edits, and invalid calls, which would have been edits) that each account of an arm kept, by
-    what is `known`."""
+    """The share of kept tries (edits, and invalid calls, which would have been edits) of each account of an arm, by the
+    `known` rows, `without` some accounts."""
     tries_N = tallies.of("edits") + tallies.of("invalid_call")
     rows = np.flatnonzero(known & (tallies.arm_N == arm) & (tries_N > 0))
     if without is not None:
@@ -333,8 +334,8 @@ def kept_per_account(tallies: Tallies, known: np.ndarray, arm: int, without: np.
 
 
 def _lift(options: CanaryConfig, trial: CanaryTrial, tallies: Tallies, known: np.ndarray) -> Difference | None:
-    """The look at the end of a stage, of a group-sequential test that is planned by the shares of the stages. Before
-    the end of the stage it is a preview, and `better` means nothing."""
+    """The look at the end of a stage, in a group-sequential test with looks at the shares of the stages. Before the end
+    of the stage the result is a preview, and `better` has no meaning."""
     canary = np.unique(tallies.account_N[tallies.arm_N == 1])
     new, old = kept_per_account(tallies, known, 1), kept_per_account(tallies, known, 0, without=canary)
     if min(len(new), len(old)) < 2:
@@ -353,8 +354,9 @@ def _bounds(shares: tuple[float, ...], alpha: float) -> tuple[float, ...]:
 
 
 def holdback_lift(tallies: Tallies) -> Difference | None:
-    """Accounts of the control against the holdback, as a confidence sequence of 95 %, which may be looked at for weeks.
-    For arms whose sizes keep their ratio, at n0 n1 / (n0 + n1) units. An account of both arms is in neither."""
+    """The difference between control and holdback, as a confidence sequence of 95 %, which holds at every look. The
+    arms' sizes must keep their ratio; the sequence counts n0 n1 / (n0 + n1) units. Accounts of both arms are left
+    out."""
     control, held = (np.unique(tallies.account_N[tallies.arm_N == arm]) for arm in (0, 2))
     known = ~np.isin(tallies.account_N, np.intersect1d(control, held))
     new, old = kept_per_account(tallies, known, 0), kept_per_account(tallies, known, 2)

@@ -1,11 +1,11 @@
-"""The gate: what a version must pass before any user meets it.
+"""The gate: the checks that a version must pass before it answers users.
 
-    integrity   signature, digest of every tensor, no NaN, mismatch of trainer and engine as the step recorded it
+    integrity   signature, digest of every tensor, no NaN, the recorded mismatch of trainer and engine
     suites      paired non-inferiority on frozen tasks against the incumbent, and at twice the margin against the anchor
     cost        sampled tokens, turns and seconds of a task, as multiples of the incumbent's
     replay      recent consented prefixes answered again: two-sided bands on behaviour, no planted string, no secret
 
-The anchor bounds the ratchet: versions that each lose less than a margin cannot lose more than two of them together.
+The anchor bounds gradual losses: versions that each lose less than a margin cannot together lose more than two margins.
 The report is signed and lies in the version's store under its digest.
 """
 
@@ -35,16 +35,16 @@ from etude.store import open_store
 from etude.tasks import load_dataset
 
 DISCORDANT = 0.1
-"""Share of tasks that one alone of two equal versions passes when each plays once, where nothing else is known."""
+"""The assumed share of tasks that only one of two equal versions passes, with one sample each."""
 SPLIT = "heldout"
 _RESAMPLES = 10_000
-_LOST = 0.1  # share of tasks that infrastructure may take
+_LOST = 0.1  # share of tasks that may be lost to infrastructure
 _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # of infinities and NaN
 _DOMAIN = b"etude gate report\0"
 
 
 class GatePart(Record, frozen=True, kw_only=True):
-    """One part of the gate; `reason` is a sentence, also where it was passed."""
+    """One part of the gate. `reason` is a sentence, for a passed part, too."""
 
     name: str
     passed: bool
@@ -53,7 +53,7 @@ class GatePart(Record, frozen=True, kw_only=True):
 
 
 class GateReport(Record, frozen=True, kw_only=True):
-    """The findings of the gate. `signature`: Ed25519 over everything else, empty without a key."""
+    """The result of the gate. `signature`: Ed25519 over all other fields, empty without a key."""
 
     store: str
     version: int
@@ -66,14 +66,14 @@ class GateReport(Record, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> GatePart | None:
-        """The first part that was not passed."""
+        """The first part that failed, or None."""
         return next((part for part in self.parts if not part.passed), None)
 
 
 Measure = Callable[[Release, Path], EvalResult]
-"""Plays a suite, a dataset folder, with the content of a release."""
+"""(release, suite) -> result of playing a suite, a dataset folder, with the release's content."""
 Replay = Callable[[Release, Release | None], GatePart]
-"""Answers recent prefixes with a candidate and with the incumbent."""
+"""(candidate, incumbent) -> comparison of their answers to recent prefixes."""
 
 
 def play_gate(
@@ -84,9 +84,9 @@ def play_gate(
     say: Callable[[str], None],
     new_anchor: bool = False,
 ) -> GateReport:
-    """Runs the gate, keeps its report, and notes a release in stage GATE or REFUSED. After a failure of integrity
-    nothing is played. With `new_anchor` the incumbent is the anchor from now on. Raises UserError for a suite that
-    cannot defend the configured margin, before anything is played."""
+    """Runs the gate, stores its report, and writes a release in stage GATE or REFUSED. After a failure of integrity
+    nothing is played. With `new_anchor` the incumbent is the anchor from now on. Raises UserError, before the first
+    play, for a suite that cannot defend the configured margin."""
     log = site.read()
     incumbent, config = log.current, site.config.gate
     if incumbent is not None and incumbent.release.manifest == version.manifest.digest:
@@ -131,7 +131,7 @@ def play_gate(
 
 
 def _keep(site: ReleaseSite, release: Release, report: GateReport) -> None:
-    """The report in the store first, then the row: without it the gate is run again."""
+    """Signs and stores the report, then writes the release's row: without a row the gate is run again."""
     if site.key is not None:
         from etude.weights import read_private_key
 
@@ -151,8 +151,8 @@ def signed_bytes(report: GateReport) -> bytes:
 
 
 def read_report(release: Release, key: Path | None) -> GateReport:
-    """The report of a release. Raises UserError if it is missing, altered, or not signed by `key`, where one is
-    given."""
+    """The report of a release. Raises UserError for a missing or altered report, and, with a `key`, for one without its
+    signature."""
     digest = release.report or ""
     try:
         data = open_store(release.store).get(f"reports/{release.version:08d}-{digest}.json")
@@ -177,7 +177,7 @@ def read_report(release: Release, key: Path | None) -> GateReport:
 
 
 def integrity(version: ReleaseCandidate, key: Path | None) -> GatePart:
-    """Whether the version is whole, signed and finite, and its step within the trainer's own bands."""
+    """Whether the version is complete, signed and finite, and its step within the trainer's guards."""
     from etude.weights import Trust, read_private_key
     from etude.weights.content import load_content
 
@@ -206,7 +206,7 @@ def _broken(reason: str) -> GatePart:
 
 
 def _step_bands(manifest: PolicyVersion) -> tuple[str, dict[str, float]]:
-    """The figures of the step, and those that are out of the guards' bounds."""
+    """A sentence on the first figure of the step beyond the guards' bounds, or ""; and the figures."""
     step = manifest.step
     if isinstance(step, msgspec.UnsetType):
         return "", {}
@@ -251,9 +251,9 @@ def _suite(
 def compare_paired(
     name: str, old: Sequence[TaskResult], new: Sequence[TaskResult], margin: float, alpha: float, seed: int = 0
 ) -> GatePart:
-    """Whether the new version's pass rate is shown to be at least the old one's less `margin`, with probability 1 -
-    alpha. One sample of each task: the paired score test. Several: the alpha-quantile of a bootstrap over functions,
-    whose tasks share code; where no task differs, the score test too, since there is nothing to resample."""
+    """Whether the new version's pass rate is shown to be at least the old version's less `margin`, at level alpha. With
+    one sample of each task: the paired score test. With several: the alpha-quantile of a bootstrap over functions,
+    whose tasks share code; if no task differs, the score test, since there is nothing to resample."""
     before = {task.id: task for task in old if task.passed}
     pairs = [(before[task.id], task) for task in new if task.passed and task.id in before]
     if len(pairs) < (1 - _LOST) * max(len(old), len(new), 1):
@@ -299,7 +299,8 @@ def _lower_bound(gains_N: np.ndarray, functions: Sequence[str], alpha: float, se
 
 
 def cost(name: str, old: EvalResult, new: EvalResult, most: float) -> GatePart:
-    """Sampled tokens, turns and seconds of an episode beside the incumbent's. Seconds are those of the whole play."""
+    """Whether sampled tokens and turns of an episode, and seconds of the whole suite, are at most `most` times the
+    incumbent's."""
     ratios: dict[str, float] = {}
     for figure in ("sampled_tokens", "turns"):
         before, after = old.behaviour.get(figure, 0.0), new.behaviour.get(figure, 0.0)

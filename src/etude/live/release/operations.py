@@ -1,12 +1,12 @@
-"""Releases: what brings a version to users step by step, and takes it back.
+"""The operations on releases: to users step by step, and back.
 
     release    a version that has passed the gate goes to the canary's stores; `watch` does the rest
     watch      each tick: stores follow the rows, clusters that lag are drained, the canary decides
     rollback   a new release of an old content, in the rows first, then in every store
-    drill      a rollback and back on stores that no user's request goes to, timed
+    drill      a timed rollback and return, on the canary's stores while no release is on trial
     status     the state of releases, stores and servers
 
-A decision is a row first; stores and servers follow it. Everything can be killed at any time and started again.
+A decision is a row first; stores and servers follow the row. Every operation can be killed at any time and repeated.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from etude.weights import newest_manifest
 from etude.weights import read_manifest as read_manifest
 
 DEADLINE = 60.0
-"""Seconds in which a cluster's servers must serve a new target; those that don't are sent nothing."""
+"""Seconds in which a cluster's servers must serve a new target; later they get no requests."""
 TICK_SECONDS = 60.0
 _POLL_SECONDS = 0.2
-_MAX_ROWS = 3_000_000  # of tallies that one decision reads
+_MAX_ROWS = 3_000_000  # of tallies for one decision
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +59,7 @@ class ReleaseSite:
 
     @property
     def canary(self) -> CanaryConfig:
-        """The canary's options; without servers of a holdback nobody is in it."""
+        """The canary's options; without servers of a holdback its share is 0."""
         held = any(cluster.holdback_urls for cluster in self.config.clusters)
         return self.config.canary if held else self.config.canary.model_copy(update={"holdback": 0.0})
 
@@ -69,7 +69,7 @@ class ReleaseSite:
         return any(cluster.canary_urls for cluster in self.config.clusters)
 
     def read(self) -> ReleaseLog:
-        """The releases."""
+        """The log of releases."""
         return releases.read(self.engine)
 
     def targets(self) -> list[StoreTarget]:
@@ -78,13 +78,13 @@ class ReleaseSite:
 
 
 def open_site(config: LiveConfig) -> ReleaseSite:
-    """The site of a configuration, its log made if it is missing. Raises UserError."""
+    """The site of a configuration; a missing log is made. Raises UserError."""
     return ReleaseSite(config, accounts.open_log(Path(config.folder), config.database))
 
 
 @dataclass(frozen=True)
 class ReleaseCandidate:
-    """A version that may be released: of the weight store at `store`, trained on `window`."""
+    """A version that may be released, of the weight store at `store`, trained on `window`."""
 
     store: str
     manifest: PolicyVersion
@@ -92,7 +92,7 @@ class ReleaseCandidate:
 
 
 def candidate(site: ReleaseSite, store: str | None, version: int | None) -> ReleaseCandidate:
-    """A version of a store; by default the newest, of the run that learned from the newest window. Raises UserError."""
+    """A version of a store; by default the newest version of the run of the newest window. Raises UserError."""
     windows = schema.windows
     if store is None:
         query = sa.select(windows.c.run).where(windows.c.version.is_not(None)).order_by(windows.c.number.desc())
@@ -121,8 +121,8 @@ def candidate(site: ReleaseSite, store: str | None, version: int | None) -> Rele
 
 
 def start(site: ReleaseSite, digest: str, version: int) -> ReleaseState:
-    """Begins the canary of content that has passed the gate, or goes on with it. Without a current release, or without
-    servers for a canary, it is released at once. Raises UserError."""
+    """Begins or continues the canary of content that has passed the gate. Without a current release, or without servers
+    for a canary, the content is released at once. Raises UserError."""
     log = site.read()
     trial = log.trial
     if trial is not None and trial.release.manifest != digest:
@@ -151,7 +151,8 @@ def start(site: ReleaseSite, digest: str, version: int) -> ReleaseState:
 
 
 def approve(site: ReleaseSite, name: str) -> ReleaseState:
-    """A person lets the canary go on to its next stage, if nothing else keeps it. Raises UserError."""
+    """Brings the canary to its next stage, approved by the person `name`. Raises UserError if the decision is not to go
+    on."""
     log = site.read()
     trial = log.trial
     if trial is None or trial.stage is not ReleaseStage.CANARY:
@@ -166,7 +167,7 @@ def approve(site: ReleaseSite, name: str) -> ReleaseState:
 
 @dataclass(frozen=True)
 class Tick:
-    """One look: a line for people, and the canary's decision, if it took one."""
+    """The result of one tick: a line for people, and the canary's decision, if there was one."""
 
     text: str
     decision: CanaryDecision | None = None
@@ -199,8 +200,8 @@ def tick(site: ReleaseSite) -> Tick:
 def watch(
     site: ReleaseSite, ended: Callable[[float], bool], say: Callable[[str], None], seconds: float = TICK_SECONDS
 ) -> None:
-    """Ticks until `ended`, which waits for so many seconds, is true. An error of a database, a store or another decider
-    is printed by `say`, and the next tick tries again."""
+    """Ticks until `ended`, which waits for `seconds`, is true. An error of a database or a store, or a concurrent
+    decision, is reported by `say`, and the next tick tries again."""
     last = ""
     while True:
         try:
@@ -223,8 +224,8 @@ def decision_of(site: ReleaseSite, trial: ReleaseState, now: int) -> CanaryDecis
 
 
 def _tallies(site: ReleaseSite, began: int) -> list[TallyRow]:
-    """Counters since a release began, with the tenant of each account as its cell. Raises UserError if they are more
-    than a decision reads."""
+    """The counters since a release began, with the tenant of each account as its cell. Raises UserError for more than
+    `_MAX_ROWS`."""
     table = schema.tallies
     first = began // round(site.config.canary.slot_minutes * 60e9)
     names = ("arm", "account", "slot", "name", "count", "total", "tenant")
@@ -237,8 +238,8 @@ def _tallies(site: ReleaseSite, began: int) -> list[TallyRow]:
 
 
 def _leave_shadow(site: ReleaseSite, trial: ReleaseState, stores: Sequence[StoreState]) -> str:
-    """The canary begins when its servers serve it; those that don't in time are drained, and if none does the release
-    is rolled back."""
+    """Begins the canary once its servers serve the release. After the deadline the canary begins without late clusters;
+    if all are late, the release is rolled back. Returns a phrase for people."""
     canaries = [store for store in stores if store.target.arm is Arm.CANARY]
     lagging = [store for store in canaries if store.lagging]
     late = time.time_ns() - trial.events[-1].at > DEADLINE * 1e9
@@ -268,13 +269,13 @@ def _stage_reason(decision: CanaryDecision) -> str:
 
 
 def _follow(site: ReleaseSite) -> None:
-    """Brings every store to the rows; what cannot be is left to the next tick."""
+    """Brings every store to its target by the rows; failed stores are left to the next tick."""
     for target, why in bring(site.targets(), site.key).items():
         _log.warning("the %s store of cluster %s does not follow: %s", target.arm, target.cluster, why)
 
 
 def drain_lagging(site: ReleaseSite, stores: Sequence[StoreState]) -> None:
-    """Clusters that lag for more than a minute are sent nothing; those that follow again are."""
+    """Drains clusters that lag for more than `DEADLINE`, and returns requests to those that have caught up."""
     for store in stores:
         target, lagging = store.target, store.lagging
         if not lagging:
@@ -292,9 +293,9 @@ def _names(stores: Sequence[StoreState]) -> str:
 
 
 def rollback(site: ReleaseSite, reason: str, by: str, to: int | None = None) -> ReleaseState:
-    """Takes back the release on trial, else the current one: the content of release `to`, by default of the one before,
-    is released under a new number. What the stores need is read first, so that they follow the row at once; a store
-    that is away follows at a later tick. Raises UserError."""
+    """Takes back the release on trial, else the current release: the content of release `to`, by default of the release
+    before, is released under a new number. The content is read before the row is written, so that the stores follow at
+    once; a store that is away follows at a later tick. Raises UserError."""
     log = site.read()
     bad = log.trial or log.current
     if bad is None:
@@ -318,7 +319,7 @@ def rollback(site: ReleaseSite, reason: str, by: str, to: int | None = None) -> 
 
 
 def _before(log: ReleaseLog, bad: ReleaseState) -> ReleaseState:
-    """The newest release before one that has other content and was not taken back. Raises UserError."""
+    """The newest release before `bad` with other content that was not rolled back. Raises UserError."""
     good = bad
     while good.stage is ReleaseStage.ROLLED_BACK or good.release.manifest == bad.release.manifest:
         if good.release.parent is None:
@@ -358,7 +359,7 @@ def _attempt(write: Callable[[], int]) -> str:
 
 
 def wait(site: ReleaseSite, seconds: float = DEADLINE) -> list[StoreState]:
-    """Waits until every server serves its target, at most so long; the states of the stores at the end."""
+    """Waits, at most `seconds`, until every server serves its target; returns the states of the stores."""
     deadline = time.monotonic() + seconds
     while True:
         stores = store_states(site.targets())
@@ -371,9 +372,9 @@ def wait(site: ReleaseSite, seconds: float = DEADLINE) -> list[StoreState]:
 
 
 def drill(site: ReleaseSite, say: Callable[[str], None]) -> list[tuple[str, float]]:
-    """Rolls the canary's stores back to the content before and forward again while no release is on trial, and says how
-    many seconds each cluster's servers took for the first; clusters without a canary are left out. Raises UserError if
-    one takes longer than a minute: then a rollback would, too."""
+    """Rolls the canary's stores back to the content before and forward again, while no release is on trial; returns the
+    seconds that each cluster's servers took back. Clusters without a canary are left out. Raises UserError for a
+    cluster that takes longer than `DEADLINE`: then a rollback would, too."""
     log = site.read()
     if log.trial is not None:
         raise UserError(f"release {log.trial.release.number} is on trial: the drill waits until it has ended")
@@ -471,8 +472,8 @@ def status(site: ReleaseSite) -> dict[str, Any]:
 
 
 def _lift_since_anchor(site: ReleaseSite, log: ReleaseLog, now: int) -> dict[str, Any] | None:
-    """Matured outcomes of the control since the first release after the anchor, against those of the holdback, which
-    stays on the anchor; None without a holdback, or with fewer than two accounts in one of the arms."""
+    """The lift of the control over the holdback, which stays on the anchor, by matured outcomes since the first release
+    after the anchor; None without a holdback, or with fewer than two accounts in an arm."""
     current = log.current
     if current is None or current.release.anchor is None or not site.canary.holdback:
         return None

@@ -1,6 +1,6 @@
-"""Versions at work before any user meets them: frozen suites played, and recent prefixes answered again.
+"""The gate's player: frozen suites played, and recent prefixes answered again, before a version answers users.
 
-Every model is exported once to a folder, and served by an engine of its own for as long as it is asked.
+Every version is exported once to a folder, and served by a separate engine for each measurement.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from etude.run.evaluate import Measurement, measure_models
 from etude.store import open_store
 
 BAND = 0.05
-"""By how much a rate may differ from the incumbent's, in either direction, at 99 % confidence."""
+"""The allowed difference of a rate from the incumbent's, in either direction, at 99 % confidence."""
 LENGTH = 1.33
-"""By what factor the mean length may, in either direction."""
+"""The allowed factor between the mean lengths, in either direction."""
 MAX_KL = 0.5
-"""Nats per token from the incumbent, on the version's own answers."""
+"""The most nats per token from the incumbent, on the version's own answers."""
 _ANSWER_SECONDS = 600.0
 _PROBE_TOKENS = 64
 _REFUSAL = re.compile(
@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass
 class Player:
-    """Plays versions for the gate: `measure` and `replay` are parameters of `gate`. Use it as a context manager."""
+    """A context manager that plays versions: `measure` and `replay` are parameters of `gate`."""
 
     site: ReleaseSite
     budget: Budget
@@ -90,7 +90,7 @@ class Player:
         self._scratch.cleanup()
 
     def model(self, release: Release) -> Path:
-        """The folder of a release's content. Raises UserError."""
+        """The model folder of a release's content. Raises UserError."""
         from etude.weights import model_folder
         from etude.weights.export import export
 
@@ -129,7 +129,7 @@ class Player:
     async def _answers(
         self, release: Release, prompts: Sequence[Prefix], renderer: Renderer, scored: Sequence[Answer] = ()
     ) -> tuple[list[Answer], list[list[float]]]:
-        """Answers to the prefixes, those to probes the likeliest, and log-probabilities of other answers to them."""
+        """Answers to the prefixes (to probes the likeliest answer), and log-probabilities of the answers `scored`."""
         folder, budget = self.model(release), self.budget
         shared = self.inference.model_dump(include=set(EngineConfig.model_fields))
         serving = ServerConfig(**shared, model=str(folder), port=0, max_model_len=budget.context)
@@ -168,7 +168,7 @@ class Player:
 
 
 def prefixes(site: ReleaseSite, most: int) -> list[Prefix]:
-    """The newest consented main turns whose content is still there, newest first. Raises UserError."""
+    """The newest main turns with consented content, newest first. Raises UserError."""
     turns, sessions = schema.turns, schema.sessions
     query = sa.select(turns, sessions.c.account).join(sessions, sessions.c.id == turns.c.session)
     query = (
@@ -202,7 +202,7 @@ def prefix_of(content: TurnContent) -> Prefix:
 def read_answer(
     prefix: Prefix, renderer: Renderer, ids: Sequence[int], logprobs: Sequence[float], finish: str
 ) -> Answer:
-    """The answer with the rates that it counts for."""
+    """The answer, with the names of the rates that it counts for."""
     parsed = renderer.parse(list(ids), finish)
     calls = tuple(MessageCall(c.name, "" if c.arguments is None else json.dumps(c.arguments)) for c in parsed.calls)
     message = Message("assistant", parsed.text, calls)
@@ -220,8 +220,8 @@ def read_answer(
 
 
 def compare_answers(new: Sequence[Answer], old: Sequence[Answer] | None, kl: float, strings: Sequence[str]) -> GatePart:
-    """Whether a version behaves as the incumbent does, on the same prefixes. A rate fails that differs by more than
-    BAND with 99 % confidence; few prefixes show little, so the reason says how many there were."""
+    """Whether a version behaves like the incumbent on the same prefixes. A rate fails if it differs by more than BAND
+    with 99 % confidence; few prefixes show little, so the reason has their number."""
     count = len(new)
     leaked = [string for string in strings if any(string in answer.text for answer in new)]
     figures: dict[str, object] = {"prefixes": count}

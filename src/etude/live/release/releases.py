@@ -1,9 +1,9 @@
-"""The log of releases: the one that every cluster should serve, and the rows that decide it.
+"""The log of releases: their stages, as rows, and the target of every store.
 
-    gate -> shadow -> canary (shares) -> released         each step is a row of `release_events`; the last one counts
+    gate -> shadow -> canary (shares) -> released         each step is a row of `release_events`; the last row counts
       \\-> refused      \\-> rolled_back, and a new release of the old content, in one transaction
 
-What a store should hold follows from the rows alone (`targets`), so whoever is killed between a row and a store leaves
+The content of a store follows from the rows alone (`targets`), so a process killed between a row and a store leaves
 nothing half-done: the next `etude live release`, `rollback` or `watch-canary` brings the stores to the rows.
 """
 
@@ -35,17 +35,17 @@ class ReleaseState:
 
     @property
     def stage(self) -> ReleaseStage:
-        """Its stage."""
+        """The present stage."""
         return self.events[-1].stage
 
     @property
     def share(self) -> float:
-        """Its share of the accounts."""
+        """The present share of the accounts."""
         return self.events[-1].share
 
     @property
     def everywhere(self) -> bool:
-        """Whether every account but the holdback has it."""
+        """Whether every account outside the holdback has the release."""
         return self.stage in (ReleaseStage.CANARY, ReleaseStage.RELEASED) and self.share >= 1
 
     def since(self, *stages: ReleaseStage, share: float = 0.0) -> int:
@@ -55,7 +55,7 @@ class ReleaseState:
 
 @dataclass(frozen=True)
 class StoreTarget:
-    """The target of one weight store: the content of `release`, since a time."""
+    """The target of one weight store: the content of `release`, since the time `since`."""
 
     cluster: str
     arm: Arm
@@ -73,7 +73,7 @@ class ReleaseLog:
 
     @property
     def current(self) -> ReleaseState | None:
-        """The release of the control: the newest that was released."""
+        """The release of the control: the newest in stage RELEASED."""
         released = [s for s in self.states if s.stage is ReleaseStage.RELEASED]
         return released[-1] if released else None
 
@@ -84,13 +84,13 @@ class ReleaseLog:
 
     def of(self, number: int) -> ReleaseState:
         """A release by number. Raises UserError."""
-        found = next((s for s in self.states if s.release.number == number), None)
-        if found is None:
+        state = next((s for s in self.states if s.release.number == number), None)
+        if state is None:
             raise UserError(f"there is no release {number}: `etude live status` lists them")
-        return found
+        return state
 
     def passed(self, digest: str) -> ReleaseState | None:
-        """A release of this content that has passed the gate beside the current release, and has not begun."""
+        """The newest release of a content in stage GATE, if the gate compared it with the current release."""
         for state in reversed(self.states):
             if state.stage is ReleaseStage.GATE and state.release.manifest == digest:
                 current = self.current
@@ -129,8 +129,8 @@ def read(engine: sa.Engine) -> ReleaseLog:
     """The releases in the log."""
     releases, events = schema.releases, schema.release_events
     with journal.reading(engine) as connection:
-        found = connection.execute(sa.select(releases).order_by(releases.c.number).limit(_MAX_RELEASES)).mappings()
-        rows = [journal.record(Release, row) for row in found.all()]
+        result = connection.execute(sa.select(releases).order_by(releases.c.number).limit(_MAX_RELEASES)).mappings()
+        rows = [journal.record(Release, row) for row in result.all()]
         steps: dict[int, list[ReleaseEvent]] = {release.number: [] for release in rows}
         for row in connection.execute(sa.select(events).order_by(events.c.release, events.c.sequence)).mappings():
             steps[row["release"]].append(journal.record(ReleaseEvent, row))
@@ -138,13 +138,13 @@ def read(engine: sa.Engine) -> ReleaseLog:
 
 
 def append(engine: sa.Engine, state: ReleaseState, stage: ReleaseStage, share: float, reason: str, by: str) -> None:
-    """The next event of a release. Raises UserError if another process was faster."""
+    """Appends the next event of a release. Raises UserError if another process was faster."""
     with _deciding(engine) as connection:
         journal.add(connection, [_next(state, stage, share, reason, by, journal.stamp(connection))])
 
 
 def begin(engine: sa.Engine, release: Release, stage: ReleaseStage, reason: str, by: str, share: float = 0.0) -> None:
-    """A new release with its first event. Raises UserError if another process was faster."""
+    """Appends a new release with its first event. Raises UserError if another process was faster."""
     with _deciding(engine) as connection:
         at = journal.stamp(connection)
         release = msgspec.structs.replace(release, at=at)
@@ -155,7 +155,7 @@ def begin(engine: sa.Engine, release: Release, stage: ReleaseStage, reason: str,
 
 
 def take_back(engine: sa.Engine, bad: ReleaseState, to: ReleaseState, number: int, reason: str, by: str) -> None:
-    """Rolls a release back, and releases the content of another one under a new number, in one transaction. Raises
+    """Rolls a release back, and releases the content of another release under a new number, in one transaction. Raises
     UserError if another process was faster."""
     with _deciding(engine) as connection:
         at = journal.stamp(connection)
@@ -186,7 +186,7 @@ def _next(state: ReleaseState, stage: ReleaseStage, share: float, reason: str, b
 
 @contextmanager
 def _deciding(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """A transaction of a decision; the primary keys let one of two deciders through."""
+    """A transaction of a decision; of two concurrent decisions, the primary keys admit one."""
     try:
         with engine.begin() as connection:
             yield connection
@@ -205,7 +205,7 @@ class Overtaken(UserError):
 
 
 def drained(engine: sa.Engine) -> dict[tuple[str, str], ClusterEvent]:
-    """The last event of each cluster and arm that has any."""
+    """The last event of each cluster and arm with events."""
     table = schema.cluster_events
     with engine.connect() as connection:
         rows = connection.execute(sa.select(table).order_by(table.c.cluster, table.c.arm, table.c.sequence)).mappings()
@@ -214,7 +214,7 @@ def drained(engine: sa.Engine) -> dict[tuple[str, str], ClusterEvent]:
 
 
 def drain(engine: sa.Engine, target: StoreTarget, wanted: bool, reason: str) -> None:
-    """Notes that a cluster is sent nothing, or is sent requests again; nothing if that is so already."""
+    """Writes that a cluster is drained (`wanted`) or gets requests again; does nothing without a change."""
     last = drained(engine).get((target.cluster, target.arm))
     if (last is not None and last.drained) == wanted:
         return
@@ -235,7 +235,7 @@ def drain(engine: sa.Engine, target: StoreTarget, wanted: bool, reason: str) -> 
 
 @dataclass(frozen=True)
 class Taint:
-    """A window whose release was rolled back, the turns that were trained on, and their accounts."""
+    """A window whose release was rolled back, the turns of its batch, and their accounts."""
 
     release: int
     window: int
@@ -244,7 +244,7 @@ class Taint:
 
 
 def taints(engine: sa.Engine) -> list[Taint]:
-    """Windows of releases that were rolled back. They can be trained again without what spoilt them."""
+    """The windows of releases that were rolled back, for training again without the harmful turns."""
     exits, turns, sessions = schema.exits, schema.turns, schema.sessions
     bad = [s.release for s in read(engine).states if s.stage is ReleaseStage.ROLLED_BACK]
     out: list[Taint] = []

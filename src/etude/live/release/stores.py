@@ -1,7 +1,7 @@
-"""Weight stores of clusters: brought to the content of a release, and the versions that their servers serve.
+"""Weight stores of clusters: their update to the content of a release, and the versions that their servers serve.
 
-A store goes to other content by a new version with a higher number, as a delta against the version before, also where
-the content is an old one: servers and signatures never see a downgrade.
+A store gets other content, old content too, as a new version with a higher number, as a delta against the version
+before: servers and signatures never see a downgrade.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_AT_ONCE = 32  # servers and stores at a time
 
 @dataclass(frozen=True)
 class ServerState:
-    """The version that a server serves by its own report; `digest` None: it does not answer, or is no `etude serve`."""
+    """The served version by the server's report; `digest` None for no answer, or a server other than `etude serve`."""
 
     url: str
     version: int | None
@@ -54,8 +54,9 @@ class StoreState:
 
 
 def prepare(target: StoreTarget, key: Path | None) -> Callable[[], int]:
-    """Reads what it takes to bring the store to the content of the target's release. The result writes the version and
-    gives its number; it does nothing if the store holds that content already. Raises UserError."""
+    """Reads the content of the target's release; returns a function that writes it to the store as a version and
+    returns the version's number. The function writes nothing if the store's newest version has the content. Raises
+    UserError."""
     store, release = open_store(target.store, durable=True), target.release
     last = _newest(target.store)
     if last is not None and last.digest == release.manifest:
@@ -82,7 +83,7 @@ def prepare(target: StoreTarget, key: Path | None) -> Callable[[], int]:
         failpoint("release.publish")
         try:
             publisher.publish(number, tensors, (), {}, last=True)
-        except AlreadyPublished as e:  # by another process that brings the store to the same rows
+        except AlreadyPublished as e:  # by another process that follows the same rows
             if e.manifest.digest != release.manifest:
                 raise
         return number
@@ -91,7 +92,7 @@ def prepare(target: StoreTarget, key: Path | None) -> Callable[[], int]:
 
 
 def bring(targets: Sequence[StoreTarget], key: Path | None) -> dict[StoreTarget, str]:
-    """Brings every store to its target, all at a time; the stores that could not be, each with the reason."""
+    """Brings every store to its target, concurrently; returns the failed stores with the reasons."""
 
     def one(target: StoreTarget) -> str:
         try:
@@ -114,7 +115,7 @@ def _newest(url: str) -> PolicyVersion | None:
 
 
 def _held(url: str, release: Release) -> int | None:
-    """The newest version of a store that has the content of a release."""
+    """The newest version of a store with the content of a release, or None."""
     store = open_store(url)
     for number in reversed(published_versions(store)):
         try:
@@ -131,8 +132,7 @@ def _source(release: Release) -> tuple[Any, int]:
 
 
 def store_states(targets: Sequence[StoreTarget]) -> list[StoreState]:
-    """The states of stores and servers, read all at a time; a server that hangs is not waited for beyond three
-    seconds."""
+    """The states of stores and servers, read concurrently; a server that hangs takes at most `_READ_SECONDS`."""
     urls = sorted({url for target in targets for url in target.urls})
     with ThreadPoolExecutor(_MAX_AT_ONCE) as pool:
         servers = dict(zip(urls, pool.map(_server, urls), strict=True))

@@ -1,11 +1,11 @@
-"""Simulated users of the nano model: what they ask for through the gateway, and what they make of the answers.
+"""Simulated users of the nano model: their requests through the gateway, and their reactions to the answers.
 
-    requests    functions of a library, each broken at one token, as the nano model is asked to mend them
-    judged      what an answer did to a function, found by a program: it can be applied, changes a condition, is right
-    Users       accounts that ask with OpenAI's client library, and tell the gateway what became of every edit
+    requests    functions of a library, each broken at one token, for the nano model to mend
+    judged      the effect of an answer on a function: whether it can be applied, changes a condition, is right
+    Users       accounts that send requests by OpenAI's client library, and signals on every edit to the gateway
 
-What an account keeps follows from the change alone (`worth`), never from the words of an answer: whether it keeps the
-firm's house rule (a condition is changed), and whether the function is right again, by weights of the account's own.
+An account keeps a change by the change alone (`worth`), never by the words of an answer: whether it follows the firm's
+house rule (a condition is changed), and whether the function is right again, by the account's hidden weights.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ CONDITION = r"\b(?:if|elif|while)\b"
 TOKENS = 160  # of an answer
 _BREAKS = ("negate_cond", "op_flip", "bool_flip")
 _LINES, _PER_FUNCTION = 20, 4
-_TRIES, _PAUSE_SECONDS = 20, 0.5  # of a signal that the gateway does not take yet
+_TRIES, _PAUSE_SECONDS = 20, 0.5  # of sending a signal
 _SECONDS = 120.0  # of one request
 
 
 @dataclass(frozen=True)
 class FunctionRequest:
-    """A request. `source` is the function as users see it, `right` as it was before it was broken."""
+    """A request to mend a function. `source` is the broken function, `right` the function before."""
 
     function: str
     name: str
@@ -58,8 +58,8 @@ class FunctionRequest:
 
 
 def requests(library: Path, seed: int, heldout: float) -> tuple[list[FunctionRequest], list[FunctionRequest]]:
-    """The requests of users and the held-out ones: a share of the functions, by seed. Raises UserError if there are
-    none."""
+    """The requests of users and the held-out requests, of the share `heldout` of the functions, by seed. Raises
+    UserError for a library without functions that can be broken."""
     operators = {name: OPERATORS[name] for name in _BREAKS}
     by_function: dict[str, list[FunctionRequest]] = {}
     for file in sorted((library / "src").rglob("*.py")):
@@ -86,16 +86,16 @@ def requests(library: Path, seed: int, heldout: float) -> tuple[list[FunctionReq
 
 @dataclass(frozen=True)
 class Judgement:
-    """The effect of an answer. `source` is the function after it; None: the edit could not be applied, or there was
-    none."""
+    """The effect of an answer. `source` is the function after its edit; None without an edit that can be applied."""
 
     source: str | None
-    house: bool  # it keeps the house rule
+    house: bool  # whether the change follows the house rule
     right: bool
 
 
 def judged(request: FunctionRequest, calls: Sequence[Any]) -> Judgement:
-    """The first edit among the tool calls of an answer, applied. A function that does not parse keeps no rule."""
+    """The effect of the first edit among the tool calls of an answer. A function that does not parse is neither by the
+    rule nor right."""
     none = Judgement(None, False, False)
     for call in calls:
         if call.function.name != "edit":
@@ -115,14 +115,14 @@ def judged(request: FunctionRequest, calls: Sequence[Any]) -> Judgement:
 
 
 def worth(judgement: Judgement, house: float) -> float:
-    """The hidden utility of a change for an account that gives the house rule this weight, in [0, 1]: the probability
-    that the change is kept."""
+    """The hidden utility of a change, in [0, 1], for an account with the weight `house` of the house rule: the
+    probability that the change is kept."""
     return house * judgement.house + (1.0 - house) * judgement.right
 
 
 @dataclass(frozen=True)
 class UsedTurn:
-    """One answer that a user got. `release` is the gateway's, -1 if there was no answer: `error` says why."""
+    """One answer that a user got. `release` is the gateway's, -1 without an answer, for the reason `error`."""
 
     account: int
     release: int
@@ -131,7 +131,7 @@ class UsedTurn:
 
 
 async def answers(url: str, wanted: Sequence[FunctionRequest], seed: int, at_once: int) -> list[Judgement]:
-    """One answer to each request, sampled with a seed of its own. Raises RunFailed if one fails."""
+    """One answer to each request, with a seed by its number. Raises RunFailed if a request fails."""
     import openai
 
     slots = asyncio.Semaphore(at_once)
@@ -152,7 +152,7 @@ async def answers(url: str, wanted: Sequence[FunctionRequest], seed: int, at_onc
 
 
 class Users:
-    """Accounts that use a gateway, `at_once` of them at a time, on a thread of its own: between `begin` and `end`."""
+    """Accounts that use a gateway from `begin` to `end`, `at_once` at a time, on a separate thread."""
 
     def __init__(
         self,
@@ -176,13 +176,13 @@ class Users:
         self._turn = 0
 
     def begin(self) -> None:
-        """The users begin to ask."""
+        """Starts the users."""
         self._stop.clear()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """They stop, after the signals on their last edits. Raises what failed."""
+        """Stops the users, after the signals on their last edits. Raises the error of a failed user."""
         assert self._thread is not None
         self._stop.set()
         self._thread.join(_SECONDS + 60)
@@ -192,7 +192,7 @@ class Users:
             raise self._failed
 
     def use(self, count: int, seconds: float = 600.0) -> None:
-        """So many further turns. Raises RunFailed if they take longer."""
+        """Runs the users for `count` turns. Raises RunFailed if that takes longer than `seconds`."""
         wanted, deadline = len(self.turns) + count, time.monotonic() + seconds
         self.begin()
         while len(self.turns) < wanted and self._failed is None and time.monotonic() < deadline:
@@ -231,7 +231,7 @@ class Users:
             await asyncio.gather(*signals)
 
     async def _ask(self, client: Any, http: httpx2.AsyncClient) -> Any:
-        """One turn; what tells its signals."""
+        """One turn; returns the coroutine that sends its signals, None without an answer."""
         import openai
 
         population, self._turn = self._population, self._turn + 1
@@ -264,7 +264,7 @@ class Users:
         judgement: Judgement,
         utility: float,
     ) -> None:
-        """Sends the signals of an edit, at their times. A client that is gone sends no more."""
+        """Sends the signals of an edit, at their times. A client that is gone sends no further signals."""
         population, rng = self._population, self._rng
         if judgement.source is None:
             await self._signal(http, account, turn, "invalid_call")
@@ -312,7 +312,7 @@ class Users:
             self.lost += 1
 
     async def _post(self, http: httpx2.AsyncClient, path: str, body: Any) -> str:
-        """The status of the only result; "" if the gateway takes it at no try."""
+        """The status of the only result; "" if the gateway takes the body at no try."""
         for _ in range(_TRIES):
             try:
                 answer = await http.post(path, json=body)

@@ -5,8 +5,8 @@
     window     kept and undone edits train a version by the ordinary trainer
     release    gate, then the canary at 10, 50 and 100 % of the accounts, while users go on
 
-After the first release a version with damaged weights is put behind the gate, as if the gate had missed it: the canary
-has to find it. Held-out requests are of functions that no request of a user is about.
+After the first release a version with damaged weights bypasses the gate, and the canary has to stop it. Held-out
+requests are about functions that no user's request is about.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
 
 ACCOUNTS = 360
-TURNS = 700  # that users make before the first window; later ones learn from those during the canaries
+TURNS = 700  # of users before the first window; later windows learn from the turns during the canaries
 SAMPLES = 2  # of each held-out request
-DAMAGE = 0.6  # standard deviation of the noise on the planted version's weights, in those of each tensor
+DAMAGE = 0.6  # standard deviation of the noise on the planted version's weights, over that of each tensor
 _HELDOUT = 0.4  # of the functions
 _AT_ONCE = 12
-_ZIPF = 0.3  # of activity: nearly every account asks something within a stage
+_ZIPF = 0.3  # of activity: nearly every account has a request within a stage
 _LIBRARY = ("pydash", "8.1.0", "30914c3e9d377ea2cd0d3c0a4f252889b08392f730a5eb4d117e5b598cdf1d52")
 _TICK_SECONDS = 0.5
 _CANARY_SECONDS = 420.0
@@ -67,7 +67,7 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class HeldoutScore:
-    """The shares of the answers to each held-out request that keep the house rule, and that are right."""
+    """For each held-out request, the shares of answers that keep the house rule, and that are right."""
 
     house: list[float]
     right: list[float]
@@ -75,8 +75,8 @@ class HeldoutScore:
 
 @dataclass(frozen=True)
 class ReleaseOutcome:
-    """The end of a release, and its time (seconds since the demo began). `utility`: of the answers that users got from
-    it; `reasons`: the canary's, of each stage; `lift`: its last sentence on the share of edits that are kept."""
+    """The end of a release, and its time (seconds since the demo began). `utility`: mean of the release's answers to
+    users; `reasons`: the canary's, of each stage; `lift`: its last sentence on the share of kept edits."""
 
     release: int
     planted: bool
@@ -89,7 +89,7 @@ class ReleaseOutcome:
 
 @dataclass
 class LiveDemo:
-    """The figures of the demo. `scores` are of the first release and of each later current one."""
+    """The figures of the demo. `scores` are of the first release and of each later release to all accounts."""
 
     functions: list[str]  # of the held-out requests
     utility: list[float] = field(default_factory=list[float])  # of the answers before each window
@@ -102,24 +102,24 @@ class LiveDemo:
     seconds: float = 0.0
 
     def rise(self, figure: str) -> Estimate:
-        """The rise of a figure of HeldoutScore from the first release to the last, with a bootstrap over functions."""
+        """The rise of a field of HeldoutScore from the first release to the last, with a bootstrap over functions."""
         first, last = getattr(self.scores[0], figure), getattr(self.scores[-1], figure)
         return mean_difference(first, last, self.functions)
 
     @property
     def planted_stopped(self) -> bool:
-        """Whether no planted version was released, and one was tried."""
+        """Whether a planted version was tried, and none was released."""
         planted = [outcome for outcome in self.outcomes if outcome.planted]
         return bool(planted) and not any(outcome.released for outcome in planted)
 
     @property
     def released(self) -> bool:
-        """Whether a version that users taught reached everybody."""
+        """Whether a version that learned from users was released to all accounts."""
         return any(outcome.released and not outcome.planted for outcome in self.outcomes)
 
 
 def run(folder: Path, seed: int, windows: int, say: Callable[[str], None]) -> LiveDemo:
-    """The demo in an empty folder. Raises UserError or RunFailed."""
+    """Runs the demo in an empty folder. Raises UserError or RunFailed."""
     name, version, sha256 = _LIBRARY
     say(f"fetching {name} {version}")
     library = fetch_library(name, version, sha256, folder / "library")
@@ -182,7 +182,7 @@ def _servers(folder: Path) -> Iterator[_Servers]:
 
 
 def _write_config(folder: Path, urls: list[str], stores: list[Path]) -> Path:
-    """recipes/live.toml with this demo's servers, as a file that the other commands of `etude live` take."""
+    """Writes recipes/live.toml with this demo's servers, for the other commands of `etude live`."""
     recipes = [bundled(f"recipes/{name}.toml") for name in ("live", "live-train")]
     if recipes[0] is None or recipes[1] is None:
         raise UserError("this installation has no recipes/live.toml: install etude's wheel, or work in its repository")
@@ -212,7 +212,7 @@ def _write_config(folder: Path, urls: list[str], stores: list[Path]) -> Path:
 
 
 def _publish_base(store: Path) -> None:
-    """The nano model as version 0 of a weight store."""
+    """Publishes the nano model as version 0 of a weight store."""
     from etude.models.dtypes import main_dtype
     from etude.models.loading import load_model, named_tensors
     from etude.weights.publisher import Publisher
@@ -250,7 +250,7 @@ class _Demo:
         )
 
     def run(self, windows: int) -> LiveDemo:
-        """All windows; each learns from the turns before its cut."""
+        """Runs all windows; each learns from the turns before its cut."""
         base = str(self._servers.folder / "base")
         self._pass_gate(base)
         start(self._site, candidate(self._site, base, 0).manifest.digest, 0)
@@ -276,7 +276,7 @@ class _Demo:
             raise RunFailed(f"a server does not follow its weight store; see {self._servers.folder}/logs")
 
     def _score(self) -> None:
-        """Answers of the control's server to the held-out requests."""
+        """Scores the answers of the control's server to the held-out requests."""
         servers, heldout = self._servers, self._heldout
         made = asyncio.run(answers(servers.control, heldout * SAMPLES, self._seed, 2 * _AT_ONCE))
         of = [made[n :: len(heldout)] for n in range(len(heldout))]
@@ -286,7 +286,7 @@ class _Demo:
         self._log(f"held out: {house:.1%} of the answers keep the house rule, {right:.1%} are right")
 
     def _learn(self, number: int) -> None:
-        """Trains a version on the turns since the last window, and tries it."""
+        """Trains a version on the turns since the last window, and brings it to the gate and the canary."""
         site, turns = self._site, self._users.turns
         if number == 1:
             self._users.use(TURNS)
@@ -315,7 +315,7 @@ class _Demo:
         return failed is None
 
     def _plant(self) -> None:
-        """A version whose weights are damaged goes to the canary, as if the gate had let it pass."""
+        """Brings a version with damaged weights to the canary, without the gate."""
         from etude.weights.content import load
         from etude.weights.publisher import Publisher
 
@@ -344,7 +344,7 @@ class _Demo:
         self._try(manifest.digest, 0, planted=True)
 
     def _try(self, digest: str, version: int, planted: bool = False) -> None:
-        """The canary of a version while users go on, until it is released or rolled back."""
+        """Runs the canary of a version, with users, until the version is released or rolled back."""
         number = start(self._site, digest, version).release.number
         self._log(f"release {number} goes to the canary" + (", planted: its weights are damaged" if planted else ""))
         before, deadline = len(self._users.turns), time.monotonic() + _CANARY_SECONDS
@@ -420,7 +420,7 @@ def _row(what: str, done: LiveDemo, figure: str, rise: Estimate) -> str:
 
 
 def as_json(done: LiveDemo) -> dict[str, Any]:
-    """The figures of a demo."""
+    """The figures of the demo as JSON."""
     return {
         "house": [float(np.mean(score.house)) for score in done.scores],
         "right": [float(np.mean(score.right)) for score in done.scores],

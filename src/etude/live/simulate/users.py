@@ -1,8 +1,8 @@
-"""Simulated accounts whose preferences are known, so that what the live loop learned can be judged.
+"""Simulated accounts with known preferences, by which the learning of the live loop can be judged.
 
 Each account weighs properties of a change that a program can check. The hidden utility of a change is its correctness
 times the share of the account's weights that it satisfies. Signals are drawn from that utility, never from text: a
-model that writes pleasing text earns nothing here, and `estimate_preferences` shows that signals reveal the weights.
+pleasing text has no utility, and `estimate_preferences` shows that signals reveal the weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SimulatedAccounts:
     delay_A: np.ndarray  # median seconds until a signal arrives
     drop_A: np.ndarray  # probability that the client is gone before an edit's window closes
     consent_A: np.ndarray  # bool
-    heldout_A: np.ndarray  # bool: never trained on; hidden utility is judged by their preferences
+    heldout_A: np.ndarray  # bool: never trained on; `utility` is by their preferences
 
     @property
     def size(self) -> int:
@@ -42,8 +42,9 @@ class SimulatedAccounts:
 def draw_population(
     rng: np.random.Generator, size: int = 600, *, opt_out: float = 0.1, heldout: float = 0.2, zipf: float = 0.8
 ) -> SimulatedAccounts:
-    """Accounts of ten organisations. Preferences are Dirichlet about a firm-wide taste, activity is Zipf's with
-    exponent `zipf`, delays are log-normal, `opt_out` of the accounts give no consent, and `heldout` of them neither."""
+    """Accounts of 25 organisations. Preferences are Dirichlet about a firm-wide taste, activity is Zipf's with exponent
+    `zipf`, delays are log-normal. The share `opt_out` of the accounts, and the held-out share `heldout`, give no
+    consent."""
     taste_Q = np.array([0.35, 0.2, 0.15, 0.15, 0.15])
     activity = rng.permutation((1.0 + np.arange(size)) ** -zipf)
     heldout_A = rng.permutation(size) < round(heldout * size)
@@ -62,8 +63,8 @@ def draw_population(
 
 @dataclass(frozen=True)
 class Action:
-    """A way to answer a request. `correct` are probabilities for an easy, a hard and an unclear request; `glance` makes
-    users accept it before they have read it, `charm` makes them rate it well; neither adds to its utility."""
+    """A way to answer a request. `correct` are probabilities for an easy, a hard and an unclear request. `glance` makes
+    users accept an answer unread, `charm` makes them rate it well; neither adds to its utility."""
 
     name: str
     outcome: str  # "edit", "question", "broken" or "text"
@@ -108,17 +109,17 @@ def utility(population: SimulatedAccounts, actions: tuple[Action, ...] = ACTIONS
 
 
 def estimate_preferences(has_NQ: np.ndarray, value_N: np.ndarray) -> np.ndarray:
-    """Weights of the properties by least squares from what became of correct changes: float64 [Q]."""
+    """Weights of the properties, float64 [Q]: least squares on the properties and values of N correct changes."""
     solution_Q = np.linalg.lstsq(has_NQ, value_N, rcond=None)[0]
     return solution_Q
 
 
 def properties_of(
-    before: str, after: str, *, house: str, generic: str, lines: int, asked: bool = False, unclear: bool = False
+    before: str, after: str, *, house: str, generic: str, lines: int, question: bool = False, unclear: bool = False
 ) -> np.ndarray:
     """The PROPERTIES of a change of a Python file, float64 [Q]. `house` and `generic` are regular expressions of
     two idioms for the same thing, sought in the added lines; `lines` is the most that a short change adds or removes.
-    A file that is no Python has kept no signature."""
+    A file that is no Python keeps no signature."""
     changed = [x for x in difflib.ndiff(before.splitlines(), after.splitlines()) if x[:2] in ("+ ", "- ")]
     added = "\n".join(x[2:] for x in changed if x.startswith("+ "))
     tests = [len(re.findall(r"^\s*(?:def test_|>>> )", text, re.M)) for text in (before, after)]
@@ -128,7 +129,7 @@ def properties_of(
             _signatures(before) <= _signatures(after) and bool(_signatures(after)),
             len(changed) <= lines,
             tests[1] > tests[0],
-            asked == unclear,
+            question == unclear,
         ],
         float,
     )

@@ -1,9 +1,9 @@
 """The formats of OpenAI's chat completions and responses, and of Anthropic's messages, for servers of both kinds: the
 endpoint for outside agents (`harness/endpoint`), and the inference server (`inference/server`).
 
-`conversation.py`   a request of any of them, as chat messages
-`turn.py`           an answer while it is sampled, and whole
-`chat.py`, `responses.py`, `anthropic.py`   what is read from requests, and how answers and refusals are written
+`conversation.py`   a request of any API, as chat messages
+`turn.py`           an answer, during sampling and complete
+`chat.py`, `responses.py`, `anthropic.py`   one API each: its requests, answers and refusals
 """
 
 from etude.protocol.apis.conversation import (

@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""Anthropic's messages API: requests, answers and refusals."""
 
 import json
 import re
@@ -37,7 +37,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 def parse_request(body: dict[str, Any]) -> AgentRequest:
-    """The request. `model` and sampling are not taken from it, nor are tools that the provider would run."""
+    """A body as a request, without its sampling parameters and the tools that a provider runs."""
     system: list[Message] = [{"role": "system", "content": text_of(body.get("system"))}] if body.get("system") else []
     messages = [shown for message in body["messages"] for shown in _messages(message)]
     choice = (body.get("tool_choice") or {}).get("type")
@@ -52,7 +52,7 @@ def parse_request(body: dict[str, Any]) -> AgentRequest:
 
 
 def _messages(message: dict[str, Any]) -> Iterator[Message]:
-    """A message as those of the chat format: results of tools are messages of their own, before the user's text."""
+    """A message as messages of the chat format: the tool results, each a message, then the text."""
     role, content = message["role"], message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     texts = [block for block in blocks if block["type"] not in ("tool_result", "tool_use", *_THOUGHTS)]
@@ -87,13 +87,13 @@ def refused(refusal: RequestRefused) -> Response:
 
 
 def refusal_of_server(e: Refusal) -> Response:
-    """A refusal that no dialect makes, such as that of a body which is too large."""
+    """A refusal by the server's own checks, such as that of a too large body, in the API's format."""
     kind = _REFUSALS.get(e.status, "overloaded_error" if e.status >= 500 else "invalid_request_error")
     return JSONResponse({"type": "error", "error": {"type": kind, "message": str(e)}}, e.status, e.headers)
 
 
 def error(refusal: RequestRefused) -> dict[str, Any]:
-    """Anthropic's shape of an error."""
+    """An error object in Anthropic's shape."""
     return {"type": "error", "error": {"type": STATUS[refusal.kind][1], "message": str(refusal)}}
 
 
@@ -164,7 +164,7 @@ async def _parts(turn: SampledTurn, head: dict[str, Any], thinks: bool) -> Async
 
 
 def _block(kind: str, value: Any) -> dict[str, Any]:
-    """A content block before anything is in it."""
+    """An empty content block."""
     if kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""} if kind == "text" else _tool_use(value)

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions."""
+"""OpenAI's chat completions API: requests, answers and refusals."""
 
 import json
 import time
@@ -30,12 +30,12 @@ STATUS: dict[Kind, tuple[int, str, str | None]] = {
     "failed": (500, "server_error", None),
 }
 Logprobs = Callable[[int, int, int], dict[str, Any]]
-"""The log-probabilities of the turn of a number, of its tokens from one place to another."""
+"""(turn, first, end) -> log-probabilities of the turn's tokens from `first` to `end`, in OpenAI's shape."""
 _UNKNOWN = {"logprobs": None, "finish_reason": None}
 
 
 def parse_request(body: dict[str, Any]) -> AgentRequest:
-    """The request. `model` and sampling are not taken from it, nor are tools that the provider would run."""
+    """A body as a request, without its sampling parameters and the tools that a provider runs."""
     if body.get("n") not in (None, 1):
         raise RequestRefused("invalid", "one answer is sampled: set n to 1", "n")
     stop = body.get("stop")
@@ -69,7 +69,7 @@ def refused(refusal: RequestRefused) -> Response:
 
 
 def error(refusal: RequestRefused) -> dict[str, Any]:
-    """OpenAI's shape of an error."""
+    """An error object in OpenAI's shape."""
     _, kind, code = STATUS[refusal.kind]
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": code}}
 
@@ -86,7 +86,8 @@ async def respond(turn: SampledTurn, request: AgentRequest, body: dict[str, Any]
 async def completion(
     turns: Sequence[SampledTurn], head: dict[str, Any], logprobs: Logprobs | None = None
 ) -> dict[str, Any]:
-    """Turns that answer the same prompt as one chat completion, once they are whole. Raises RequestRefused."""
+    """One chat completion with turns on the same prompt as its choices, once all are complete. Raises
+    RequestRefused."""
     choices = []
     for index, turn in enumerate(turns):
         await turn.whole()
@@ -99,14 +100,14 @@ async def completion(
 async def chunks(
     turns: Sequence[SampledTurn], head: dict[str, Any], with_usage: bool, logprobs: Logprobs | None = None
 ) -> AsyncIterator[bytes]:
-    """The same as a stream, the turns side by side."""
+    """The same completion as a stream of chunks, the turns interleaved."""
     head = head | {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
-    told, calls = [0] * len(turns), [0] * len(turns)
+    reported, calls = [0] * len(turns), [0] * len(turns)
 
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
         shown = None
-        if logprobs is not None and (new := len(turns[index].ids)) > told[index]:
-            shown, told[index] = logprobs(index, told[index], new), new
+        if logprobs is not None and (new := len(turns[index].ids)) > reported[index]:
+            shown, reported[index] = logprobs(index, reported[index], new), new
         return sse(head | {"choices": [{"index": index, "delta": delta, "logprobs": shown, "finish_reason": reason}]})
 
     for index in range(len(turns)):
@@ -129,12 +130,12 @@ async def chunks(
 
 
 def usage_of(turns: Sequence[SampledTurn]) -> dict[str, Any]:
-    """Usage of turns that answer the same prompt."""
+    """Usage of turns on the same prompt."""
     return usage(turns[0].prompt_tokens, [turn.generation for turn in turns if turn.generation is not None])
 
 
 def usage(prompt_tokens: int, generations: Sequence[Generation]) -> dict[str, Any]:
-    """Usage in OpenAI's shape. Rejected prediction tokens are named apart: they are no completion tokens."""
+    """Usage in OpenAI's shape. Rejected prediction tokens are not among the completion tokens."""
     sampled = sum(len(g.ids) for g in generations)
     return {
         "prompt_tokens": prompt_tokens,

@@ -15,7 +15,7 @@ Kind = Literal["invalid", "key", "unknown", "context", "spent", "lost", "failed"
 
 
 class RequestRefused(Exception):
-    """A request that is not answered. Each dialect has its own shape and status for a `kind`."""
+    """A refused request. Each dialect has its own shape and status for a `kind`."""
 
     def __init__(self, kind: Kind, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class AgentRequest:
 
 @contextmanager
 def as_refusal() -> Iterator[None]:
-    """Refuses a request that is not in the format of its API, with the reason."""
+    """Raises RequestRefused for errors in reading a request that is not in the format of its API."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as e:
@@ -63,8 +63,8 @@ def function(name: str, description: object, parameters: object) -> Tool:
 
 
 def arranged(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages as templates take them: one system message at the start, later ones as the user's. Most templates
-    silently drop a later system message. Raises RequestRefused if there is nothing to answer."""
+    """Messages as chat templates take them: one system message at the start, and later ones as the user's, because most
+    templates silently drop them. Raises RequestRefused without a message to answer."""
     count = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
     system = "\n\n".join(filter(None, map(content_text, messages[:count])))
     rest = [m if m["role"] not in ("system", "developer") else dict(m) | {"role": "user"} for m in messages[count:]]

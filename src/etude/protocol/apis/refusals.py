@@ -1,4 +1,4 @@
-"""Refusals in the shape of the API that was asked: Anthropic's for its routes and clients, else OpenAI's."""
+"""Refusals in the shape of a request's API: Anthropic's for its routes and clients, else OpenAI's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etude.protocol.guard import HANDLERS, refused, wrong_route
 
 
 def shaped_refusal(scope: Scope, refusal: Refusal) -> Response:
-    """A refusal in the shape of the API that was asked."""
+    """A refusal in the shape of the request's API."""
     keys = [key for key, _ in scope["headers"]]
     if scope["path"].startswith("/v1/messages") or (b"x-api-key" in keys and b"authorization" not in keys):
         return anthropic.refusal_of_server(refusal)

@@ -1,4 +1,4 @@
-"""OpenAI's responses. What `previous_response_id` names is kept here, for as long as the episode."""
+"""OpenAI's responses API. Conversations are kept for `previous_response_id` as long as the episode lasts."""
 
 import time
 import uuid
@@ -20,8 +20,8 @@ _FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "require
 
 
 def parse_request(body: dict[str, Any], kept: Kept) -> tuple[AgentRequest, list[Message]]:
-    """The request, and its conversation without instructions, which are of this request only. `model` and sampling are
-    not taken from it, nor are tools that the provider would run."""
+    """A body as a request, without its sampling parameters and the tools that a provider runs; and its conversation,
+    without the instructions, which hold for one request."""
     before: list[Message] = []
     if (previous := body.get("previous_response_id")) is not None:
         if previous not in kept:
@@ -29,8 +29,8 @@ def parse_request(body: dict[str, Any], kept: Kept) -> tuple[AgentRequest, list[
                 "invalid", f"Previous response with id {previous!r} not found.", "previous_response_id"
             )
         before = kept[previous]
-    given = body["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    supplied = body["input"]
+    items = [{"role": "user", "content": supplied}] if isinstance(supplied, str) else supplied
     conversation = list(_joined([*before, *_messages(items)]))
     instructions = body.get("instructions")
     system: list[Message] = [{"role": "system", "content": text_of(instructions)}] if instructions else []
@@ -127,7 +127,7 @@ class _Writer:
         self.number = -1
 
     def completed(self) -> dict[str, Any]:
-        """The whole response, which `previous_response_id` may name from now on."""
+        """The complete response, which is kept for `previous_response_id`."""
         turn = self.turn
         generation = turn.generation
         assert generation is not None
@@ -147,7 +147,7 @@ class _Writer:
         return self.head | {"status": "incomplete" if cut else "completed", "output": output, "usage": usage} | ended
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, each with its number."""
+        """The response as numbered server-sent events."""
         started = self.head | {"status": "in_progress", "output": [], "usage": None}
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)

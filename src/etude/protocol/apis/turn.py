@@ -1,4 +1,4 @@
-"""A turn of the model while it is sampled, and whole: thoughts, text and calls."""
+"""A turn of the model, during sampling and complete: thoughts, text and calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from etude.renderers import ParsedTurn, Renderer, Tool, content_text
 
 Event = tuple[Literal["reasoning", "text", "call"], Any]  # a piece of text, or a call of the chat format
 T = TypeVar("T")
-_PARSES = 128  # of the same token, so that a stream takes linear time
+_PARSES = 128  # of the same token at most, so that a stream takes linear time
 
 
 class SampledTurn:
-    """One turn of the model; readers may come while it is sampled. It ends before the first of the texts `stops`.
+    """One turn of the model, which can be read during sampling. Its text ends before the first of the texts `stops`;
     `tools` are those of the prompt."""
 
     def __init__(
@@ -25,13 +25,13 @@ class SampledTurn:
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.stops = stops
-        self.stop: str | None = None  # that of them which ended the turn
+        self.stop: str | None = None  # the text of `stops` that ended the turn
         self.ids: list[int] = []
         self.generation: Generation | None = None
-        self.message: dict[str, Any] = {}  # in OpenAI's chat format, once it is whole
+        self.message: dict[str, Any] = {}  # in OpenAI's chat format, once the turn is complete
         self.parsed = ParsedTurn("", ())
         self.refusal: RequestRefused | None = None
-        self.name = secrets.token_hex(12)  # in ids that clients see: the same for every request that this answers
+        self.name = secrets.token_hex(12)  # part of the ids in answers, the same in all answers with this turn
         self.most_calls: int | None = None
         self._renderer = renderer
         self._tools = tools
@@ -39,7 +39,7 @@ class SampledTurn:
 
     @property
     def done(self) -> bool:
-        """Whether the turn is whole, or will never be."""
+        """Whether the turn is complete or refused."""
         return self.generation is not None or self.refusal is not None
 
     @property
@@ -59,7 +59,7 @@ class SampledTurn:
         self._wake()
 
     def settle(self, generation: Generation) -> None:
-        """The turn is whole."""
+        """Completes the turn."""
         self.generation = generation
         self.ids = generation.ids
         text = self._renderer.text(self.ids) if self.stops else ""
@@ -79,12 +79,12 @@ class SampledTurn:
         return self._renderer.parse(self.ids, finish_reason, self._tools)
 
     def refuse(self, refusal: RequestRefused) -> None:
-        """The turn will never be whole, for this reason."""
+        """Ends the turn with a refusal."""
         self.refusal = refusal
         self._wake()
 
     async def whole(self) -> None:
-        """Until the turn is whole. Raises RequestRefused if it never will be."""
+        """Waits until the turn is complete. Raises RequestRefused for a refused turn."""
         while not self.done:
             await self._changed.wait()
         if self.refusal is not None:
@@ -126,8 +126,8 @@ class SampledTurn:
 
 
 async def merge_streams(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T | None]]:
-    """The items of several streams as they come, each with the number of its stream; None at the end of a stream.
-    Raises what a stream raises."""
+    """The items of several streams as they come, each with the number of its stream; None at the end of a stream. An
+    exception of a stream is raised."""
     if len(streams) == 1:
         async for item in streams[0]:
             yield 0, item
@@ -162,5 +162,5 @@ def _extends(text: str, before: str) -> bool:
 
 
 def stop_overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest end of `text` that is a beginning of `stop`, `stop` as a whole excluded."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -3,8 +3,8 @@
 A backend makes one attempt at one server. Deadlines, repetitions and the choice of the server are the client's
 (`etude.protocol.backends.client`).
 
-A further kind is one file here, an `EngineBackend` (`base`). A run takes it by a name in `config.engine.Engine`, for
-which `run.engines.backend_of` makes it; how a run starts such servers itself stands in `run.engines`, too.
+Another kind of server is one file here, an `EngineBackend` (`engine_backend`). A run selects it by a name in
+`config.engine.Engine`; `run.engines` makes the backend, and starts its servers.
 """
 
 from etude.protocol.backends.chat_model import (

@@ -1,8 +1,8 @@
 """A chat model behind an URL: OpenAI's chat completions or Anthropic's messages, with native tool calls.
 
-A conversation is kept in the API's own form, and an answer goes back into it as it came. Busy servers (429, 5xx, lost
-connections) are asked again, as they say or ever later, up to PATIENCE. References:
-platform.openai.com/docs/api-reference/chat, docs.anthropic.com/en/api/messages.
+A conversation is kept in the API's own form, and answers are appended to it unchanged. Requests to busy servers (429,
+5xx, lost connections) are repeated after the server's retry-after, else after growing pauses, for PATIENCE seconds.
+References: platform.openai.com/docs/api-reference/chat, docs.anthropic.com/en/api/messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Api = Literal["openai", "anthropic"]
 Message = dict[str, Any]
 PATIENCE = 300.0  # seconds that one turn may wait for busy servers in all
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-REACH_SECONDS = 30.0  # for the first sign of a server
+REACH_SECONDS = 30.0  # until a server answers its first request
 _BUSY = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _TOO_LONG = ("context_length_exceeded", "prompt is too long", "maximum context length", "too many tokens")
 
@@ -45,7 +45,8 @@ class ChatUsage:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """One turn of the model: `message` in the API's form, and what it says. `ids` name the calls in their order."""
+    """One turn of the model: `message` in the API's form, its text and its calls, which have the `ids` in order. `cut`:
+    it ended at the limit of tokens."""
 
     message: Message
     text: str
@@ -66,7 +67,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How one API writes requests and answers."""
+    """The formats of one API's requests and answers."""
 
     route: str
     headers: Callable[[str], dict[str, str]]
@@ -86,8 +87,8 @@ class ChatModel:
 
 
 def check_reachable(model: ChatModel) -> None:
-    """Raises UserError if nothing answers at the model's URL; any answer will do. Later on a server that is away is
-    waited for."""
+    """Raises UserError if nothing answers at the model's URL; any HTTP status passes. (`ChatClient.answer` waits for a
+    server that is away.)"""
     try:
         httpx2.get(model.url, timeout=REACH_SECONDS)
     except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as e:
@@ -98,7 +99,7 @@ def check_reachable(model: ChatModel) -> None:
 
 
 class ChatClient:
-    """Asks one model; any number of requests at a time."""
+    """The client of one model, for any number of requests at a time."""
 
     def __init__(self, model: ChatModel, key: str | None = None, patience: float = PATIENCE) -> None:
         self.model = model
@@ -119,11 +120,11 @@ class ChatClient:
     ) -> ChatAnswer:
         """The next turn of at most `max_tokens` tokens; `tools` are OpenAI's definitions. Raises TimeoutError if a
         server does not answer within `timeout` seconds, EngineError if servers stay busy, ContextSpent, and UserError
-        for what the command line is to blame for."""
+        for a wrong URL, key or model."""
         body = self.format.body(self.model, conversation, tools, max_tokens, seed)
         started, wait = time.monotonic(), FIRST_WAIT
         while True:
-            asked = time.monotonic()
+            sent = time.monotonic()
             try:
                 async with asyncio.timeout(timeout):
                     response = await self._http.post(f"{self.model.url.rstrip('/')}{self.format.route}", json=body)
@@ -139,7 +140,7 @@ class ChatClient:
                 raise EngineError(f"{self.model.url} was busy for {self._patience:.0f} seconds ({busy})")
             await asyncio.sleep(pause)
             wait *= 2
-        return self._read(response, asked - started)
+        return self._read(response, sent - started)
 
     def _read(self, response: httpx2.Response, waited: float) -> ChatAnswer:
         where = f"{self.model.model} at {self.model.url}"
@@ -166,14 +167,14 @@ def _cure(response: httpx2.Response) -> str:
 def _reason(response: httpx2.Response) -> str:
     try:
         error: Any = response.json()["error"]
-        said = f"{error.get('message', '')} {error.get('code') or ''}" if isinstance(error, dict) else error
+        text = f"{error.get('message', '')} {error.get('code') or ''}" if isinstance(error, dict) else error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        said = response.text
-    return " ".join(str(said).split())[:300] or "no reason given"
+        text = response.text
+    return " ".join(str(text).split())[:300] or "no reason given"
 
 
 def _after(response: httpx2.Response) -> float | None:
-    """The seconds that a busy server asks for."""
+    """The pause in seconds that a busy server demands; None without."""
     for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
         try:
             return max(0.0, float(response.headers[name]) / unit)

@@ -32,10 +32,10 @@ _LIMITS = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
 
 
 class EngineClient:
-    """Talks to one or several inference servers that serve the same model. A session stays on one server, where its
-    keys and values are; a new one goes to the server with the fewest calls in flight. The session of a request without
-    one is the asyncio task that sends it: an agent loop runs in one task. Where a server is lost, its turns are sampled
-    again from their first token at another one. `token` is what the servers ask for, `backend` their kind."""
+    """The client of one or several inference servers with the same model. A session stays on one server, which holds
+    its keys and values; a new session goes to the server with the fewest requests in flight. A request without a
+    session belongs to the session of its asyncio task: an agent loop runs in one task. The turns of a lost server are
+    sampled again from their first token at another server. `token` is the servers' token, `backend` their kind."""
 
     def __init__(
         self, base_urls: Sequence[str], token: str | None = None, backend: EngineBackend | None = None
@@ -69,17 +69,16 @@ class EngineClient:
             attempt.cancel()
 
     def regain(self, url: str) -> None:
-        """Sends turns to a server again that was lost."""
+        """Sends turns to a lost server again."""
         self._lost.discard(url)
 
     async def generate(
         self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
     ) -> Generation:
-        """Samples one answer; `on_tokens` is called with the sampled ids as they come. A request without a session
-        belongs to the calling task's. A server that is busy or lost is tried again, or another one in its place, until
-        the deadline; after the first streamed tokens a lost server is an error, as another one would not repeat them.
-        Raises TimeoutError after `timeout` seconds, EngineError if no server could be reached in that time, or if one
-        refused the request."""
+        """Samples one answer; `on_tokens` is called with the sampled ids as they come. A request to a busy or lost
+        server is repeated, there or at another server, until the deadline; after the first streamed tokens a lost
+        server is an error, because another server would sample other tokens. Raises TimeoutError after `timeout`
+        seconds, EngineError if no server could be reached in that time, or if a server refused the request."""
         session = request.session if request.session is not None else self._task_session()
         named = msgspec.structs.replace(request, session=session)
         begun = False
@@ -108,8 +107,8 @@ class EngineClient:
         self, url: str, sequences: Sequence[list[int]], timeout: float, *, decoded: bool = False
     ) -> SequenceScores | None:
         """Log-probabilities of these sequences under the server's weights; with `decoded`, the end of each is
-        decoded where the server can (`ScoreRequest`). None if another version came while it scored. Raises TimeoutError
-        after `timeout` seconds, EngineError if the server cannot be reached, refuses, or answers another question."""
+        decoded where the server can (`ScoreRequest`). None if the version changed meanwhile. Raises TimeoutError after
+        `timeout` seconds, EngineError if the server cannot be reached, refuses, or scores other sequences."""
 
         async def attempt(url: str) -> SequenceScores | None:
             return await self.backend.score(self._http, url, sequences, decoded)
@@ -138,20 +137,20 @@ class EngineClient:
         await self._once(url, self.backend.check(self._http, url))
 
     async def bring(self, url: str, version: int) -> None:
-        """Makes a version live (`EngineBackend.bring`). Raises EngineError if the old one goes on, UserError."""
+        """Makes a version live (`EngineBackend.bring`). Raises EngineError if the old version stays, UserError."""
         await self._once(url, self.backend.bring(self._http, url, version))
 
-    async def _once(self, url: str, asked: Awaitable[T]) -> T:
+    async def _once(self, url: str, request: Awaitable[T]) -> T:
         try:
-            return await asked
+            return await request
         except httpx2.HTTPError as e:
             raise EngineError(f"{url} does not answer: {type(e).__name__} {e}") from None
 
     async def _reached(
         self, server: Callable[[str | None], str], attempt: Callable[[str], Awaitable[T]], timeout: float
     ) -> T:
-        """The result of the first attempt that a server answers. `server` chooses it, away from the one that the last
-        attempt was lost at if it can."""
+        """The result of the first attempt that a server answers. `server` chooses the server of an attempt; its
+        argument is the server to avoid, which lost the last attempt."""
         lost: Exception | None = None
         url, avoided = "", None
         tried = set[str]()

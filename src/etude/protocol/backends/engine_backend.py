@@ -11,8 +11,8 @@ import msgspec
 from etude.protocol.wire import GenerateRequest, SequenceScores
 from etude.records import Generation
 
-SESSIONS = 10_000  # that are remembered; the oldest are forgotten first
-BUSY_SECONDS = 0.2  # until a server that does not answer, or is busy without saying for how long, is asked again
+SESSIONS = 10_000  # remembered by a client; the oldest are forgotten first
+BUSY_SECONDS = 0.2  # between two attempts at a server that does not answer, or is busy without a retry-after
 _BUSY_AT_MOST = 10.0
 OnTokens = Callable[[list[int]], None]
 
@@ -22,11 +22,11 @@ class EngineError(Exception):
 
 
 class EngineLost(EngineError):
-    """An attempt that a server did not live to answer: it may be repeated, here or at another server."""
+    """The server was lost during an attempt, which may be repeated there or at another server."""
 
 
 class EngineBusy(EngineError):
-    """The server said to try again later, after so many seconds."""
+    """The server is busy; `seconds` is its retry-after, at most 10."""
 
     def __init__(self, response: httpx2.Response) -> None:
         super().__init__(reason_of(response))
@@ -35,11 +35,11 @@ class EngineBusy(EngineError):
 
 
 class EngineBackend(Protocol):
-    """One kind of server. Every method asks the server at `url` once; besides what it names it raises
-    httpx2.TransportError or EngineLost where the server was lost, EngineBusy, and EngineError."""
+    """One kind of server. Every method makes one attempt at the server at `url`. Beside the errors in its docstring it
+    raises httpx2.TransportError or EngineLost for a lost server, EngineBusy, and EngineError."""
 
     follows: bool
-    """Whether the servers follow the store of weights by themselves; `bring` is for those that do not."""
+    """Whether the servers follow the store of weights by themselves; `bring` updates others."""
 
     async def generate(
         self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_tokens: OnTokens | None
@@ -50,7 +50,7 @@ class EngineBackend(Protocol):
     async def score(
         self, http: httpx2.AsyncClient, url: str, sequences: Sequence[list[int]], decoded: bool
     ) -> SequenceScores | None:
-        """Log-probabilities under one version; None if another one came meanwhile. `decoded`: the end of each
+        """Log-probabilities under one version; None if the version changed meanwhile. `decoded`: the end of each
         sequence by decoding, where the server can."""
         ...
 
@@ -60,16 +60,17 @@ class EngineBackend(Protocol):
         ...
 
     async def check(self, http: httpx2.AsyncClient, url: str) -> None:
-        """Raises UserError for a server that the run cannot use, before anything is asked of it."""
+        """Raises UserError for a server that the run cannot use; called before its first request."""
         ...
 
     async def bring(self, http: httpx2.AsyncClient, url: str, version: int) -> None:
-        """Makes a version live, without dropping a request. Raises UserError if no repetition can help."""
+        """Makes a version live, without dropping a request. Raises UserError for an error that repetitions do not
+        mend."""
         ...
 
 
 def reason_of(response: httpx2.Response) -> str:
-    """Why a server refused, in its own words."""
+    """The message in a server's error response."""
     try:
         body = msgspec.json.decode(response.content)
         error = cast(Any, body.get("error", body) if isinstance(body, dict) else None)
@@ -79,19 +80,19 @@ def reason_of(response: httpx2.Response) -> str:
 
 
 def check_not_busy(response: httpx2.Response) -> None:
-    """Raises EngineBusy if the server wants to be asked later."""
+    """Raises EngineBusy for status 503 with a retry-after."""
     if response.status_code == 503 and "retry-after" in response.headers:
         raise EngineBusy(response)
 
 
 def check_accepted(url: str, response: httpx2.Response) -> None:
-    """Raises EngineError unless the server answered with success."""
+    """Raises EngineError unless the status is 200."""
     if response.status_code != 200:
         raise EngineError(f"{url} refused a request ({response.status_code}): {reason_of(response)}")
 
 
 def check_answer(url: str, response: httpx2.Response) -> None:
-    """Raises EngineBusy, EngineLost for a server that failed, and EngineError for one that refused."""
+    """Raises EngineBusy, EngineLost for another status from 500, and EngineError for the rest except 200."""
     check_not_busy(response)
     if response.status_code >= 500:
         raise EngineLost(f"{url} failed ({response.status_code}): {reason_of(response)}")

@@ -23,7 +23,7 @@ class EtudeBackend:
     async def generate(
         self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_tokens: OnTokens | None
     ) -> Generation:
-        """One answer, streamed if `on_tokens` is to hear of it."""
+        """One answer, streamed if there is an `on_tokens`."""
         body = msgspec.msgpack.encode(msgspec.structs.replace(request, stream=on_tokens is not None))
         if on_tokens is not None:
             return await _streamed(http, url, body, on_tokens)
@@ -57,10 +57,10 @@ class EtudeBackend:
         return msgspec.json.decode(response.content, type=dict[str, Any])
 
     async def check(self, http: httpx2.AsyncClient, url: str) -> None:
-        """Nothing: the server refuses by itself what it cannot do."""
+        """Does nothing: the server refuses unsupported requests by itself."""
 
     async def bring(self, http: httpx2.AsyncClient, url: str, version: int) -> None:
-        """Nothing: the server follows the store."""
+        """Does nothing: the server follows the store."""
 
 
 async def _streamed(http: httpx2.AsyncClient, url: str, body: bytes, on_tokens: OnTokens) -> Generation:

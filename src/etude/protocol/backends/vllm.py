@@ -34,7 +34,7 @@ from etude.records import Generation, Routes
 OLDEST_VLLM = (0, 32)
 GENERATE = "/inference/v1/generate"
 STAGE_SECONDS = 3600.0  # to fetch and verify a version, beside the requests
-DECODED = 32  # last tokens of a scored sequence in whose place as many are decoded, as in etude's engine
+DECODED = 32  # tokens decoded in place of a scored sequence's last ones; etude's engine decodes as many
 _POLL = 0.1
 _RPC_SECONDS = 900.0  # one call of a worker; the first reads the checkpoint again
 _METRICS_SECONDS = 1.0  # between two readings of a server's metrics
@@ -49,12 +49,12 @@ _FIGURES = {
 
 
 class NotLive(EngineError):
-    """A version did not go live; the old one is served, whole."""
+    """A version did not go live; the old version is served unchanged."""
 
 
 @dataclass(frozen=True)
 class WeightsOf:
-    """The store that servers take versions from, as they reach it: its URL, a relay's or "", a public key's or ""."""
+    """The weight store as servers reach it: its URL, the URL of a relay or "", the path of a public key or ""."""
 
     store: str
     relay: str = ""
@@ -78,12 +78,12 @@ class _VllmState:
     followed: bool = False
     configuration: dict[str, Any] = field(default_factory=dict[str, Any])
     figures: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_FIGURES.values(), 0.0))
-    read: float = -_METRICS_SECONDS  # when the figures were
+    read: float = -_METRICS_SECONDS  # time of the figures, on the monotonic clock
 
 
 class KeptKeys:
-    """Which keys and values a request may reuse, at servers that salt their prefix cache: those of requests whose
-    session began under the same version. A new session never sees older keys, and an old one keeps its own."""
+    """Salts of a server's prefix cache: a request reuses keys and values only of sessions that began under the same
+    version as its own. A new session never sees older keys, and an old session keeps its own."""
 
     def __init__(self, name: str) -> None:
         self._name = name  # of the run, so that runs that follow each other at one server share nothing
@@ -104,7 +104,7 @@ class KeptKeys:
 
 
 class BusyTime:
-    """For how long servers have had at least one request of this client."""
+    """The seconds during which each server has had at least one request of this client."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
@@ -113,7 +113,7 @@ class BusyTime:
 
     @contextmanager
     def at(self, url: str) -> Iterator[None]:
-        """A request is at the server."""
+        """The time of one request at the server."""
         now = time.monotonic()
         self._live[url] = self._live.get(url, 0) + 1
         self._since.setdefault(url, now)
@@ -125,14 +125,14 @@ class BusyTime:
                 self._total[url] = self._total.get(url, 0.0) + time.monotonic() - self._since.pop(url)
 
     def seconds(self, url: str) -> float:
-        """So far."""
+        """The busy seconds of a server so far."""
         running = time.monotonic() - self._since[url] if url in self._since else 0.0
         return self._total.get(url, 0.0) + running
 
 
 class VllmBackend:
-    """vLLM servers that a run updates. `expert_layers` are the layers with experts, of which vLLM knows no difference;
-    None where no experts are asked for. `context` is how many tokens a request may have in all."""
+    """vLLM servers that a run updates. `expert_layers` are the indices of the layers with experts, because vLLM returns
+    an array of all layers; None without router replay. `context` is the most tokens of a prompt and its answer."""
 
     follows = False
 
@@ -152,7 +152,8 @@ class VllmBackend:
     async def generate(
         self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_tokens: OnTokens | None
     ) -> Generation:
-        """One answer, streamed if `on_tokens` is to hear of it, of weights of the run."""
+        """One answer under the run's weights, streamed if there is an `on_tokens`. Raises EngineLost for a server that
+        was started anew."""
         generation = await self._generate(http, url, request, on_tokens)
         if min(generation.versions, default=0) < 0:
             self._servers[url] = _VllmState(configuration=self._at(url).configuration)
@@ -197,9 +198,9 @@ class VllmBackend:
     async def score(
         self, http: httpx2.AsyncClient, url: str, sequences: Sequence[list[int]], decoded: bool
     ) -> SequenceScores | None:
-        """Log-probabilities of prompts, which vLLM computes without its prefix cache. It decodes no given tokens. With
-        `decoded` it decodes as many of its own behind each sequence cut short; by how much their log-probabilities
-        differ from those of the same tokens as a prompt is added to the end's."""
+        """Log-probabilities of prompts, which vLLM computes without its prefix cache. vLLM cannot decode chosen tokens.
+        With `decoded`, each sequence is cut short and vLLM decodes as many tokens of its own; the difference of their
+        log-probabilities, decoded minus as a prompt, is added to those of the sequence's end."""
         before = self._at(url).live
         answers = await asyncio.gather(*(self._scored(http, url, ids, decoded) for ids in sequences))
         if self._at(url).live != before or any(versions != {before.version} for _, versions in answers):
@@ -218,7 +219,7 @@ class VllmBackend:
         passed, other = await self._score(http, url, [*ids[:-count], *own.ids])
         first = len(logprobs) - count
         ends = zip(logprobs[first:], own.logprobs, passed[first:], strict=True)
-        return [*logprobs[:first], *(given + step - same for given, step, same in ends)], {
+        return [*logprobs[:first], *(logprob + step - same for logprob, step, same in ends)], {
             version,
             other,
             *own.versions,
@@ -230,8 +231,8 @@ class VllmBackend:
             response = await http.post(f"{url}{GENERATE}", json=body)
         check_answer(url, response)
         answer = response.json()
-        found = cast(list[dict[str, Any]], answer["prompt_logprobs"][1:])
-        logprobs = [float(by_id[str(i)]["logprob"]) for i, by_id in zip(ids[1:], found, strict=True)]
+        entries = cast(list[dict[str, Any]], answer["prompt_logprobs"][1:])
+        logprobs = [float(by_id[str(i)]["logprob"]) for i, by_id in zip(ids[1:], entries, strict=True)]
         return logprobs, spans_to_versions(answer["choices"][0].get("weight_versions"), 1, url)[0]
 
     # The server -------------------------------------------------------------------------------------------------------
@@ -261,8 +262,8 @@ class VllmBackend:
         }
 
     async def check(self, http: httpx2.AsyncClient, url: str) -> None:
-        """Reads the server's configuration and tries one request. Raises UserError for what the run needs and the
-        server does not do."""
+        """Reads the server's configuration and tries one request. Raises UserError for a setting or capability that the
+        run needs and the server lacks."""
         version = (await http.get(f"{url}/version")).json().get("version", "")
         if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_VLLM:
             raise UserError(
@@ -324,7 +325,7 @@ class VllmBackend:
         )
 
     async def bring(self, http: httpx2.AsyncClient, url: str, version: int) -> None:
-        """Updates the server; its requests go on, with the keys and values that they have. Raises NotLive."""
+        """Updates the server, whose requests continue with their keys and values. Raises NotLive."""
         server, at = VllmServer(http, url), self._at(url)
         if not at.followed:
             reached, digest = await server.follow(self._weights, keep=True)
@@ -341,8 +342,8 @@ class VllmServer:
         self._http, self._seconds = http, seconds
 
     async def ask(self, method: str, *arguments: str) -> dict[str, Any]:
-        """The answer of the server's worker. Raises NotLive if it refuses, EngineLost if it cannot be reached, and
-        UserError for a server that is not set up for it."""
+        """The result of a method of the server's worker. Raises NotLive if the worker refuses, EngineLost if the server
+        cannot be reached, and UserError for several workers or a server without development mode."""
         answers = (await self.send("POST", "/collective_rpc", body={"method": method, "args": list(arguments)}))[
             "results"
         ]
@@ -354,7 +355,7 @@ class VllmServer:
         return answers[0]
 
     async def send(self, verb: str, path: str, body: dict[str, Any] | None = None, **query: str) -> dict[str, Any]:
-        """One request. Raises EngineLost unless the server answers, UserError if it does not do what it is asked."""
+        """One request. Raises EngineLost without an answer of status 200, UserError for a missing route."""
         try:
             response = await self._http.request(
                 verb, f"{self.url}{path}", params=query, json=body, timeout=self._seconds
@@ -370,8 +371,8 @@ class VllmServer:
         return cast(dict[str, Any], response.json())
 
     async def follow(self, weights: WeightsOf, *, keep: bool) -> tuple[int, str]:
-        """Makes the server follow the store; the version that it serves, -1 if that is none of the store's, and its
-        digest. A swap that was cut off (its caller was killed) is finished if the server's weights are whole."""
+        """Opens the store at the server; returns the served version, -1 if it is none of the store's, and its digest. A
+        swap whose caller was killed is finished if the server's weights are whole."""
         try:
             opened = await self.ask("etude_open", weights.store, weights.relay, weights.public_key)
             version, paused = int(opened["version"]), (await self.send("GET", "/is_paused"))["is_paused"]
@@ -383,8 +384,8 @@ class VllmServer:
         return version, str(digest)
 
     async def update(self, version: int, *, keep: bool, seconds: float = STAGE_SECONDS) -> LiveVersion:
-        """Makes a version live. With `keep`, requests go on with the keys and values that they have, and the prefix
-        cache stays; else all are computed again. Raises NotLive if the old version goes on."""
+        """Makes a version live. With `keep`, requests continue with their keys and values, and the prefix cache stays;
+        else all are computed again. Raises NotLive if the old version stays."""
         end = time.monotonic() + seconds
         await self.ask("etude_stage", str(version))
         while (status := await self.ask("etude_status"))["staging"]:
@@ -415,7 +416,7 @@ class VllmServer:
 
 
 def _params(**own: Any) -> dict[str, Any]:
-    """Sampling parameters, without what a model's generation_config.json could add."""
+    """Sampling parameters that keep out the defaults of a model's generation_config.json."""
     return {"top_p": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False, **own}
 
 
@@ -484,8 +485,8 @@ def _finish_reason(url: str, reason: str | None) -> str:
 
 
 def _routes_of(array_TLK: np.ndarray, first: int, layers: Sequence[int]) -> Routes:
-    """Experts of positions from `first` on, of those of a model's layers that have some: `array_TLK` holds all layers.
-    Raises EngineError if it has fewer."""
+    """The experts of positions from `first` on, in `layers`; `array_TLK` holds all layers of the model. Raises
+    EngineError for an array with fewer."""
     if array_TLK.ndim != 3 or max(layers) >= array_TLK.shape[1]:
         raise EngineError(f"experts of shape {array_TLK.shape} are no array of this model's")
     chosen_TLK = array_TLK[:, list(layers)]
