@@ -8,10 +8,11 @@ import pytest
 from etude.errors import UserError
 from etude.store import open_store
 from etude.weights import manifest
+from etude.weights.manifest import ManifestRefused, Trust
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.signature import ManifestRefused, Trust, keygen, private_key, public_key, sign
+from etude.weights.signature import keygen, private_key, public_key, sign
 from etude.weights.ulpd.digest import digest
 from tests.helpers.small_tensors import nudged, tensors, widened
 

@@ -20,9 +20,8 @@ from etude.inference.vllm import feed as following
 from etude.records import PolicyVersion
 from etude.store import Store, open_store
 from etude.weights import retention, signature
-from etude.weights.manifest import manifests, versions
+from etude.weights.manifest import Trust, manifests, versions
 from etude.weights.runs import model_folder
-from etude.weights.signature import Trust
 
 SHOWN_PROBLEMS = 10
 

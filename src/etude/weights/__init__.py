@@ -1,9 +1,9 @@
 """The chain of weight versions between the trainer and the engines.
 
     publisher, snapshots, ranks      the trainer's side: copies of the tensors, written as deltas and anchors
-    manifest, signature              a version's manifest, which is its commit point, and the readers' trust in it
+    manifest, signature              a version's manifest, which is its commit point; the rules of its readers; keys
     payloads, content                the payloads that lead to a version, their bytes, and the bits on the host
-    receiver, live_tensors           the engine's side: versions staged and swapped in
+    receiver                         the engine's side: versions staged and swapped into the live tensors
     repair, replica                  damaged chunks repaired; a swap by all servers of a replica
     relay, coordinator, service      the small servers of a cluster
     retention, audit, export         removal of unneeded objects, checks, and versions as model folders

@@ -25,10 +25,9 @@ from etude.processes import end_with_server
 from etude.store import open_store
 from etude.weights import signature
 from etude.weights.adapters import base_schema
-from etude.weights.manifest import newest
+from etude.weights.manifest import Trust, newest
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
-from etude.weights.signature import Trust
 from etude.weights.ulpd.digest import digest
 
 Answer = dict[str, Any]

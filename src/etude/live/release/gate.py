@@ -180,7 +180,8 @@ def read_report(release: Release, key: Path | None) -> GateReport:
 def integrity(version: ReleaseCandidate, key: Path | None) -> GatePart:
     """Whether the version is whole, signed and finite, and its step within the trainer's own bands."""
     from etude.weights.content import load_content
-    from etude.weights.signature import Trust, private_key
+    from etude.weights.manifest import Trust
+    from etude.weights.signature import private_key
 
     trust = Trust(private_key(key).public_key()) if key is not None else None
     try:
