@@ -408,8 +408,8 @@ def test_triton_is_imported_by_one_module_when_a_gpu_needs_it():
     kernels = "weights.ulpd.triton_kernels"
     importers = [n for n, path in FILES.items() if any(i.partition(".")[0] == "triton" for i in imports(n, path))]
     assert importers == [kernels]
-    assert [name for name in GRAPH if kernels in GRAPH[name]] == ["weights.ulpd.device"]
-    at_import = [n for n in tree(FILES["weights.ulpd.device"]).body if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert [name for name in GRAPH if kernels in GRAPH[name]] == ["weights.ulpd.kernels"]
+    at_import = [n for n in tree(FILES["weights.ulpd.kernels"]).body if isinstance(n, ast.Import | ast.ImportFrom)]
     assert "triton_kernels" not in [alias.name for node in at_import for alias in node.names]
 
 

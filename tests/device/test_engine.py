@@ -107,9 +107,8 @@ def answers_over_documents(place: str, folder: Path) -> list[Generation]:
 def answers_of_versions(place: str, folder: Path, store: Store) -> list[Generation]:
     """A new version comes while a request runs: written element by element, proven by its digest."""
     engine = engine_on(place, folder)
-    member = WeightWatcher(engine, WeightSource(weights=store.url))._member
-    assert member is not None
-    receiver = member.receiver
+    receiver = WeightWatcher(engine, WeightSource(weights=store.url))._receiver
+    assert receiver is not None
     receiver.apply(receiver.poll(0))
     row = engine.submit(Request(ids=prompt(1, 40), max_tokens=6, seed=3))
     for step in range(6):

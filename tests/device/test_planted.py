@@ -52,7 +52,7 @@ LEFT_OUT = tuple((module, right, right.replace(left_out, "", 1), check) for modu
      'self.cache.keys.device.type == "cpu" and ', "answers"),
     ("models.document_spans", "torch.from_numpy(padded_N).to(device)", ".to(device)", "documents"),
     ("models.document_spans", 'cos_1TD.device.type != "cpu" or ', 'cos_1TD.device.type != "cpu" or ', "documents"),
-    ("weights.live_tensors", "torch.from_numpy(positions).to(tensor.device)", ".to(tensor.device)", "versions"),
+    ("weights.receiver", "torch.from_numpy(positions).to(tensor.device)", ".to(tensor.device)", "versions"),
 ))  # fmt: skip
 OTHERS = (
     # the first device in place of the engine's

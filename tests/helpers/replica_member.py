@@ -14,9 +14,8 @@ import numpy as np
 
 from etude.errors import UserError
 from etude.store import open_store
-from etude.weights.live_tensors import LiveTensors
 from etude.weights.payloads import DamagedVersion
-from etude.weights.receiver import Receiver, WeightsMismatch
+from etude.weights.receiver import LiveTensors, Receiver, WeightsMismatch
 from etude.weights.replica import CoordinatorVote, NotTogether, ReplicaMember
 from etude.weights.ulpd import codec
 from etude.weights.ulpd.chunk_grid import bits, schema_of

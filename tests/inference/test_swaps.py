@@ -28,9 +28,8 @@ from etude.protocol.wire import GenerateRequest
 from etude.records import Generation
 from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
-from etude.weights.live_tensors import LiveTensors
 from etude.weights.publisher import Publisher
-from etude.weights.receiver import materialise
+from etude.weights.receiver import LiveTensors, materialise
 from tests.inference.test_engine import TOLERANCE, model_of, prompt, score
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
@@ -74,7 +73,7 @@ def test_tags_reproduce_every_token_of_a_generation_over_swaps(versions, at):
     model = model_of(seed=2)
     engine = Engine(model, deterministic=True)
     watcher = WeightWatcher(engine, WeightSource(weights=versions.url))
-    receiver = watcher._member.receiver
+    receiver = watcher._receiver
     receiver.apply(receiver.poll(0))
     request = Request(ids=prompt(40), max_tokens=30, seed=3)
     sequence = engine.submit(request)
@@ -105,7 +104,7 @@ def test_a_swap_that_does_not_take_is_undone_and_the_engine_goes_on(versions, mo
     model = model_of(seed=2)
     engine = Engine(model)
     watcher = WeightWatcher(engine, WeightSource(weights=versions.url))
-    receiver = watcher._member.receiver
+    receiver = watcher._receiver
     receiver.apply(receiver.poll(0))
     before = watcher.live_digest()
     engine.start()
@@ -134,7 +133,7 @@ def test_rot_is_repaired_while_the_engine_stands_still(versions):
     try:
         watcher.poll()
         named_tensors(model)["model.norm.weight"][7] += 0.5
-        watcher._damaged = watcher._member.receiver.scrub(1.0)
+        watcher._damaged = watcher._receiver.scrub(1.0)
         assert len(watcher._damaged) == 1
         watcher.poll()
         assert (watcher.repairs, watcher.trouble, engine.is_paused) == (1, "", False)

@@ -12,7 +12,7 @@ import torch
 
 from etude.errors import RunFailed, UserError
 from etude.trainer import checkpoint
-from etude.trainer.checkpoint_writer import CheckpointWriter
+from etude.trainer.checkpoint import CheckpointWriter
 from etude.weights.ranks import Ranks
 
 ONE = Ranks(0, 1, "one")

@@ -35,7 +35,7 @@ def following(folder, config, *, dtype=torch.float32):
 
 def caught_up(watcher):
     """The watcher after its receiver has taken the newest version."""
-    receiver = watcher._member.receiver
+    receiver = watcher._receiver
     receiver.apply(receiver.poll())
     return watcher
 

@@ -17,10 +17,10 @@ from etude.weights import manifest as manifests
 from etude.weights.audit import audit
 from etude.weights.content import load
 from etude.weights.export import advance, export, export_adapters
+from etude.weights.manifest import Trust
 from etude.weights.payloads import DamagedVersion
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.signature import Trust
 from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.tiny_models import save_random_model
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.weights.ulpd import changes, codec
+from etude.weights.ulpd import codec
 from etude.weights.ulpd.chunk_grid import FORMATS, Bits, Schema, Spec
 from etude.weights.ulpd.codec import ABS, A, B, Codec
 
@@ -18,13 +18,13 @@ def grid_of(dtype: str) -> Schema:
     return Schema((Spec("x", dtype, (3, 90_000)), Spec("y", dtype, (50,))))  # three chunks
 
 
-def move(grid: Schema, live: dict[str, Bits], moved: changes.Changes) -> dict[int, int]:
+def move(grid: Schema, live: dict[str, Bits], moved: codec.Changes) -> dict[int, int]:
     """Makes the changes in place; by chunk, what its digest grows by."""
     grown = {}
     for number, moves in moved.items():
         chunk = grid.chunks[number]
         spec = grid.tensors[chunk.tensor]
-        grown[number] = changes.move_bits(spec, live[spec.name][chunk.start : chunk.stop], chunk.start, moves)
+        grown[number] = codec.move_bits(spec, live[spec.name][chunk.start : chunk.stop], chunk.start, moves)
     return grown
 
 
@@ -57,13 +57,13 @@ def test_a_fold_does_what_its_steps_do(dtype: str, seed: int, allowed: list[tupl
     grid = grid_of(dtype)
     first = now = start(grid, rng)
     base = held = codec.digests(grid, first)
-    known: list[changes.Changes] = []
+    known: list[codec.Changes] = []
     for choice in allowed:
         new = step(rng, now, reach)
         known.append(codec.encode_changes(grid, now, new, held, Codec(choice))[1])
         held = codec.digests(grid, new)
         now = new
-    folded = changes.fold(grid, known)
+    folded = codec.fold(grid, known)
     copy = {name: part.copy() for name, part in first.items()}
     move(grid, copy, folded)
     assert all(np.array_equal(copy[name], now[name]) for name in now)
@@ -85,6 +85,6 @@ def test_changes_are_taken_back(dtype: str) -> None:
         for chunk, grown in move(grid, live, made).items():
             assert (int(base[chunk]) + grown) % codec.MODULUS == int(target[chunk])
         assert all(np.array_equal(live[name], new[name]) for name in new)
-        for chunk, grown in move(grid, live, changes.inverse(made)).items():
+        for chunk, grown in move(grid, live, codec.inverse(made)).items():
             assert (int(target[chunk]) + grown) % codec.MODULUS == int(base[chunk])
         assert all(np.array_equal(live[name], old[name]) for name in old)

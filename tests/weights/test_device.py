@@ -8,18 +8,19 @@ import torch
 import etude.weights
 from etude.errors import UserError
 from etude.weights.snapshots import Snapshots
-from etude.weights.ulpd import device
+from etude.weights.ulpd import kernels
 from etude.weights.ulpd.chunk_grid import Spec
+from etude.weights.ulpd.digest import digest_part
 
 
 def test_a_gpu_without_triton_is_one_sentence(monkeypatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(kernels, "on_gpu", lambda tensor: True)
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, "etude.weights.ulpd.triton_kernels", raising=False)
     monkeypatch.delattr(etude.weights, "triton_kernels", raising=False)
     spec, sentence = Spec("x", "float32", (3,)), "Triton, which is not installed; pip install triton"
-    with pytest.raises(device.TritonMissing, match=sentence):
-        device.digest(spec, torch.zeros(3))
+    with pytest.raises(kernels.TritonMissing, match=sentence):
+        digest_part(spec, torch.zeros(3))
     snapshots = Snapshots()
     snapshots.take([spec], {"x": torch.zeros(3)})()
     with pytest.raises(UserError, match=sentence):
@@ -29,5 +30,5 @@ def test_a_gpu_without_triton_is_one_sentence(monkeypatch) -> None:
 def test_a_host_tensor_needs_no_triton(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     spec, part = Spec("x", "float32", (6,)), torch.arange(6.0)
-    halves = device.digest(spec, part[:2]) + device.digest(spec, part[2:], 2)
-    assert device.digest(spec, part) == halves % (1 << 64)
+    halves = digest_part(spec, part[:2]) + digest_part(spec, part[2:], 2)
+    assert digest_part(spec, part) == halves % (1 << 64)

@@ -9,8 +9,8 @@ from etude.errors import UserError
 from etude.models.loading import load_model, model_id, named_tensors
 from etude.store import open_store
 from etude.weights.export import export, publish_folder
+from etude.weights.manifest import Trust
 from etude.weights.publisher import Publisher
-from etude.weights.signature import Trust
 from etude.weights.ulpd.digest import weights_digest
 
 

@@ -11,9 +11,9 @@ from etude.store import open_store
 from etude.weights import manifest, retention
 from etude.weights.audit import audit
 from etude.weights.content import load
+from etude.weights.manifest import Trust
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import update_to
-from etude.weights.signature import Trust
 from tests.helpers.small_tensors import copies, nudged, tensors
 
 VERSIONS = 40

@@ -8,10 +8,11 @@ import pytest
 from etude.errors import UserError
 from etude.store import open_store
 from etude.weights import manifest
+from etude.weights.manifest import ManifestRefused, Trust
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.signature import ManifestRefused, Trust, generate_key, read_private_key, read_public_key, sign
+from etude.weights.signature import generate_key, read_private_key, read_public_key, sign
 from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.small_tensors import nudged, tensors, widened
 

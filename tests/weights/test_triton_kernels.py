@@ -18,7 +18,7 @@ from etude.weights.content import load
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 from etude.weights.snapshots import Snapshots
-from etude.weights.ulpd import device, kernels
+from etude.weights.ulpd import kernels
 from etude.weights.ulpd.chunk_grid import FORMATS, Format, schema_of
 from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.faulty import Faulty
@@ -47,7 +47,7 @@ SPECIAL = {
 @pytest.fixture
 def gpu(monkeypatch):
     """Tensors of DEVICE count as a GPU's, so that all that follows is what a GPU's go through."""
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: tensor.device.type == DEVICE)
+    monkeypatch.setattr(kernels, "on_gpu", lambda tensor: tensor.device.type == DEVICE)
 
 
 def there(array: np.ndarray) -> torch.Tensor:
@@ -197,7 +197,7 @@ def test_versions_published_from_a_gpu_are_those_of_the_host(gpu, monkeypatch, t
     manifests = []
     for store, place in zip(stores, (moved, copies), strict=True):
         if place is copies:
-            monkeypatch.setattr(device, "on_gpu", lambda tensor: False)
+            monkeypatch.setattr(kernels, "on_gpu", lambda tensor: False)
         publisher = Publisher(store)
         publisher.publish(0, place(made[0]), (), {})
         publisher.publish(1, place(made[1]), (), {})

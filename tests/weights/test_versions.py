@@ -14,10 +14,9 @@ from etude.errors import UserError
 from etude.store import Store, open_store
 from etude.weights import manifest
 from etude.weights.content import load
-from etude.weights.live_tensors import LiveTensors
 from etude.weights.payloads import DamagedVersion
 from etude.weights.publisher import AlreadyPublished, Publisher
-from etude.weights.receiver import Receiver, WeightsMismatch, materialise
+from etude.weights.receiver import LiveTensors, Receiver, WeightsMismatch, materialise
 from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.small_tensors import copies, nudged, tensors, widened
 

@@ -50,8 +50,8 @@ def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
 
     if unnamed := next((pattern for pattern in exclude if not pattern.isprintable()), None):
         raise UserError(f"--exclude {unnamed!r} has characters that no configuration holds: give a pattern")
-    found = survey_repository(repository, exclude)
-    fit = [f for f in read_functions(repository, found)[1] if 1 <= f.body_lines <= 20]
+    surveyed = survey_repository(repository, exclude)
+    fit = [f for f in read_functions(repository, surveyed)[1] if 1 <= f.body_lines <= 20]
     if not fit:
         raise UserError(f"{repository} has no function of 1 to 20 lines: there is nothing that could be broken")
     kind = "JavaScript" if surveyed.script else "Python"

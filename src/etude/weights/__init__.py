@@ -1,9 +1,9 @@
 """The chain of weight versions between the trainer and the engines.
 
     publisher, snapshots, ranks      the trainer's side: copies of the tensors, written as deltas and anchors
-    manifest, signature              a version's manifest, which is its commit point, and the readers' trust in it
+    manifest, signature              a version's manifest, which is its commit point; the rules of its readers; keys
     payloads, content                the payloads that lead to a version, their bytes, and the bits on the host
-    receiver, live_tensors           the engine's side: versions staged and swapped in
+    receiver                         the engine's side: versions staged and swapped into the live tensors
     repair, replica                  damaged chunks repaired; a swap by all servers of a replica
     relay, coordinator, service      the small servers of a cluster
     retention, audit, export         removal of unneeded objects, checks, and versions as model folders
@@ -15,10 +15,10 @@ version.
 """
 
 # pyright: reportUnusedImport=false
-from etude.weights.manifest import manifests, newest_manifest, published_versions, read_manifest
+from etude.weights.manifest import Trust, manifests, newest_manifest, published_versions, read_manifest
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.retention import collect_garbage
 from etude.weights.runs import model_folder, rl_config, run_of_name, with_models
-from etude.weights.signature import Trust, generate_key, read_private_key, read_public_key
+from etude.weights.signature import generate_key, read_private_key, read_public_key
 
 PUBLIC = ("", "adapters", "audit", "content", "export", "publisher", "ranks", "receiver", "repair", "replica", "ulpd")

@@ -16,12 +16,11 @@ from etude.errors import UserError
 from etude.models.lora import DOWN, UP, merged
 from etude.records import AdaptedBase, PolicyVersion
 from etude.store import Store
-from etude.weights.content import Content, load_content, load_schema
-from etude.weights.live_tensors import Tensors, as_tensor
+from etude.weights.content import Content, Tensors, load_content, load_schema
+from etude.weights.manifest import Trust
 from etude.weights.payloads import DamagedVersion
-from etude.weights.signature import Trust
 from etude.weights.ulpd import codec
-from etude.weights.ulpd.chunk_grid import Bits, Schema, bits
+from etude.weights.ulpd.chunk_grid import Bits, Schema, as_tensor, bits
 from etude.weights.ulpd.digest import digest_text
 
 

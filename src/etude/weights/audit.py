@@ -12,9 +12,8 @@ from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
 from etude.weights import retention
 from etude.weights.content import load
-from etude.weights.manifest import published_versions, read_manifest, schema_key
+from etude.weights.manifest import Trust, published_versions, read_manifest, schema_key
 from etude.weights.payloads import intact
-from etude.weights.signature import Trust
 from etude.weights.ulpd import codec
 from etude.weights.ulpd.chunk_grid import decode
 

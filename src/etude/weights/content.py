@@ -12,13 +12,11 @@ import torch
 from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import Store
-from etude.weights.live_tensors import as_tensor
-from etude.weights.manifest import key, published_versions, schema_key
+from etude.weights.manifest import Trust, key, published_versions, schema_key
 from etude.weights.payloads import BrokenObject, DamagedVersion, NoPath, Payload, PayloadSource, plan
-from etude.weights.signature import Trust
 from etude.weights.ulpd import chunk_grid, codec
 from etude.weights.ulpd import kernels as _typed_kernels
-from etude.weights.ulpd.chunk_grid import Bits, Schema
+from etude.weights.ulpd.chunk_grid import Bits, Schema, as_tensor
 from etude.weights.ulpd.codec import Digests
 from etude.weights.ulpd.digest import digest_text
 
@@ -51,6 +49,7 @@ class Content:
 
 
 VersionContent = tuple[PolicyVersion, Content]
+Tensors = Mapping[str, torch.Tensor]
 
 
 def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:

@@ -22,10 +22,9 @@ from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.adapters import load_live
 from etude.weights.content import load
-from etude.weights.manifest import newest_manifest, published_versions, read_manifest
+from etude.weights.manifest import Trust, newest_manifest, published_versions, read_manifest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import materialise, update_to
-from etude.weights.signature import Trust
 from etude.weights.ulpd.chunk_grid import schema_of
 from etude.weights.ulpd.digest import weights_digest
 

@@ -2,18 +2,25 @@
 
 Manifests are small and never deleted, so there is no gap in the numbers. Payloads are stored apart, under their own
 digests. A file holds the manifest and the BLAKE3 digest of its bytes, so that an altered manifest is detected even
-without a signature.
+without a signature. `Trust` holds the rules by which a reader refuses manifests.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import blake3
 import msgspec
 
 from etude.errors import UserError
 from etude.records import MANIFEST_FORMAT, PolicyVersion
-from etude.store import Store
-from etude.weights.signature import Trust
+from etude.store import Store, write_durably
+from etude.weights.signature import signed_by
+
+if TYPE_CHECKING:  # the core is installed without cryptography, and reads unsigned manifests
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 FOLDER = "versions"
 _ADVICE = "restore the file from a copy, or start a new run"
@@ -23,6 +30,10 @@ class ManifestDamaged(UserError, ValueError):
     """A manifest has changed since it was written."""
 
 
+class ManifestRefused(ValueError):
+    """A manifest of another model or run, unsigned, forged, or older than an accepted one."""
+
+
 class _ManifestFile(msgspec.Struct):
     digest: str = ""
     manifest: msgspec.Raw = msgspec.Raw(b"")
@@ -30,6 +41,59 @@ class _ManifestFile(msgspec.Struct):
 
 class _ManifestHead(msgspec.Struct):
     format: int = 1
+
+
+@dataclass
+class Trust:
+    """The rules of one reader: without `key` all manifests are accepted, else only the signed ones of one run, in
+    order. With `model` (`etude.models.loading.model_id`) only versions of that model, or of an unnamed one. `run` and
+    `version` are those of the newest accepted manifest; with `memory` they outlive the process."""
+
+    key: Ed25519PublicKey | None = None
+    run: str = ""
+    version: int = -1
+    memory: Path | None = None
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.memory.exists():
+            try:
+                self.run, self.version = msgspec.json.decode(self.memory.read_bytes(), type=tuple[str, int])
+            except (OSError, msgspec.MsgspecError):
+                raise UserError(f"{self.memory} cannot be read; remove it to trust the store anew") from None
+
+    def check(self, manifest: PolicyVersion) -> None:
+        """Raises ManifestRefused if the manifest is of another model or run, or if the signature is not the key's."""
+        number = manifest.version
+        if self.model and manifest.model not in ("", self.model):
+            raise ManifestRefused(
+                f"version {number} is of a model with another config.json or tokenizer.json; use the model folder that "
+                "its run began with"
+            )
+        if self.key is None:
+            return
+        if not manifest.signature:
+            raise ManifestRefused(f"version {number} is not signed")
+        if not signed_by(manifest, self.key):
+            raise ManifestRefused(f"the signature of version {number} is not by the key that is trusted")
+        if self.run and manifest.run != self.run:
+            raise ManifestRefused(
+                f"version {number} is of another run ({manifest.run}) than those before it ({self.run})"
+            )
+
+    def accept(self, manifest: PolicyVersion) -> None:
+        """Calls `check`, and remembers the manifest. Raises ManifestRefused also for a manifest older than an accepted
+        one."""
+        self.check(manifest)
+        if self.key is None:
+            return
+        if manifest.version < self.version:
+            raise ManifestRefused(
+                f"version {manifest.version} is older than version {self.version}, which was accepted before"
+            )
+        self.run, self.version = manifest.run, manifest.version
+        if self.memory is not None:
+            write_durably(self.memory, msgspec.json.encode((self.run, self.version)))
 
 
 def key(version: int) -> str:

@@ -17,8 +17,7 @@ import httpx2
 from etude.protocol import bearer, own_token
 from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
-from etude.weights.manifest import read_manifest
-from etude.weights.signature import Trust
+from etude.weights.manifest import Trust, read_manifest
 
 PIECE = 8 * 2**20
 """Bytes of one request to a relay: a broken connection costs one piece."""

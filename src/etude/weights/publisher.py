@@ -33,9 +33,8 @@ from etude.weights.ranks import Ranks, Share
 from etude.weights.signature import sign
 from etude.weights.snapshots import Snapshots
 from etude.weights.ulpd import codec
-from etude.weights.ulpd.changes import Changes, fold
 from etude.weights.ulpd.chunk_grid import Bits, Schema, schema_of
-from etude.weights.ulpd.codec import Codec, Digests
+from etude.weights.ulpd.codec import Changes, Codec, Digests, fold
 from etude.weights.ulpd.digest import digest_text, weights_digest
 
 SPANS = (8, 64)

@@ -9,12 +9,14 @@ digested as a whole when they are first written, damaged chunks after their repa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import httpx2
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from etude.errors import SwapUndone, UserError
@@ -22,23 +24,102 @@ from etude.protocol import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.adapters import Base, base_schema, load_live
-from etude.weights.content import Content, content_of, read_content, replay_chunk
-from etude.weights.live_tensors import ElementChange, LiveTensors, Positions, Tensors
-from etude.weights.manifest import key, published_versions
+from etude.weights.content import Content, Tensors, content_of, read_content, replay_chunk
+from etude.weights.manifest import ManifestRefused, Trust, key, published_versions
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.repair import Repaired, RepairSource, RepairUnavailable, repair_chunk
-from etude.weights.signature import ManifestRefused, Trust
 from etude.weights.ulpd import chunk_grid, codec
-from etude.weights.ulpd.chunk_grid import Bits, Chunk, Schema
-from etude.weights.ulpd.digest import weights_digest
+from etude.weights.ulpd import kernels as _typed_kernels
+from etude.weights.ulpd.chunk_grid import Bits, Chunk, Schema, Spec, as_tensor, bits
+from etude.weights.ulpd.digest import digest_part, narrow_lossless, weights_digest
+
+kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
+Positions = npt.NDArray[np.int64]
 
 SCRUBBED = 0.01
 """Share of the chunks that are digested again per version: bit rot is detected within a hundred versions."""
 _PEER_SECONDS = 10.0
 
+BetweenSteps = Callable[[int, Callable[[], None]], object]
+"""Calls a function between two steps of the engine, which goes on as the given version; returns afterwards."""
+
 
 class WeightsMismatch(SwapUndone):
     """The live tensors did not take a version's values; they were restored and the old version goes on."""
+
+
+@dataclass(frozen=True)
+class ElementChange:
+    """New bits for single elements of a tensor; `positions` index the flattened tensor and are distinct."""
+
+    spec: Spec
+    positions: Positions
+    values: Bits
+    staged: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)  # on devices but the host
+
+
+class LiveTensors:
+    """Named contiguous tensors, read and written as the published bits; the engine sees the written values at once.
+
+    A change names single elements, so writing it costs time per change and copies no tensor. On the host a compiled
+    loop does it; another device gets positions and values when the change is staged, so that writing is one indexed
+    operation per tensor."""
+
+    def __init__(self, tensors: Tensors):
+        assert all(tensor.is_contiguous() for tensor in tensors.values())
+        self.tensors = tensors
+
+    def stage(self, spec: Spec, positions: Positions, values: Bits) -> ElementChange:
+        """A change that is ready to be written; its lists are on the device already."""
+        if (host := self._host(spec)) is not None:
+            for kernel in (kernels.scatter, kernels.holds):
+                kernel(*host, positions[:0], values[:0])  # compiled here, not while the engine is paused
+            return ElementChange(spec, positions, values)
+        tensor = self.tensors[spec.name]
+        there = torch.from_numpy(positions).to(tensor.device)  # pyright: ignore[reportUnknownMemberType]
+        return ElementChange(spec, positions, values, (there, as_tensor(values, spec).to(tensor.device, tensor.dtype)))
+
+    def write(self, change: ElementChange) -> None:
+        """Writes the values of the change."""
+        if change.staged is None:
+            kernels.scatter(*self._on_host(change.spec), change.positions, change.values)
+        else:
+            self._flat(change.spec).index_copy_(0, *change.staged)
+
+    def holds(self, change: ElementChange) -> bool:
+        """Whether the elements have the change's values, bit for bit."""
+        if change.staged is None:
+            return bool(kernels.holds(*self._on_host(change.spec), change.positions, change.values))
+        positions, values = change.staged
+        actual = self._flat(change.spec).index_select(0, positions)
+        return torch.equal(actual.view(torch.uint8), values.view(torch.uint8))  # as bits: NaN equals itself
+
+    def digest_run(self, spec: Spec, start: int, stop: int) -> int:
+        """The digest of consecutive elements. Raises ValueError for bits that no published version can have."""
+        return digest_part(
+            spec, narrow_lossless(spec.name, self._flat(spec)[start:stop], getattr(torch, spec.dtype)), start
+        )
+
+    def write_run(self, spec: Spec, start: int, values: Bits) -> None:
+        """Writes consecutive elements."""
+        self._flat(spec)[start : start + values.size].copy_(as_tensor(values, spec))
+
+    def _flat(self, spec: Spec) -> torch.Tensor:
+        return self.tensors[spec.name].view(-1)
+
+    def _host(self, spec: Spec) -> tuple[Bits, int] | None:
+        """The tensor as unsigned integers, and the shift of the published bits in them, for a type that a shift
+        widens."""
+        tensor = self.tensors[spec.name]
+        same = str(tensor.dtype) == f"torch.{spec.dtype}"
+        if tensor.device.type != "cpu" or not (same or (spec.dtype == "bfloat16" and tensor.dtype == torch.float32)):
+            return None
+        return bits(tensor), 0 if same else 16
+
+    def _on_host(self, spec: Spec) -> tuple[Bits, int]:
+        host = self._host(spec)
+        assert host is not None, "the change was staged for another device"
+        return host
 
 
 @dataclass(frozen=True)
@@ -103,6 +184,14 @@ class Receiver:
             before = {name: self._live.tensors[name].to("cpu", copy=True) for name in others}
             return WeightUpdate(manifest, staged, held, None, before, published)
         return WeightUpdate(manifest, staged, held, tuple(_differences(self._live, held, staged)), {}, published)
+
+    def advance(self, between_steps: BetweenSteps, limit: int | None = None) -> bool:
+        """Swaps in the newest version (up to `limit`); false if there is none. Raises DamagedVersion, UserError or
+        WeightsMismatch; then the old version is live and complete."""
+        update = self.poll(limit)
+        if update is not None:
+            between_steps(update.manifest.version, lambda: self.apply(update))
+        return update is not None
 
     def _staged(self, manifest: PolicyVersion, published: Content) -> Content:
         """The content for the live tensors: the published one, or the base with the adapters. Raises DamagedVersion."""

@@ -3,14 +3,13 @@
     every member: fetch, stage -> READY(v)? -> all are ready in time -> swap between two steps -> APPLIED? -> all have
     applied in time -> commit; else undo
 
-A member that gets no reply (the coordinator has failed) undoes its swap. The coordinator's side is `coordinator.py`; a
-replica of one server has no coordinator.
+A member that gets no reply (the coordinator has failed) undoes its swap. The coordinator's side is `coordinator.py`. A
+server without a coordinator calls `Receiver.advance` and needs nothing of this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import httpx2
 import msgspec
@@ -19,16 +18,13 @@ from etude.errors import SwapUndone, UserError
 from etude.failpoints import failpoint
 from etude.protocol import JSON, bearer, own_token
 from etude.weights.payloads import DamagedVersion
-from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
+from etude.weights.receiver import BetweenSteps, Receiver, WeightsMismatch, WeightUpdate
 
 READY_SECONDS, APPLIED_SECONDS = 10.0, 2.0
 """Time that a round waits for its last vote. Engines are paused during the second round."""
 GRACE_SECONDS = 2.0
 """Time that a member waits longer than the coordinator."""
 _MAX_CHARACTERS = 10_000  # limit for a member's name, and for its reasons
-
-BetweenSteps = Callable[[int, Callable[[], None]], object]
-"""Calls a function between two steps of the engine, which goes on as the given version; returns afterwards."""
 
 
 class NotTogether(SwapUndone):
@@ -52,38 +48,6 @@ class Decision(msgspec.Struct, frozen=True):
     ticket: int
     target: int
     why: str = ""
-
-
-class ReplicaVote(Protocol):
-    """The interface for votes with the other members of a replica."""
-
-    def committed(self) -> int:
-        """The version that the replica serves, -1 if none or unknown."""
-        ...
-
-    def ready(self, version: int, ok: bool, why: str = "") -> Decision:
-        """Whether all members are ready to swap to `version`."""
-        ...
-
-    def applied(self, decision: Decision, ok: bool) -> bool:
-        """Whether all members have swapped; if not, the caller must undo its swap."""
-        ...
-
-
-class SingleMember:
-    """The vote in a replica of one server."""
-
-    def committed(self) -> int:
-        """Always -1: no other member is ahead."""
-        return -1
-
-    def ready(self, version: int, ok: bool, why: str = "") -> Decision:
-        """The member's own vote."""
-        return Decision(ok, 0, version, why)
-
-    def applied(self, decision: Decision, ok: bool) -> bool:
-        """The member's own vote."""
-        return ok
 
 
 class CoordinatorVote:
@@ -122,7 +86,7 @@ class CoordinatorVote:
 class ReplicaMember:
     """Brings a receiver from version to version by the votes of its replica."""
 
-    def __init__(self, receiver: Receiver, votes: ReplicaVote):
+    def __init__(self, receiver: Receiver, votes: CoordinatorVote):
         self.receiver = receiver
         self._votes = votes
         self._limit: int | None = None  # the version that all members can reach, after a round of different versions
@@ -135,10 +99,7 @@ class ReplicaMember:
             return False
         committed = self._votes.committed()
         if receiver.version < committed:  # the others serve it already, so no vote is needed
-            update = receiver.poll(committed)
-            if update is not None:
-                between_steps(update.manifest.version, lambda: receiver.apply(update))
-            return update is not None
+            return receiver.advance(between_steps, committed)
         try:
             update = receiver.poll(self._limit)
         except (DamagedVersion, UserError) as e:

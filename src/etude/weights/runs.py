@@ -122,7 +122,8 @@ def _of_run(name: str | Path) -> Path | None:
 def _exported(run: Path, config: RLConfig, version: int | None) -> Path:
     from etude.models.loading import model_id
     from etude.weights.export import export
-    from etude.weights.signature import Trust, read_public_key
+    from etude.weights.manifest import Trust
+    from etude.weights.signature import read_public_key
 
     if config.store is None and not (run / "weights").is_dir():  # a look-up must not create a store
         raise _nothing_yet(run)

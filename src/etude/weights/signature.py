@@ -1,4 +1,4 @@
-"""Ed25519 signatures of manifests (RFC 8032), and the rules by which a reader refuses manifests.
+"""Ed25519 signatures of manifests (RFC 8032), and their keys.
 
 A manifest names the digests of its objects, so a signature over it covers the weights. Keys are PEM files.
 """
@@ -6,7 +6,6 @@ A manifest names the digests of its objects, so a signature over it covers the w
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +13,11 @@ import msgspec
 
 from etude.errors import UserError
 from etude.records import PolicyVersion
-from etude.store import write_durably
 
 if TYPE_CHECKING:  # the core is installed without cryptography, and reads unsigned manifests
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 _DOMAIN = b"etude weights manifest\0"
-
-
-class ManifestRefused(ValueError):
-    """A manifest of another model or run, unsigned, forged, or older than an accepted one."""
 
 
 def generate_key(path: Path) -> Path:
@@ -85,63 +79,17 @@ def sign(manifest: PolicyVersion, key: Ed25519PrivateKey) -> PolicyVersion:
     return msgspec.structs.replace(manifest, signature=key.sign(_signed(manifest)).hex())
 
 
+def signed_by(manifest: PolicyVersion, key: Ed25519PublicKey) -> bool:
+    """Whether the signature of the manifest is the key's."""
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        key.verify(bytes.fromhex(manifest.signature), _signed(manifest))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
 def _signed(manifest: PolicyVersion) -> bytes:
     """Canonical bytes: JSON without spaces, keys sorted, no signature."""
     return _DOMAIN + msgspec.json.encode(msgspec.structs.replace(manifest, signature=""), order="sorted")
-
-
-@dataclass
-class Trust:
-    """The rules of one reader: without `key` all manifests are accepted, else only the signed ones of one run, in
-    order. With `model` (`etude.models.loading.model_id`) only versions of that model, or of an unnamed one. `run` and
-    `version` are those of the newest accepted manifest; with `memory` they outlive the process."""
-
-    key: Ed25519PublicKey | None = None
-    run: str = ""
-    version: int = -1
-    memory: Path | None = None
-    model: str = ""
-
-    def __post_init__(self) -> None:
-        if self.memory is not None and self.memory.exists():
-            try:
-                self.run, self.version = msgspec.json.decode(self.memory.read_bytes(), type=tuple[str, int])
-            except (OSError, msgspec.MsgspecError):
-                raise UserError(f"{self.memory} cannot be read; remove it to trust the store anew") from None
-
-    def check(self, manifest: PolicyVersion) -> None:
-        """Raises ManifestRefused if the manifest is of another model or run, or if the signature is not the key's."""
-        number = manifest.version
-        if self.model and manifest.model not in ("", self.model):
-            raise ManifestRefused(
-                f"version {number} is of a model with another config.json or tokenizer.json; use the model folder that "
-                "its run began with"
-            )
-        if self.key is None:
-            return
-        if not manifest.signature:
-            raise ManifestRefused(f"version {number} is not signed")
-        from cryptography.exceptions import InvalidSignature
-
-        try:
-            self.key.verify(bytes.fromhex(manifest.signature), _signed(manifest))
-        except (InvalidSignature, ValueError):
-            raise ManifestRefused(f"the signature of version {number} is not by the key that is trusted") from None
-        if self.run and manifest.run != self.run:
-            raise ManifestRefused(
-                f"version {number} is of another run ({manifest.run}) than those before it ({self.run})"
-            )
-
-    def accept(self, manifest: PolicyVersion) -> None:
-        """Calls `check`, and remembers the manifest. Raises ManifestRefused also for a manifest older than an accepted
-        one."""
-        self.check(manifest)
-        if self.key is None:
-            return
-        if manifest.version < self.version:
-            raise ManifestRefused(
-                f"version {manifest.version} is older than version {self.version}, which was accepted before"
-            )
-        self.run, self.version = manifest.run, manifest.version
-        if self.memory is not None:
-            write_durably(self.memory, msgspec.json.encode((self.run, self.version)))

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from etude.errors import UserError
-from etude.weights.ulpd import device
 from etude.weights.ulpd import kernels as _typed_kernels
 from etude.weights.ulpd.chunk_grid import Bits, Spec, unsigned
 
@@ -58,12 +57,12 @@ class Snapshots:
         for spec in specs:
             tensor = tensors[spec.name]
             mirror = known.get(spec.name)
-            if not device.on_gpu(tensor):
+            if not kernels.on_gpu(tensor):
                 whole[spec.name] = _here(unsigned(tensor))
             elif mirror is not None and mirror.spec == spec and mirror.there.device == tensor.device:
                 try:
                     moved.append((mirror, _follow(mirror, unsigned(tensor))))
-                except device.TritonMissing as e:
+                except kernels.TritonMissing as e:
                     raise UserError(str(e)) from None
             else:
                 there = unsigned(tensor).clone()
@@ -83,7 +82,7 @@ def _here(flat: torch.Tensor) -> Bits:
 
 def _follow(mirror: _TensorMirror, flat: torch.Tensor) -> list[_PartMoves]:
     """Brings the device's copy to `flat`."""
-    gpu, spec, form = device.gpu_kernels(), mirror.spec, mirror.spec.format
+    gpu, spec, form = kernels.gpu_kernels(), mirror.spec, mirror.spec.format
     parts: list[_PartMoves] = []
     for first in range(0, flat.numel(), gpu.LARGEST):
         part = slice(first, first + gpu.LARGEST)

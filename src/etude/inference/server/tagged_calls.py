@@ -1,8 +1,9 @@
 """Grammars of forced calls in dialects that write argument values between tags, as rules of Lark.
 
 The form of a call is measured: the renderer renders calls without, with one and with two arguments, and the grammar
-takes the text around names and values from them. Readers of these dialects take a text as it stands and other values as
-JSON (`renderers.typed_argument`), so a value is free text up to its closing tag, one of an `enum`, or JSON of its schema.
+takes the text around names and values from them. Readers of these dialects take a text as it stands and other values
+as JSON (`renderers.typed_argument`), so a value is free text up to its closing tag, one of an `enum`, or JSON of its
+schema.
 """
 
 from __future__ import annotations

@@ -22,11 +22,13 @@ from etude.inference.engine.engine import Engine
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
 from etude.store import open_store
-from etude.weights import DamagedVersion, PayloadSource, Trust, read_public_key
+from etude.weights.manifest import Trust
+from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch
 from etude.weights.repair import TRIES, Unrepairable
-from etude.weights.replica import CoordinatorVote, NotTogether, ReplicaMember, ReplicaVote, SingleMember
-from etude.weights.ulpd import weights_digest
+from etude.weights.replica import CoordinatorVote, NotTogether, ReplicaMember
+from etude.weights.signature import read_public_key
+from etude.weights.ulpd.digest import weights_digest
 
 _POLL_SECONDS = 0.1
 _LONGEST_SECONDS = 5.0  # between two tries of a failing operation
@@ -54,16 +56,15 @@ class WeightWatcher:
         self._engine = engine
         self._tensors = named_tensors(engine.model)
         self._types = types or (torch.bfloat16 if source or _fits_bfloat16(engine.model) else torch.float32)
-        self._member: ReplicaMember | None = None
+        self._receiver: Receiver | None = None
+        self._member: ReplicaMember | None = None  # of a replica of several servers
         if source is not None:
             store = open_store(source.weights)
             key = read_public_key(source.public_key) if source.public_key else None
             trust = Trust(key, memory=source.accepted, model=model)
-            receiver = Receiver(store, self._tensors, PayloadSource(store, source.relay, trust), source.peers)
-            votes: ReplicaVote = (
-                CoordinatorVote(source.coordinator, source.member) if source.coordinator else SingleMember()
-            )
-            self._member = ReplicaMember(receiver, votes)
+            self._receiver = Receiver(store, self._tensors, PayloadSource(store, source.relay, trust), source.peers)
+            if source.coordinator:
+                self._member = ReplicaMember(self._receiver, CoordinatorVote(source.coordinator, source.member))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etude-weights", daemon=True)
         self._failures = 0  # consecutive failures
@@ -82,30 +83,30 @@ class WeightWatcher:
     def live_digest(self) -> str:
         """The digest of the live tensors; it starts with "altered" if no published version can have this digest."""
         try:
-            held = self._member is not None and self._member.receiver.manifest is not None
-            return weights_digest(self._tensors, self._member.receiver.types if self._member and held else self._types)
+            held = self._receiver if self._receiver and self._receiver.manifest else None
+            return weights_digest(self._tensors, held.types if held else self._types)
         except ValueError as e:
             return f"altered: {e}"
 
     def chunk(self, number: int, version: int) -> bytes | None:
         """A chunk of the version that is served, for a peer that repairs itself."""
-        return self._member.receiver.chunk(number, version) if self._member else None
+        return self._receiver.chunk(number, version) if self._receiver else None
 
     def start(self) -> None:
         """Swap in the newest version in the store, then follow it on a thread. The engine must be running."""
-        if self._member is not None:
+        if self._receiver is not None:
             self.poll()
             self._thread.start()
 
     def poll(self) -> bool:
         """Look for a version once; true if a new one is live now. A failure is described in `trouble` and tried
         again."""
-        assert self._member is not None
-        receiver = self._member.receiver
+        receiver = self._receiver
+        assert receiver is not None
         try:
             if self._damaged:
                 self._repair(receiver)
-            moved = self._member.advance(self._swap)
+            moved = (self._member or receiver).advance(self._swap)
             if moved:
                 self._note(receiver)
             self._failures, self.trouble = 0, ""

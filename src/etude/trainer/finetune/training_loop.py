@@ -22,7 +22,6 @@ from etude import runfolder
 from etude.errors import UserError
 from etude.trainer import checkpoint as checkpoints
 from etude.trainer.activations import checkpoint_activations
-from etude.trainer.checkpoint_writer import CheckpointWriter
 from etude.trainer.finetune import folder
 from etude.trainer.finetune.config import OptimConfig
 from etude.trainer.lora import AdapterAdamW, Adapters
@@ -118,7 +117,7 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
     states = output / "checkpoints"
     steps, elapsed = _resume(states, optimizer) if run.resume else (0, 0.0)
     checkpoints.drop_after(states, steps)
-    writer = CheckpointWriter(states, keep=2)
+    writer = checkpoints.CheckpointWriter(states, keep=2)
     record = _TrainingRecord(output / "metrics.jsonl", work.tokens, steps, elapsed, run.show)
     wanted = min(config.tokens or math.inf, len(work.steps) * work.tokens)
     minutes = config.minutes or math.inf

@@ -16,9 +16,9 @@ payload N+2. They are written in the background while step N+2 computes, on grou
 nothing of step N+2 is published before version N+1 is settled. A resume brings a ledger that lags behind the manifests
 up to date.
 
-Checkpoints, one every `trainer.checkpoint_every` versions, are written at the same time (checkpoint_writer.py). A
-resume takes the newest one, and computes the later steps again from the groups that the manifests name (restore.py). A
-checkpoint of a version without a manifest is deleted.
+Checkpoints, one every `trainer.checkpoint_every` versions, are written at the same time (checkpoint.py). A resume takes
+the newest one, and computes the later steps again from the groups that the manifests name (restore.py). A checkpoint of
+a version without a manifest is deleted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from etude.rollout import BehaviourDrift, audit_group
 from etude.store import Store, open_store
 from etude.trainer import checkpoint
 from etude.trainer.activations import checkpoint_activations
-from etude.trainer.checkpoint_writer import CheckpointWriter
 from etude.trainer.lora import for_adapters
 from etude.trainer.optimizer import MasterAdamW, for_policy
 from etude.trainer.rl.batch import Batch, make_batch
@@ -89,7 +88,7 @@ class LoadedStep:
     """The batch of a step, and the metrics and probes that were collected while it was loaded."""
 
     batch: Batch
-    observed: dict[str, Any]  # metrics of the batch and of the ledger
+    observed: dict[str, Any]  # metrics of the batch, of the ledger and of the probes
     probes: list[ProbeComparison]  # since the previous step
 
 
@@ -145,7 +144,7 @@ class Trainer:
         self.rollouts: Store = open_store(f"{root}/rollouts")
         self.weights = weights = open_store(f"{root}/weights", durable=True)
         self._checkpoints = run / "checkpoints"
-        self.writer = CheckpointWriter(self._checkpoints, config.trainer.keep_checkpoints)
+        self.writer = checkpoint.CheckpointWriter(self._checkpoints, config.trainer.keep_checkpoints)
         self._line = run / "metrics.next.json"  # of the version in publication
         self.ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name)
         self.learner = _learner(config)
@@ -265,6 +264,13 @@ class Trainer:
         observed |= self.ledger.left_behind({*self.in_publication, *(group.id for group in groups)})
         if config.trainer.baseline != "given":
             observed["drop/episodes/lost"] = float(len(groups) * config.rollout.group - len(batch.flat))
+        if shifts := self.drift.observe({"step": self.version + 1, **observed}):
+            observed["drift/events"] = [msgspec.structs.asdict(shift) for shift in shifts]
+        for shift in shifts:
+            print(f"drift, step {shift.step}: {shift.sentence}", file=sys.stderr)
+        if probes:
+            observed["probe/answers"] = [asdict(probe) for probe in probes]
+        observed["time/probes"] = self.probes.seconds()
         return LoadedStep(batch, observed, probes)
 
     def _batch(self, groups: Sequence[Group]) -> Batch:
@@ -288,9 +294,9 @@ class Trainer:
     def commit(self, loaded: LoadedStep, result: StepResult) -> None:
         """Acts on the guards' verdict, publishes the next version, and writes one line of metrics. Raises RunFailed if
         the guards halt the run; nothing is consumed or published then."""
-        verdict, probes = result.verdict, loaded.probes
+        verdict = result.verdict
         self._act_on(verdict)
-        record = self.guards.record(self.version, verdict, result.figures, probes)
+        record = self.guards.record(self.version, verdict, result.figures, loaded.probes)
         record = msgspec.structs.replace(record, lr=result.lr, updates=result.updates)
         self.clock.trained()
         self.settle(wait=False)
@@ -301,14 +307,7 @@ class Trainer:
         line: dict[str, Any] = {"step": self.version + 1, **loaded.observed, **metrics}
         if verdict.events:
             line["guard/events"] = [asdict(event) for event in verdict.events]
-        if probes:
-            line["probe/answers"] = [asdict(probe) for probe in probes]
-        line |= {"time/probes": self.probes.seconds(), **self.clock.until_trained()}
-        shifts = self.drift.observe(line)
-        for shift in shifts:
-            print(f"drift, step {shift.step}: {shift.sentence}", file=sys.stderr)
-        if shifts:
-            line["drift/events"] = [msgspec.structs.asdict(shift) for shift in shifts]
+        line |= self.clock.until_trained()
         groups = tuple(group.id for group in loaded.batch.groups)
         self._publish(self.version + 1, groups, metrics, line, lr=result.lr, step=record)
         self.guards.remember(record)

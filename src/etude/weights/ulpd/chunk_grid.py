@@ -154,6 +154,12 @@ def bits(tensor: torch.Tensor) -> Bits:
     return unsigned(tensor).cpu().numpy()
 
 
+def as_tensor(array: Bits, spec: Spec) -> torch.Tensor:
+    """The inverse of `bits`, flat: a tensor of the type of `spec` on the same memory."""
+    whole = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+    return whole.view(getattr(torch, spec.dtype))
+
+
 def _pieces(spec: Spec) -> Iterator[tuple[int, int]]:
     if spec.elements == 0:
         return

@@ -8,11 +8,15 @@ accidents, not adversaries.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
+import numpy as np
 import torch
 
-from etude.weights.ulpd import device
-from etude.weights.ulpd.chunk_grid import schema_of
+from etude.weights.ulpd import kernels as _typed_kernels
+from etude.weights.ulpd.chunk_grid import Spec, bits, schema_of, unsigned
+
+kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
 
 def weights_digest(
@@ -23,7 +27,15 @@ def weights_digest(
     digest of its bfloat16 weights. Raises ValueError, naming the tensor, for other values."""
     types = dict.fromkeys(tensors, dtype) if isinstance(dtype, torch.dtype) else dtype
     narrowed = {name: narrow_lossless(name, tensor, types[name]) for name, tensor in tensors.items()}
-    return digest_text(sum(device.digest(spec, narrowed[spec.name]) for spec in schema_of(narrowed).tensors))
+    return digest_text(sum(digest_part(spec, narrowed[spec.name]) for spec in schema_of(narrowed).tensors))
+
+
+def digest_part(spec: Spec, part: torch.Tensor, first: int = 0) -> int:
+    """The digest of a tensor, or of a run of its elements from number `first` on, modulo 2^64, computed on its
+    device."""
+    if kernels.on_gpu(part):
+        return int(kernels.gpu_kernels().digest(unsigned(part), spec.seed, first, spec.format.width))
+    return int(kernels.digest(bits(part), np.uint64(spec.seed), first, spec.format.width))
 
 
 def digest_text(total: int) -> str:

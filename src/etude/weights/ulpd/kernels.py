@@ -1,12 +1,15 @@
 """CPU kernels of the delta codec: scan, digest, classes, and writes into weights. Compiled by numba at first use.
 
 Elements are seen as unsigned integers of w bits. A comparison of 64 of them is one vector instruction and gives one
-64-bit mask; everything after that costs time per change, not per element.
+64-bit mask; everything after that costs time per change, not per element. Of a tensor on a GPU `gpu_kernels` computes
+the same bits there, without a copy.
 """
 
 # pyright: basic, reportCallIssue=false
 
 from __future__ import annotations
+
+from typing import Any
 
 import numba
 import numpy as np
@@ -333,3 +336,26 @@ def holds(live, shift, positions, values):  # type: ignore[no-untyped-def]
     for j in range(positions.size):
         same = same and np.int64(live[positions[j]]) == np.int64(values[j]) << shift
     return same
+
+
+class TritonMissing(RuntimeError):
+    """Tensors are on a GPU, and Triton, which processes them there, is not installed."""
+
+
+def on_gpu(tensor: Any) -> bool:
+    """Whether `gpu_kernels` can process the tensor."""
+    return tensor.device.type == "cuda"
+
+
+def gpu_kernels() -> Any:
+    """The module `triton_kernels`, imported at the first tensor on a GPU: other machines need no Triton. Raises
+    TritonMissing."""
+    try:
+        from etude.weights.ulpd import triton_kernels
+    except ModuleNotFoundError as e:
+        if e.name != "triton":
+            raise
+        raise TritonMissing(
+            "weights on a GPU are compared and digested by Triton, which is not installed; pip install triton"
+        ) from None
+    return triton_kernels

@@ -2,7 +2,7 @@
 
 Elements are flat tensors of unsigned integers of w bits (`chunk_grid.unsigned`), positions int32, steps signed integers
 of w bits, all on one device. Arithmetic is in 64 bits, modulo 2^64. With TRITON_INTERPRET=1 in the environment before
-Triton is imported the same kernels run on host tensors. Import this module through `device` only.
+Triton is imported the same kernels run on host tensors. Import this module through `kernels.gpu_kernels` only.
 """
 
 # pyright: basic, reportMissingImports=false
