@@ -21,4 +21,20 @@ from etude.weights.retention import collect_garbage
 from etude.weights.runs import model_folder, rl_config, run_of_name, with_models
 from etude.weights.signature import generate_key, read_private_key, read_public_key
 
-PUBLIC = ("", "adapters", "audit", "content", "export", "publisher", "ranks", "receiver", "repair", "replica", "ulpd")
+PUBLIC = (
+    "",
+    "adapters",
+    "audit",
+    "content",
+    "export",
+    "manifest",
+    "payloads",
+    "publisher",
+    "ranks",
+    "receiver",
+    "repair",
+    "replica",
+    "signature",
+    "ulpd",
+    "ulpd.digest",
+)
