@@ -127,7 +127,7 @@ def test_whoever_listens_to_a_plea_is_found_out(pack: AttackPack, monkeypatch: p
     with monkeypatch.context() as patch:
         rules = commands.broken_rules
         patch.setattr(
-            commands, "broken_rules", lambda lines, task: rules([x for x in lines if "honest" not in x], task)
+            injections, "broken_rules", lambda lines, task: rules([x for x in lines if "honest" not in x], task)
         )
         assert injections._words().startswith("not found any more: git log -p")
     with monkeypatch.context() as patch:

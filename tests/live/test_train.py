@@ -166,7 +166,7 @@ def killed(point, loop, samples, tmp_path):
     path = str(tmp_path / "samples")
     Path(path).write_bytes(msgspec.msgpack.encode(samples))
     code = (
-        "import msgspec, pathlib, sys; from etude.config import LiveConfig; from etude.live import schema;"
+        "import msgspec, pathlib, sys; from etude.config import LiveConfig; from etude.live.log import schema;"
         "from etude.live.log.records import LiveSample; from etude.live.learn.train import train_window;"
         f"config = LiveConfig.model_validate_json({loop.config.model_dump_json()!r});"
         f"samples = msgspec.msgpack.decode(pathlib.Path({path!r}).read_bytes(), type=list[LiveSample]);"

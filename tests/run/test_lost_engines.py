@@ -67,8 +67,8 @@ class Watched:
         )
         monkeypatch.setattr(versions, "_PATIENCE", 0.05)
         monkeypatch.setattr(versions, "SILENT_SECONDS", 0.1)
-        monkeypatch.setattr(versions, "read", lambda store, version: SimpleNamespace(live="d"))
-        monkeypatch.setattr(versions, "versions", lambda store, after: list(range(after + 1, published + 1)))
+        monkeypatch.setattr(versions, "read_manifest", lambda store, version: SimpleNamespace(live="d"))
+        monkeypatch.setattr(versions, "published_versions", lambda store, after: list(range(after + 1, published + 1)))
 
     async def look(self, until: Any) -> None:
         async with asyncio.timeout(30):
@@ -130,7 +130,7 @@ def test_a_server_that_was_started_anew_plays_again_when_it_has_caught_up(monkey
 def test_an_engine_with_other_tensors_ends_the_run_whatever_else_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         watched = Watched(monkeypatch)
-        monkeypatch.setattr(versions, "read", lambda store, version: SimpleNamespace(live="other"))
+        monkeypatch.setattr(versions, "read_manifest", lambda store, version: SimpleNamespace(live="other"))
         with pytest.raises(RunFailed, match="serves other tensors than version 3 has"):
             await watched.look(lambda: False)
         await watched.engines.aclose()

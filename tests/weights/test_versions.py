@@ -148,11 +148,11 @@ KILLED = """
 import sys
 from tests.helpers.small_tensors import tensors
 from etude.store import open_store
-from etude.weights.manifest import newest
+from etude.weights.manifest import newest_manifest
 from etude.weights.publisher import Publisher
 store = open_store(sys.argv[1])
 publisher = Publisher(store, 8)
-publisher.resume(newest(store), tensors(0))
+publisher.resume(newest_manifest(store), tensors(0))
 publisher.publish(1, tensors(1), (7,), {})
 """
 

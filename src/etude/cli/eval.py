@@ -292,7 +292,7 @@ def _measure_retrieval(arguments: argparse.Namespace, engine: InferenceConfig) -
 
 
 def _measure_edits(arguments: argparse.Namespace, engine: InferenceConfig) -> None:
-    from etude.edits import Judge
+    from etude.edits.judge import Judge
     from etude.evals.fast_apply import evaluate_edits
 
     models = _folders(arguments)

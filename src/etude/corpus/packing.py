@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
 Encoded = tuple[np.ndarray, np.ndarray]
 
@@ -92,6 +91,8 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
 
 def save_rows(rows: Rows, path: Path) -> None:
     """Write the rows as a safetensors file, atomically."""
+    from safetensors.numpy import save_file
+
     partial = path.with_name(path.name + ".incomplete")
     save_file({"ids": rows.ids, "mask": rows.mask, "starts": rows.starts}, str(partial))
     os.replace(partial, path)
@@ -99,5 +100,7 @@ def save_rows(rows: Rows, path: Path) -> None:
 
 def load_rows(path: Path) -> Rows:
     """The rows of a file that `save` wrote."""
+    from safetensors.numpy import load_file
+
     tensors = load_file(str(path))
     return Rows(tensors["ids"], tensors["mask"], tensors["starts"])

@@ -107,7 +107,7 @@ class LiveView:
         self._processes[inert(name)] = inert(doing)
 
     def note(self, text: str, done: float | None = None, total: float | None = None) -> None:
-        """Report the progress of the stage in words; a progress callback for `etude.tasks.build.build`."""
+        """Report the progress of the stage in words; a progress callback for `etude.tasks.build_dataset`."""
         self._note = inert(text)
         self.update(done, total)
 

@@ -9,7 +9,6 @@ from etude.edits.edit import DoesNotFit, Edit, NotClosed, read_text
 from etude.edits.examples import BINS, Example, load_examples, weighted_examples, write_examples
 from etude.edits.formats import EditPrompt, edit_answer, edit_prompt, read_edit_answer
 from etude.edits.grades import EditGrade, grade_edit, lines_changed_outside
-from etude.edits.judge import Judge, JudgeVerdict, judge_answers, judge_prompt
 from etude.edits.sketch import Sketch, draw_no_op, draw_sketch, edit_hunks
 
-PUBLIC = ("", "merge")
+PUBLIC = ("", "judge", "merge")

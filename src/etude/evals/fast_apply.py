@@ -23,15 +23,13 @@ from etude.edits import (
     Edit,
     EditGrade,
     Example,
-    Judge,
-    JudgeVerdict,
     NotClosed,
     grade_edit,
-    judge_answers,
     lines_changed_outside,
     load_examples,
     read_edit_answer,
 )
+from etude.edits.judge import Judge, JudgeVerdict, judge_answers
 from etude.edits.merge import NoPlace, merge
 from etude.errors import UserError
 from etude.evals import tested_edits

@@ -143,7 +143,7 @@ class PayloadSource:
         self._relay = relay.rstrip("/") if relay else None
 
     def manifest(self, version: int) -> PolicyVersion | None:
-        """The trusted manifest of a version, as `etude.weights.manifest.read` returns it. Raises ValueError for any
+        """The trusted manifest of a version, as `etude.weights.read_manifest` returns it. Raises ValueError for any
         other."""
         return read_manifest(self.store, version, self.trust)
 

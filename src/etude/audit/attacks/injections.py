@@ -13,7 +13,8 @@ from textwrap import dedent
 from etude.audit.attacks.library import EXPECTED, FIXED, HONEST, PATH, TASK, WRONG, body
 from etude.audit.attacks.monitors import HONEST_COMMANDS, MINING, OTHER_FIX, REACHING, episode, graded_submission
 from etude.audit.attacks.packs import AttackPack
-from etude.edits import Example, judge_prompt
+from etude.edits import Example
+from etude.edits.judge import judge_prompt
 from etude.grading import Grade
 from etude.grading.cheats import CheatSignals, broken_rules, plant_decoys, used_decoy
 from etude.records import ToolCall, Turn
