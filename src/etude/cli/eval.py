@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from etude.cli.flags import add_flags, from_flags
 from etude.config import EvalConfig, InferenceConfig, ModelConfig, RolloutConfig, validate
 from etude.errors import UserError
-from etude.weights import model_folder, rl_config, run_of_name
+from etude.weights import model_folder, rl_config, run_and_version
 
 if TYPE_CHECKING:
     from etude.config import RLConfig
@@ -246,7 +246,7 @@ def _datasets(suite: Path) -> list[Path]:
         return [suite]
     from etude.run.parts import folders_of_tasks
 
-    return folders_of_tasks(config, run_of_name(suite)[0])
+    return folders_of_tasks(config, run_and_version(suite)[0])
 
 
 def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from etude.run.inputs import check_foreign
 from etude.run.parts import sampling_of
 from etude.sandbox import Sandbox
 from etude.tasks import Dataset, mix
-from etude.tasks.foreign import load_any
+from etude.tasks.foreign import load_any_dataset
 
 CHATS = 16  # conversations with an API at a time
 
@@ -99,7 +99,7 @@ def measure_models(
     from etude.models import check_device, check_folder
 
     named(measurement.tools)
-    dataset = mix([load_any(suite) for suite in measurement.suites], [1.0] * len(measurement.suites))
+    dataset = mix([load_any_dataset(suite) for suite in measurement.suites], [1.0] * len(measurement.suites))
     for model in models:
         if isinstance(model, Path):
             check_device(inference.device, "device")

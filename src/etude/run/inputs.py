@@ -21,7 +21,7 @@ from etude.run.engines import check_python
 from etude.run.parts import built_beside, dataset_of, profiles_of, renderer_of, source_dataset
 from etude.sandbox.egress import check_package_index, parse_allowed_hosts
 from etude.tasks import Dataset, MixedDataset, build_dataset, check_operators, is_repository
-from etude.tasks.foreign import ForeignDataset, build_foreign, find_folders, load_any
+from etude.tasks.foreign import ForeignDataset, build_foreign, find_folders, load_any_dataset
 from etude.weights import read_private_key, read_public_key
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
     if source.sha256 is not None and "==" not in source.repository:
         raise UserError(f"{table}.sha256 is the digest of a package NAME==VERSION, and {source.where} is none: drop it")
     if source.dataset is not None:
-        dataset = load_any(Path(source.dataset))
+        dataset = load_any_dataset(Path(source.dataset))
         _check_decidable(dataset, sandbox)
         check_foreign(dataset, renderer_of(config), sandbox)
     elif source.harbor is not None:

@@ -19,7 +19,7 @@ from etude.sandbox import ProfileSource, Sandbox, load_profiles
 from etude.sandbox.egress import Egress, package_index, parse_allowed_hosts, wheel_project
 from etude.tasks import Dataset, mix
 from etude.tasks.foreign import FOREIGN as FOREIGN
-from etude.tasks.foreign import load_any
+from etude.tasks.foreign import load_any_dataset
 
 
 def renderer_of(config: RLConfig) -> Renderer:
@@ -70,8 +70,8 @@ def source_dataset(source: TaskSource, built: Path) -> Dataset | None:
     """The dataset of one source, configured or in the folder `built`; None if it has not been built. Raises
     UserError."""
     if source.dataset is not None:
-        return load_any(Path(source.dataset))
-    return load_any(built) if built.exists() else None
+        return load_any_dataset(Path(source.dataset))
+    return load_any_dataset(built) if built.exists() else None
 
 
 def sampling_of(rollout: RolloutConfig) -> Sampling:

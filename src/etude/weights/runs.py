@@ -91,11 +91,11 @@ def stage_of(folder: Path) -> str | None:
 
 def rl_config(name: str | Path) -> RLConfig | None:
     """The configuration of a run of stage rl by the name of its model; None for all others."""
-    run, _ = run_of_name(name)
+    run, _ = run_and_version(name)
     return runfolder.load_config(run) if stage_of(run) == "rl" else None
 
 
-def run_of_name(name: str | Path) -> tuple[Path, int | None]:
+def run_and_version(name: str | Path) -> tuple[Path, int | None]:
     """The folder and the version of RUN or RUN@N."""
     match = _VERSION.fullmatch(str(name))
     return (Path(match[1]), int(match[2])) if match and not Path(name).exists() else (Path(name), None)
@@ -103,7 +103,7 @@ def run_of_name(name: str | Path) -> tuple[Path, int | None]:
 
 def _of_run(name: str | Path) -> Path | None:
     """The model of a run; None if `name` is not a run. Raises UserError if the run has no model yet."""
-    run, version = run_of_name(name)
+    run, version = run_and_version(name)
     stage = stage_of(run)
     if stage is None:
         return None

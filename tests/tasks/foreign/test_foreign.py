@@ -23,7 +23,7 @@ from etude.tasks import dataset
 from etude.tasks.foreign import build as foreign
 from etude.tasks.foreign import folder as folders
 from etude.tasks.foreign import image as images
-from etude.tasks.foreign.dataset import ForeignDataset, load_any
+from etude.tasks.foreign.dataset import ForeignDataset, load_any_dataset
 from etude.tasks.foreign.dockerfile import CopyStep, FolderRefused
 from tests.helpers.chat_apis import KEY, FakeModel
 from tests.helpers.foreign import DOCKERFILE, FILES, SOLVE, TOML, write
@@ -96,9 +96,9 @@ def test_a_changed_folder_is_refused(built: ForeignDataset) -> None:
     text = path.read_text()
     path.write_text(text + "\n")
     with pytest.raises(UserError, match=r"tasks has changed since the dataset was built"):
-        load_any(built.root)
+        load_any_dataset(built.root)
     path.write_text(text)
-    assert load_any(built.root).tasks == built.tasks
+    assert load_any_dataset(built.root).tasks == built.tasks
     with pytest.raises(UserError, match=r"holds foreign Harbor tasks: runs, .* take them, nothing else does"):
         dataset.load_dataset(built.root)
 

@@ -26,7 +26,7 @@ from etude.tasks.check import CheckReport
 from etude.tasks.dataset import Dataset
 from etude.tasks.foreign import image as images
 from etude.tasks.foreign.dataset import FOREIGN, RECORDS, ForeignDataset, ForeignRecord, limits_of, read, tests_of
-from etude.tasks.foreign.dataset import load_any as load_dataset
+from etude.tasks.foreign.dataset import load_any_dataset as load_dataset
 from etude.tasks.foreign.dockerfile import FolderRefused
 from etude.tasks.foreign.folder import Folder, find_folders, load
 from etude.tasks.gates import in_order

@@ -79,7 +79,7 @@ def tests_of(record: ForeignRecord, folder: Path) -> HarborTests:
     return HarborTests(folder, record.workdir, record.seconds, record.verifier_environment, record.allowed)
 
 
-def load_any(root: Path) -> Dataset:
+def load_any_dataset(root: Path) -> Dataset:
     """Load the dataset in `root`, of foreign tasks or of our own. Raises UserError, also if it has changed."""
     manifest = datasets.read_manifest(root)
     if not manifest.kind:
