@@ -94,10 +94,10 @@ def _source(arguments: argparse.Namespace) -> TaskSource:
 
 def _check(arguments: argparse.Namespace) -> int:
     from etude.cli.progress import bar
-    from etude.tasks import check_dataset, read_manifest
+    from etude.tasks import check_dataset, read_dataset_manifest
     from etude.tasks.foreign import check_foreign
 
-    foreign = read_manifest(arguments.dataset).kind
+    foreign = read_dataset_manifest(arguments.dataset).kind
     with bar() as progress:
         report = (check_foreign if foreign else check_dataset)(arguments.dataset, progress)
     problems = [*report.problems, *(f"{task}: {why}" for task, why in sorted(report.failures.items()))]

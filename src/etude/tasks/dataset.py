@@ -107,14 +107,14 @@ class Dataset:
 def load_dataset(root: Path) -> Dataset:
     """Load a dataset that `save` made. Raises UserError if `root` is not a dataset, is unfinished, has changed since,
     or holds foreign tasks (`foreign/dataset.py` loads those as well)."""
-    manifest = read_manifest(root)
+    manifest = read_dataset_manifest(root)
     refuse_changes(root, manifest)
     return _read(root, manifest)
 
 
 def load_changed(root: Path) -> tuple[Dataset, list[str]]:
     """Load a dataset, even one that has changed since it was built. Returns it with the changed files and folders."""
-    manifest = read_manifest(root)
+    manifest = read_dataset_manifest(root)
     return _read(root, manifest), changes(root, manifest)
 
 
@@ -127,7 +127,7 @@ def refuse_changes(root: Path, manifest: Manifest) -> None:
         )
 
 
-def read_manifest(root: Path) -> Manifest:
+def read_dataset_manifest(root: Path) -> Manifest:
     """Read dataset.json of the folder `root`. Raises UserError if it is missing or malformed."""
     path = root / _OWN
     if not path.is_file():

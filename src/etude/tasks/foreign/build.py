@@ -97,7 +97,7 @@ def build_foreign(
 
 def check_foreign(dataset_dir: Path, progress: Progress) -> CheckReport:
     """Verify digests, then run the gates of every foreign task again."""
-    data = read(dataset_dir, dataset.read_manifest(dataset_dir))
+    data = read(dataset_dir, dataset.read_dataset_manifest(dataset_dir))
     problems = [f"{name} has changed since it was built" for name in dataset.changes(dataset_dir, data.manifest)]
     failures = asyncio.run(_failures(data, progress))
     return CheckReport(tasks=len(data.tasks), problems=tuple(problems), failures=failures)

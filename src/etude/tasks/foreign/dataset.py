@@ -81,7 +81,7 @@ def tests_of(record: ForeignRecord, folder: Path) -> HarborTests:
 
 def load_any_dataset(root: Path) -> Dataset:
     """Load the dataset in `root`, of foreign tasks or of our own. Raises UserError, also if it has changed."""
-    manifest = datasets.read_manifest(root)
+    manifest = datasets.read_dataset_manifest(root)
     if not manifest.kind:
         return datasets.load_dataset(root)
     datasets.refuse_changes(root, manifest)
