@@ -31,6 +31,7 @@ def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
     ("overrides", "sentence"),
     [
         (["--rollout.gruop", "4"], "unknown key rollout.gruop; did you mean rollout.group?"),
+        (["--rollout.gruop", "4", "--trainer.lr", "no"], "unknown key rollout.gruop; did you mean rollout.group?"),
         (["--rollout.zzz", "4"], "unknown key rollout.zzz; `etude train --keys rl` prints the known keys"),
         (["--rollout.group", "1"], "rollout.group: Input should be greater than or equal to 2"),
         (["--rollout.group", "many"], "rollout.group: Input should be a valid integer"),

@@ -33,6 +33,13 @@ def test_a_record_without_a_folder_is_refused_before_anything_is_measured(capsys
     assert capsys.readouterr().err.startswith("etude: --record /nowhere/weights.json: there is no folder /nowhere")
 
 
+def test_a_record_that_is_a_folder_is_refused_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "weights", "--record", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "is a folder: give a file in it" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_weights() -> None:
     result, values = bench("weights")

@@ -59,6 +59,12 @@ def test_wrong_values_are_refused_in_a_sentence() -> None:
         from_flags(parsed("build", "repo", "-o", "out", "--heldout-fraction", "1"), BuildConfig)
 
 
+def test_a_package_without_its_digest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"portion==2\.6\.3 needs the digest of its sdist"):
+        tasks.run(parsed("build", "portion==2.6.3", "-o", str(tmp_path / "out")), [])
+    assert not (tmp_path / "out").exists()
+
+
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
     line = progress._lines(lambda: now[0])

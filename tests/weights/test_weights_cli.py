@@ -186,11 +186,19 @@ def test_gc_says_and_takes_what_nobody_needs(copy, capsys):
         ("fetch weights --base m0 --public-key run.key -o out", "is not an Ed25519 public key"),
         ("publish weights nowhere", "is not a folder"),
         ("publish weights m0 --key m0", "is not an Ed25519 private key"),
+        ("publish weights m0 --key gone.key", "there is no key"),
+        ("fetch weights --base m0 --public-key gone.pub -o out", "there is no key"),
         ("keygen run.key", "exists already"),
     ],
 )
 def test_mistakes(folders, command, sentence, capsys):
     assert sentence in refused(capsys, folders, command)
+
+
+def test_a_folder_that_is_no_model_leaves_no_store(folders, capsys):
+    (folders / "empty").mkdir()
+    assert "has no config.json" in refused(capsys, folders, "publish new-store empty")
+    assert not (folders / "new-store").exists()
 
 
 def test_the_documented_commands_are_the_ones_there_are():

@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise UserError("this installation has no benchmarks: install etude's wheel, or work in its repository")
     if arguments.record is not None and not arguments.record.parent.is_dir():
         raise UserError(f"--record {arguments.record}: there is no folder {arguments.record.parent}; make it first")
+    if arguments.record is not None and arguments.record.is_dir():
+        raise UserError(f"--record {arguments.record} is a folder: give a file in it")
     sys.path.insert(0, str(package.parent))
     conditions = arguments.conditions or f"Load {os.getloadavg()[0]:.1f} before."
     result = importlib.import_module(f"benchmarks.{BENCHMARKS[arguments.name]}").run(quick=arguments.quick)

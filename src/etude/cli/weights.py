@@ -17,6 +17,7 @@ import numpy as np
 from etude.cli.progress import bar
 from etude.errors import UserError
 from etude.inference.vllm import feed as following
+from etude.models import check_folder
 from etude.records import PolicyVersion
 from etude.store import Store, open_store
 from etude.weights import (
@@ -188,6 +189,7 @@ def publish(arguments: argparse.Namespace) -> int:
 
     key = read_private_key(arguments.key) if arguments.key else None
     folder = model_folder(arguments.folder)
+    check_folder(folder)  # before the store is made
     with bar() as progress:
         progress("publish", 0, 1)
         manifest = export.publish_folder(open_store(arguments.store, durable=True), folder, key)

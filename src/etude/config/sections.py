@@ -153,9 +153,10 @@ def error_sentence(
     above: tuple[str, ...] = (),
     kind: type[Section] | None = None,
 ) -> str:
-    """The first error in one sentence; `above` is the key under which `data` was validated. An unknown key gets the
-    closest key of `kind`."""
-    first = error.errors()[0]
+    """One error in one sentence, an unknown key before all others: it may be the one that is missing. `above` is the
+    key under which `data` was validated. An unknown key gets the closest key of `kind`."""
+    errors = error.errors()
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     parts: list[str] = []
     table, shape = data, ""
     location = (*above, *map(str, first["loc"]))

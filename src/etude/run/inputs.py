@@ -200,7 +200,10 @@ def build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[
         return build_foreign([Path(source.harbor)], built, note, heldout_fraction=fraction)[0]
     if "==" in source.repository:
         name, _, version = source.repository.partition("==")
-        assert source.sha256 is not None
+        if source.sha256 is None:
+            raise UserError(
+                f"{source.repository} needs the digest of its sdist: give a TOML with [tasks] repository and sha256"
+            )
         repository = fetch_library(name, version, source.sha256, folder / "library")
     else:
         repository = Path(source.repository)

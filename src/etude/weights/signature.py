@@ -52,6 +52,8 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
 
     try:
         key = load_pem_private_key(path.read_bytes(), password=None)
+    except FileNotFoundError:
+        raise UserError(f"there is no key {path}; make one with `etude weights keygen`") from None
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PrivateKey):
@@ -67,6 +69,8 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
 
     try:
         key = load_pem_public_key(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"there is no key {path}; `etude weights keygen` writes it with the ending .pub") from None
     except (OSError, ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PublicKey):

@@ -1,4 +1,4 @@
-"""Detectors of cheating in an episode. Their flags are `Episode.flags`; docs/sandbox.md has the table.
+"""Detectors of cheating in an episode. Their flags are `Episode.flags`; docs/sandbox.md explains them.
 
 A *violation* withholds the grade: an episode with a violation earns no more than the worst failure. A *note* is for
 people: honest work may carry a note, and the noted act had no part in the grade.
