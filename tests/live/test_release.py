@@ -224,7 +224,7 @@ KILLED = """
 import json, sys
 from etude.config import validate
 from etude.config.live import LiveConfig
-from etude.live import release
+from etude.live.release import operations
 site = operations.open_site(validate(LiveConfig, json.loads(sys.argv[1]), "test"))
 operations.start(site, sys.argv[2], 1)
 operations.tick(site)
