@@ -16,8 +16,6 @@ version.
 
 # pyright: reportUnusedImport=false
 from etude.weights.manifest import Trust, manifests, newest_manifest, published_versions, read_manifest
-from etude.weights.payloads import DamagedVersion, PayloadSource
-from etude.weights.retention import collect_garbage
 from etude.weights.runs import model_folder, rl_config, run_of_name, with_models
 from etude.weights.signature import generate_key, read_private_key, read_public_key
 
@@ -34,6 +32,7 @@ PUBLIC = (
     "receiver",
     "repair",
     "replica",
+    "retention",
     "signature",
     "ulpd",
     "ulpd.digest",
