@@ -25,7 +25,6 @@ PUBLIC = (
     "audit",
     "content",
     "export",
-    "manifest",
     "payloads",
     "publisher",
     "ranks",
@@ -33,7 +32,5 @@ PUBLIC = (
     "repair",
     "replica",
     "retention",
-    "signature",
     "ulpd",
-    "ulpd.digest",
 )

@@ -27,7 +27,7 @@ from etude.weights import Trust, newest_manifest, read_public_key
 from etude.weights.adapters import base_schema
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
-from etude.weights.ulpd.digest import weights_digest
+from etude.weights.ulpd import weights_digest
 
 Answer = dict[str, Any]
 MOVED = "this server loaded its weights anew behind etude's back; start it again"

@@ -23,7 +23,8 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
-from etude.config.live import CanaryConfig, LiveConfig
+from etude.config import LiveConfig
+from etude.config.live import CanaryConfig
 from etude.errors import UserError
 from etude.failpoints import failpoint
 from etude.live.log import accounts, journal, schema
