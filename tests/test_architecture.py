@@ -298,6 +298,24 @@ def test_names_at_a_door_are_taken() -> None:
     assert idle(FILES) == []
 
 
+def hidden(files: Mapping[str, Path]) -> list[str]:
+    """Names that a package imports from below itself and that are called as one of its modules, which nobody can reach
+    by `from package import module` then."""
+    return [
+        f"{name}.{alias.name}"
+        for name, path in files.items()
+        if path.name == "__init__.py" and name
+        for node in tree(path).body
+        if isinstance(node, ast.ImportFrom) and node.module != f"etude.{name}"
+        for alias in node.names
+        if f"{name}.{alias.asname or alias.name}" in files
+    ]
+
+
+def test_names_at_a_door_hide_no_module() -> None:
+    assert hidden(FILES) == []
+
+
 def test_public_names_are_said_once() -> None:
     """A room's `__init__` imports them: no list beside the imports, and none in words."""
     for name, path in FILES.items():
@@ -502,6 +520,12 @@ def test_a_name_that_nobody_takes_is_seen(tmp_path):
     broken(tmp_path, code__a="x = y = z = 1", code__b="from etude.code import x", tasks__c="from etude.code import z")
     (tmp_path / "code/__init__.py").write_text("from etude.code.a import x, y, z\nprint(y)")
     assert idle(modules(tmp_path)) == ["code.x"]
+
+
+def test_a_name_that_hides_a_module_is_seen(tmp_path):
+    broken(tmp_path, code__a="a = b = 1")
+    (tmp_path / "code/__init__.py").write_text("from etude.code.a import a, b")
+    assert hidden(modules(tmp_path)) == ["code.a"]
 
 
 def test_a_vague_docstring_is_seen(tmp_path):

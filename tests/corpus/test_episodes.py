@@ -9,7 +9,15 @@ from etude.code.operators import OPERATORS
 from etude.corpus import dialect
 from etude.corpus.dialect import SPECIAL_IDS, SPECIALS
 from etude.corpus.filters import FunctionText
-from etude.corpus.repair_episodes import SHAPES, WEIGHTS, StringEdit, break_function, edit_between, episode, failure
+from etude.corpus.repair_episodes import (
+    OPERATOR_WEIGHTS,
+    SHAPES,
+    StringEdit,
+    break_function,
+    edit_between,
+    episode,
+    failure,
+)
 
 
 def test_edit_is_the_smallest_unique_one() -> None:
@@ -133,4 +141,4 @@ def test_failure_lines_are_short_single_lines() -> None:
 
 
 def test_every_operator_has_a_weight() -> None:
-    assert set(WEIGHTS) == set(OPERATORS)
+    assert set(OPERATOR_WEIGHTS) == set(OPERATORS)

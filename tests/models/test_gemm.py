@@ -12,7 +12,7 @@ from etude.inference.engine import fused
 from etude.models import attention, batch_invariant, gemm
 from etude.models.experts import etude_experts
 from tests.helpers.tiny_models import random_model
-from tests.models.test_fused import engine_logits
+from tests.inference.test_fused import engine_logits
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 11, 16, 17, 40])

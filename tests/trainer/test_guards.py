@@ -12,6 +12,7 @@ from etude.errors import RunFailed
 from etude.inference.engine.engine import Engine
 from etude.ledger.ledger import Ledger
 from etude.models.loading import load_model, named_tensors
+from etude.rollout.drift import BehaviourDrift
 from etude.runfolder import read_jsonl
 from etude.store import open_store
 from etude.trainer import checkpoint
@@ -245,6 +246,18 @@ def test_a_rollback_restores_weights_and_optimizer_and_trains_no_group_twice(run
     assert [m.groups for m in manifests(store)] == [(), (0,), (1,), (2,), (3,), (4,)]
     resumed = Trainer(folder)
     assert vars(resumed.guards) == vars(trainer.guards)
+
+
+def test_a_shift_of_behaviour_is_printed_and_stands_in_the_line_of_its_step(tmp_path, capsys):
+    folder, config = new_run(tmp_path, cheats={"window": 3})
+    trainer = Trainer(folder)
+    before = [{"step": n, "rollout/edits": edits} for n, edits in enumerate((5.0, 5.0, 5.0, 0.0, 0.0))]
+    trainer.drift = BehaviourDrift(3, before)
+    one_step(trainer, folder, config)
+    (line,) = read_jsonl(folder / "metrics.jsonl")
+    (event,) = line["drift/events"]
+    assert (event["metric"], event["step"], event["before"], event["after"]) == ("rollout/edits", 1, 5.0, 0.0)
+    assert "drift, step 1: edits per episode: 5 in the 3 versions before" in capsys.readouterr().err
 
 
 def test_a_skipped_step_publishes_the_same_weights_and_a_halted_one_nothing(tmp_path, monkeypatch):

@@ -349,7 +349,7 @@ def test_an_answer_that_is_no_number_is_as_wrong_as_can_be(tmp_path):
 
 def test_limits_of_an_engine_are_in_its_configuration(tmp_path):
     from etude.inference.engine.configuration import configuration, digest_of
-    from etude.rollout.engines import agreed_configuration, engine_differences
+    from etude.rollout.engines import engine_differences, precision_warnings
 
     _, config = new_run(tmp_path)
     model = load_model(config.model.path)
@@ -358,12 +358,12 @@ def test_limits_of_an_engine_are_in_its_configuration(tmp_path):
     assert digest_of(one) == digest_of(same) != digest_of(other)
     assert (
         engine_differences({"http://a": one, "http://b": same})
-        == agreed_configuration({"http://a": one, "http://b": same})
+        == precision_warnings({"http://a": one, "http://b": same})
         == []
     )
     (said,) = engine_differences({"http://a": one, "http://b": same, "http://c": other})
     assert said == "the engine at http://c is not configured as that at http://a: max_batch is 8, not 4"
-    (said,) = agreed_configuration({"http://a": one | {"head": "narrower than float32"}})
+    (said,) = precision_warnings({"http://a": one | {"head": "narrower than float32"}})
     assert said.startswith("the engine at http://a is not float32 where log-probabilities are made: head is narrower")
 
 

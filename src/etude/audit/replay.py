@@ -15,7 +15,7 @@ from typing import Any
 
 from etude.errors import UserError
 from etude.grading import open_sandbox
-from etude.ledger import StoredEpisodes, stored_episodes
+from etude.ledger import StoredEpisodes, run_episodes
 from etude.rollout import replay_episode
 from etude.run import parts
 from etude.tasks import Dataset
@@ -36,7 +36,7 @@ class EpisodeReplay:
 
 def replay_run(run: Path, names: Sequence[str] = ()) -> list[EpisodeReplay]:
     """Play the named episodes again, or all of the ledger, in boxes of the run's backend. Raises UserError."""
-    episodes = stored_episodes(run, names)
+    episodes = run_episodes(run, names)
     if episodes.config.rollout.agent is not None:
         raise UserError(f"{run} was played by an outside agent, whose episodes cannot be played again without it")
     dataset = parts.dataset_of(episodes.config, run)

@@ -21,11 +21,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Writes the named episodes, or all, to GROUP-MEMBER-ATTEMPT.json in a new folder. Raises UserError."""
     from etude.harness import atif_document
-    from etude.ledger import stored_episodes
+    from etude.ledger import run_episodes
     from etude.renderers import named
     from etude.run.parts import renderer_of
 
-    episodes, output = stored_episodes(arguments.folder, arguments.episode), arguments.output
+    episodes, output = run_episodes(arguments.folder, arguments.episode), arguments.output
     config = episodes.config
     renderer = renderer_of(config)
     agent: dict[str, Any] = {"name": "etude", "version": version("etude"), "model_name": config.model.path}

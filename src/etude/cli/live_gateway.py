@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from etude.cli.live import LiveAction, add_config, opened, read_config
-from etude.config.live import LiveConfig
+from etude.config import LiveConfig
 from etude.errors import UserError
 from etude.protocol import access_of, add_access_flags
 

@@ -22,7 +22,6 @@ from etude.records import PolicyVersion
 from etude.store import Store, open_store
 from etude.weights import (
     Trust,
-    collect_garbage,
     generate_key,
     manifests,
     model_folder,
@@ -30,6 +29,7 @@ from etude.weights import (
     read_private_key,
     read_public_key,
 )
+from etude.weights.retention import collect_garbage
 
 SHOWN_PROBLEMS = 10
 

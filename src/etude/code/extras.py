@@ -11,9 +11,6 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-
 from etude.errors import UserError
 
 # Extra -> the features that need it, in the order of README. The extra for developers is left out.
@@ -31,6 +28,9 @@ _SHOWN = 3
 @cache
 def packages_of_extra(extra: str) -> tuple[str, ...]:
     """The names of the packages of an extra, with those of the extras that it includes."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
     try:
         lines = requires("etude") or []
     except PackageNotFoundError:
@@ -64,6 +64,8 @@ def need(what: str, *extras: str) -> None:
 
 def missing_extra_message(what: str, module: str) -> str | None:
     """The message about a module that could not be imported, with the name of its extra; None if no extra brings it."""
+    from packaging.utils import canonicalize_name
+
     name = canonicalize_name(module.partition(".")[0])
     return next((_sentence(what, [name], [extra]) for extra in EXTRAS if name in packages_of_extra(extra)), None)
 

@@ -1,7 +1,7 @@
 """Breaks functions by operators (`operators.py`) that edit the text in place, so untouched lines keep their layout.
 
 Every mutant parses, has another AST, and leaves the docstring and all text outside the edited spans unchanged. Tasks
-are made by `mutants`, `combined` and `removal`; training text is made by `draw`.
+are made by `mutants`, `combined_mutants` and `body_removal`; training text is made by `draw_mutant`.
 """
 
 from __future__ import annotations

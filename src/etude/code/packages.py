@@ -18,8 +18,6 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
-
 from etude.code import archives
 from etude.code.declared import declared_requirements
 from etude.errors import UserError
@@ -116,6 +114,8 @@ def verify(archive: Path, sha256: str) -> None:
 def plain(line: str) -> str:
     """The requirement, if it is a name with versions. Raises UserError for an option of pip, an address, a folder, and
     for a line that is not a requirement."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
     text = line.strip()
     where = "etude installs wheels of the package index alone; `--bootstrap rules` leaves such requirements out"
     if text.startswith("-"):

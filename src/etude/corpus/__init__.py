@@ -9,7 +9,7 @@ from etude.corpus.dedup import bands_of
 from etude.corpus.dialect import SPECIAL_IDS, SPECIALS, TextPiece, special_piece
 from etude.corpus.filters import FunctionText
 from etude.corpus.packing import Encoded, Rows, best_fit, join_rows, load_rows, pack_rows, save_rows, shuffle_rows
-from etude.corpus.repair_episodes import WEIGHTS, StringEdit, edit_between
+from etude.corpus.repair_episodes import OPERATOR_WEIGHTS, StringEdit, edit_between
 from etude.corpus.retrieval import (
     RETRIEVAL_HELD_OUT,
     RETRIEVAL_KINDS,

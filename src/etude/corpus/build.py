@@ -12,7 +12,7 @@ from etude.corpus import dialect, fim, packing
 from etude.corpus.dedup import contamination, exact, near
 from etude.corpus.dialect import Document, TextPiece, special_piece
 from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
-from etude.corpus.repair_episodes import WEIGHTS, break_function, episode, inferable
+from etude.corpus.repair_episodes import OPERATOR_WEIGHTS, break_function, episode, inferable
 from etude.corpus.sources import PackageSource, collect, fetch_source, files, provenance
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
@@ -212,7 +212,7 @@ def midtrain_rows(
     """Rows of about `tokens` tokens in the shares of `mix` (code, fim, repair), all labelled, and the tokens of each
     part. Repair episodes hold no wrong edits here, because every token is learned."""
     rng = random.Random(seed)
-    repairs = repair_documents(train, {"blind": 0.5, "tested": 0.5}, WEIGHTS, rng)
+    repairs = repair_documents(train, {"blind": 0.5, "tested": 0.5}, OPERATOR_WEIGHTS, rng)
     streams: dict[str, Iterable[Document]] = {
         "code": code_documents(train, rng),
         "fim": fim_documents(train, rng),

@@ -99,7 +99,7 @@ def save_rows(rows: Rows, path: Path) -> None:
 
 
 def load_rows(path: Path) -> Rows:
-    """The rows of a file that `save` wrote."""
+    """The rows of a file that `save_rows` wrote."""
     from safetensors.numpy import load_file
 
     tensors = load_file(str(path))

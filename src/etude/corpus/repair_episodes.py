@@ -13,7 +13,7 @@ from etude.corpus.filters import FunctionText
 
 # Weights of the mutation operators. Changes of an expression dominate, as in real one-line bugs; the repair of a
 # removal needs more than copying.
-WEIGHTS: dict[str, float] = {
+OPERATOR_WEIGHTS: dict[str, float] = {
     "op_change": 10,
     "op_flip": 8,
     "op_swap": 8,
@@ -89,7 +89,7 @@ def edit_between(before: str, after: str) -> StringEdit:
 
 
 def break_function(
-    function: FunctionText, rng: random.Random, weights: Mapping[str, float] = WEIGHTS
+    function: FunctionText, rng: random.Random, weights: Mapping[str, float] = OPERATOR_WEIGHTS
 ) -> BrokenFunction | None:
     """One random mutation of a function by operators of these weights. None when none applies or its repair is longer
     than six lines."""
@@ -118,7 +118,7 @@ def inferable(broken: BrokenFunction) -> bool:
 
 
 def wrong_edit(
-    broken: BrokenFunction, rng: random.Random, operators: Mapping[str, float] = WEIGHTS
+    broken: BrokenFunction, rng: random.Random, operators: Mapping[str, float] = OPERATOR_WEIGHTS
 ) -> StringEdit | None:
     """A plausible edit that does not repair: another one-line mutation of the broken function; None if no operator
     applies."""
@@ -182,7 +182,7 @@ TRYING = ("recovers", "gives_up")  # the shapes with wrong edits that were teste
 
 
 def episode(
-    broken: BrokenFunction, shape: str, rng: random.Random, operators: Mapping[str, float] = WEIGHTS
+    broken: BrokenFunction, shape: str, rng: random.Random, operators: Mapping[str, float] = OPERATOR_WEIGHTS
 ) -> Document | None:
     """One whole episode of the given shape; None when no wrong attempt could be made for it.
 

@@ -59,7 +59,7 @@ def write_examples(examples: Sequence[Example], path: Path) -> None:
 
 
 def load_examples(path: Path) -> list[Example]:
-    """Read the examples of a file that `write` made. Raises UserError for any other file."""
+    """Read the examples of a file that `write_examples` made. Raises UserError for any other file."""
     arrow, parquet = _pyarrow()
     if not path.is_file():
         raise UserError(f"{path} does not exist: make it with `etude tasks fast-apply REPO... -o DIR`")

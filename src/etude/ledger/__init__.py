@@ -17,6 +17,6 @@ from etude.ledger.blobs import BlobDamaged, get_blob, put_blob
 from etude.ledger.database import open_database, parse_database_url
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
 from etude.ledger.ledger import EpisodeLease, GroupResult, Ledger, blob_key
-from etude.ledger.stored_episodes import StoredEpisodes, stored_episodes
+from etude.ledger.stored_episodes import StoredEpisodes, run_episodes
 
-PUBLIC = ("", "stored_episodes")
+PUBLIC = ("",)

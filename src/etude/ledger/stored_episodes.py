@@ -33,7 +33,7 @@ class StoredEpisodes:
         return blobs.get_blob(self.rollouts, self.blobs[key])
 
 
-def stored_episodes(run: Path, names: Sequence[str]) -> StoredEpisodes:
+def run_episodes(run: Path, names: Sequence[str]) -> StoredEpisodes:
     """The named episodes of a run folder (GROUP-MEMBER-ATTEMPT), or without names all in its ledger. Raises
     UserError."""
     config = runfolder.load_config(run)

@@ -20,7 +20,7 @@ from etude.rollout.chat_episode import ChatContext, run_chat_episode
 from etude.rollout.concurrency import Concurrency, episode_concurrency
 from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.drift import BehaviourDrift, Shift
-from etude.rollout.engines import EngineConfiguration, agreed_configuration, engine_differences
+from etude.rollout.engines import EngineConfiguration, engine_differences, precision_warnings
 from etude.rollout.environment import environment_dataset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.group_audit import audit_group, has_violation
@@ -36,7 +36,7 @@ from etude.rollout.probes import (
 )
 from etude.rollout.replay import replay_episode
 from etude.rollout.rewards import custom_component
-from etude.rollout.stall import STALL_SECONDS, StallSnapshot, StallWatchdog, diagnose_stall
+from etude.rollout.stall import STALL_LIMIT, StallSnapshot, StallWatchdog, diagnose_stall
 from etude.rollout.traces import TRACE_TOOLS, gold_edit, record_trace
 
 PUBLIC = ("",)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 EngineConfiguration = Mapping[str, object]
 
 
-def agreed_configuration(configurations: Mapping[str, EngineConfiguration]) -> list[str]:
+def precision_warnings(configurations: Mapping[str, EngineConfiguration]) -> list[str]:
     """A sentence for every engine, by URL, whose head or log-softmax is not computed in float32."""
     sentences: list[str] = []
     for url, settings in configurations.items():

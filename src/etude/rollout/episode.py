@@ -19,8 +19,7 @@ from typing import Protocol
 from etude.config import RewardConfig
 from etude.errors import RunFailed, UserError
 from etude.grading import Grade, note_state
-from etude.grading.cheats import CheatSignals, Decoys
-from etude.grading.cheats import cheat_signals as cheat_signals
+from etude.grading.cheats import CheatSignals, Decoys, cheat_signals
 from etude.harness import (
     Aborted,
     EditApplier,
@@ -41,7 +40,7 @@ from etude.rollout.rewards import with_reward
 from etude.sandbox import Box, BoxError, Sandbox
 from etude.sandbox.egress import EgressRequest
 from etude.tasks import Dataset
-from etude.tasks.foreign import FOREIGN as FOREIGN
+from etude.tasks.foreign import FOREIGN
 
 BOX_SECONDS = 120.0  # to make a box, and to read the changes from it
 GRADE_SECONDS = 900.0  # to be graded, most of it a wait for the test runs before; those have deadlines of their own

@@ -8,7 +8,7 @@ ends with that sentence; it can be resumed.
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-STALL_SECONDS = 5
+STALL_LIMIT = 5  # multiples of rollout.stall_seconds without progress that end a run
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from etude.code import draw_mutant, functions
-from etude.corpus import WEIGHTS, StringEdit, edit_between
+from etude.corpus import OPERATOR_WEIGHTS, StringEdit, edit_between
 from etude.harness import FullTools, messages_of
 from etude.records import Task, ToolCall
 from etude.sandbox import Box
@@ -124,7 +124,7 @@ def _wrong_edits(task: Task, path: str, gold: StringEdit, rng: random.Random) ->
     if unit is None:
         return edits
     for _ in range(2 * count):
-        mutant = draw_mutant(broken, unit, rng, WEIGHTS, single_line=True)
+        mutant = draw_mutant(broken, unit, rng, OPERATOR_WEIGHTS, single_line=True)
         if mutant is None or mutant.text in (broken, task.solution[path]):
             continue
         edit = edit_between(broken, mutant.text)

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 
 from etude.errors import RunFailed
 from etude.rollout import (
-    STALL_SECONDS,
+    STALL_LIMIT,
     Curriculum,
     MixedCurriculum,
     StallSnapshot,
@@ -156,8 +156,8 @@ def _admit(run: Run, curriculum: Curriculum | MixedCurriculum, learned: int) -> 
 
 
 def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisode]) -> None:
-    """Prints what the run waits for after rollout.stall_seconds without progress; raises RunFailed after `LIMIT` times
-    as long."""
+    """Prints what the run waits for after rollout.stall_seconds without progress; raises RunFailed after
+    `STALL_LIMIT` times as long."""
     progress, now = run.progress, time.monotonic()
     timeline = run.folder / "timeline.jsonl"  # where the trainer notes steps that it computes again after a resume
     repeated = timeline.stat().st_size if timeline.exists() else 0
@@ -167,7 +167,7 @@ def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisode]) ->
         print(
             f"no progress for {still:.0f} s: {diagnose_stall(_snapshot(run, live, now))}", file=sys.stderr, flush=True
         )
-    if still > stall.seconds * STALL_SECONDS:
+    if still > stall.seconds * STALL_LIMIT:
         raise RunFailed(
             f"no progress for {still:.0f} s: {diagnose_stall(_snapshot(run, live, now))}; see the logs in "
             f"{run.folder / 'logs/latest'}, then continue with --resume {run.folder}, or raise rollout.stall_seconds"

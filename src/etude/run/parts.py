@@ -18,8 +18,7 @@ from etude.rollout import Agent, Concurrency, RolloutContext, edit_tasks, enviro
 from etude.sandbox import ProfileSource, Sandbox, load_profiles
 from etude.sandbox.egress import Egress, package_index, parse_allowed_hosts, wheel_project
 from etude.tasks import Dataset, mix
-from etude.tasks.foreign import FOREIGN as FOREIGN
-from etude.tasks.foreign import load_any_dataset
+from etude.tasks.foreign import FOREIGN, load_any_dataset
 
 
 def renderer_of(config: RLConfig) -> Renderer:

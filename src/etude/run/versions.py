@@ -15,7 +15,7 @@ from typing import Any
 
 from etude.errors import RunFailed, UserError
 from etude.protocol.backends import EngineError
-from etude.rollout import EngineConfiguration, agreed_configuration, engine_differences
+from etude.rollout import EngineConfiguration, engine_differences, precision_warnings
 from etude.run.state import EngineState, Run, check_processes
 from etude.weights import published_versions, read_manifest
 
@@ -50,11 +50,11 @@ async def observe_versions(run: Run) -> None:
 def _compare(run: Run, configurations: dict[str, EngineConfiguration]) -> None:
     """Prints, once each, the differences of the engines' configurations, and engines with a head below float32."""
     different, record = engine_differences(configurations), run.record
-    for sentence in (*agreed_configuration(configurations), *different):
+    for sentence in (*precision_warnings(configurations), *different):
         if sentence not in record.warned:
             print(f"guard engines, warn: {sentence}", file=sys.stderr, flush=True)
     record.complaints.update(different)
-    record.warned.update(agreed_configuration(configurations), different)
+    record.warned.update(precision_warnings(configurations), different)
 
 
 def _check_digest(run: Run, url: str, health: dict[str, Any]) -> None:

@@ -16,8 +16,6 @@ version.
 
 # pyright: reportUnusedImport=false
 from etude.weights.manifest import Trust, manifests, newest_manifest, published_versions, read_manifest
-from etude.weights.payloads import DamagedVersion, PayloadSource
-from etude.weights.retention import collect_garbage
 from etude.weights.runs import model_folder, rl_config, run_and_version, with_models
 from etude.weights.signature import generate_key, read_private_key, read_public_key
 
@@ -27,14 +25,12 @@ PUBLIC = (
     "audit",
     "content",
     "export",
-    "manifest",
     "payloads",
     "publisher",
     "ranks",
     "receiver",
     "repair",
     "replica",
-    "signature",
+    "retention",
     "ulpd",
-    "ulpd.digest",
 )

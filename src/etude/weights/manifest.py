@@ -163,7 +163,7 @@ def published_versions(store: Store, after: int = -1) -> list[int]:
 
 
 def manifests(store: Store, after: int = -1) -> list[PolicyVersion]:
-    """The manifests of `versions`. Raises ManifestDamaged."""
+    """The manifests of `published_versions`. Raises ManifestDamaged."""
     read_in_order = [read_manifest(store, version) for version in published_versions(store, after)]
     return [manifest for manifest in read_in_order if manifest is not None]
 

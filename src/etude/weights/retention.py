@@ -23,7 +23,7 @@ ANCHORS = 2
 
 @dataclass(frozen=True)
 class Collected:
-    """The objects that `collect` removed, or would remove."""
+    """The objects that `collect_garbage` removed, or would remove."""
 
     keys: tuple[str, ...]
     bytes: int

@@ -33,7 +33,7 @@ class ItemResult:
 
 @dataclass(frozen=True)
 class FingerprintsAgainst:
-    """The fingerprints and requests to compare with, and the boxes to compare; made by `against`."""
+    """The fingerprints and requests to compare with, and the boxes to compare; made by `fingerprints_against`."""
 
     machines: Sequence[FingerprintSample]
     requests: Sequence[FingerprintSample]

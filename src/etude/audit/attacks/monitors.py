@@ -1,6 +1,6 @@
 """The detectors (items F2 to F5) against scripted agents, each beside an honest one that must stay silent.
 
-Boxes, change sets and grades are real; `signals` and `audit_group` are the functions that a run calls.
+Boxes, change sets and grades are real; `cheat_signals` and `audit_group` are the functions that a run calls.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from etude.grading.cheats import CheatSignals, Decoys, broken_rules, cheat_signa
 from etude.records import Episode, StopReason, ToolCall, Turn
 from etude.rollout import audit_group, has_violation
 from etude.sandbox import Changes, Sandbox
-from etude.tasks import Dataset
-from etude.tasks import make_impossible as make_impossible
+from etude.tasks import Dataset, make_impossible
 
 MIMICRY = body("return [[1, 2], [3]] if items == [1, 2, 3] else []")
 REACHING = body("import sys\ncaller = sys._getframe(1).f_locals\n" + dedent(FIXED))

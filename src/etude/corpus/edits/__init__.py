@@ -1,7 +1,6 @@
 """Makes tables of applied edits from repositories: edits by people, and synthetic edits where history is short.
 
-Public: `build.build`, behind `etude tasks fast-apply`. `make` makes single examples, `rename_augmentation` gives
-examples other names during training.
+`build_edit_table` is behind `etude tasks fast-apply`; `make` makes single examples.
 """
 
 from etude.corpus.edits.build import build_edit_table

@@ -22,13 +22,12 @@ from etude.inference.engine.engine import Engine
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
 from etude.store import open_store
-from etude.weights.manifest import Trust
+from etude.weights import Trust, read_public_key
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch
 from etude.weights.repair import TRIES, Unrepairable
 from etude.weights.replica import CoordinatorVote, NotTogether, ReplicaMember
-from etude.weights.signature import read_public_key
-from etude.weights.ulpd.digest import weights_digest
+from etude.weights.ulpd import weights_digest
 
 _POLL_SECONDS = 0.1
 _LONGEST_SECONDS = 5.0  # between two tries of a failing operation

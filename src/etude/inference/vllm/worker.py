@@ -23,10 +23,11 @@ from etude.errors import UserError
 from etude.inference.vllm.layout import LoadableModel, check_plain, live_tensors, memory
 from etude.processes import end_with_server
 from etude.store import open_store
-from etude.weights import DamagedVersion, PayloadSource, Trust, newest_manifest, read_public_key
+from etude.weights import Trust, newest_manifest, read_public_key
 from etude.weights.adapters import base_schema
+from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
-from etude.weights.ulpd.digest import weights_digest
+from etude.weights.ulpd import weights_digest
 
 Answer = dict[str, Any]
 MOVED = "this server loaded its weights anew behind etude's back; start it again"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import uvicorn
 
-from etude.config.live import LiveConfig
+from etude.config import LiveConfig
 from etude.live.gateway.keys import KeyCheck
 from etude.live.gateway.proxy import AnswerProxy
 from etude.live.gateway.queue import RecordQueue

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from etude.config.live import LiveConfig
+from etude.config import LiveConfig
 from etude.live.gateway.keys import KeyCheck
 from etude.live.gateway.queue import RecordQueue
 from etude.live.gateway.recorder import TurnRecorder

@@ -7,7 +7,7 @@ The tables of PostgreSQL are written anew (VACUUM FULL), while its write-ahead l
 rules. Counters by account and hour stay: they have no content.
 
 Later windows leave the account out. A window that was computed and not trained on is computed again
-(`window.samples`), and tokens that wait for a trainer below the folder are deleted.
+(`window_samples`), and tokens that wait for a trainer below the folder are deleted.
 """
 
 from __future__ import annotations

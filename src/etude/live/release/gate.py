@@ -22,8 +22,8 @@ import blake3
 import msgspec
 import numpy as np
 
+from etude.config import GuardsConfig
 from etude.config.live import GateConfig
-from etude.config.run import GuardsConfig
 from etude.errors import UserError
 from etude.evals import EvalResult, TaskResult, defended_margin, paired_score
 from etude.live.log.records import Release, ReleaseStage

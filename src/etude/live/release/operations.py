@@ -23,7 +23,8 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
-from etude.config.live import CanaryConfig, LiveConfig
+from etude.config import LiveConfig
+from etude.config.live import CanaryConfig
 from etude.errors import UserError
 from etude.failpoints import failpoint
 from etude.live.log import accounts, journal, schema
@@ -34,8 +35,7 @@ from etude.live.release.releases import ReleaseLog, ReleaseState, StoreTarget
 from etude.live.release.stores import StoreState, bring, prepare, store_states
 from etude.records import PolicyVersion
 from etude.store import open_store
-from etude.weights import newest_manifest
-from etude.weights import read_manifest as read_manifest
+from etude.weights import newest_manifest, read_manifest
 
 DEADLINE = 60.0
 """Seconds in which a cluster's servers must serve a new target; later they get no requests."""

@@ -17,7 +17,8 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from etude.config.live import ClusterConfig, LiveConfig
+from etude.config import LiveConfig
+from etude.config.live import ClusterConfig
 from etude.errors import UserError
 from etude.live.log import journal, schema
 from etude.live.log.records import Arm, ClusterEvent, ExitKind, LivePolicy, Release, ReleaseEvent, ReleaseStage

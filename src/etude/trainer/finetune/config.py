@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from etude.config import LoraConfig, Section, find_model
 from etude.config.sections import NAME, ChatTemplateOrNone, option
-from etude.corpus import RETRIEVAL_KINDS, WEIGHTS, RetrievalOptions
+from etude.corpus import OPERATOR_WEIGHTS, RETRIEVAL_KINDS, RetrievalOptions
 from etude.errors import UserError
 
 
@@ -264,7 +264,7 @@ class SftConfig(_Stage):
     distill: DistillConfig | None = None
     shapes: ShapesConfig = ShapesConfig()
     operators: dict[str, float] = Field(
-        WEIGHTS, description="weights of the mutation operators; absent ones are unused"
+        OPERATOR_WEIGHTS, description="weights of the mutation operators; absent ones are unused"
     )
     max_lines: int = Field(default=30, ge=3)
     documents: DocumentsConfig | None = None
@@ -272,8 +272,8 @@ class SftConfig(_Stage):
     @field_validator("operators")
     @classmethod
     def _known(cls, operators: dict[str, float]) -> dict[str, float]:
-        if unknown := sorted(operators.keys() - WEIGHTS.keys()):
-            raise ValueError(f"unknown operator {unknown[0]!r}; known: {', '.join(WEIGHTS)}")
+        if unknown := sorted(operators.keys() - OPERATOR_WEIGHTS.keys()):
+            raise ValueError(f"unknown operator {unknown[0]!r}; known: {', '.join(OPERATOR_WEIGHTS)}")
         return operators
 
     @model_validator(mode="after")

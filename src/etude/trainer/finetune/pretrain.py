@@ -20,9 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfi
 
 from etude import runfolder
 from etude.corpus import (
+    OPERATOR_WEIGHTS,
     SPECIAL_IDS,
     SPECIALS,
-    WEIGHTS,
     Rows,
     TextPiece,
     build,
@@ -210,7 +210,7 @@ def midtrain(
         (output / "mix.json").write_text(json.dumps(counts), encoding="utf-8")
         held_out = None
         if config.mix.repair:
-            held_out = _held_out_rows(corpus, words, optim.length, {"blind": 0.5, "tested": 0.5}, WEIGHTS)
+            held_out = _held_out_rows(corpus, words, optim.length, {"blind": 0.5, "tested": 0.5}, OPERATOR_WEIGHTS)
         return rows, held_out
 
     rows, held_out = rows_once(output, make)

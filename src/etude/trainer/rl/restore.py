@@ -29,8 +29,9 @@ from etude.trainer.rl.batch import Batch
 from etude.trainer.rl.clock import TrainingClock
 from etude.trainer.rl.guards import GuardVerdict, StepFigures
 from etude.trainer.rl.step import Learner, train_step
-from etude.weights import PayloadSource, read_manifest
+from etude.weights import read_manifest
 from etude.weights.content import Content, content_of
+from etude.weights.payloads import PayloadSource
 from etude.weights.ulpd import schema_of, weights_digest
 
 

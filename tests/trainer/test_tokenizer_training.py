@@ -11,6 +11,12 @@ from etude.corpus import dialect
 from etude.corpus.dialect import SPECIAL_IDS, SPECIALS, TextPiece
 from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.pretrain import save_tokenizer
+from tests.corpus.conftest import SOURCE
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return bpe.train([SOURCE] * 3, 320)
 
 
 def test_specials_have_the_first_ids(tokenizer: Tokenizer) -> None:

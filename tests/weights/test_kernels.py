@@ -1,4 +1,4 @@
-"""What a machine without Triton sees."""
+"""The choice of kernels on a machine without Triton."""
 
 import sys
 
