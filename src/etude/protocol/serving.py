@@ -34,7 +34,7 @@ _FILES = 65536
 def open_listener(host: str, port: int, access: Access) -> socket.socket:
     """A bound socket. Raises UserError if the port is taken, or if other machines could connect without a token."""
     if not 0 <= port <= 65535:  # the resolver would take another port
-        raise UserError(f"cannot listen on {host}:{port}: choose another --port, up to 65535, or 0 for a free one")
+        raise UserError(f"cannot listen on {host}:{port}: choose another port, up to 65535, or 0 for a free one")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -55,7 +55,7 @@ def open_listener(host: str, port: int, access: Access) -> socket.socket:
     except OSError as e:
         listener.close()
         raise UserError(
-            f"cannot listen on {host}:{port} ({e.strerror or e}): choose another --port, or 0 for a free one"
+            f"cannot listen on {host}:{port} ({e.strerror or e}): choose another port, or 0 for a free one"
         ) from None
     # With Nagle's algorithm a small answer would wait for the client's acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
