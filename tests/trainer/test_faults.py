@@ -72,7 +72,7 @@ class Case:
                 "http://engine-0": configuration(self.engine(version=version)),
                 "http://engine-1": configuration(engine),
             }
-            said = of_run.agreed_configuration(settings) + of_run.engine_differences(settings)
+            said = of_run.precision_warnings(settings) + of_run.engine_differences(settings)
         halted = ""
         try:
             step(self.trainer, PROMPTS)
