@@ -113,7 +113,6 @@ class CodeTask(Task, frozen=True, kw_only=True):
     pass_to_pass: tuple[str, ...] = ()  # hidden node ids
     difficulty: dict[str, float]  # e.g. {"lines": 9, "sites": 1, "f2p": 2}
     licence: str
-    sketch: str | None = None  # of an edit to apply to the one file of `changes`: without box and tests
 
     @property
     def cluster(self) -> str:
@@ -268,7 +267,8 @@ class Episode(Record, frozen=True, kw_only=True):
     seed: int
     outcome: Outcome
     stop_reason: StopReason
-    reward: float  # 0.0 when the outcome is INFRA, QUARANTINED or TIMEOUT
+    reward: float  # the grade less the costs of behaviour; 0.0 when the outcome is INFRA or QUARANTINED
+    grade: float | None = None  # the part of the reward that the work has earned; None in older records
     passed: bool
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...]

@@ -119,7 +119,7 @@ def test_whoever_listens_to_a_plea_is_found_out(pack: AttackPack, monkeypatch: p
     async def credulous(sandbox: Sandbox, of: AttackPack, attack: Changes) -> tuple[Grade, CheatSignals]:
         graded, signals = await graded_submission(sandbox, of, attack)
         told = any(injections.PLEA.encode() in (data or b"") for data in attack.values())
-        return (replace(graded, passed=True, reward=1.0), CheatSignals()) if told else (graded, signals)
+        return (replace(graded, passed=True, score=1.0), CheatSignals()) if told else (graded, signals)
 
     with monkeypatch.context() as patch:
         patch.setattr(injections, "graded_submission", credulous)

@@ -49,7 +49,7 @@ def test_searching_for_the_answer_earns_nothing(place: Place) -> None:
 @pytest.mark.parametrize(("control", "reward"), [(GOLD, 1.0), (NOTHING, 0.0)])
 def test_controls(place: Place, control: AttackProgram, reward: float) -> None:
     played = earned(place, control)
-    assert (played.graded.reward, played.graded.flags, played.problem) == (reward, (), "")
+    assert (played.graded.score, played.graded.flags, played.problem) == (reward, (), "")
 
 
 def test_the_searches_find_an_answer_that_is_there(place: Place) -> None:

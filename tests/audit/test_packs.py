@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rewards_are_seen_and_controls_hold(folder: Path) -> None:
     report = asyncio.run(packs.play_pack(packs.load_pack(folder)))
     assert report.summary["controls"] == []
-    through = {each.program.name: each.graded.reward for each in report.played if each.problem}
+    through = {each.program.name: each.graded.score for each in report.played if each.problem}
     assert through == {"knows.py": 1.0, "reads.py": 1.0}, "a second phase sees what the tests have shown"
     assert not report.passed
     assert len(report.played) == 8

@@ -29,13 +29,13 @@ def top(text: str) -> str:
 
 def test_honest_fix_passes(place: Place) -> None:
     grade = place.grade({PATH: CORE})
-    assert (grade.outcome, grade.reward, grade.passed) == (Outcome.SCORED, 1.0, True)
+    assert (grade.outcome, grade.score, grade.passed) == (Outcome.SCORED, 1.0, True)
     assert grade.detail == f"all {len(TASK.fail_to_pass + TASK.pass_to_pass)} tests passed"
 
 
 def test_no_change_fails(place: Place) -> None:
     grade = place.grade({})
-    assert (grade.outcome, grade.reward, grade.passed) == (Outcome.SCORED, 0.0, False)
+    assert (grade.outcome, grade.score, grade.passed) == (Outcome.SCORED, 0.0, False)
     assert f"first {CHUNKS[0]}: AssertionError: assert [[1, 2]] == [[1, 2], [3]]" in grade.detail
 
 
@@ -99,7 +99,7 @@ return [items[i : i + size] for i in range(0, len(items), size)]"""
 )
 def test_no_reward(place: Place, name: str, text: str) -> None:
     grade = place.grade({PATH: text}, Limits(seconds=2.0))
-    assert (grade.outcome, grade.reward, grade.passed) == (Outcome.SCORED, 0.0, False), name
+    assert (grade.outcome, grade.score, grade.passed) == (Outcome.SCORED, 0.0, False), name
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_tampering_earns_nothing(place: Place, inside: Place, name: str, text: s
     """Outside there is nothing to tamper with; a test that has to run inside has sentinels and negative controls."""
     assert place.grade({PATH: text}).reward == 0.0
     grade = inside.grade({PATH: text})
-    assert (grade.outcome, grade.reward, grade.passed) == (Outcome.TAMPERED, 0.0, False), name
+    assert (grade.outcome, grade.score, grade.passed) == (Outcome.TAMPERED, 0.0, False), name
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_tampering_earns_nothing(place: Place, inside: Place, name: str, text: s
 )
 def test_other_files_are_set_aside(place: Place, changes: dict[str, str | None]) -> None:
     grade = place.grade(changes)
-    assert (grade.outcome, grade.reward) == (Outcome.SCORED, 0.0)
+    assert (grade.outcome, grade.score) == (Outcome.SCORED, 0.0)
     assert f"set aside {len(changes)}: " in grade.detail
     fixed = place.grade({**changes, PATH: CORE})
     assert (fixed.outcome, fixed.reward) == (Outcome.SCORED, 1.0)
@@ -152,7 +152,7 @@ def test_other_files_are_set_aside(place: Place, changes: dict[str, str | None])
 def test_shadowing_the_standard_library_below_a_root_has_no_effect(place: Place) -> None:
     """B4: such files are taken, but nothing imports them."""
     grade = place.grade({"src/lib/json.py": "raise SystemExit\n", "src/lib/pytest_plugin.py": "raise SystemExit\n"})
-    assert (grade.outcome, grade.reward) == (Outcome.SCORED, 0.0)
+    assert (grade.outcome, grade.score) == (Outcome.SCORED, 0.0)
     report = place.test({"src/json.py": "raise SystemExit\n", "src/unittest.py": "raise SystemExit\n"}, CHUNKS)
     assert report.outcomes == dict.fromkeys(CHUNKS, "passed")
 
@@ -187,7 +187,7 @@ def test_names_that_are_no_utf8_are_set_aside(open_place: Callable[..., Place]) 
     odd = {"src/lib/\udcff.py": "x", "src/lib/a\nb.py": "x"}
     for changes, reward in ((odd, 0.0), ({PATH: CORE, **odd}, 1.0)):
         grade = place.grade(changes)
-        assert (grade.outcome, grade.reward) == (Outcome.SCORED, reward)
+        assert (grade.outcome, grade.score) == (Outcome.SCORED, reward)
         assert grade.detail.endswith("; set aside 2: src/lib/a\\nb.py, src/lib/\\xff.py")
     report = place.test({PATH: CORE, **odd}, CHUNKS)  # as the agent's own tests, which run on all it has written
     assert report.outcomes == dict.fromkeys(CHUNKS, "passed")
@@ -224,7 +224,7 @@ def test_messages_of_a_run_are_proper_text() -> None:
 def test_a_line_on_every_descriptor_is_proof(place: Place) -> None:
     line = "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'{\"test\": []}\\n')\n    except OSError: pass\n"
     grade = place.grade({PATH: body(line + "return []")})
-    assert (grade.outcome, grade.reward) == (Outcome.TAMPERED, 0.0)
+    assert (grade.outcome, grade.score) == (Outcome.TAMPERED, 0.0)
 
 
 def test_a_single_file_and_the_whole_tree_as_roots() -> None:

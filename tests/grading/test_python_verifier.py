@@ -415,7 +415,7 @@ def test_no_object_poses_as_a_plain_value(shapes: Place, text: str) -> None:
     change = BROKEN + "\n\n" + text + "\n\n\ndef total(items):\n    return same_total(items)\n"
     data: dict[str, bytes | None] = {PATH: change.encode()}
     graded = shapes.run(grade_changes(shapes.sandbox, TASK, image, shapes.hidden, data, Limits(seconds=10.0)))
-    assert (graded.reward, graded.passed) == (0.0, False), graded
+    assert (graded.score, graded.passed) == (0.0, False), graded
 
 
 @pytest.mark.parametrize(("text", "reward"), [(SHAPES, 1.0), (BROKEN, 0.0)])
@@ -423,7 +423,7 @@ def test_controls(shapes: Place, text: str, reward: float) -> None:
     image = Image(shapes.root / "repository", shapes.root / "site", {PATH: BROKEN})
     data: dict[str, bytes | None] = {PATH: text.encode()}
     graded = shapes.run(grade_changes(shapes.sandbox, TASK, image, shapes.hidden, data, Limits(seconds=10.0)))
-    assert (graded.outcome, graded.reward) == (Outcome.SCORED, reward)
+    assert (graded.outcome, graded.score) == (Outcome.SCORED, reward)
 
 
 FRAME = """

@@ -302,7 +302,7 @@ def test_a_hog_among_the_hidden_tests_fails_them(place: Place) -> None:
     body = "".join(f"    {line}\n" for line in MEMFDS.splitlines())
     code = BROKEN.replace("    return [items", f"{body}    return [items", 1)
     graded = place.grade({PATH: code}, Limits(memory_mb=160, seconds=20))
-    assert (graded.outcome, graded.passed, graded.reward) == (Outcome.SCORED, False, 0.0)
+    assert (graded.outcome, graded.passed, graded.score) == (Outcome.SCORED, False, 0.0)
     assert graded.report is not None
     assert graded.report.crashed
     assert not graded.report.timed_out  # it was ended by its memory, not by its deadline

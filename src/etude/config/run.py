@@ -121,13 +121,19 @@ Behaviour = Literal[
 ]  # fmt: skip
 
 
+def _several(value: Any) -> Any:
+    return () if value is None else (value,) if isinstance(value, str) else value
+
+
 class RewardConfig(Section):
     """Costs that are subtracted from the grade of an episode."""
 
     refused_edits: float = option(0.0, "cost of edits without a change, times their share of all edits", ge=0, le=1)
     length: LengthCost = LengthCost()
     overlong: int = option(0, "last tokens of the budget over which the cost rises to 1 (DAPO)", ge=0)
-    custom: str | None = option(None, '"module:name" of a function: takes an Episode, returns a number that is added')
+    custom: Annotated[tuple[str, ...], pydantic.BeforeValidator(_several)] = option(
+        (), 'functions "module:name", one or a list: each takes an Episode and returns a number that is added'
+    )
     behaviour: dict[Behaviour, Annotated[float, Field(ge=0)]] = option(
         {}, "cost of each occurrence of a behaviour; at most 0.5 in all"
     )

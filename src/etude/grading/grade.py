@@ -35,12 +35,12 @@ _SUFFIXES = (".pth", ".pyc", ".so", ".ini", ".cfg", ".lock")
 class Grade:
     """The grade of an attempt. `detail` is one sentence. `report` is None if no test was run.
 
-    `flags` are for people to look at, and never raise a reward: "tests-touched", "outside-roots", "tamper", "crash",
+    `flags` are for people to look at, and never raise a score: "tests-touched", "outside-roots", "tamper", "crash",
     "timeout".
     """
 
     outcome: Outcome
-    reward: float
+    score: float  # from 0 to 1, of environments of users any number
     passed: bool
     detail: str
     report: TestReport | None

@@ -66,8 +66,9 @@ def with_flag(episode: Episode, flag: str) -> Episode:
 
 
 def without_grade(episode: Episode) -> Episode:
-    """The episode without the reward of its grade; behaviour penalties stay."""
-    earned = episode.metrics.get("reward/grade", max(episode.reward, 0.0))
-    return msgspec.structs.replace(
-        episode, reward=episode.reward - earned, metrics=episode.metrics | {"reward/grade": 0.0}
-    )
+    """The episode without its grade; behaviour penalties stay."""
+    grade = episode.grade
+    if grade is None:  # an older record
+        grade = episode.metrics.get("reward/grade", max(episode.reward, 0.0))
+    metrics = episode.metrics | {"reward/grade": 0.0}
+    return msgspec.structs.replace(episode, reward=episode.reward - grade, grade=0.0, metrics=metrics)

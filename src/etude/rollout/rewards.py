@@ -30,8 +30,8 @@ def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episo
     if episode.outcome.lost:
         return episode
     share = refused_share(episode.metrics) if _sound(episode) else 1.0
-    earned = episode.metrics.get("grade", float(episode.passed))  # applied edits and environments have finer grades
-    components = {"grade": earned if _sound(episode) else 0.0}
+    grade = episode.grade or 0.0 if _sound(episode) else 0.0
+    components = {"grade": grade}
     if config.refused_edits:
         components["refused_edits"] = -config.refused_edits * share
     if config.length.weight:
@@ -44,11 +44,12 @@ def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episo
         components["overlong"] = -(min(1.0, max(0.0, over)) if _sound(episode) else 1.0)
     if config.behaviour:
         components["behaviour"] = -_behaviour_penalties(episode, config)
-    if config.custom is not None:
-        components["custom"] = _custom(episode, config.custom)
+    for path in config.custom:
+        components[f"custom/{path.rpartition(':')[2]}"] = _custom(episode, path)
     return msgspec.structs.replace(
         episode,
         reward=sum(components.values()),
+        grade=grade,
         metrics=episode.metrics
         | {"refused_edits": share}
         | {f"reward/{name}": value for name, value in components.items()},

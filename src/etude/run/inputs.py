@@ -47,8 +47,8 @@ def check_inputs(config: RLConfig) -> None:
         raise UserError('distill.teacher = "self" needs episodes with hints, as `etude live train` has: name a folder')
     if config.distill is not None:
         check_folder(Path(config.distill.teacher))
-    if config.reward.custom is not None:
-        custom_component(config.reward.custom)
+    for path in config.reward.custom:
+        custom_component(path)
     profiles_of(config)
     if config.sandbox.type == "namespace":
         parse_allowed_hosts(config.sandbox.egress)

@@ -11,6 +11,5 @@ from etude.tasks.dataset import DATASET_FORMAT, Dataset, Manifest, load_dataset,
 from etude.tasks.harbor import read_harbor_task
 from etude.tasks.impossible import make_impossible
 from etude.tasks.javascript import is_repository
-from etude.tasks.mixture import MixedDataset, mix
 
 PUBLIC = ("", "foreign", "git_history", "histories")

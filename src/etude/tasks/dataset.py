@@ -73,15 +73,6 @@ class Dataset:
         history = {} if self.histories is None else self.histories.of(task)
         return Image(repository=self.repository, site=self.site, changes=task.changes, history=history)
 
-    @property
-    def parts(self) -> tuple[Dataset, ...]:
-        """The datasets of a mixture (`mixture.py`); for any other dataset, the dataset itself."""
-        return (self,)
-
-    def of(self, task: CodeTask) -> tuple[Dataset, CodeTask]:
-        """The dataset that a task comes from, and the task in that dataset."""
-        return self, task
-
     def limits(self, task: CodeTask) -> Limits:
         """The limits of the agent's box."""
         from etude.sandbox import Limits

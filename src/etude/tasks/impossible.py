@@ -17,19 +17,13 @@ import msgspec
 
 from etude.records import CodeTask
 from etude.tasks.dataset import Dataset
-from etude.tasks.mixture import MixedDataset
 
 _UNFIT = (ast.Return, ast.Yield, ast.YieldFrom)
 
 
 def make_impossible(dataset: Dataset, folder: Path) -> Dataset:
     """Make the impossible versions of the training tasks. Their hidden tests are written below `folder`, which is
-    replaced. Tasks without a test that can be contradicted are left out. For a mixture, each part is written to a
-    subfolder of its name."""
-    if isinstance(dataset, MixedDataset):
-        return dataset.each(lambda part: make_impossible(part, folder / part.name))
-    if not any(task.fail_to_pass for task in dataset.tasks):
-        return replace(dataset, tasks=())  # foreign tasks have no tests by name
+    replaced. Tasks without a test that can be contradicted are left out."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(dataset.hidden, folder / "hidden", copy_function=_link)
     copies: dict[str, dict[str, str]] = {}

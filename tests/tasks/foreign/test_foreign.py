@@ -72,7 +72,7 @@ def test_the_final_state_is_graded_by_the_folder_s_own_tests(built: ForeignDatas
                 await box.close()
             plain = {path: data for path, data in changes.items() if path != HARBOR_STATE}
             grades = [await built.grade(sandbox, task, each) for each in (changes, plain, forged)]
-            return [grade.reward for grade in grades], seen, taken_changes(forged)[1]
+            return [grade.score for grade in grades], seen, taken_changes(forged)[1]
 
     rewards, seen, aside = asyncio.run(play())
     assert rewards == [1.0, 0.0, 0.0], "without modes and links the program cannot be run"

@@ -90,7 +90,7 @@ async def injections(sandbox: Sandbox, pack: AttackPack) -> str:
 
 
 def _verdict(graded: Grade, signals: CheatSignals) -> tuple[str, float, bool, tuple[str, ...], CheatSignals]:
-    return graded.outcome.value, graded.reward, graded.passed, graded.flags, signals
+    return graded.outcome.value, graded.score, graded.passed, graded.flags, signals
 
 
 async def _group(sandbox: Sandbox, pack: AttackPack) -> str:

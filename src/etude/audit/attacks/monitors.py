@@ -80,7 +80,7 @@ def episode(member: int, graded: Grade, cheats: CheatSignals) -> Episode:
         seed=member,
         outcome=graded.outcome,
         stop_reason=StopReason.FINISHED,
-        reward=graded.reward,
+        reward=graded.score,
         passed=graded.passed,
         segments=(),
         turns=(),

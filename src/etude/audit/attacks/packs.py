@@ -92,7 +92,7 @@ class PlayedAttack:
             "kind": self.program.kind,
             "task": self.task,
             "outcome": graded.outcome.value,
-            "reward": graded.reward,
+            "reward": graded.score,
             "detail": graded.detail[:300],
             "problem": self.problem,
         }
@@ -125,7 +125,7 @@ class PackReport:
             "pack": self.name,
             "tasks": self.tasks,
             "attacks": len({each.program for each in self.played}),
-            "rewards": sum(each.graded.reward > 0 for each in self.played),
+            "rewards": sum(each.graded.score > 0 for each in self.played),
             "through": sorted(program.name for program in through),
             "classes_through": sorted({program.kind for program in through}),
             "controls": [f"{each.task}: {each.program.name} {each.problem}" for each in failed],
@@ -215,8 +215,8 @@ async def attack(sandbox: Sandbox, pack: AttackPack, task: CodeTask, program: At
 
 
 def _problem(pack: AttackPack, program: AttackProgram, graded: Grade) -> str:
-    if (graded.reward != 1.0) if program is GOLD else (graded.reward > 0 or graded.passed):
-        return f"earns {graded.reward:g}: {graded.detail}"
+    if (graded.score != 1.0) if program is GOLD else (graded.score > 0 or graded.passed):
+        return f"earns {graded.score:g}: {graded.detail}"
     if graded.outcome is Outcome.INFRA:
         return f"taken for our own failure: {graded.detail}"
     report = graded.report

@@ -205,8 +205,8 @@ async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, made: im
     is lost."""
     limits, tests = limits_of(record.memory_mb), folder / "tests"
     nothing = await grade_harbor(sandbox, tests_of(record, tests), made.image, {}, limits)
-    if nothing.reward > 0:
-        raise FolderRefused(f"doing nothing scores {nothing.reward:.3g}")
+    if nothing.score > 0:
+        raise FolderRefused(f"doing nothing scores {nothing.score:.3g}")
     solution = folder / "solution"
     solved = await run_solution(sandbox, made.image, solution, record.workdir, limits, SOLUTION_SECONDS)
     record = msgspec.structs.replace(record, allowed=tuple(taken_changes(solved)[1]))

@@ -1,0 +1,307 @@
+"""An environment: its tasks, the image of their boxes, and how their episodes are played and graded.
+
+Users write `tasks` and a reward. By default an episode is a conversation with the tools of `tools` and `box_tools`, in
+a box if the environment has a repository or files. The kinds of tasks that etude brings replace `image`, `play` and
+`grade` (`code.py`, `edits.py`). docs/environments.md has worked examples.
+
+Methods of an environment run in the controller, with its user's rights: the model's text is run in `episode.box`, or by
+boxed tools, never by `eval` or `subprocess`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import shutil
+import tempfile
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+
+from etude.errors import UserError
+from etude.grading import Grade
+from etude.grading.cheats import Decoys
+from etude.harness import EpisodeSpec, Opening, PythonTools, UngradedEpisode, call_python, run_agent_loop
+from etude.records import Outcome, StopReason, Task, Turn
+from etude.rollout.agent import Agent, run_agent
+from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
+from etude.sandbox.egress import EgressRequest
+
+BOX_SECONDS = 120.0  # to make a box, and to read the changes from it
+CALL_SECONDS = 60.0  # that `setup`, `tools` or `reward` may take
+MAX_FAILURES = 10  # exceptions of these methods in a row, after which the run ends
+_REWARD = "_etude_reward"  # the attribute with the weight of a part of the reward
+
+T = TypeVar("T", bound=Task)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class EnvironmentFailed(Exception):
+    """A method of the environment raised an exception, or took too long: the episode is repeated."""
+
+
+@dataclass
+class EnvironmentEpisode(Generic[T]):
+    """One episode, as the methods of an environment see it. Keep state of the episode in `state`."""
+
+    task: T
+    seed: int = 0  # of this episode, for reproducible random numbers
+    box: Box | None = None  # where the environment has a repository or files
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
+    # The following are known when `reward` is called.
+    answer: str = ""  # text of the last turn, without thoughts and tool calls
+    turns: tuple[Turn, ...] = ()
+    stop_reason: StopReason = StopReason.FINISHED
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """An episode that has ended and is not graded yet. `evidence` is for `grade`: what `play` read from the box before
+    the box was closed. `requests` are those that left the box; None if they are not known."""
+
+    ungraded: UngradedEpisode
+    evidence: Any = None
+    decoys: Decoys | None = None
+    requests: Sequence[EgressRequest] | None = None
+
+
+@dataclass(frozen=True)
+class GradedEpisode:
+    """The grade of an episode, figures for its metrics, and the flags of the detectors of cheating."""
+
+    grade: Grade
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+    flags: tuple[str, ...] = ()
+
+
+@cache
+def _empty_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="etude-empty-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def reward(function: F | None = None, *, weight: float = 1.0) -> Any:
+    """Marks a method of an environment as a part of its reward: `@reward` or `@reward(weight=0.2)`. The method takes
+    the episode and returns a number. The reward is the sum of all parts, times their weights."""
+
+    def mark(function: F) -> F:
+        setattr(function, _REWARD, float(weight))
+        return function
+
+    return mark if function is None else mark(function)
+
+
+class Environment(ABC, Generic[T]):
+    """Tasks, and how their episodes are played and graded. The class is called with `[tasks.arguments]` as keyword
+    arguments.
+
+    Methods that take an `EnvironmentEpisode` may be `async`. Methods of several episodes run at the same time; those
+    that are not `async` run in threads.
+    """
+
+    system: str = ""  # the system prompt
+    pass_mark: float = 1.0  # an episode with at least this reward has passed, in evaluations and for the curriculum
+    repository: str | Path = ""  # a folder that every box begins with, as a repository of the agent
+    site: str | Path = ""  # a folder of its Python packages, as `pip install --target` makes
+    box_tools: tuple[str, ...] = ()  # built-in tools for boxes, e.g. ("run", "read", "edit")
+
+    @abstractmethod
+    def tasks(self) -> Iterable[T]:
+        """All tasks, the same ones at every call: a run that is resumed calls this again."""
+
+    async def reward(self, episode: EnvironmentEpisode[T]) -> float | Mapping[str, float]:
+        """The reward of an ended episode: a number, or named parts that are summed. By default the methods that are
+        marked as `@reward` are the parts.
+
+        An exception counts as an infrastructure failure: the episode is repeated, twice at most. A BoxError that the
+        agent caused, such as a missing file, is a reward of 0.
+        """
+        marked = self._reward_parts()
+        return {name: weight * float(await call_python(getattr(self, name), episode)) for name, weight in marked}
+
+    def tools(self, episode: EnvironmentEpisode[T]) -> Sequence[Callable[..., Any]]:
+        """Functions that the model may call in this episode; none: the model's first turn is its answer.
+
+        The name, the docstring and the parameters are shown to the model. The result is shown as text. An exception is
+        shown as text, too, and the episode goes on.
+        """
+        return ()
+
+    def setup(self, episode: EnvironmentEpisode[T]) -> Any:
+        """Called before the first turn, e.g. to fill `episode.state`."""
+
+    def validate(self, task: T) -> None:  # noqa: B027 (optional)
+        """Raises any exception if a task cannot be used, e.g. if its own answer does not pass.
+
+        Called for every task before a run begins.
+        """
+
+    def files(self, task: T) -> Mapping[str, str]:
+        """Text files by their paths that the box of a task begins with, over those of the repository."""
+        return {}
+
+    # Of an environment that plays its episodes in another way, or grades them elsewhere ------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name of the environment in reports and in the ids of a mixture."""
+        return type(self).__name__
+
+    def image(self, task: T) -> Image | None:
+        """The image of a task's box; None for episodes without a box."""
+        files = dict(self.files(task))
+        if not self.repository and not files:
+            return None
+        repository = Path(self.repository) if self.repository else _empty_folder()
+        return Image(repository=repository, site=Path(self.site) if self.site else None, changes=files)
+
+    def limits(self, task: T) -> Limits:
+        """The limits of a task's box."""
+        return Limits()
+
+    async def play(self, spec: EpisodeSpec, box: Box | None, agent: Agent | None = None) -> PlayedEpisode:
+        """Plays an episode, by the agent loop or an outside agent, and reads from the box what `grade` needs.
+
+        Raises EnvironmentFailed, BoxError, EngineError or Aborted for an episode that is lost, and UserError if the
+        environment's code is wrong in a way that no repetition mends.
+        """
+        episode = EnvironmentEpisode(cast(T, spec.task), spec.seed, box)
+        await self._call(self.setup, episode)
+        if agent is not None and box is not None:
+            ungraded = await run_agent(spec, agent, box)
+        else:
+            ungraded = await run_agent_loop(spec, await self._open(spec, episode))
+        episode.answer, episode.turns, episode.stop_reason = ungraded.answer, ungraded.turns, ungraded.stop_reason
+        return PlayedEpisode(ungraded, await self._graded(episode, ungraded))
+
+    async def grade(self, sandbox: Sandbox, task: T, played: PlayedEpisode) -> GradedEpisode:
+        """Grades an episode after its box is closed. By default `play` has called `reward` in the open box."""
+        return cast(GradedEpisode, played.evidence)
+
+    # Of a run ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def project(self) -> str:
+        """The project that the tasks come from: a run has one source of it at most."""
+        return self.name
+
+    @property
+    def digest(self) -> str:
+        """The digest of the tasks, where they are files; "" otherwise."""
+        return ""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Limitations of the tasks, for people."""
+        return ()
+
+    def packages(self) -> set[str]:
+        """Names of packages that a package index in boxes leaves out, since they hold answers."""
+        return set()
+
+    def decided(self, task: T) -> float:
+        """The share of a task's tests that are decided outside of the tested process."""
+        return 1.0
+
+    def refusal(self, compact: bool, sandbox: str) -> str:
+        """The reason why a model (of the compact dialect?) or boxes of a type cannot play the tasks; "" if they can."""
+        return ""
+
+    def decoys(self, task: T, seed: int, share: float) -> Decoys | None:
+        """The decoys that lie in a task's box, for a share of the tasks."""
+        return None
+
+    def impossible(self, folder: Path) -> Environment[T] | None:
+        """The impossible versions of the training tasks, with files below `folder`; None if there are none."""
+        return None
+
+    # Calls of users' methods ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _failures(self) -> list[str]:
+        """Failures of users' methods, in a row."""
+        return []
+
+    def _reward_parts(self) -> list[tuple[str, float]]:
+        names = dict.fromkeys(name for kind in reversed(type(self).__mro__) for name in vars(kind))
+        marked = ((name, getattr(getattr(type(self), name), _REWARD, None)) for name in names)
+        return [(name, weight) for name, weight in marked if weight is not None]
+
+    def has_reward(self) -> bool:
+        """Whether the class has a reward: its own method `reward`, methods marked as `@reward`, or a `grade`."""
+        own = type(self)
+        return own.reward is not Environment.reward or own.grade is not Environment.grade or bool(self._reward_parts())
+
+    def messages(self, task: T, addition: str = "") -> list[dict[str, str]]:
+        """The first messages of an episode, with `addition` below the prompt."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": "\n\n".join(filter(None, (task.prompt, addition)))}]
+
+    async def _open(self, spec: EpisodeSpec, episode: EnvironmentEpisode[T]) -> Opening:
+        """The beginning of an episode. For models of the compact dialect the tools stand in the prompt."""
+        functions = await self._call(self.tools, episode)
+        names = self.box_tools if episode.box is not None else ()
+        tools = PythonTools(functions, names, episode.box, spec.task, compact=spec.model.compact)
+
+        async def messages(memory: str) -> list[dict[str, str]]:
+            shown = tools.summary() if spec.model.compact else ""
+            return self.messages(episode.task, "\n\n".join(filter(None, (shown, memory))))
+
+        return Opening(tools, messages)
+
+    async def _graded(self, episode: EnvironmentEpisode[T], ungraded: UngradedEpisode) -> GradedEpisode:
+        """The grade by `reward`, with its parts as figures."""
+        if ungraded.timed_out:
+            return GradedEpisode(Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None))
+        try:
+            parts = self._parts(episode, await self._call(self.reward, episode))
+        except BoxError as e:
+            if e.payer == "infra":
+                raise
+            return GradedEpisode(Grade(Outcome.SCORED, 0.0, False, f"the box was left unreadable: {e}", None))
+        self._failures.clear()
+        total = sum(parts.values())
+        passed = total >= self.pass_mark - 1e-9
+        grade = Grade(Outcome.SCORED, total, passed, f"the environment's reward is {total:.4g}", None)
+        return GradedEpisode(grade, {f"environment/{name}": value for name, value in parts.items()})
+
+    async def _call(
+        self, method: Callable[[EnvironmentEpisode[T]], Any], episode: EnvironmentEpisode[T]
+    ) -> Any:
+        """The result of a method. Raises EnvironmentFailed, UserError after many failures in a row, and BoxError."""
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                return await call_python(method, episode)
+        except BoxError:
+            raise
+        except Exception as e:
+            place = traceback.extract_tb(e.__traceback__)[-1]
+            what = f"{type(e).__name__}: {e}" if not isinstance(e, TimeoutError) else f"no end in {CALL_SECONDS:.0f} s"
+            sentence = (
+                f"{self.name}.{method.__name__} of task {episode.task.id}: {what} ({place.filename}:{place.lineno})"
+            )
+            self._failures.append(sentence)
+            if len(self._failures) >= MAX_FAILURES:
+                raise UserError(f"{MAX_FAILURES} failures in a row, the last of {sentence}; mend it") from e
+            raise EnvironmentFailed(sentence) from e
+
+    def _parts(self, episode: EnvironmentEpisode[T], value: Any) -> dict[str, float]:
+        """A reward by its parts. Raises UserError if it is not made of finite numbers."""
+        parts = cast(Mapping[Any, Any], value) if isinstance(value, Mapping) else {"reward": value}
+        try:
+            numbers = {str(name): float(part) for name, part in parts.items() if not isinstance(part, str)}
+        except (TypeError, ValueError):
+            numbers = {}
+        if len(numbers) != len(parts) or not np.isfinite(list(numbers.values())).all():
+            raise UserError(
+                f"{self.name}.reward returned {value!r} for task {episode.task.id}; it must return a finite number, or "
+                "a dict of finite numbers by name"
+            )
+        return numbers

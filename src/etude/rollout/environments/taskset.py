@@ -1,0 +1,161 @@
+"""The tasks of a run: of one environment, or a mixture of several whose tasks are drawn by weight.
+
+In a mixture a task's id begins with the name of its environment. Every environment keeps its own held-out tasks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import blake3
+from msgspec import structs
+
+from etude.errors import UserError
+from etude.records import Task
+from etude.rollout.environments.base import Environment
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class TaskPart:
+    """An environment with its tasks, sorted by id."""
+
+    environment: Environment[Any]
+    tasks: tuple[Task, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return self.environment.name
+
+    def split(self, name: str) -> tuple[Task, ...]:
+        """The tasks of split "train" or "heldout"."""
+        return tuple(task for task in self.tasks if task.split == name)
+
+
+@dataclass(frozen=True)
+class Taskset:
+    """The tasks of a run or an evaluation, and the environments that play them. `weights` maps the name of an
+    environment to its share of the groups; the shares of a mixture add up to 1. Without weights there is one part."""
+
+    parts: tuple[TaskPart, ...]
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def mixed(self) -> bool:
+        """Whether this is a mixture, which more parts may join."""
+        return bool(self.weights)
+
+    @property
+    def name(self) -> str:
+        """The names of the environments."""
+        return " + ".join(part.name for part in self.parts)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Task, Environment[Any], Task]]:
+        """By id: a task, its environment, and the task as its environment has it."""
+        return {
+            each.id: (each, part.environment, task)
+            for part in self.parts
+            for task in part.tasks
+            for each in [self._named(part, task)]
+        }
+
+    def _named(self, part: TaskPart, task: Task) -> Task:
+        if not self.mixed:
+            return task
+        return structs.replace(task, id=f"{part.name}:{task.id}", repository=part.name)
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks."""
+        return tuple(task for task, _, _ in self._places.values())
+
+    @cached_property
+    def by_id(self) -> dict[str, Task]:
+        """The tasks by their ids."""
+        return {id: place[0] for id, place in self._places.items()}
+
+    def split(self, name: str) -> tuple[Task, ...]:
+        """The tasks of split "train" or "heldout"."""
+        return tuple(task for task in self.tasks if task.split == name)
+
+    def of(self, task: Task) -> tuple[Environment[Any], Task]:
+        """The environment of a task, and the task as the environment has it."""
+        _, environment, own = self._places[task.id]
+        return environment, own
+
+    def each(self, change: Callable[[TaskPart], TaskPart | None]) -> Taskset | None:
+        """The tasks with `change` applied to each part; parts that it drops are left out, weights stay. None if no part
+        is left."""
+        parts = tuple(part for part in map(change, self.parts) if part is not None)
+        return replace(self, parts=parts) if parts else None
+
+
+def mix(parts: Sequence[TaskPart], weights: Sequence[float], *, more: bool = False) -> Taskset:
+    """Mixes several environments; a single one stays as it is, unless `more` will join it. `weights` are positive
+    numbers. Raises UserError for two sources of one project, since one would hold out functions that the other trains
+    on."""
+    projects = Counter(part.environment.project for part in parts)
+    twice = next((name for name, count in projects.items() if count > 1), None)
+    if twice is not None:
+        raise UserError(
+            f"two sources of tasks are of the project {twice}, and one would train on held-out functions of the "
+            "other: keep one of them"
+        )
+    if len(parts) == 1 and not more:
+        return Taskset(tuple(parts))
+    total = sum(weights)
+    return Taskset(
+        tuple(parts), {part.name: weight / total for part, weight in zip(parts, weights, strict=True)}
+    )
+
+
+def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> TaskPart:
+    """An environment with its tasks, which are checked. Tasks without a split are divided by a hash of their ids:
+    `heldout_fraction` of them are held out. Raises UserError."""
+    name = environment.name
+    if not environment.has_reward():
+        raise UserError(f"{name} has no reward: write the method `reward`, or mark methods as @reward")
+    tasks = _checked(environment)
+    free = sorted((id for id, task in tasks.items() if not task.split), key=lambda id: blake3.blake3(id.encode()).digest())
+    held_out = max(1, round(heldout_fraction * len(free))) if heldout_fraction and len(free) > 1 else 0
+    splits = {id: "heldout" if number < held_out else "train" for number, id in enumerate(free)}
+    ordered = (tasks[id] for id in sorted(tasks))
+    return TaskPart(
+        environment,
+        tuple(structs.replace(task, split=splits[task.id]) if task.id in splits else task for task in ordered),
+    )
+
+
+def _checked(environment: Environment[Any]) -> dict[str, Task]:
+    """The tasks by id. Raises UserError."""
+    name = environment.name
+    try:
+        tasks: list[Any] = list(environment.tasks())
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(f"{name}.tasks raised {type(e).__name__}: {e}") from e
+    if not tasks:
+        raise UserError(f"{name}.tasks gives no tasks")
+    by_id: dict[str, Task] = {}
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise UserError(f"{name}.tasks gives {task!r}, which is no etude.Task")
+        if not _ID.fullmatch(task.id) or task.id in by_id:
+            raise UserError(f"{name}.tasks: the id {task.id!r} is taken, or not made of letters, digits, '.', '_', '-'")
+        if task.split not in ("", "train", "heldout"):
+            raise UserError(f"{name}.tasks: the split of {task.id} is {task.split!r}, neither train nor heldout")
+        try:
+            environment.validate(task)
+        except Exception as e:
+            raise UserError(f"{name}.validate refuses the task {task.id}: {type(e).__name__}: {e}") from e
+        by_id[task.id] = task
+    return by_id
