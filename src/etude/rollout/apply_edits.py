@@ -17,7 +17,7 @@ from etude.code import language_of
 from etude.edits import EditGrade, EditPrompt, Example, edit_prompt, grade_edit, load_examples
 from etude.errors import UserError
 from etude.grading import Grade
-from etude.harness import EpisodeSpec, Opening, Tools, UngradedEpisode, run_from_opening
+from etude.harness import EngineModel, EpisodeSpec, Opening, Tools, UngradedEpisode, run_agent_loop
 from etude.records import Budget, Focus, Outcome, Task
 from etude.renderers import Renderer
 from etude.tasks import DATASET_FORMAT, Dataset, Manifest
@@ -82,23 +82,29 @@ def _question(task: Task) -> EditPrompt:
     return edit_prompt(task.changes[task.focus.path], task.sketch, task.instruction)
 
 
-def _prompt(edit: EditPrompt, renderer: Renderer) -> list[int]:
-    return renderer.prompt([{"role": "user", "content": edit.content}]) + renderer.plain(edit.opening)
+def _messages(edit: EditPrompt) -> list[dict[str, str]]:
+    return [{"role": "user", "content": edit.content}]
 
 
 def _fits(task: Task, renderer: Renderer, budget: Budget) -> bool:
     edit = _question(task)
+    prompt = len(renderer.prompt(_messages(edit)) + renderer.plain(edit.opening))
     answer = len(renderer.plain(task.solution[task.focus.path] + edit.close)) + 1  # and the end of the turn
-    return answer <= budget.tokens and len(_prompt(edit, renderer)) + answer <= budget.context
+    return answer <= budget.tokens and prompt + answer <= budget.context
 
 
 async def attempt(spec: EpisodeSpec) -> tuple[UngradedEpisode, Grade, dict[str, float]]:
     """One answer, its grade, and figures of it as metrics. Raises EngineError or Aborted if the engine failed."""
     task, edit = spec.task, _question(spec.task)
-    opening = Opening(_NoTools(task), _prompt(edit, spec.renderer), _never_reopened)
-    one_turn = msgspec.structs.replace(spec.budget, turns=1)
-    sampling = replace(spec.sampling, max_tokens=spec.budget.tokens)
-    ungraded = await run_from_opening(replace(spec, budget=one_turn, sampling=sampling), opening)
+    one_turn, model = msgspec.structs.replace(spec.budget, turns=1), spec.model
+    if isinstance(model, EngineModel):
+        model = replace(model, sampling=replace(model.sampling, max_tokens=spec.budget.tokens))
+
+    async def messages(_: str) -> list[dict[str, str]]:
+        return _messages(edit)
+
+    opening = Opening(_NoTools(task), messages, prefill=edit.opening)
+    ungraded = await run_agent_loop(replace(spec, budget=one_turn, model=model), opening)
     file, closed, _ = ungraded.turns[0].text.partition(edit.close) if ungraded.turns else ("", "", "")
     path = task.focus.path
     edit_grade = grade_edit(task.solution[path], file if closed else None, language_of(path) or "")
@@ -108,10 +114,6 @@ async def attempt(spec: EpisodeSpec) -> tuple[UngradedEpisode, Grade, dict[str, 
     figures = {"grade": reward, "edits": float(bool(closed)), "malformed": float(not closed)}
     figures |= {f"applied/{each}": float(each == edit_grade) for each in REWARDS}
     return ungraded, Grade(Outcome.SCORED, reward, passed, detail, None), figures
-
-
-async def _never_reopened(summary: str, count: int) -> list[int]:
-    raise AssertionError("an answer of one turn is never summarised")
 
 
 class _NoTools(Tools):
