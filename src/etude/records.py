@@ -93,6 +93,11 @@ class Task(Record, frozen=True, kw_only=True):
         return self.id
 
     @property
+    def text(self) -> str:
+        """A text that is typical for the task: probes of engines are made of such texts."""
+        return self.prompt
+
+    @property
     def damage(self) -> str:
         """How the task was made, for people: a mutation operator, or a kind of task."""
         return ""
@@ -118,6 +123,12 @@ class CodeTask(Task, frozen=True, kw_only=True):
     def cluster(self) -> str:
         """The broken function."""
         return self.function
+
+    @property
+    def text(self) -> str:
+        """The prompt, and its file from the broken function on."""
+        lines = self.changes.get(self.focus.path, "").splitlines()
+        return "\n".join([self.prompt, *lines[self.focus.first_line - 1 :]])
 
     @property
     def damage(self) -> str:

@@ -12,7 +12,7 @@ from etude.config import EvalConfig
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
-from etude.harness.loop import Sampling
+from etude.harness.loop import EngineModel, Sampling
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, CodeTask, Episode, Generation
 from etude.renderers import Renderer, renderer_for
@@ -77,7 +77,7 @@ def results(model: Path) -> tuple[EvalResult, EvalResult, list[Episode], list[So
 
 
 async def played(dataset: Dataset, sandbox, policy: Solver, renderer: Renderer, kept: list[Episode]) -> EvalResult:
-    setting = RolloutContext(dataset, sandbox, policy, renderer, Budget(), Sampling())
+    setting = RolloutContext(dataset, sandbox, EngineModel(policy, renderer, Sampling()), Budget())
     return await evaluate(setting, samples=2, split="train", seed=3, on_episode=kept.append)
 
 
@@ -113,7 +113,7 @@ def test_the_difference_is_paired(results):
 
 
 def test_an_empty_split_is_the_user_s_to_fix(model):
-    setting = RolloutContext(load_dataset(TINY), None, None, renderer_for(model), Budget(), Sampling())
+    setting = RolloutContext(load_dataset(TINY), None, EngineModel(None, renderer_for(model), Sampling()), Budget())
     with pytest.raises(UserError, match="no nosuch tasks"):
         asyncio.run(evaluate(setting, samples=1, split="nosuch"))
 

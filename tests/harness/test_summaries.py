@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from etude.errors import UserError
-from etude.harness.loop import LEFT_OUT, Sampling, UngradedEpisode, turn_seed
-from etude.harness.prompts import AGAIN, MEMORY, SUMMARISE
+from etude.harness.loop import AGAIN, LEFT_OUT, MEMORY, SUMMARISE, Sampling, UngradedEpisode, turn_seed
 from etude.harness.token_ledger import TokenLedgerError
 from etude.protocol.wire import GenerateRequest
 from etude.records import Generation, StopReason

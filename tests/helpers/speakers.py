@@ -10,6 +10,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from etude.harness.loop import EpisodeSpec, UngradedEpisode, run_agent_loop
+from etude.harness.prompts import open_task
 from etude.protocol.wire import GenerateRequest
 from etude.records import CodeTask, Focus, Generation
 from etude.renderers.schemas import COMPACT_PARAMETERS
@@ -246,3 +248,8 @@ def shop_tests(files: dict[str, bytes]) -> TestReport:
 def a_box() -> MemoryBox:
     files = {PATH: SOURCE.encode(), "src/other.py": b"import shop\n", "README": b"Shop\n", ".git/x": b"Shop\n"}
     return MemoryBox(files, shop_tests)
+
+
+async def play_task(spec: EpisodeSpec, box: Any) -> UngradedEpisode:
+    """An episode of a coding task, without its grade."""
+    return await run_agent_loop(spec, await open_task(spec, box))

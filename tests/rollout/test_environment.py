@@ -13,7 +13,7 @@ import pytest
 from etude.config import RewardConfig, RLConfig, validate
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
-from etude.harness.loop import Sampling
+from etude.harness.loop import EngineModel, Sampling
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from etude.rollout import environment as environments
@@ -84,7 +84,7 @@ def context(
     **given: Any,
 ) -> RolloutContext:
     dataset = environment_dataset(config(environment, arguments=given), renderer, folder)
-    return RolloutContext(dataset, sandbox, policy, renderer, BUDGET, Sampling(), reward=RewardConfig())
+    return RolloutContext(dataset, sandbox, EngineModel(policy, renderer, Sampling()), BUDGET, reward=RewardConfig())
 
 
 def play(context: RolloutContext, number: int = 0) -> Episode:

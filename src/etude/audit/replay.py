@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from etude.errors import UserError
 from etude.grading import open_sandbox
 from etude.ledger import StoredEpisodes, run_episodes
-from etude.rollout import replay_episode
+from etude.rollout import Taskset, replay_episode
 from etude.run import parts
-from etude.tasks import Dataset
 
 LIVE = 8  # episodes at a time
 
@@ -39,27 +38,27 @@ def replay_run(run: Path, names: Sequence[str] = ()) -> list[EpisodeReplay]:
     episodes = run_episodes(run, names)
     if episodes.config.rollout.agent is not None:
         raise UserError(f"{run} was played by an outside agent, whose episodes cannot be played again without it")
-    dataset = parts.dataset_of(episodes.config, run)
-    if dataset is None:
+    taskset = parts.taskset_of(episodes.config, run)
+    if taskset is None:
         raise UserError(f"{run} has lost its tasks: the folder {run / 'tasks'} is not there")
-    return asyncio.run(_replay(episodes, dataset))
+    return asyncio.run(_replay(episodes, taskset))
 
 
-async def _replay(episodes: StoredEpisodes, dataset: Dataset) -> list[EpisodeReplay]:
+async def _replay(episodes: StoredEpisodes, taskset: Taskset) -> list[EpisodeReplay]:
     config, free = episodes.config, asyncio.Semaphore(LIVE)
     nobody: Any = None  # an episode's own turns take the policy's place
 
     async with open_sandbox(
         config.sandbox, machine_profiles=parts.profiles_of(config), repeatable=config.deterministic
     ) as sandbox:
-        setting = parts.context_of(config, dataset, sandbox, nobody, parts.renderer_of(config))
-        setting = replace(setting, sampling=replace(setting.sampling, routes=config.trainer.router_replay))
+        setting = parts.context_of(config, taskset, sandbox, nobody, parts.renderer_of(config), training=True)
 
         async def one(key: str) -> EpisodeReplay:
             async with free:
                 episode = episodes.read(key)
-                task = dataset.by_id[episode.task_id]
-                difference = await replay_episode(setting, task, episode, parts.decoys_of(config, task))
+                task = taskset.by_id[episode.task_id]
+                decoys = taskset.of(task)[0].decoys(task, config.seed, config.cheats.decoys)
+                difference = await replay_episode(setting, task, episode, decoys)
             return EpisodeReplay(
                 episode=episode.id,
                 turns=sum(len(segment.turn_starts) for segment in episode.segments),

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.cli.flags import add_flags, from_flags
-from etude.config import EvalConfig, InferenceConfig, ModelConfig, RolloutConfig, validate
+from etude.cli.overlays import read_toml
+from etude.config import EvalConfig, InferenceConfig, ModelConfig, RLConfig, RolloutConfig, TasksConfig, validate
 from etude.errors import UserError
 from etude.weights import model_folder, rl_config, run_and_version
 
 if TYPE_CHECKING:
-    from etude.config import RLConfig
     from etude.run.evaluate import Remote
 
 ENGINE = ("threads", "device", "dtype")
@@ -36,8 +36,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "model", help="HF folder, run folder, GGUF file, the name of a model such as nano, or the URL of a chat API"
     )
     suites = (
-        "task datasets made by `etude tasks build`, run folders for the tasks of the run, or `retrieval`, or "
-        "`fast-apply`, or a table of edits"
+        "task datasets made by `etude tasks build`; run folders or TOMLs for the tasks of the run; an environment as "
+        "module:Class; or `retrieval`, or `fast-apply`, or a table of edits"
     )
     parser.add_argument("--suite", type=Path, nargs="+", required=True, metavar="SUITE", help=suites)
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout")
@@ -222,7 +222,7 @@ def _measure_tasks(
     seed = arguments.seed if arguments.seed is not None else trained.seed if trained is not None else 0
     changed = {name: getattr(arguments, name) for name in BUDGET if hasattr(arguments, name)}
     measurement = Measurement(
-        [folder for suite in arguments.suite for folder in _datasets(suite)],
+        [each for suite in arguments.suite for each in _suites(suite)],
         from_flags(arguments, EvalConfig),
         validate(RolloutConfig, {**budget, **changed}, "etude eval").budget(),
         arguments.split,
@@ -239,11 +239,21 @@ def _measure_tasks(
     evaluate_models(models, measurement, engine, as_json=arguments.json)
 
 
-def _datasets(suite: Path) -> list[Path]:
-    """The folder of a dataset, or the dataset folders of a run. Raises UserError for a run without datasets."""
-    config = rl_config(suite)
+def _suites(suite: Path) -> Sequence[Path | TasksConfig]:
+    """The folder of a dataset; the datasets, the environment or the edits of a run's folder or TOML; or an environment
+    by its import path. Raises UserError."""
+    config, path = rl_config(suite), str(suite)
+    if config is None and suite.suffix == ".toml" and suite.is_file():
+        tasks = validate(RLConfig, read_toml(suite), path).tasks
+        if tasks.dataset is not None:
+            return [Path(tasks.dataset)]
+        if tasks.environment is None and tasks.edits is None:
+            raise UserError(f"{suite} has tasks that must be built: give the folder of the dataset, or of a run")
+        return [tasks]
     if config is None:
-        return [suite]
+        return [TasksConfig(environment=path)] if ":" in path and not suite.exists() else [suite]
+    if config.tasks.environment is not None or config.tasks.edits is not None:
+        return [config.tasks]
     from etude.run.parts import folders_of_tasks
 
     return folders_of_tasks(config, run_and_version(suite)[0])

@@ -141,7 +141,7 @@ def _datasets(path: Path, output: Path, progress: Callable[[str, int, int], None
     """The folder itself, or the dataset folders of a TOML's sources, built in `OUTPUT.sources` if missing. Raises
     UserError."""
     from etude.run.inputs import build_source
-    from etude.run.parts import source_dataset
+    from etude.run.parts import source_part
 
     if path.suffix != ".toml" or path.is_dir():
         return [path]
@@ -152,8 +152,9 @@ def _datasets(path: Path, output: Path, progress: Callable[[str, int, int], None
     runfolder.make(folder)
     for source in sources:  # of other options: another folder
         built = folder / blake3(source.model_dump_json().encode()).hexdigest()[:12]
-        dataset = source_dataset(source, built) or build_source(source, folder, built, progress)
-        roots.append(dataset.root)
+        if source_part(source, built) is None:
+            build_source(source, folder, built, progress)
+        roots.append(built if source.dataset is None else Path(source.dataset))
     return roots
 
 

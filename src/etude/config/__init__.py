@@ -26,4 +26,4 @@ from etude.config.run import (
 )
 from etude.config.sandbox import SANDBOX_TYPES, NamespaceSandboxConfig, SandboxConfig, validate_sandbox
 from etude.config.sections import Section, bundled, bundled_model, find_model, import_object, keys, validate
-from etude.config.tasks import BuildConfig, EditTableConfig, TaskSource, TracesConfig
+from etude.config.tasks import BuildConfig, EditTableConfig, TasksConfig, TaskSource, TracesConfig

@@ -379,7 +379,6 @@ class RLConfig(Section):
     def _environments_have_no_repository(self) -> RLConfig:
         refused = {
             "rollout.documents": self.rollout.documents,
-            "rollout.agent": self.rollout.agent is not None,
             "reward.refused_edits": self.reward.refused_edits,
         }
         if self.tasks.environment is not None and (

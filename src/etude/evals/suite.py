@@ -20,7 +20,7 @@ from etude.evals.stats import Estimate, paired_difference, pass_at_k, pass_rate
 from etude.records import Episode, Outcome, Record, Task
 
 if TYPE_CHECKING:
-    from etude.rollout import ChatContext, RolloutContext
+    from etude.rollout import RolloutContext
 
 RETRIES = 2  # of an episode lost to infrastructure
 KS = (1, 2, 4, 8)
@@ -95,7 +95,7 @@ class Comparison(Record, frozen=True):
 
 
 async def evaluate(
-    context: RolloutContext | ChatContext,
+    context: RolloutContext,
     *,
     samples: int,
     split: str = "heldout",
@@ -109,18 +109,15 @@ async def evaluate(
     """Play `samples` episodes of every task of `split`. `on_episode` is called with each new counted episode; `known`
     episodes are neither played nor reported. Raises UserError if the split is empty and RunFailed if every episode was
     lost."""
-    tasks = pick_tasks(context.dataset.tasks, split, max_tasks)
+    tasks = pick_tasks(context.taskset.tasks, split, max_tasks)
     if not tasks:
-        name = context.dataset.name
+        name = context.taskset.name
         raise UserError(f"the dataset {name} has no {split} tasks; choose another split or build it anew")
     # Imported here, because reports read results without the harness.
-    from etude.rollout import ChatContext, EpisodeId, run_chat_episode, run_episode
+    from etude.rollout import EpisodeId, run_episode
 
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
-        id = EpisodeId(index, sample, number, episode_seed)
-        if isinstance(context, ChatContext):
-            return await run_chat_episode(context, task, id)
-        return await run_episode(context, task, id)
+        return await run_episode(context, task, EpisodeId(index, sample, number, episode_seed))
 
     return await run_suite(
         tasks,

@@ -31,14 +31,13 @@ class CompactTools(Tools):
         wanted = COMPACT_PARAMETERS[call.name]
         return None if set(call.arguments or {}) == set(wanted) else f"{call.name} takes {len(wanted)} arguments"
 
-    async def open(self) -> str:
-        """Reads the focus; returns the function's source as the prompt shows it."""
+    async def open(self) -> None:
+        """Reads the focus."""
         focus = self.task.focus
         self._views = [view_of(await self.text(focus.path), focus.first_line, focus.last_line)]
-        return printable(self._views[-1].source)
 
     async def source(self) -> str:
-        """The function's current source; "" if it was moved or removed."""
+        """The function's current source as the prompt shows it; "" if it was moved or removed."""
         try:
             return printable((await self._view()).source)
         except (ToolError, BoxError) as e:

@@ -1,27 +1,26 @@
 """One episode and its group: admission, the agent that plays, and the reward.
 
     admission, curriculum, concurrency   when the next groups start, on which tasks, and how many episodes are live
-    episode, agent, apply_edits          one episode, by the agent loop, an outside agent, or as one applied edit
-    chat_episode                         one episode of a model behind a chat API, for evaluations
-    environment, python_tools            tasks, tools and rewards that users write in Python
+    episode, agent                       one episode, by the agent loop or an outside agent
+    environments/                        what is played: code tasks, foreign folders, applied edits, users' Python
     rewards, group_audit                 the reward of an episode, and the audit of a complete group
     probes, engines, stall, drift        checks of engines, of progress and of behaviour while a run goes on
     replay                               a recorded episode played again, token by token
 
-Imports harness, grading, tasks, sandbox, protocol and the rooms below; no torch. Users' own code imports
-`environment`.
+Imports harness, grading, tasks, sandbox, protocol and the rooms below; no torch.
 """
 
 # pyright: reportUnusedImport=false
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.agent import Agent, check_agent, open_agent
-from etude.rollout.apply_edits import edit_tasks
-from etude.rollout.chat_episode import ChatContext, run_chat_episode
 from etude.rollout.concurrency import Concurrency, episode_concurrency
 from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.drift import BehaviourDrift, Shift
 from etude.rollout.engines import EngineConfiguration, engine_differences, precision_warnings
-from etude.rollout.environment import environment_dataset
+from etude.rollout.environments.base import Environment, EnvironmentEpisode, reward
+from etude.rollout.environments.code import CodeTasks, ForeignTasks, dataset_part
+from etude.rollout.environments.edits import EditTask, applied_edits
+from etude.rollout.environments.taskset import TaskPart, Taskset, mix, task_part
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.group_audit import audit_group, has_violation
 from etude.rollout.probes import (

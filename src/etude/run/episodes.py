@@ -8,14 +8,14 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
+from etude.grading.cheats import Decoys
 from etude.ledger import EpisodeLease, blob_key, put_blob
-from etude.records import Episode, Outcome
-from etude.rollout import EpisodeId, RolloutContext, run_episode
-from etude.run.parts import context_of, decoys_of
+from etude.records import Episode, Outcome, Task
+from etude.rollout import EpisodeId, Taskset, run_episode
 from etude.run.state import Run, check_processes
-from etude.tasks import Dataset
 
 STOP_SECONDS = 30.0  # until cancelled episodes have closed their boxes
 NOTICE_SECONDS = 0.1  # until a killed process is seen as gone
@@ -39,15 +39,14 @@ def episode_seed(seed: int, group: int, member: int) -> int:
 async def play_leased(run: Run, lease: EpisodeLease) -> None:
     """Plays a leased episode, and records it when it ends."""
     config = run.config
-    task = run.dataset.by_id.get(lease.task_id)
+    taskset = run.pool.taskset
+    task = taskset.by_id.get(lease.task_id)
     if task is None:
         raise UserError(
             f"group {lease.group_id} of the ledger is of task {lease.task_id}, which no source of {run.folder} has: "
             "restore its tasks, or start a new run"
         )
-    context, decoys = _context(run, run.dataset), decoys_of(config, task)
-    sampling = replace(context.sampling, routes=config.trainer.router_replay)
-    context = replace(context, sampling=sampling, reward=config.reward)
+    context, decoys = replace(run.training, taskset=taskset), _decoys(config, taskset, task)
     seed = episode_seed(config.seed, lease.index, lease.member)
     episode = await run_episode(context, task, EpisodeId(lease.group_id, lease.member, lease.attempt, seed), decoys)
     if episode.outcome is Outcome.INFRA:
@@ -59,13 +58,14 @@ async def play_leased(run: Run, lease: EpisodeLease) -> None:
         _alarm(run, episode)
 
 
-async def play_impossible(run: Run, tasks: Dataset, number: int) -> None:
+async def play_impossible(run: Run, tasks: Taskset, number: int) -> None:
     """Plays an impossible task in a box like other tasks, and prints an alarm if it is passed. An episode lost to
     infrastructure is not repeated."""
     seed = episode_seed(run.config.seed, number, -1)
     task = tasks.tasks[seed % len(tasks.tasks)]
     episode_id = EpisodeId(group_id=number, member=0, attempt=0, seed=seed)
-    episode = await run_episode(_context(run, tasks), task, episode_id, decoys_of(run.config, task))
+    context = replace(run.measuring, taskset=tasks)
+    episode = await run_episode(context, task, episode_id, _decoys(run.config, tasks, task))
     if episode.outcome is Outcome.INFRA:
         await _explain(run)
     if episode.outcome is Outcome.QUARANTINED:
@@ -89,8 +89,9 @@ async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
             _ = task.cancelled() or task.exception()  # read, so that asyncio does not complain
 
 
-def _context(run: Run, dataset: Dataset) -> RolloutContext:
-    return context_of(run.config, dataset, run.sandbox, run.engines.client, run.renderer, run.agent)
+def _decoys(config: RLConfig, taskset: Taskset, task: Task) -> Decoys | None:
+    """The decoys of a task in this run, or None; its impossible version has the same."""
+    return taskset.of(task)[0].decoys(task, config.seed, config.cheats.decoys)
 
 
 def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:

@@ -20,22 +20,20 @@ import msgspec
 from rich.console import Console
 
 from etude import runfolder
-from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig, bundled_model
+from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig, TasksConfig, bundled_model
 from etude.dashboard import CLOCKED, LiveView
 from etude.errors import UserError
 from etude.evals import EvalResult, compare, evaluate
 from etude.grading import open_sandbox
-from etude.harness import check_context
+from etude.harness import ChatAPI, EngineModel, Toolset, check_context
 from etude.protocol.backends import ChatClient, ChatModel, EngineClient, check_reachable
 from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, load_tokenizer, named, renderer_for, say_dropped
-from etude.rollout import ChatContext, RolloutContext
+from etude.rollout import RolloutContext, TaskPart, Taskset, dataset_part, mix
 from etude.run.engines import engine_token, engine_url, spawn_engine
-from etude.run.inputs import check_foreign
-from etude.run.parts import sampling_of
+from etude.run.inputs import check_playable
+from etude.run.parts import part_of, sampling_of
 from etude.sandbox import Sandbox
-from etude.tasks import Dataset, mix
-from etude.tasks.foreign import load_any_dataset
 
 CHATS = 16  # conversations with an API at a time
 
@@ -53,11 +51,12 @@ class Remote:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The tasks and settings of a measurement. Finished episodes are kept in the folder `output`, if there is one, and
+    """The tasks and settings of a measurement. `suites` are folders of datasets, or tables [tasks] with an environment
+    or edits. Finished episodes are kept in the folder `output`, if there is one, and
     not played again. `dialect` and `chat_template_kwargs` are for model folders, as in a run's configuration; `tools`
     are the names of the agent's tools, () for all."""
 
-    suites: Sequence[Path]
+    suites: Sequence[Path | TasksConfig]
     options: EvalConfig
     budget: Budget
     split: str
@@ -67,6 +66,10 @@ class Measurement:
     dialect: str = "auto"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tools: tuple[str, ...] = ()
+
+    def parts(self) -> list[TaskPart]:
+        """The tasks of each suite. Raises UserError."""
+        return [dataset_part(s) if isinstance(s, Path) else part_of(s, None, self.budget) for s in self.suites]
 
     def renderer(self, model: Path) -> Renderer:
         """The renderer of a folder. Raises UserError."""
@@ -99,7 +102,8 @@ def measure_models(
     from etude.models import check_device, check_folder
 
     named(measurement.tools)
-    dataset = mix([load_any_dataset(suite) for suite in measurement.suites], [1.0] * len(measurement.suites))
+    parts = measurement.parts()
+    taskset = mix(parts, [1.0] * len(parts))
     for model in models:
         if isinstance(model, Path):
             check_device(inference.device, "device")
@@ -108,15 +112,15 @@ def measure_models(
             renderer = measurement.renderer(model)
             say_dropped(renderer)
             check_context(renderer, measurement.tools, measurement.budget.context)
-            check_foreign(dataset, renderer)
+            check_playable(parts, renderer)
         else:
             check_reachable(model.chat)
-    journals = [_open_journal(measurement, model, dataset, number) for number, model in enumerate(models)]
+    journals = [_open_journal(measurement, model, taskset, number) for number, model in enumerate(models)]
     with LiveView("eval", [_label(m) for m in models], console=Console(stderr=True)) as view:
         results = []
         for model, journal in zip(models, journals, strict=True):
             view.stage(_label(model))
-            results.append(asyncio.run(_measure(model, dataset, view, inference, measurement, journal)))
+            results.append(asyncio.run(_measure(model, taskset, view, inference, measurement, journal)))
     return results
 
 
@@ -167,13 +171,13 @@ class _Journal:
             runfolder.write(self.folder / f"{name}-{episode.group_id}-{episode.member}.msgpack", encode(episode))
 
 
-def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Dataset, number: int) -> _Journal:
+def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Taskset, number: int) -> _Journal:
     """The journal of one model below `output`. Raises UserError if another measurement was written there."""
     if measurement.output is None:
         return _Journal(None)
     folder = measurement.output / f"model-{number}"
     runfolder.make(folder)
-    digests = [part.manifest.digests.get("dataset.json", "") for part in dataset.parts]
+    digests = [part.environment.digest or part.name for part in taskset.parts]
     settings = {
         "model": str(model),
         "suites": digests,
@@ -200,7 +204,7 @@ def _files(model: Path) -> list[list[object]]:
 
 async def _measure(
     model: Path | Remote,
-    dataset: Dataset,
+    taskset: Taskset,
     view: LiveView,
     inference: EngineConfig,
     measurement: Measurement,
@@ -208,7 +212,7 @@ async def _measure(
 ) -> EvalResult:
     rows = measurement.concurrency or (CHATS if isinstance(model, Remote) else inference.max_batch)
     options = measurement.options
-    async with open_sandbox() as sandbox, _context(model, dataset, sandbox, inference, measurement) as context:
+    async with open_sandbox() as sandbox, _context(model, taskset, sandbox, inference, measurement) as context:
         return await evaluate(
             context,
             samples=options.samples,
@@ -224,13 +228,13 @@ async def _measure(
 
 @asynccontextmanager
 async def _context(
-    model: Path | Remote, dataset: Dataset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
-) -> AsyncIterator[RolloutContext | ChatContext]:
+    model: Path | Remote, taskset: Taskset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
+) -> AsyncIterator[RolloutContext]:
     """The common settings of one model's episodes; an engine serves a model folder until its measurement ends."""
-    budget = measurement.budget
+    budget, toolset = measurement.budget, Toolset(measurement.tools)
     if isinstance(model, Remote):
         async with ChatClient(model.chat, model.key) as client:
-            yield ChatContext(dataset, sandbox, client, budget, tools=measurement.tools)
+            yield RolloutContext(taskset, sandbox, ChatAPI(client), budget, toolset=toolset)
         return
     shared = inference.model_dump(include=set(EngineConfig.model_fields))
     serving = ServerConfig(**shared, model=str(model), port=0, max_model_len=budget.context)
@@ -241,7 +245,8 @@ async def _context(
         try:
             url = await asyncio.to_thread(engine_url, engine, logs)
             async with EngineClient([url], token) as client:
-                sampling = replace(sampling_of(RolloutConfig(tools=measurement.tools)), max_tokens=budget.tokens)
-                yield RolloutContext(dataset, sandbox, client, measurement.renderer(model), budget, sampling)
+                sampling = replace(sampling_of(RolloutConfig()), max_tokens=budget.tokens)
+                served = EngineModel(client, measurement.renderer(model), sampling)
+                yield RolloutContext(taskset, sandbox, served, budget, toolset=toolset)
         finally:
             engine.stop(10)

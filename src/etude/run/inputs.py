@@ -15,13 +15,14 @@ from etude.grading import is_script
 from etude.harness import check_context
 from etude.ledger import parse_database_url
 from etude.models import check_folder
+from etude.records import CodeTask
 from etude.renderers import Renderer, named, say_dropped
-from etude.rollout import check_agent, custom_component, edit_tasks, environment_dataset
+from etude.rollout import ForeignTasks, TaskPart, Taskset, check_agent, custom_component, dataset_part
 from etude.run.engines import check_python
-from etude.run.parts import built_beside, dataset_of, profiles_of, renderer_of, source_dataset
+from etude.run.parts import built_beside, part_of, profiles_of, renderer_of, source_part, taskset_of
 from etude.sandbox.egress import check_package_index, parse_allowed_hosts
-from etude.tasks import Dataset, MixedDataset, build_dataset, check_operators, is_repository
-from etude.tasks.foreign import ForeignDataset, build_foreign, find_folders, load_any_dataset
+from etude.tasks import build_dataset, check_operators, is_repository
+from etude.tasks.foreign import build_foreign, find_folders
 from etude.weights import read_private_key, read_public_key
 
 if TYPE_CHECKING:
@@ -61,10 +62,10 @@ def check_inputs(config: RLConfig) -> None:
     tasks = config.tasks
     _check_tools(config)
     check_operators(tasks)
-    if tasks.edits is not None:
-        edit_tasks(Path(tasks.edits), renderer_of(config), config.rollout.budget())
-    elif tasks.environment is not None:
-        environment_dataset(config, renderer_of(config), Path())
+    if tasks.edits is not None or tasks.environment is not None:
+        part = part_of(tasks, renderer_of(config), config.rollout.budget())
+        _check_splits(part, config)
+        _check_agent(part, config)
     else:
         for source in tasks.sources or (tasks,):
             _check_source(source, "tasks.sources" if tasks.sources else "tasks", config)
@@ -74,17 +75,34 @@ def check_inputs(config: RLConfig) -> None:
         _check_documents(config)
 
 
+def _check_splits(part: TaskPart, config: RLConfig) -> None:
+    """Raises UserError for tasks of one split alone where the run needs both."""
+    if not part.split("train"):
+        raise UserError(f'{part.name}.tasks gives no task for training: set split to "train", or give more tasks')
+    if (config.eval.before or config.eval.after) and not part.split("heldout"):
+        raise UserError(
+            f"{part.name}.tasks gives no held-out task: set eval.before and eval.after to false, or hold some out"
+        )
+
+
+def _check_agent(part: TaskPart, config: RLConfig) -> None:
+    """Raises UserError for an outside agent on tasks without a box."""
+    if config.rollout.agent is not None and any(part.environment.image(task) is None for task in part.tasks):
+        raise UserError(f"rollout.agent plays in boxes, and tasks of {part.name} have none: give them a repository")
+
+
 def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
     sandbox = config.sandbox
     if source.sha256 is not None and "==" not in source.repository:
         raise UserError(f"{table}.sha256 is the digest of a package NAME==VERSION, and {source.where} is none: drop it")
     if source.dataset is not None:
-        dataset = load_any_dataset(Path(source.dataset))
-        _check_decidable(dataset, sandbox)
-        check_foreign(dataset, renderer_of(config), sandbox)
+        part = dataset_part(Path(source.dataset))
+        _check_decidable(part, sandbox)
+        check_playable([part], renderer_of(config), sandbox)
     elif source.harbor is not None:
         find_folders([Path(source.harbor)])
-        _refuse_foreign(renderer_of(config), sandbox)
+        if why := ForeignTasks.refusal(renderer_of(config).dialect == "compact", sandbox.type):
+            raise UserError(why)
     elif sandbox.type != "namespace" and not is_repository(Path(source.repository)):
         raise _undecidable(sandbox)
     elif "==" in source.repository:
@@ -94,64 +112,63 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
         raise UserError(f"{table}.repository: {source.repository} is not a folder; give a repository or NAME==VERSION")
 
 
-def trainable(dataset: Dataset, shares: Sequence[float]) -> Dataset:
-    """A dataset without the training tasks with too few tests that are decided outside of the tested process, inside of
-    which a reward can be forged. `shares` is the least share of such tests, for each part. Tasks of unknown share stay.
-    Raises UserError for a part without training tasks."""
-    if isinstance(dataset, MixedDataset):
-        left = iter(shares)
-        return dataset.each(lambda part: trainable(part, [next(left)]))
-    (least,) = shares
-    if not dataset.split("train"):
-        raise UserError(f"{dataset.name} has no training tasks: build it anew, or leave the source out")
-    low = {t.id for t in dataset.split("train") if t.difficulty.get("decided", 1.0) < least}
+def trainable(part: TaskPart, least: float) -> TaskPart:
+    """The tasks without those for training with too few tests that are decided outside of the tested process, inside of
+    which a reward can be forged; `least` is the least share of such tests. Tasks of unknown share stay. Raises
+    UserError if no training task is left."""
+    if not part.split("train"):
+        raise UserError(f"{part.name} has no training tasks: build it anew, or leave the source out")
+    low = {task.id for task in part.split("train") if part.environment.decided(task) < least}
     if not low:
-        return dataset
-    kept = tuple(task for task in dataset.tasks if task.id not in low)
-    count = len(dataset.split("train"))
+        return part
+    kept = tuple(task for task in part.tasks if task.id not in low)
+    count = len(part.split("train"))
     if len(low) == count:
         raise UserError(
-            f"of none of the {count} training tasks of {dataset.name} {least:.0%} of the tests are decided outside of "
+            f"of none of the {count} training tasks of {part.name} {least:.0%} of the tests are decided outside of "
             "what they test: "
             "write tests that call the library alone, or set tasks.min_decided = 0 and trust nothing that is learned."
         )
     print(
-        f"{len(low)} of {count} training tasks of {dataset.name} are left out: tasks.min_decided = {least}",
+        f"{len(low)} of {count} training tasks of {part.name} are left out: tasks.min_decided = {least}",
         file=sys.stderr,
     )
-    return replace(dataset, tasks=kept)
+    return replace(part, tasks=kept)
 
 
-def run_dataset(config: RLConfig, folder: Path, note: Callable[[str, int, int], None]) -> Dataset:
-    """The run's dataset, built into the run folder if the configuration names a repository. Sources that are built
+def run_taskset(config: RLConfig, folder: Path, note: Callable[[str, int, int], None]) -> Taskset:
+    """The run's tasks, built into the run folder if the configuration names a repository. Sources that are built
     beside the run are left out until they are complete. Raises UserError, which names the failed one of several
     sources."""
-    if (dataset := dataset_of(config, folder)) is not None:
-        return dataset
+    if (taskset := taskset_of(config, folder)) is not None:
+        return taskset
     tasks = config.tasks
     if not tasks.sources:
-        return build_source(tasks, folder, folder / "tasks", note)
+        return Taskset((build_source(tasks, folder, folder / "tasks", note),))
     for number in sorted({*range(len(tasks.sources))} - {*built_beside(config)}):
         build_numbered(config, number, folder, note)
-    dataset = dataset_of(config, folder)
-    assert dataset is not None
-    return dataset
+    taskset = taskset_of(config, folder)
+    assert taskset is not None
+    return taskset
 
 
-def build_numbered(config: RLConfig, number: int, folder: Path, note: Callable[[str, int, int], None]) -> Dataset:
-    """The dataset of source `number`, built into the run folder if it is missing. Raises UserError."""
+def build_numbered(config: RLConfig, number: int, folder: Path, note: Callable[[str, int, int], None]) -> TaskPart:
+    """The tasks of source `number`, built into the run folder if it is missing. Raises UserError."""
     source, built = config.tasks.sources[number], folder / "tasks" / str(number)
     built.parent.mkdir(exist_ok=True)
     try:
-        return source_dataset(source, built) or build_source(source, folder, built, note)
+        return source_part(source, built) or build_source(source, folder, built, note)
     except UserError as e:
         raise UserError(f"tasks.sources: {source.where} gives no tasks: {e}") from None
 
 
-def _check_decidable(dataset: Dataset, sandbox: SandboxConfig) -> None:
+def _check_decidable(part: TaskPart, sandbox: SandboxConfig) -> None:
     """Raises UserError for hidden tests that boxes cannot decide: tests of Python need two isolated processes."""
     if sandbox.type != "namespace" and any(
-        not is_script(test) for task in dataset.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)
+        not is_script(test)
+        for task in part.tasks
+        if isinstance(task, CodeTask)
+        for test in (*task.fail_to_pass, *task.pass_to_pass)
     ):
         raise _undecidable(sandbox)
 
@@ -177,27 +194,19 @@ def _check_tools(config: RLConfig) -> None:
         check_context(renderer, names, config.rollout.context)
 
 
-def check_foreign(dataset: Dataset, renderer: Renderer, sandbox: SandboxConfig | None = None) -> None:
-    """Raises UserError for foreign tasks with a dialect or boxes that cannot play them."""
-    if any(isinstance(part, ForeignDataset) for part in dataset.parts):
-        _refuse_foreign(renderer, sandbox)
+def check_playable(parts: Sequence[TaskPart], renderer: Renderer, sandbox: SandboxConfig | None = None) -> None:
+    """Raises UserError for tasks that a model's dialect or a kind of boxes cannot play."""
+    boxes = "namespace" if sandbox is None else sandbox.type
+    for part in parts:
+        if why := part.environment.refusal(renderer.dialect == "compact", boxes):
+            raise UserError(why)
 
 
-def _refuse_foreign(renderer: Renderer, sandbox: SandboxConfig | None) -> None:
-    why = ""
-    if renderer.dialect == "compact":
-        why = "a model of the compact dialect, which has no shell of its own choice: take a chat model"
-    elif sandbox is not None and sandbox.type != "namespace":
-        why = f'boxes of sandbox.type = "{sandbox.type}", which cannot show folders where Harbor has them'
-    if why:
-        raise UserError(f"foreign Harbor tasks cannot be played with {why}")
-
-
-def build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[str, int, int], None]) -> Dataset:
-    """The dataset of a repository, in the folder `built`; a package is fetched into `folder`. Raises UserError."""
+def build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[str, int, int], None]) -> TaskPart:
+    """The tasks of a repository, in the folder `built`; a package is fetched into `folder`. Raises UserError."""
     if source.harbor is not None:
         fraction = source.heldout_fraction
-        return build_foreign([Path(source.harbor)], built, note, heldout_fraction=fraction)[0]
+        return dataset_part(build_foreign([Path(source.harbor)], built, note, heldout_fraction=fraction)[0])
     if "==" in source.repository:
         name, _, version = source.repository.partition("==")
         if source.sha256 is None:
@@ -207,7 +216,7 @@ def build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[
         repository = fetch_library(name, version, source.sha256, folder / "library")
     else:
         repository = Path(source.repository)
-    return build_dataset(repository, built, source, note)
+    return dataset_part(build_dataset(repository, built, source, note))
 
 
 def _check_architecture(config: RLConfig) -> None:

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,10 +27,19 @@ from etude.ledger import BlobDamaged, Ledger, get_blob
 from etude.processes import Child
 from etude.protocol.backends import EngineClient
 from etude.records import Episode, encode
-from etude.rollout import PROBE_TOKENS, ProbeScorer, ProbeSequences, make_probe_sequences, open_agent, reset_probes
+from etude.rollout import (
+    PROBE_TOKENS,
+    ProbeScorer,
+    ProbeSequences,
+    TaskPart,
+    Taskset,
+    make_probe_sequences,
+    open_agent,
+    reset_probes,
+)
 from etude.run import loop
 from etude.run.engines import backend_of, engine_token, start_engines
-from etude.run.inputs import check_foreign, check_inputs, run_dataset, trainable
+from etude.run.inputs import check_inputs, check_playable, run_taskset, trainable
 from etude.run.monitor import Monitor
 from etude.run.parts import concurrency_of, context_of, egress_of, profiles_of, renderer_of
 from etude.run.run_report import finish_report
@@ -39,7 +48,6 @@ from etude.run.state import Engines, EngineState, Run, check_processes, last_ver
 from etude.run.versions import check_engines, observe_versions, wait_for_version
 from etude.sandbox import Sandbox
 from etude.store import Store, open_store
-from etude.tasks import Dataset, make_impossible
 from etude.weights import manifests
 
 Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]
@@ -86,12 +94,12 @@ def train_rl(
             return _shown(finished, folder)
         logs = runfolder.new_attempt(folder)
         try:
-            dataset = _dataset(config, folder, view)
+            taskset = _taskset(config, folder, view)
         except UserError:
             if not resume:  # nothing of it is worth continuing, and the mended configuration may have its name
                 shutil.rmtree(folder)
             raise
-        inputs = _open_inputs(config, folder, TaskPool(dataset, missing(config, folder)))
+        inputs = _open_inputs(config, folder, TaskPool(taskset, missing(config, folder)))
         view.stage("start engines")
         token = engine_token()
         children, urls = start_engines(folder, config, logs, token, holds=[lock])
@@ -103,7 +111,7 @@ def train_rl(
             children.append(processes.start("trainer", trainer, logs / "trainer.log", env, holds=[lock]))
             sandbox = (boxes or partial(open_sandbox, config.sandbox))(
                 machine_profiles=profiles_of(config),
-                egress=egress_of(config, dataset, folder),
+                egress=egress_of(config, taskset, folder),
                 repeatable=config.deterministic,
             )
             client = EngineClient(urls, token, backend_of(folder, config))
@@ -137,19 +145,20 @@ def _finished(config: RLConfig, folder: Path) -> RunReport | None:
     return report if report.steps == last_version(open_store(f"{config.store or folder}/weights")) else None
 
 
-def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
+def _taskset(config: RLConfig, folder: Path, view: LiveView) -> Taskset:
     """The run's tasks, built if they are missing, without those that are not trained on. Raises UserError."""
     if config.sandbox.type != "namespace":
         print(f"sandbox.type = {config.sandbox.type!r} is for episodes; tasks are built in namespaces", file=sys.stderr)
     with _stage(folder, view, "build tasks"):
-        dataset = run_dataset(config, folder, view.note)
-    for part in dataset.parts:
-        for warning in part.manifest.warnings:
+        taskset = run_taskset(config, folder, view.note)
+    for part in taskset.parts:
+        for warning in part.environment.warnings:
             print(f"warning: {part.name}: {warning}", file=sys.stderr)
     sources, later = config.tasks.sources or (config.tasks,), missing(config, folder)
-    dataset = trainable(dataset, [source.min_decided for n, source in enumerate(sources) if n not in later])
-    check_foreign(dataset, renderer_of(config), config.sandbox)
-    return dataset
+    shares = (source.min_decided for n, source in enumerate(sources) if n not in later)
+    parts = [trainable(part, share) for part, share in zip(taskset.parts, shares, strict=True)]
+    check_playable(parts, renderer_of(config), config.sandbox)
+    return replace(taskset, parts=tuple(parts))
 
 
 def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
@@ -158,7 +167,7 @@ def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
     root = config.store or str(folder)
     weights, answers = open_store(f"{root}/weights"), open_store(f"{root}/probes")
     length = min(PROBE_TOKENS, config.rollout.context)
-    sequences = make_probe_sequences(pool.dataset.split("train"), renderer_of(config), config.guards.probes, length)
+    sequences = make_probe_sequences(pool.taskset.split("train"), renderer_of(config), config.guards.probes, length)
     reset_probes(answers, sequences)
     ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
     ledger.recover(manifests(weights))
@@ -189,7 +198,6 @@ async def _run_stages(
 ) -> RunReport:
     """Evaluates, trains, evaluates again and reports, once engines and trainer are started."""
     config, folder = inputs.config, inputs.folder
-    plays_impossible = config.cheats.impossible and not (config.tasks.edits or config.tasks.environment)
     async with (
         boxes as sandbox,
         client,
@@ -197,17 +205,19 @@ async def _run_stages(
         aclosing(Engines(states, client, scorer)) as engines,
         open_agent(config.rollout.agent) as agent,
     ):
+        taskset = inputs.pool.taskset
+        settings = config, taskset, sandbox, client, renderer_of(config), agent
         run = Run(
             folder=folder,
             config=config,
             pool=inputs.pool,
-            impossible=make_impossible(inputs.pool.dataset, folder / "impossible") if plays_impossible else None,
+            impossible=_impossible(taskset, folder / "impossible") if config.cheats.impossible else None,
+            training=context_of(*settings, training=True),
+            measuring=context_of(*settings),
             ledger=inputs.ledger,
             weights=inputs.weights,
             rollouts=inputs.rollouts,
             sandbox=sandbox,
-            renderer=renderer_of(config),
-            agent=agent,
             engines=engines,
             children=children,
             concurrency=concurrency_of(config),
@@ -217,6 +227,16 @@ async def _run_stages(
         except asyncio.CancelledError:
             view.note("stopping: boxes are closed, engines and the trainer are ended")
             raise
+
+
+def _impossible(taskset: Taskset, folder: Path) -> Taskset | None:
+    """The impossible versions of the training tasks of each part, below a folder of its name in a mixture."""
+
+    def made(part: TaskPart) -> TaskPart | None:
+        environment = part.environment.impossible(folder / part.name if taskset.mixed else folder)
+        return None if environment is None else TaskPart(environment, tuple(environment.tasks()))
+
+    return taskset.each(made)
 
 
 def _builder(folder: Path, logs: Path, lock: int) -> Callable[[], Child]:
@@ -293,7 +313,7 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
 
     with _stage(run.folder, view, f"eval {when}"):
         measure = evaluate(
-            context_of(run.config, run.dataset, run.sandbox, run.engines.client, run.renderer, run.agent),
+            replace(run.measuring, taskset=run.pool.taskset),
             samples=run.config.eval.samples,
             max_tasks=run.config.eval.max_tasks,
             seed=run.config.seed,

@@ -44,7 +44,6 @@ from etude.run import sources
 from etude.run.episodes import LiveEpisode, cancel, play_impossible, play_leased
 from etude.run.state import Progress, Run, check_processes, last_version
 from etude.run.versions import observe_versions
-from etude.tasks import Dataset, MixedDataset
 
 TICK_SECONDS = 0.1
 LEASE_SECONDS = 120.0  # after which episodes of a dead controller are played again
@@ -54,7 +53,7 @@ OWNER = "controller"
 async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
     """Admits and plays episodes until the trainer has published its last version. Raises RunFailed if a part dies."""
     rollout, progress = run.config.rollout, run.progress
-    curriculum = curriculum_of(run.dataset, rollout.group, run.config.seed)
+    curriculum = curriculum_of(run.pool.taskset, rollout.group, run.config.seed)
     learned = 0
     live: dict[asyncio.Task[None], LiveEpisode] = {}
     impossible = _ImpossibleTasks(run)
@@ -68,7 +67,7 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
             run.concurrency.observe(time.monotonic(), count, _requests(run))
             for number in sources.arrived(run.folder, run.pool):
                 await asyncio.to_thread(sources.join, run.config, run.folder, run.pool, number)
-                sources.extend(curriculum, run.dataset, rollout.group, run.config.seed)
+                sources.extend(curriculum, run.pool.taskset, rollout.group, run.config.seed)
             # In threads: episodes go on while the ledger's server is away.
             learned = await asyncio.to_thread(_admit, run, curriculum, learned)
             if (free := run.concurrency.limit - count) > 0:
@@ -92,12 +91,12 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
         await cancel([*live, *impossible.live])
 
 
-def curriculum_of(dataset: Dataset, group: int, seed: int) -> Curriculum | MixedCurriculum:
-    """The curriculum that draws the training tasks of `dataset`, for groups of `group` episodes."""
-    if not isinstance(dataset, MixedDataset):
-        return Curriculum([task.id for task in dataset.split("train")], group, seed)
-    parts = {name: Curriculum(ids, group, seed) for name, ids in sources.by_repository(dataset).items()}
-    return MixedCurriculum(parts, dataset.weights)
+def curriculum_of(taskset: Taskset, group: int, seed: int) -> Curriculum | MixedCurriculum:
+    """The curriculum that draws the training tasks of `taskset`, for groups of `group` episodes."""
+    if not taskset.mixed:
+        return Curriculum([task.id for task in taskset.split("train")], group, seed)
+    parts = {name: Curriculum(ids, group, seed) for name, ids in sources.by_part(taskset).items()}
+    return MixedCurriculum(parts, taskset.weights)
 
 
 class _ImpossibleTasks:

@@ -6,19 +6,29 @@ The run, its evaluation and the audits that repeat episodes share these function
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
-from etude.config import RLConfig, RolloutConfig, TaskSource
+from etude.config import RLConfig, RolloutConfig, TasksConfig, TaskSource, import_object
 from etude.config.secrets import without_secrets
 from etude.errors import UserError
-from etude.grading.cheats import Decoys, has_decoys, plant_decoys
-from etude.harness import Policy, Sampling, merge_applier, server_applier
-from etude.records import Task
+from etude.harness import EngineModel, Policy, Sampling, Toolset, merge_applier, server_applier
+from etude.records import Budget
 from etude.renderers import Renderer, renderer_for
-from etude.rollout import Agent, Concurrency, RolloutContext, edit_tasks, environment_dataset, episode_concurrency
+from etude.rollout import (
+    Agent,
+    Concurrency,
+    Environment,
+    RolloutContext,
+    TaskPart,
+    Taskset,
+    applied_edits,
+    dataset_part,
+    episode_concurrency,
+    mix,
+    task_part,
+)
 from etude.sandbox import ProfileSource, Sandbox, load_profiles
-from etude.sandbox.egress import Egress, package_index, parse_allowed_hosts, wheel_project
-from etude.tasks import Dataset, mix
-from etude.tasks.foreign import FOREIGN, load_any_dataset
+from etude.sandbox.egress import Egress, package_index, parse_allowed_hosts
 
 
 def renderer_of(config: RLConfig) -> Renderer:
@@ -26,21 +36,45 @@ def renderer_of(config: RLConfig) -> Renderer:
     return renderer_for(Path(config.model.path), config.model.dialect, config.model.chat_template_kwargs)
 
 
-def dataset_of(config: RLConfig, folder: Path) -> Dataset | None:
-    """The configured dataset, or the one in the run folder; None if it has not been built yet. Raises UserError."""
+def taskset_of(config: RLConfig, folder: Path) -> Taskset | None:
+    """The configured tasks, or those that were built in the run folder; None if they have not been built yet. Raises
+    UserError."""
     tasks, built = config.tasks, folder / "tasks"
-    if tasks.edits is not None:
-        return edit_tasks(Path(tasks.edits), renderer_of(config), config.rollout.budget())
-    if tasks.environment is not None:
-        return environment_dataset(config, renderer_of(config), folder)
+    if tasks.edits is not None or tasks.environment is not None:
+        return Taskset((part_of(tasks, renderer_of(config), config.rollout.budget()),))
     if tasks.sources:
         later = built_beside(config)
-        parts = [source_dataset(source, built / str(number)) for number, source in enumerate(tasks.sources)]
+        parts = [source_part(source, built / str(number)) for number, source in enumerate(tasks.sources)]
         known = {number: part for number, part in enumerate(parts) if part is not None}
         if {*range(len(parts))} - {*known, *later}:
             return None
         return mix(list(known.values()), [tasks.sources[n].weight for n in known], more=bool(later))
-    return source_dataset(tasks, built)
+    part = source_part(tasks, built)
+    return None if part is None else Taskset((part,))
+
+
+def part_of(tasks: TasksConfig, renderer: Renderer | None, budget: Budget) -> TaskPart:
+    """The tasks of `tasks.edits`, or of `tasks.environment`; prompts must fit the budget as the renderer counts, if
+    there is one. Raises UserError."""
+    if tasks.edits is not None:
+        edits = applied_edits(Path(tasks.edits), renderer, budget)
+        return TaskPart(edits, edits.table)
+    assert tasks.environment is not None
+    factory = import_object(tasks.environment, "tasks.environment")
+    try:
+        environment = factory(**tasks.arguments)
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(
+            f"tasks.environment: {tasks.environment} cannot be made of tasks.arguments: {type(e).__name__}: {e}"
+        ) from e
+    if not isinstance(environment, Environment):
+        raise UserError(f"tasks.environment: {tasks.environment} is no subclass of etude.Environment")
+    part = task_part(cast(Environment[Any], environment), tasks.heldout_fraction)
+    for task in part.tasks if renderer is not None else ():
+        environment.check_fit(task, renderer.prompt(environment.messages(task)), budget)
+    return part
 
 
 def folders_of_tasks(config: RLConfig, folder: Path) -> list[Path]:
@@ -65,40 +99,42 @@ def built_beside(config: RLConfig) -> tuple[int, ...]:
     return () if config.deterministic or installs or secret or len(later) == len(sources) else later
 
 
-def source_dataset(source: TaskSource, built: Path) -> Dataset | None:
-    """The dataset of one source, configured or in the folder `built`; None if it has not been built. Raises
+def source_part(source: TaskSource, built: Path) -> TaskPart | None:
+    """The tasks of one source, configured or in the folder `built`; None if they have not been built. Raises
     UserError."""
     if source.dataset is not None:
-        return load_any_dataset(Path(source.dataset))
-    return load_any_dataset(built) if built.exists() else None
+        return dataset_part(Path(source.dataset))
+    return dataset_part(built) if built.exists() else None
 
 
-def sampling_of(rollout: RolloutConfig) -> Sampling:
-    """The sampling options of a run's turns."""
+def sampling_of(rollout: RolloutConfig, *, routes: bool = False) -> Sampling:
+    """The sampling options of a run's turns. With `routes` the experts of every token are recorded."""
     return Sampling(
         temperature=rollout.temperature,
+        routes=routes,
         documents=rollout.documents,
         summarise_at=rollout.summarise_at,
         summary_tokens=rollout.summary_tokens,
-        tools=rollout.tools,
     )
 
 
 def context_of(
-    config: RLConfig, dataset: Dataset, sandbox: Sandbox, policy: Policy, renderer: Renderer, agent: Agent | None = None
+    config: RLConfig,
+    taskset: Taskset,
+    sandbox: Sandbox,
+    policy: Policy,
+    renderer: Renderer,
+    agent: Agent | None = None,
+    *,
+    training: bool = False,
 ) -> RolloutContext:
-    """The common settings of a run's episodes. With router replay, training episodes record experts, too."""
+    """The common settings of a run's episodes. Those of `training` record experts for router replay, and pay the costs
+    of [reward]; others are graded alone."""
     rollout = config.rollout
-    applier = server_applier(rollout.apply) if rollout.apply else merge_applier
-    return RolloutContext(dataset, sandbox, policy, renderer, rollout.budget(), sampling_of(rollout), agent, applier)
-
-
-def decoys_of(config: RLConfig, task: Task) -> Decoys | None:
-    """The decoys of a task in this run, or None; its impossible version has the same."""
-    if task.sketch is not None or task.kind == FOREIGN or config.tasks.environment is not None:
-        return None  # there is no repository to hide them in
-    chosen = has_decoys(task.id, config.seed, config.cheats.decoys)
-    return plant_decoys(task, config.seed) if chosen else None
+    routes, reward = (config.trainer.router_replay, config.reward) if training else (False, None)
+    model = EngineModel(policy, renderer, sampling_of(rollout, routes=routes))
+    toolset = Toolset(rollout.tools, server_applier(rollout.apply) if rollout.apply else merge_applier)
+    return RolloutContext(taskset, sandbox, model, rollout.budget(), agent, toolset, reward)
 
 
 def profiles_of(config: RLConfig) -> ProfileSource | None:
@@ -109,15 +145,14 @@ def profiles_of(config: RLConfig) -> ProfileSource | None:
     return () if path is None else load_profiles(Path(path))
 
 
-def egress_of(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:
+def egress_of(config: RLConfig, taskset: Taskset, folder: Path) -> Egress | None:
     """The hosts and package index that boxes may reach; None without. The index leaves out the packages that tasks are
     made from. Raises UserError."""
     sandbox, index = config.sandbox, None
     if sandbox.type != "namespace":
         return None
     if sandbox.index is not None and sandbox.index_before is not None:
-        roots = {Path(root).stem for task in dataset.tasks for root in task.source_roots}
-        without = {*sandbox.index_without, *roots, *(wheel_project(part.name) for part in dataset.parts)}
+        without = set(sandbox.index_without).union(*(part.environment.packages() for part in taskset.parts))
         index = package_index(sandbox.index, sandbox.index_before, without)
     if not sandbox.egress and index is None:
         return None

@@ -61,11 +61,11 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
         "no_episode_quarantined": run.ledger.counts().get("quarantined", 0) == 0,
     }
     newest = max((m.version for m in published), default=0)
-    repositories = {task.id: task.repository for task in run.dataset.tasks}
+    repositories = {task.id: task.repository for task in run.pool.taskset.tasks}
     silent, note = _silent(run, steps)
     notes = (note, clock_advice(before, after, run.config.rollout.seconds))
     report = RunReport(
-        setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware),
+        setup=RunSetup(run.config.name, run.config.model.name, run.pool.taskset.name, hardware),
         seed=run.config.seed,
         seconds=seconds + _earlier_attempts(timeline, runfolder.now() - seconds),
         stages=_stages(timeline),

@@ -11,10 +11,9 @@ from pathlib import Path
 from etude import runfolder
 from etude.config import RLConfig
 from etude.errors import UserError
-from etude.rollout import Curriculum, MixedCurriculum
+from etude.rollout import Curriculum, MixedCurriculum, Taskset, mix
 from etude.run.inputs import build_numbered, trainable
-from etude.run.parts import built_beside, source_dataset
-from etude.tasks import Dataset, MixedDataset, mix
+from etude.run.parts import built_beside, source_part
 
 BUILDER = "task builder"  # the name of the process
 NICE = 10  # below training
@@ -24,7 +23,7 @@ NICE = 10  # below training
 class TaskPool:
     """The tasks of a run, and the numbers of the sources that are still being built."""
 
-    dataset: Dataset
+    taskset: Taskset
     waiting: tuple[int, ...] = ()
 
 
@@ -41,32 +40,30 @@ def arrived(folder: Path, pool: TaskPool) -> list[int]:
 def join(config: RLConfig, folder: Path, pool: TaskPool, number: int) -> None:
     """Adds a built source to the pool. Raises UserError for a source without training tasks."""
     sources = config.tasks.sources
-    part = source_dataset(sources[number], _place(folder, number))
+    part = source_part(sources[number], _place(folder, number))
     assert part is not None
-    assert isinstance(pool.dataset, MixedDataset)
-    part = trainable(part, [sources[number].min_decided])
+    part = trainable(part, sources[number].min_decided)
     known = sum(source.weight for n, source in enumerate(sources) if n not in pool.waiting)
-    weights = [pool.dataset.weights[of.name] * known for of in pool.dataset.parts]
-    pool.dataset = mix([*pool.dataset.parts, part], [*weights, sources[number].weight])
+    weights = [pool.taskset.weights[of.name] * known for of in pool.taskset.parts]
+    pool.taskset = mix([*pool.taskset.parts, part], [*weights, sources[number].weight])
     pool.waiting = tuple(n for n in pool.waiting if n != number)
-    for warning in part.manifest.warnings:
+    for warning in part.environment.warnings:
         print(f"warning: {part.name}: {warning}", file=sys.stderr)
     count = len(part.split("train"))
     print(f"etude: {count} training tasks of {part.name} join the run", file=sys.stderr, flush=True)
 
 
-def extend(curriculum: Curriculum | MixedCurriculum, dataset: Dataset, group: int, seed: int) -> None:
-    """Adds the new repositories of `dataset` to a curriculum."""
+def extend(curriculum: Curriculum | MixedCurriculum, taskset: Taskset, group: int, seed: int) -> None:
+    """Adds the new parts of a mixture to a curriculum."""
     assert isinstance(curriculum, MixedCurriculum)
-    assert isinstance(dataset, MixedDataset)
-    new = {name: Curriculum(ids, group, seed) for name, ids in by_repository(dataset).items()}
-    curriculum.join({name: part for name, part in new.items() if name not in curriculum.parts}, dataset.weights)
+    new = {name: Curriculum(ids, group, seed) for name, ids in by_part(taskset).items()}
+    curriculum.join({name: part for name, part in new.items() if name not in curriculum.parts}, taskset.weights)
 
 
-def by_repository(dataset: MixedDataset) -> dict[str, list[str]]:
-    """The ids of the training tasks of each repository."""
-    ids: dict[str, list[str]] = {name: [] for name in dataset.weights}
-    for task in dataset.split("train"):
+def by_part(taskset: Taskset) -> dict[str, list[str]]:
+    """The ids of the training tasks of each part of a mixture."""
+    ids: dict[str, list[str]] = {name: [] for name in taskset.weights}
+    for task in taskset.split("train"):
         ids[task.repository].append(task.id)
     return ids
 

@@ -112,23 +112,18 @@ class Run:
     folder: Path
     config: RLConfig
     pool: TaskPool
-    impossible: Dataset | None
+    impossible: Taskset | None
+    training: RolloutContext  # of its episodes, with the tasks of the start
+    measuring: RolloutContext  # of evaluations and impossible tasks
     ledger: Ledger
     weights: Store
     rollouts: Store
     sandbox: Sandbox
-    renderer: Renderer
-    agent: Agent | None  # an outside one
     engines: Engines
     children: list[Child]
     concurrency: Concurrency
     progress: Progress = field(default_factory=Progress)
     record: EngineRecord = field(default_factory=EngineRecord)
-
-    @property
-    def dataset(self) -> Dataset:
-        """The tasks built so far."""
-        return self.pool.dataset
 
     @property
     def trainer(self) -> Child:

@@ -27,8 +27,8 @@ import numpy as np
 from etude.errors import UserError
 from etude.grading import Grade
 from etude.grading.cheats import Decoys
-from etude.harness import EpisodeSpec, Opening, PythonTools, UngradedEpisode, call_python, run_agent_loop
-from etude.records import Outcome, StopReason, Task, Turn
+from etude.harness import EngineModel, EpisodeSpec, Opening, PythonTools, UngradedEpisode, call_python, run_agent_loop
+from etude.records import Budget, Outcome, StopReason, Task, Turn
 from etude.rollout.agent import Agent, run_agent
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.sandbox.egress import EgressRequest
@@ -210,8 +210,9 @@ class Environment(ABC, Generic[T]):
         """The share of a task's tests that are decided outside of the tested process."""
         return 1.0
 
-    def refusal(self, compact: bool, sandbox: str) -> str:
-        """The reason why a model (of the compact dialect?) or boxes of a type cannot play the tasks; "" if they can."""
+    @classmethod
+    def refusal(cls, compact: bool, sandbox: str) -> str:
+        """A sentence if models of the compact dialect, or boxes of the type `sandbox`, cannot play the tasks; else ""."""
         return ""
 
     def decoys(self, task: T, seed: int, share: float) -> Decoys | None:
@@ -254,7 +255,18 @@ class Environment(ABC, Generic[T]):
             shown = tools.summary() if spec.model.compact else ""
             return self.messages(episode.task, "\n\n".join(filter(None, (shown, memory))))
 
-        return Opening(tools, messages)
+        opening = Opening(tools, messages)
+        if isinstance(spec.model, EngineModel):
+            self.check_fit(episode.task, await spec.model.prompt(opening), spec.budget)
+        return opening
+
+    def check_fit(self, task: T, prompt: Sequence[int], budget: Budget) -> None:
+        """Raises UserError for a prompt that leaves no room for an answer."""
+        if len(prompt) >= budget.context:
+            raise UserError(
+                f"the prompt of {self.name}'s task {task.id} has {len(prompt)} tokens, and rollout.context is "
+                f"{budget.context}: raise it, or shorten the prompt"
+            )
 
     async def _graded(self, episode: EnvironmentEpisode[T], ungraded: UngradedEpisode) -> GradedEpisode:
         """The grade by `reward`, with its parts as figures."""

@@ -13,6 +13,7 @@ from etude.harness import EpisodeSpec, UngradedEpisode, open_task, run_agent_loo
 from etude.records import CodeTask, Outcome
 from etude.rollout.agent import Agent, run_agent
 from etude.rollout.environments.base import BOX_SECONDS, Environment, GradedEpisode, PlayedEpisode
+from etude.rollout.environments.taskset import TaskPart
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.sandbox.egress import normal_project, wheel_project
 from etude.tasks import Dataset, make_impossible
@@ -152,13 +153,15 @@ class ForeignTasks(CodeTasks):
         await note_state(box)
         return await super().read_changes(box, roots)
 
-    def refusal(self, compact: bool, sandbox: str) -> str:
+    @classmethod
+    def refusal(cls, compact: bool, sandbox: str) -> str:
         """The reason why a model or boxes cannot play foreign tasks."""
+        why = ""
         if compact:
-            return "a model of the compact dialect, which has no shell of its own choice: take a chat model"
-        if sandbox != "namespace":
-            return f'boxes of sandbox.type = "{sandbox}", which cannot show folders where Harbor has them'
-        return ""
+            why = "a model of the compact dialect, which has no shell of its own choice: take a chat model"
+        elif sandbox != "namespace":
+            why = f'boxes of sandbox.type = "{sandbox}", which cannot show folders where Harbor has them'
+        return why and f"foreign Harbor tasks cannot be played with {why}"
 
     def decoys(self, task: CodeTask, seed: int, share: float) -> None:
         """None: there is no repository to hide them in."""
@@ -167,7 +170,9 @@ class ForeignTasks(CodeTasks):
         """None: foreign tasks have no tests by name."""
 
 
-def code_environment(folder: Path) -> CodeTasks:
-    """The tasks of a dataset folder, of foreign Harbor tasks or of our own. Raises UserError."""
-    dataset = load_any_dataset(folder)
-    return (ForeignTasks if dataset.manifest.kind else CodeTasks)(dataset)
+def dataset_part(dataset: Dataset | Path) -> TaskPart:
+    """The tasks of a dataset or a dataset's folder, of foreign Harbor tasks or of our own. Raises UserError."""
+    if isinstance(dataset, Path):
+        dataset = load_any_dataset(dataset)
+    environment = (ForeignTasks if dataset.manifest.kind else CodeTasks)(dataset)
+    return TaskPart(environment, dataset.tasks)

@@ -37,7 +37,7 @@ class EditTask(Task, frozen=True, kw_only=True):
     file: str
     sketch: str
     result: str
-    damage: str  # type: ignore[assignment]  # the kind of edit
+    kind: str  # of edit
     lines: int  # that change
     fraction: float  # of the file
 
@@ -45,6 +45,16 @@ class EditTask(Task, frozen=True, kw_only=True):
     def cluster(self) -> str:
         """The file."""
         return f"{self.repository}/{self.path}"
+
+    @property
+    def text(self) -> str:
+        """The instruction and the file."""
+        return "\n".join([self.prompt, *self.file.splitlines()])
+
+    @property
+    def damage(self) -> str:
+        """The kind of edit."""
+        return self.kind
 
     @property
     def question(self) -> EditPrompt:
@@ -121,7 +131,7 @@ def _task(example: Example, split: str) -> EditTask:
         file=example.file,
         sketch=example.sketch,
         result=example.result,
-        damage=example.kind,
+        kind=example.kind,
         lines=example.lines,
         fraction=example.fraction,
     )
