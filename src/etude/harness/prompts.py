@@ -24,7 +24,7 @@ DOCUMENTS = (
 
 async def open_task(spec: EpisodeSpec, box: Box) -> Opening:
     """A coding task, presented as the model's dialect has it."""
-    task, model, focus = spec.task, spec.model, spec.task.focus
+    task, model = spec.task, spec.model
     if model.compact:
         tools = CompactTools(box, task)
         await tools.open()
@@ -34,14 +34,14 @@ async def open_task(spec: EpisodeSpec, box: Box) -> Opening:
     async def messages(memory: str) -> list[dict[str, str]]:
         memory = f"\n\n{memory}" if memory else ""
         if isinstance(tools, CompactTools):
-            return [{"role": "user", "content": f"{task.instruction}\n{await tools.source()}{memory}"}]
+            return [{"role": "user", "content": f"{task.prompt}\n{await tools.source()}{memory}"}]
         return messages_of(task, memory, documents=model.documents)
 
     text = None
-    if model.documents and focus.path:
+    if model.documents and task.focus.path:
         with suppress(ToolError):  # a binary file is no document
-            text = await tools.text(focus.path)
-    return Opening(tools, messages, focus=focus, text=text)
+            text = await tools.text(task.focus.path)
+    return Opening(tools, messages, text=text)
 
 
 def check_context(renderer: Renderer, names: Sequence[str], context: int) -> None:
@@ -61,7 +61,7 @@ def check_context(renderer: Renderer, names: Sequence[str], context: int) -> Non
 def messages_of(task: Task, memory: str = "", *, documents: bool = False) -> list[dict[str, str]]:
     """The task as messages for a model that knows the OpenAI format; its tools are those of `FullTools`."""
     focus = task.focus
-    request = task.instruction
+    request = task.prompt
     if focus.path:
         request += f"\n\nOpen in the editor: {focus.path}, lines {focus.first_line} to {focus.last_line}."
     system = SYSTEM + DOCUMENTS if documents else SYSTEM
