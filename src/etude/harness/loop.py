@@ -26,7 +26,7 @@ from etude.harness.token_ledger import TokenLedger
 from etude.harness.tools import Tools
 from etude.protocol import GenerateRequest
 from etude.protocol.backends import ChatAnswer, ChatClient, ContextSpent, Conversation
-from etude.records import Budget, Focus, Generation, Segment, StopReason, Task, ToolCall, Turn
+from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 from etude.renderers import Renderer
 
 GRACE_SECONDS = 30.0  # of a tool beyond the budget of seconds; the tool's own limit should end it before
@@ -41,7 +41,6 @@ AGAIN = "That was {fault}. It must be there whole, in fewer words. "
 MEMORY = "Your context was full, so this is all you keep of your work so far (summary {count}):\n{summary}"
 PREFILL = "\n\nBegin your answer with the following line, and close its tag after the last line.\n{prefill}"
 _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo", "malformed", "truncated")
-_NO_FOCUS = Focus(path="", first_line=1, last_line=1)
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,6 @@ class Opening:
     tools: Tools
     messages: Callable[[str], Awaitable[list[dict[str, str]]]]
     prefill: str = ""
-    focus: Focus = _NO_FOCUS
     text: str | None = None
 
 
@@ -294,7 +292,7 @@ class _EngineTurns(TurnSource):
     def _open_file(self, prompt: int) -> tuple[list[int], ...]:
         """The open file as documents, as far as it leaves room for the prompt and for all tokens that may be sampled,
         and takes no more than half of the context."""
-        budget, focus, text = self._spec.budget, self._opening.focus, self._opening.text
+        budget, focus, text = self._spec.budget, self._spec.task.focus, self._opening.text
         room = min(budget.context // 2, budget.context - budget.tokens - prompt)
         if text is None or room <= 0:
             return ()
@@ -360,7 +358,8 @@ class _EngineTurns(TurnSource):
     ) -> list[int] | None:
         """The results with long ones as documents, which begin a new segment; None if that does not fit."""
         renderer, ledger = self._renderer, self._ledger
-        shown, new = results_as_documents(calls, results, self._opening.focus, renderer.document, ledger.documents)
+        focus = self._spec.task.focus
+        shown, new = results_as_documents(calls, results, focus, renderer.document, ledger.documents)
         ids = renderer.bridge(generation.ids, generation.finish_reason, shown)
         if len(ledger) + sum(map(len, new)) + len(ids) >= self._spec.budget.context:
             return None

@@ -24,7 +24,7 @@ DOCUMENTS = (
 
 async def open_task(spec: EpisodeSpec, box: Box) -> Opening:
     """A coding task, presented as the model's dialect has it."""
-    task, model, focus = spec.task, spec.model, spec.task.focus
+    task, model = spec.task, spec.model
     if model.compact:
         assert isinstance(task, CodeTask)
         tools = CompactTools(box, task)
@@ -39,10 +39,10 @@ async def open_task(spec: EpisodeSpec, box: Box) -> Opening:
         return messages_of(task, memory, documents=model.documents)
 
     text = None
-    if model.documents and focus.path:
+    if model.documents and task.focus.path:
         with suppress(ToolError):  # a binary file is no document
-            text = await tools.text(focus.path)
-    return Opening(tools, messages, focus=focus, text=text)
+            text = await tools.text(task.focus.path)
+    return Opening(tools, messages, text=text)
 
 
 def check_context(renderer: Renderer, names: Sequence[str], context: int) -> None:
