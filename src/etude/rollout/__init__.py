@@ -3,7 +3,7 @@
     admission, curriculum, concurrency   when the next groups start, on which tasks, and how many episodes are live
     episode, agent, apply_edits          one episode, by the agent loop, an outside agent, or as one applied edit
     chat_episode                         one episode of a model behind a chat API, for evaluations
-    environment, python_tools            tasks, tools and rewards that users write in Python
+    environment, environment_tools       tasks, tools and rewards that users write in Python
     rewards, group_audit                 the reward of an episode, and the audit of a complete group
     probes, engines, stall, drift        checks of engines, of progress and of behaviour while a run goes on
     replay                               a recorded episode played again, token by token

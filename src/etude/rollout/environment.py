@@ -31,10 +31,10 @@ import numpy as np
 from etude.config import RLConfig, import_object
 from etude.errors import UserError
 from etude.grading import Grade
-from etude.harness import EpisodeSpec, Opening, UngradedEpisode, memory_of, run_from_opening
+from etude.harness import EpisodeSpec, Opening, UngradedEpisode, call_python, memory_of, run_from_opening
 from etude.records import Budget, Focus, Outcome, Record, StopReason, Task, Turn
 from etude.renderers import Renderer
-from etude.rollout.python_tools import PythonTools, call_python
+from etude.rollout.environment_tools import PythonTools
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.tasks import DATASET_FORMAT, Dataset, Manifest
 
