@@ -3,6 +3,7 @@
     loop, token_ledger                    the loop over turns of an engine or a chat API, and an engine's tokens
     prompts                               the opening of a coding task
     tools, full_tools, compact_tools      the tools: their common part, and the two sets
+    python_tools, boxed_tools, boxed_runner   functions of users as tools; their calls inside of the box
     edit_appliers, focus, grep, ranking, chunks, lints, terminals   parts of single tools
     documents                             files and results as documents before the conversation
     endpoint/                             an HTTP endpoint through which outside agents are played and recorded
@@ -15,7 +16,7 @@ Imports renderers, sandbox (the contract of boxes), edits, code, protocol and re
 from etude.harness.atif import atif_document
 from etude.harness.edit_appliers import merge_applier, server_applier
 from etude.harness.focus import EditError, view_of
-from etude.harness.full_tools import FullTools, fault_of
+from etude.harness.full_tools import FullTools
 from etude.harness.loop import (
     GRACE_SECONDS,
     Aborted,
@@ -32,6 +33,7 @@ from etude.harness.loop import (
     turn_seed,
 )
 from etude.harness.prompts import SYSTEM, check_context, messages_of, open_task
+from etude.harness.python_tools import call_python
 from etude.harness.ranking import Lexical
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
 from etude.harness.tools import Tools, clean_failure, failures

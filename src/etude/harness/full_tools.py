@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, cast
@@ -16,9 +17,10 @@ from etude.edits import Edit
 from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.focus import EditError, edit_file
 from etude.harness.lints import Lints, checked_paths
+from etude.harness.python_tools import PythonTool, python_tools
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
-from etude.harness.tools import MAX_FILE, Tools, clean_failure, failures, file_bytes
+from etude.harness.tools import MAX_FILE, Tools, clean_failure, failures, fault_of, file_bytes
 from etude.records import Task, ToolCall
 from etude.renderers import SCHEMAS, ToolError, named, one_line
 from etude.sandbox import WORKSPACE, Box, BoxError, NotFound
@@ -32,22 +34,6 @@ MAX_COMMITS, HISTORY_SECONDS = 20, 10.0
 _SIGNS = {"open": "[ ]", "doing": "[~]", "done": "[x]"}
 _GIT = "GIT_OPTIONAL_LOCKS=0 git --no-pager -c core.fsmonitor=false -c core.quotePath=false -c safe.directory='*'"
 _COMMIT = re.compile(r"[0-9a-f]{4,40}")
-_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,)}
-
-
-def fault_of(call: ToolCall, parameters: dict[str, Any]) -> str | None:
-    """Why the arguments of a call do not fit the JSON schema of its parameters; None if they do."""
-    arguments = call.arguments or {}
-    for name in parameters["required"]:
-        if name not in arguments:
-            return f"{call.name} needs {name}"
-    for name, value in arguments.items():
-        kind = parameters["properties"].get(name, {}).get("type")
-        if kind is None:
-            return f"{call.name} has no argument {name[:64]}"
-        if type(value) not in _TYPES[kind]:
-            return f"{name} is not of type {kind}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -69,17 +55,25 @@ class _MadeEdit:
 
 
 class FullTools(Tools):
-    """Tools with the arguments of `SCHEMAS`: those of `names`, or all. `scorer` ranks for `search`; all episodes share
-    its index. `apply_edit` puts the lazy edit snippets of the tool `apply` into files."""
+    """Tools with the arguments of `SCHEMAS`, those of `names` or all, and the user's `functions` beside them. `scorer`
+    ranks for `search`; all episodes share its index. `apply_edit` puts the lazy edit snippets of the tool `apply` into
+    files. Raises UserError for functions that cannot be tools of this episode."""
 
     schemas = SCHEMAS
     scorer: Scorer = Lexical()
 
     def __init__(
-        self, box: Box, task: Task, apply_edit: EditApplier = merge_applier, names: Sequence[str] = ()
+        self,
+        box: Box,
+        task: Task,
+        apply_edit: EditApplier = merge_applier,
+        names: Sequence[str] = (),
+        functions: Sequence[Callable[..., Any]] = (),
     ) -> None:
         super().__init__(box, task)
-        self.schemas = named(names)
+        built_in = named(names)
+        self._functions = python_tools(functions, [schema["function"]["name"] for schema in built_in])
+        self.schemas = (*built_in, *(tool.schema for tool in self._functions.values()))
         self.apply_edit = apply_edit
         self._edits: list[_MadeEdit] = []
         self._terminals = Terminals(self._exec)
@@ -102,6 +96,9 @@ class FullTools(Tools):
             "history": self._history,
             "finish": self._finish,
         }
+        for tool in self._functions.values():
+            tool.refuse_without(box, task)
+            self._handlers[tool.name] = self._handler(tool)
 
     def state(self) -> str:
         """The edited files, the list of work and the terminals."""
@@ -117,7 +114,7 @@ class FullTools(Tools):
             self.metrics["malformed"] += 1
             return f"error: unknown tool {one_line(call.name, 64)}"
         text, most = await super().call(call), self._most()
-        if len(text) <= most or call.name == "read":  # `read` cuts its result itself
+        if len(text) <= most or (call.name == "read" and "read" not in self._functions):  # it cuts its result itself
             return text
         half = most // 2
         return f"{text[:half]}\n[cut short: your context has room for no more at once]\n{text[-half:]}"
@@ -132,8 +129,16 @@ class FullTools(Tools):
 
     def invalid(self, call: ToolCall) -> str | None:
         """Why the arguments of a known tool cannot be taken; None when they can."""
+        if (tool := self._functions.get(call.name)) is not None:
+            return tool.fault(call)
         schema = next(s["function"]["parameters"] for s in SCHEMAS if s["function"]["name"] == call.name)
         return fault_of(call, schema)
+
+    def _handler(self, tool: PythonTool) -> Callable[..., Awaitable[str]]:
+        async def handle(**arguments: Any) -> str:
+            return await tool.call(arguments, self.box, self.task, self._exec, self.deadline - time.monotonic())
+
+        return handle
 
     async def _list(self, path: str = "") -> str:
         entries = await self.box.list(path)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import takewhile
+from typing import Any
 
 import blake3
 
@@ -24,6 +25,10 @@ TEST_SECONDS = 10.0
 MAX_FILE = 1 << 20  # bytes of a file that a tool reads or writes
 GREP_SECONDS = 1.0
 GREP_FILES = 500
+TYPES: dict[str, tuple[type, ...]] = {  # of JSON schemas
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
+    "object": (dict,),
+}  # fmt: skip
 
 
 class Tools:
@@ -171,6 +176,21 @@ class Tools:
             files += [prefix + name for name in names if not name.endswith("/")]
             pending += [prefix + name.rstrip("/") for name in reversed(names) if name.endswith("/")]
         return sorted(files)[:limit]
+
+
+def fault_of(call: ToolCall, parameters: dict[str, Any]) -> str | None:
+    """Why the arguments of a call do not fit the JSON schema of its parameters; None if they do."""
+    arguments = call.arguments or {}
+    for name in parameters["required"]:
+        if name not in arguments:
+            return f"{call.name} needs {name}"
+    for name, value in arguments.items():
+        kind = parameters["properties"].get(name, {}).get("type")
+        if kind is None:
+            return f"{call.name} has no argument {name[:64]}"
+        if type(value) not in TYPES[kind]:
+            return f"{name} is not of type {kind}"
+    return None
 
 
 def failures(report: TestReport, tests: Sequence[str]) -> list[tuple[str, str]]:

@@ -27,9 +27,10 @@ import numpy as np
 from etude.errors import UserError
 from etude.grading import Grade
 from etude.grading.cheats import Decoys
-from etude.harness import EngineModel, EpisodeSpec, Opening, PythonTools, UngradedEpisode, call_python, run_agent_loop
+from etude.harness import EngineModel, EpisodeSpec, Opening, UngradedEpisode, call_python, run_agent_loop
 from etude.records import Budget, Outcome, StopReason, Task, Turn
 from etude.rollout.agent import Agent, run_agent
+from etude.rollout.environments.environment_tools import PythonTools
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.sandbox.egress import EgressRequest
 

@@ -1,0 +1,151 @@
+"""Calls of a user's functions inside the box: the function's module travels there as source, with the arguments.
+
+The box's Python executes the module (`boxed_runner.py`), so that a crash, a lack of memory or a loop costs the call.
+The result comes back in a line of its own; printed text goes nowhere. Nothing is written into the tree.
+"""
+
+import ast
+import base64
+import inspect
+import json
+import secrets
+import shlex
+import signal
+import sys
+import zlib
+from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from etude.errors import UserError
+from etude.harness import boxed_runner
+from etude.renderers import ToolError, one_line
+from etude.sandbox import WORKSPACE, ExecResult
+
+MAX_SOURCE = 60_000  # bytes of the compressed modules in base64
+MAX_ORDER = 95_000  # of these and the arguments: a command line of a box has at most 100,000 bytes
+MAX_ERROR = 400  # characters
+
+# Modules of the tree that are called like the standard library's do not stand in the way of these imports.
+_START = """
+import sys
+path, sys.path[:] = sys.path[:], [folder for folder in sys.path if folder.startswith(sys.base_prefix)]
+import base64, json, zlib
+order, names = json.loads(zlib.decompress(base64.b64decode(sys.stdin.buffer.read()))), {}
+exec(compile(order["runner"], "runner", "exec"), names)
+sys.path[:] = path
+names["run"](order)
+"""
+# -B: bytecode would be a change of the tree.
+_COMMAND = f"( cd {WORKSPACE} && exec python3 -B -c {shlex.quote(_START)} 3>&1 >/dev/null 2>&1 ) <<< "
+
+Exec = Callable[[str, float], Awaitable[ExecResult]]
+
+
+class _CallReport(msgspec.Struct):
+    """The result of a call in a box, or its error."""
+
+    text: str | None = None
+    error: str | None = None
+
+
+def refuse_inner(function: Callable[..., Any]) -> None:
+    """Raises UserError for a function that its module does not have by name: a closure, a lambda or a method."""
+    name = getattr(function, "__qualname__", "")
+    if not name.isidentifier():
+        raise UserError(
+            f"the tool {name or repr(function)} cannot run in a box: a boxed tool is a function at the top of a module"
+        )
+
+
+def module_of(function: Callable[..., Any]) -> tuple[str, str]:
+    """The file name and the source of a function's module. Raises UserError if a box cannot execute it."""
+    refuse_inner(function)
+    name, module = function.__name__, sys.modules.get(function.__module__)
+    why = f"the tool {name} cannot run in a box: "
+    if module is None or getattr(module, name, None) is not function:
+        raise UserError(f"{why}{function.__module__}.{name} is another object")
+    try:
+        file = inspect.getsourcefile(module)
+    except TypeError:
+        file = None
+    if file is None or not Path(file).is_file():
+        raise UserError(f"{why}its module {function.__module__} has no source file")
+    try:
+        source = _alone(file)
+    except UserError as e:
+        raise UserError(f"{why}its module {function.__module__} {e}") from None
+    return Path(file).name, source
+
+
+@cache
+def _alone(file: str) -> str:
+    """The source of a file that needs no module beside it. Raises UserError, the rest of a sentence."""
+    try:
+        source = Path(file).read_text("utf-8")
+        tree = ast.parse(source)
+    except (OSError, ValueError, SyntaxError) as e:
+        raise UserError(f"cannot be read: {e}") from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            raise UserError(
+                f"imports from its package (line {node.lineno}: {ast.unparse(node)}), which the box does not have: one "
+                "file travels there, with imports of the standard library, the repository and its packages"
+            )
+    if (size := len(_packed(source=source))) > MAX_SOURCE:
+        raise UserError(f"is too large: {size:,} bytes compressed, and {MAX_SOURCE:,} fit a command")
+    return source
+
+
+def _packed(**order: Any) -> str:
+    order["runner"] = _runner()
+    return base64.b64encode(zlib.compress(json.dumps(order).encode())).decode()
+
+
+@cache
+def _runner() -> str:
+    return inspect.getsource(boxed_runner)
+
+
+async def call_boxed(
+    name: str, module: tuple[str, str], arguments: dict[str, Any], execute: Exec, seconds: float
+) -> str:
+    """The result of a function in a box, as text; `module` is of `module_of`. Raises ToolError, and BoxError."""
+    mark = secrets.token_hex(16)
+    file, source = module
+    data = _packed(mark=mark, file=file, source=source, function=name, arguments=arguments)
+    if len(data) > MAX_ORDER:
+        raise ToolError(f"the arguments of {name} are too long")
+    done = await execute(_COMMAND + data, seconds)
+    report = _report(done.output, mark)
+    if report is not None and report.text is not None:
+        return report.text
+    if report is not None and report.error is not None:
+        raise ToolError(one_line(report.error, MAX_ERROR))
+    if done.timed_out:
+        raise ToolError(f"{name} took longer than {seconds:.3g} seconds")
+    raise ToolError(f"{name} ended without a result ({_end(done.rc)})")
+
+
+def _report(output: str, mark: str) -> _CallReport | None:
+    """The report behind the mark in the output of a box; None if there is none that can be read."""
+    line = output.partition(mark)[2].partition("\n")[0]
+    try:
+        return msgspec.json.decode(line, type=_CallReport)
+    except (msgspec.MsgspecError, UnicodeError):
+        return None
+
+
+def _end(code: int | None) -> str:
+    """How a command ended, by its exit code in a shell."""
+    if code is None:
+        return "the shell of the box was lost: too much memory ends all its processes"
+    if code == 127:
+        return "the box has no python3"
+    try:
+        return f"ended by {signal.Signals(code - 128).name}"
+    except ValueError:
+        return f"exit code {code}"

@@ -1,0 +1,293 @@
+"""Python functions of users as tools of an agent: the decorator `tool`, their schemas and their calls.
+
+    @tool(seconds=5.0)
+    def search_docs(query: str, most: int = 3) -> str:
+        \"""The sections of our manual on a subject.\"""
+
+A function runs in the controller, with the user's rights, or with `boxed=True` inside of the agent's box
+(`boxed_tools.py`). What goes wrong in a call is text for the model.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import threading
+import time
+import types
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
+
+import msgspec
+
+from etude.errors import UserError
+from etude.harness.boxed_runner import cut_to, sentence_of, text_of
+from etude.harness.boxed_tools import Exec, call_boxed, module_of, refuse_inner
+from etude.harness.tools import TYPES, fault_of
+from etude.records import Task, ToolCall
+from etude.renderers import ToolError
+from etude.sandbox import Box, BoxError, ExecResult
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_RESULT = 65_536  # characters of a result
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_FIT = "a str, int, float, bool, list, dict or Literal, or one of these or None with a default"
+_OPTIONS = "__etude_tool__"
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """How a function runs as a tool: inside of the agent's box or not, and how long at most."""
+
+    boxed: bool = False
+    seconds: float = 30.0
+
+
+@overload
+def tool(function: F) -> F: ...
+@overload
+def tool(*, boxed: bool = False, seconds: float = 30.0) -> Callable[[F], F]: ...
+def tool(function: Any = None, *, boxed: bool = False, seconds: float = 30.0) -> Any:
+    """Marks a function as a tool for agents, and returns it unchanged.
+
+    A call may take `seconds`. A `boxed` function runs inside of the agent's box: its module travels there as one file.
+    Any other function runs in the controller; the episode's box and task are passed to its parameters with the
+    annotations `Box` and `Task`. Raises UserError for a boxed function that is not at the top of a module.
+    """
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not math.isfinite(seconds) or seconds <= 0:
+        raise UserError(f"the seconds of a tool are a number above 0, and {seconds!r} is none")
+
+    def mark(function: Any) -> Any:
+        if boxed:
+            refuse_inner(function)
+        try:
+            setattr(function, _OPTIONS, ToolOptions(boxed, float(seconds)))
+        except AttributeError:
+            raise UserError(f"the tool {function!r} cannot be marked: write a function") from None
+        return function
+
+    return mark if function is None else mark(function)
+
+
+async def call_python(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """The result of a user's function. One that is not `async` runs in a thread, so that it blocks nothing else.
+    Cancelling does not end the thread, but nothing waits for it then, the end of the program included."""
+    if inspect.iscoroutinefunction(function):
+        return await _contained(function(*arguments, **named))
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if not future.done():
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*arguments, **named)
+        except StopIteration as e:  # a future refuses it
+            error = RuntimeError(sentence_of(e))
+        except Exception as e:
+            error = e
+        except BaseException as e:  # sys.exit, in a thread
+            error = RuntimeError(sentence_of(e))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, daemon=True).start()
+    result = await future
+    return await _contained(result) if inspect.isawaitable(result) else result
+
+
+async def _contained(result: Any) -> Any:
+    """The result of an awaitable. SystemExit, which would end the event loop, becomes an ordinary exception."""
+    try:
+        return await result
+    except SystemExit as e:
+        raise RuntimeError(sentence_of(e)) from None
+
+
+class _BoxOfCall:
+    """The episode's box for one call. Its commands end with the call's time, and are not cancelled with the call: a
+    cancelled command would end the box."""
+
+    def __init__(self, box: Box, until: float) -> None:
+        self._box, self._until = box, until
+        self._commands: set[asyncio.Task[ExecResult]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._box, name)
+
+    async def exec(self, line: str, timeout: float) -> ExecResult:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise BoxError("the time of the call is over")
+        command = asyncio.ensure_future(self._box.exec(line, min(timeout, left)))
+        self._commands.add(command)
+        command.add_done_callback(self._commands.discard)
+        return await asyncio.shield(command)
+
+    async def ended(self) -> None:
+        """Waits for commands of a call that was given up."""
+        if self._commands:
+            await asyncio.wait(self._commands)
+
+
+@dataclass(frozen=True)
+class PythonTool:
+    """One function as a tool."""
+
+    function: Callable[..., Any]
+    schema: dict[str, Any]  # in OpenAI's format
+    options: ToolOptions
+    nullable: frozenset[str]  # parameters that may be None
+    passed: dict[str, type]  # parameters that the model does not give -> Box, or a class of tasks
+    module: tuple[str, str] | None  # file name and source, for a box
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.schema["function"]["name"]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The JSON schema of the parameters."""
+        return self.schema["function"]["parameters"]
+
+    def fault(self, call: ToolCall) -> str | None:
+        """Why the arguments of a call do not fit the parameters; None if they do."""
+        arguments = {n: v for n, v in (call.arguments or {}).items() if v is not None or n not in self.nullable}
+        if (fault := fault_of(msgspec.structs.replace(call, arguments=arguments), self.parameters)) is not None:
+            return fault
+        schemas = self.parameters["properties"]
+        wrong = [name for name, value in arguments.items() if not _fits(value, schemas[name])]
+        return f"{wrong[0]} does not fit {json.dumps(schemas[wrong[0]])}" if wrong else None
+
+    def refuse_without(self, box: Box | None, task: Task) -> None:
+        """Raises UserError if an episode has no box, or no task of the class, that the function needs."""
+        for kind in self.passed.values():
+            if kind is not Box and not isinstance(task, kind):
+                raise UserError(f"the tool {self.name} takes a {kind.__name__}, which tasks of this kind are not")
+        if box is None and (self.options.boxed or Box in self.passed.values()):
+            raise UserError(f"the tool {self.name} needs a box, and episodes without files have none")
+
+    async def call(self, arguments: dict[str, Any], box: Box, task: Task, execute: Exec, seconds: float) -> str:
+        """The result as text; `seconds` are left to the episode, and `execute` runs commands in the box. Raises
+        ToolError, and BoxError of the box."""
+        seconds = max(0.1, min(seconds, self.options.seconds))
+        if self.module is not None:
+            return await call_boxed(self.name, self.module, arguments, execute, seconds)
+        own = _BoxOfCall(box, time.monotonic() + seconds)
+        passed = {name: own if kind is Box else task for name, kind in self.passed.items()}
+        call = asyncio.ensure_future(_as_text(self.function, arguments | passed))
+        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # it may have been given up
+        try:
+            await asyncio.wait({call}, timeout=seconds)
+        finally:
+            call.cancel()
+        if not call.done():
+            await own.ended()
+            raise ToolError(f"{self.name} took longer than {seconds:.3g} seconds")
+        try:
+            return cut_to(call.result(), MAX_RESULT)
+        except (ToolError, BoxError):
+            raise
+        except (Exception, asyncio.CancelledError) as e:
+            raise ToolError(cut_to(sentence_of(e), MAX_RESULT)) from None
+
+
+async def _as_text(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
+    result = await call_python(function, **arguments)
+    return result if type(result) is str else await call_python(text_of, result)  # a user's `__str__` may be slow
+
+
+def python_tools(functions: Sequence[Callable[..., Any]], taken: Collection[str]) -> dict[str, PythonTool]:
+    """The functions as tools, by name. Raises UserError for functions that cannot be tools, and names that are `taken`
+    by built-in tools or by each other."""
+    tools = dict[str, PythonTool]()
+    for function in functions:
+        made = python_tool(function)
+        if made.name in taken:
+            raise UserError(f"the tool {made.name} has the name of a built-in tool: rename the function")
+        if made.name in tools:
+            raise UserError(f"two tools have the name {made.name}: rename one of the functions")
+        tools[made.name] = made
+    return tools
+
+
+def python_tool(function: Callable[..., Any]) -> PythonTool:
+    """A function as a tool. Raises UserError if its name, its parameters or its module do not fit."""
+    name = getattr(function, "__name__", "")
+    if not name.isidentifier():
+        raise UserError(f"the tool {function!r} has no name: write a function")
+    try:
+        hints, parameters = get_type_hints(function), inspect.signature(function).parameters.values()
+    except Exception as e:
+        raise UserError(f"the tool {name}: its annotations cannot be read ({type(e).__name__}: {e})") from e
+    options = cast(ToolOptions, getattr(function, _OPTIONS, ToolOptions()))
+    properties: dict[str, dict[str, Any]] = {}
+    nullable, passed, required = set[str](), dict[str, type](), list[str]()
+    for parameter in parameters:
+        hint = hints.get(parameter.name, str)
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise UserError(f"the tool {name}: {parameter} must be {_FIT}, with a name")
+        if hint is Box or (isinstance(hint, type) and issubclass(hint, Task)):
+            if options.boxed:
+                raise UserError(f"the tool {name}: it runs in the box, where there is no {parameter}")
+            passed[parameter.name] = cast(type, hint)
+            continue
+        inner, optional = _without_none(hint)
+        schema = _schema(inner)
+        if schema is None or (optional and parameter.default is parameter.empty):
+            raise UserError(f"the tool {name}: {parameter} must be {_FIT}")
+        properties[parameter.name] = schema
+        if optional:
+            nullable.add(parameter.name)
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    shown = {"type": "object", "properties": properties, "required": required}
+    about = {"name": name, "description": inspect.getdoc(function) or "", "parameters": shown}
+    module = module_of(function) if options.boxed else None
+    return PythonTool(function, {"type": "function", "function": about}, options, frozenset(nullable), passed, module)
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """An annotation without None, and whether it had None."""
+    if get_origin(hint) not in (Union, types.UnionType) or type(None) not in get_args(hint):
+        return hint, False
+    others = [part for part in get_args(hint) if part is not type(None)]
+    return (others[0] if len(others) == 1 else hint), True
+
+
+def _schema(hint: Any) -> dict[str, Any] | None:
+    """The JSON schema of an annotation; None if there is none."""
+    origin, parts = get_origin(hint) or hint, get_args(hint)
+    if origin is Literal:
+        kinds = {_KINDS.get(type(value)) for value in parts}
+        kind = kinds.pop()
+        return {"type": kind, "enum": list(parts)} if kind is not None and not kinds else None
+    if (kind := _KINDS.get(origin)) is None:
+        return None
+    schema: dict[str, Any] = {"type": kind}
+    if origin is dict and parts and parts[0] is not str:
+        return None
+    if parts and parts[-1] is not Any:
+        inner = _schema(parts[-1])
+        if inner is None:
+            return None
+        schema["items" if origin is list else "additionalProperties"] = inner
+    return schema
+
+
+def _fits(value: object, schema: dict[str, Any]) -> bool:
+    """Whether a value from JSON has the type of a schema of `_schema`, its parts included."""
+    if type(value) not in TYPES[schema["type"]] or value not in schema.get("enum", [value]):
+        return False
+    inner = schema.get("items") or schema.get("additionalProperties")
+    if inner is None:
+        return True
+    parts = cast(list[object], value if isinstance(value, list) else [*cast(dict[str, object], value).values()])
+    return all(_fits(part, inner) for part in parts)
