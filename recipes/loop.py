@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from etude.rollout.environment import environment_dataset
 from transformers import PreTrainedModel
 
 from etude.cli.overlays import read_toml
@@ -38,7 +39,6 @@ from etude.records import Episode, Generation, Group, Outcome
 from etude.renderers import renderer_for
 from etude.rollout.admission import capacity
 from etude.rollout.curriculum import Curriculum
-from etude.rollout.environment import environment_dataset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.store import open_store
 from etude.tasks import dataset as datasets

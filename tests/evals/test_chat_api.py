@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from etude.rollout.apply_edits import edit_tasks
+from etude.rollout.environment import environment_dataset
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -24,8 +26,6 @@ from etude.protocol.backends.chat_model import Api, ChatClient, ChatModel, Conte
 from etude.records import Budget, Episode, StopReason
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.schemas import SCHEMAS
-from etude.rollout.apply_edits import edit_tasks
-from etude.rollout.environment import environment_dataset
 from etude.rollout.episode import RolloutContext
 from etude.run.engines import engine_url, spawn_engine
 from etude.tasks import dataset

@@ -21,7 +21,7 @@ from etude.protocol.backends.client import EngineClient
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, StopReason
 from etude.renderers import Renderer
-from etude.rollout.agent import open_agent
+from etude.rollout.environments.agent import open_agent
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.tasks.dataset import Dataset
 from tests.helpers.engines import served

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from etude.rollout.apply_edits import edit_tasks
 
 from etude.config import RewardConfig
 from etude.edits import examples
@@ -21,7 +22,6 @@ from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from etude.renderers.base import load_tokenizer
-from etude.rollout.apply_edits import edit_tasks
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.rewards import with_reward
 from tests.helpers.speakers import Scripted, Speaker

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from etude.rollout.environment import Environment, EnvironmentEpisode, EnvironmentTask, environment_dataset
 
 from etude.config import RewardConfig, RLConfig, validate
 from etude.errors import UserError
@@ -17,7 +18,6 @@ from etude.harness.loop import EngineModel, Sampling
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from etude.rollout import environment as environments
-from etude.rollout.environment import Environment, EnvironmentEpisode, EnvironmentTask, environment_dataset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.replay import replay_episode
 from etude.rollout.rewards import custom_component, with_reward

@@ -71,11 +71,11 @@ def _build(arguments: argparse.Namespace) -> int:
 
     output, source = arguments.output, _source(arguments)
     with bar() as progress, tempfile.TemporaryDirectory(prefix="etude-library-") as library:
-        manifest = build_source(source, Path(library), output, progress).manifest
-    counts = manifest.counts
-    for warning in manifest.warnings:
+        part = build_source(source, Path(library), output, progress)
+    for warning in part.environment.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"{counts['train']} train and {counts['heldout']} held-out tasks in {output}; see {output / 'DATACARD.md'}")
+    train, heldout = len(part.split("train")), len(part.split("heldout"))
+    print(f"{train} train and {heldout} held-out tasks in {output}; see {output / 'DATACARD.md'}")
     return 0
 
 

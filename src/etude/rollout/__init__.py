@@ -12,11 +12,11 @@ Imports harness, grading, tasks, sandbox, protocol and the rooms below; no torch
 
 # pyright: reportUnusedImport=false
 from etude.rollout.admission import groups_to_admit
-from etude.rollout.agent import Agent, check_agent, open_agent
 from etude.rollout.concurrency import Concurrency, episode_concurrency
 from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.drift import BehaviourDrift, Shift
 from etude.rollout.engines import EngineConfiguration, engine_differences, precision_warnings
+from etude.rollout.environments.agent import Agent, check_agent, open_agent
 from etude.rollout.environments.base import Environment, EnvironmentEpisode, reward
 from etude.rollout.environments.code import CodeTasks, ForeignTasks, dataset_part
 from etude.rollout.environments.edits import EditTask, applied_edits

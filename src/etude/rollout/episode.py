@@ -26,7 +26,7 @@ from etude.harness import Aborted, EpisodeSpec, Model, Toolset, UngradedEpisode
 from etude.protocol.backends import EngineError
 from etude.records import Budget, Episode, Outcome, StopReason, Task, encode
 from etude.renderers import escaped, one_line
-from etude.rollout.agent import Agent
+from etude.rollout.environments.agent import Agent
 from etude.rollout.environments.base import (
     BOX_SECONDS,
     Environment,

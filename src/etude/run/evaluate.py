@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console
 
 from etude import runfolder
-from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig, TasksConfig, bundled_model
+from etude.config import BuildConfig, EngineConfig, EvalConfig, RolloutConfig, ServerConfig, TasksConfig, bundled_model
 from etude.dashboard import CLOCKED, LiveView
 from etude.errors import UserError
 from etude.evals import EvalResult, compare, evaluate
@@ -29,7 +29,7 @@ from etude.harness import ChatAPI, EngineModel, Toolset, check_context
 from etude.protocol.backends import ChatClient, ChatModel, EngineClient, check_reachable
 from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, load_tokenizer, named, renderer_for, say_dropped
-from etude.rollout import RolloutContext, TaskPart, Taskset, dataset_part, mix
+from etude.rollout import Environment, RolloutContext, TaskPart, Taskset, dataset_part, mix, task_part
 from etude.run.engines import engine_token, engine_url, spawn_engine
 from etude.run.inputs import check_playable
 from etude.run.parts import part_of, sampling_of
@@ -51,12 +51,12 @@ class Remote:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The tasks and settings of a measurement. `suites` are folders of datasets, or tables [tasks] with an environment
-    or edits. Finished episodes are kept in the folder `output`, if there is one, and
+    """The tasks and settings of a measurement. `suites` are folders of datasets, environments, or tables [tasks] with an
+    environment or edits. Finished episodes are kept in the folder `output`, if there is one, and
     not played again. `dialect` and `chat_template_kwargs` are for model folders, as in a run's configuration; `tools`
     are the names of the agent's tools, () for all."""
 
-    suites: Sequence[Path | TasksConfig]
+    suites: Sequence[Path | TasksConfig | Environment[Any]]
     options: EvalConfig
     budget: Budget
     split: str
@@ -69,7 +69,15 @@ class Measurement:
 
     def parts(self) -> list[TaskPart]:
         """The tasks of each suite. Raises UserError."""
-        return [dataset_part(s) if isinstance(s, Path) else part_of(s, None, self.budget) for s in self.suites]
+        parts: list[TaskPart] = []
+        for suite in self.suites:
+            if isinstance(suite, Path):
+                parts.append(dataset_part(suite))
+            elif isinstance(suite, Environment):
+                parts.append(task_part(suite, BuildConfig().heldout_fraction))
+            else:
+                parts.append(part_of(suite, None, self.budget))
+        return parts
 
     def renderer(self, model: Path) -> Renderer:
         """The renderer of a folder. Raises UserError."""

@@ -37,6 +37,7 @@ from etude.rollout import (
     MixedCurriculum,
     StallSnapshot,
     StallWatchdog,
+    Taskset,
     diagnose_stall,
     groups_to_admit,
 )

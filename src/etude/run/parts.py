@@ -72,8 +72,9 @@ def part_of(tasks: TasksConfig, renderer: Renderer | None, budget: Budget) -> Ta
     if not isinstance(environment, Environment):
         raise UserError(f"tasks.environment: {tasks.environment} is no subclass of etude.Environment")
     part = task_part(cast(Environment[Any], environment), tasks.heldout_fraction)
-    for task in part.tasks if renderer is not None else ():
-        environment.check_fit(task, renderer.prompt(environment.messages(task)), budget)
+    if renderer is not None:
+        for task in part.tasks:
+            environment.check_fit(task, renderer.prompt(environment.messages(task)), budget)
     return part
 
 

@@ -14,12 +14,10 @@ from etude.errors import RunFailed, UserError
 from etude.ledger import Ledger
 from etude.processes import Child
 from etude.protocol.backends import EngineClient
-from etude.renderers import Renderer
-from etude.rollout import Agent, Concurrency, ProbeScorer
+from etude.rollout import Concurrency, ProbeScorer, RolloutContext, Taskset
 from etude.run.sources import BUILDER, TaskPool
 from etude.sandbox import Sandbox
 from etude.store import Store
-from etude.tasks import Dataset
 from etude.weights import manifests
 
 ENDING = ("trainer", BUILDER)  # children that end by themselves

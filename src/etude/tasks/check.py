@@ -81,7 +81,7 @@ async def _grade_all(data: Dataset, progress: Progress) -> dict[str, str]:
             image = data.image(task)
             unchanged = await grade_changes(sandbox, task, image, data.hidden, {})
             if unchanged.passed or unchanged.outcome is not Outcome.SCORED:
-                return f"unchanged, it should fail: {unchanged.outcome}, reward {unchanged.reward:g}"
+                return f"unchanged, it should fail: {unchanged.outcome}, reward {unchanged.score:g}"
             gold = {path: text.encode() for path, text in task.solution.items()}
             fixed = await grade_changes(sandbox, task, image, data.hidden, gold)
             return None if fixed.passed else f"the gold answer fails: {fixed.detail}"

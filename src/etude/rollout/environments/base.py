@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, overload
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from etude.grading import Grade
 from etude.grading.cheats import Decoys
 from etude.harness import EngineModel, EpisodeSpec, Opening, UngradedEpisode, call_python, run_agent_loop
 from etude.records import Budget, Outcome, StopReason, Task, Turn
-from etude.rollout.agent import Agent, run_agent
+from etude.rollout.environments.agent import Agent, run_agent
 from etude.rollout.environments.environment_tools import PythonTools
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.sandbox.egress import EgressRequest
@@ -88,11 +88,15 @@ def _empty_folder() -> Path:
     return folder
 
 
-def reward(function: F | None = None, *, weight: float = 1.0) -> Any:
+@overload
+def reward(function: F) -> F: ...
+@overload
+def reward(*, weight: float = 1.0) -> Callable[[F], F]: ...
+def reward(function: Any = None, *, weight: float = 1.0) -> Any:
     """Marks a method of an environment as a part of its reward: `@reward` or `@reward(weight=0.2)`. The method takes
     the episode and returns a number. The reward is the sum of all parts, times their weights."""
 
-    def mark(function: F) -> F:
+    def mark(function: Any) -> Any:
         setattr(function, _REWARD, float(weight))
         return function
 
@@ -138,7 +142,7 @@ class Environment(ABC, Generic[T]):
     def setup(self, episode: EnvironmentEpisode[T]) -> Any:
         """Called before the first turn, e.g. to fill `episode.state`."""
 
-    def validate(self, task: T) -> None:  # noqa: B027 (optional)
+    def validate(self, task: T) -> None:
         """Raises any exception if a task cannot be used, e.g. if its own answer does not pass.
 
         Called for every task before a run begins.
@@ -213,7 +217,8 @@ class Environment(ABC, Generic[T]):
 
     @classmethod
     def refusal(cls, compact: bool, sandbox: str) -> str:
-        """A sentence if models of the compact dialect, or boxes of the type `sandbox`, cannot play the tasks; else ""."""
+        """The reason why models of the compact dialect, or boxes of the type `sandbox`, cannot play the tasks; or
+        ""."""
         return ""
 
     def decoys(self, task: T, seed: int, share: float) -> Decoys | None:
@@ -238,8 +243,8 @@ class Environment(ABC, Generic[T]):
 
     def has_reward(self) -> bool:
         """Whether the class has a reward: its own method `reward`, methods marked as `@reward`, or a `grade`."""
-        own = type(self)
-        return own.reward is not Environment.reward or own.grade is not Environment.grade or bool(self._reward_parts())
+        own = {name for kind in type(self).__mro__ if kind is not Environment for name in vars(kind)}
+        return bool(own & {"reward", "grade"} or self._reward_parts())
 
     def messages(self, task: T, addition: str = "") -> list[dict[str, str]]:
         """The first messages of an episode, with `addition` below the prompt."""
@@ -285,9 +290,7 @@ class Environment(ABC, Generic[T]):
         grade = Grade(Outcome.SCORED, total, passed, f"the environment's reward is {total:.4g}", None)
         return GradedEpisode(grade, {f"environment/{name}": value for name, value in parts.items()})
 
-    async def _call(
-        self, method: Callable[[EnvironmentEpisode[T]], Any], episode: EnvironmentEpisode[T]
-    ) -> Any:
+    async def _call(self, method: Callable[[EnvironmentEpisode[T]], Any], episode: EnvironmentEpisode[T]) -> Any:
         """The result of a method. Raises EnvironmentFailed, UserError after many failures in a row, and BoxError."""
         try:
             async with asyncio.timeout(CALL_SECONDS):

@@ -1,4 +1,4 @@
-"""Coding tasks in repositories, and foreign Harbor folders: the agent works in a box, hidden tests decide afterwards."""
+"""Coding tasks in repositories, and foreign Harbor folders: the agent works in a box, then hidden tests decide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etude.grading import Grade, note_state
 from etude.grading.cheats import Decoys, cheat_signals, has_decoys, plant_decoys
 from etude.harness import EpisodeSpec, UngradedEpisode, open_task, run_agent_loop
 from etude.records import CodeTask, Outcome
-from etude.rollout.agent import Agent, run_agent
+from etude.rollout.environments.agent import Agent, run_agent
 from etude.rollout.environments.base import BOX_SECONDS, Environment, GradedEpisode, PlayedEpisode
 from etude.rollout.environments.taskset import TaskPart
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
@@ -76,7 +76,8 @@ class CodeTasks(Environment[CodeTask]):
     async def play(self, spec: EpisodeSpec, box: Box | None, agent: Agent | None = None) -> PlayedEpisode:
         """Plays an episode, and reads the agent's changes from the box."""
         task = spec.task
-        assert box is not None and isinstance(task, CodeTask)
+        assert box is not None
+        assert isinstance(task, CodeTask)
         if agent is None:
             ungraded = await run_agent_loop(spec, await open_task(spec, box))
         else:

@@ -23,7 +23,7 @@ from etude.grading import Grade
 from etude.harness import EngineModel, EpisodeSpec, Opening, Tools, run_agent_loop
 from etude.records import Budget, Outcome, Task
 from etude.renderers import Renderer
-from etude.rollout.agent import Agent
+from etude.rollout.environments.agent import Agent
 from etude.rollout.environments.base import Environment, GradedEpisode, PlayedEpisode
 from etude.sandbox import Box, Sandbox
 

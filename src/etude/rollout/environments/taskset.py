@@ -112,9 +112,7 @@ def mix(parts: Sequence[TaskPart], weights: Sequence[float], *, more: bool = Fal
     if len(parts) == 1 and not more:
         return Taskset(tuple(parts))
     total = sum(weights)
-    return Taskset(
-        tuple(parts), {part.name: weight / total for part, weight in zip(parts, weights, strict=True)}
-    )
+    return Taskset(tuple(parts), {part.name: weight / total for part, weight in zip(parts, weights, strict=True)})
 
 
 def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> TaskPart:
@@ -124,7 +122,9 @@ def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> T
     if not environment.has_reward():
         raise UserError(f"{name} has no reward: write the method `reward`, or mark methods as @reward")
     tasks = _checked(environment)
-    free = sorted((id for id, task in tasks.items() if not task.split), key=lambda id: blake3.blake3(id.encode()).digest())
+    free = sorted(
+        (id for id, task in tasks.items() if not task.split), key=lambda id: blake3.blake3(id.encode()).digest()
+    )
     held_out = max(1, round(heldout_fraction * len(free))) if heldout_fraction and len(free) > 1 else 0
     splits = {id: "heldout" if number < held_out else "train" for number, id in enumerate(free)}
     ordered = (tasks[id] for id in sorted(tasks))

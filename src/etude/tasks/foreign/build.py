@@ -213,7 +213,7 @@ async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, made: im
     for _ in range(ORACLE_RUNS):
         oracle = await grade_harbor(sandbox, tests_of(record, tests), made.image, solved, limits)
         if not oracle.passed:
-            raise FolderRefused(f"its own solution scores {oracle.reward:.3g}: {oracle.detail}")
+            raise FolderRefused(f"its own solution scores {oracle.score:.3g}: {oracle.detail}")
     return record
 
 
