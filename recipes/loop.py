@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from etude.cli.overlays import read_toml
 from etude.config import RLConfig, validate
 from etude.grading.runner import open_sandbox
-from etude.harness.loop import Sampling
+from etude.harness.loop import EngineModel, Sampling
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
 from etude.models.loading import load_model, named_tensors
@@ -203,14 +203,8 @@ async def open_context(config: RLConfig, folder: Path) -> AsyncIterator[tuple[Ro
     engine.start()
     try:
         async with open_sandbox() as sandbox:
-            sampling = Sampling(temperature=config.rollout.temperature)
-            yield (
-                RolloutContext(
-                    dataset, sandbox, EnginePolicy(engine), renderer, config.rollout.budget(), sampling,
-                    reward=config.reward,
-                ),
-                engine,
-            )  # fmt: skip
+            model = EngineModel(EnginePolicy(engine), renderer, Sampling(temperature=config.rollout.temperature))
+            yield RolloutContext(dataset, sandbox, model, config.rollout.budget(), reward=config.reward), engine
     finally:
         engine.close()
 

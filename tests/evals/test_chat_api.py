@@ -15,11 +15,12 @@ from etude.config import ServerConfig
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate, pick_tasks
 from etude.grading.runner import open_sandbox
+from etude.harness.loop import ChatAPI
 from etude.protocol.backends import EngineError
 from etude.protocol.backends.chat_model import Api, ChatClient, ChatModel, ContextSpent, Conversation
 from etude.records import Budget
 from etude.renderers.schemas import SCHEMAS
-from etude.rollout.chat_episode import ChatContext
+from etude.rollout.episode import RolloutContext
 from etude.run.engines import engine_url, spawn_engine
 from etude.tasks import dataset
 from tests.helpers.chat_apis import KEY, FakeModel
@@ -38,7 +39,7 @@ def play(fake: FakeModel, api: Api, *budgets: Budget, tasks: int) -> list[EvalRe
 
     async def work(url: str) -> list[EvalResult]:
         async with open_sandbox() as sandbox, ChatClient(ChatModel(f"{url}/v1", "m", api), KEY) as client:
-            contexts = [ChatContext(data, sandbox, client, budget) for budget in budgets]
+            contexts = [RolloutContext(data, sandbox, ChatAPI(client), budget) for budget in budgets]
             return [await evaluate(context, samples=1, split="train", max_tasks=tasks) for context in contexts]
 
     with answering(fake.app()) as url:
@@ -49,7 +50,7 @@ def play(fake: FakeModel, api: Api, *budgets: Budget, tasks: int) -> list[EvalRe
 def test_tasks_are_solved_over_the_api(api: Api) -> None:
     """Tasks, tools and grading as with a model of our own; busy servers are asked again, and tokens are counted."""
     tasks = pick_tasks(dataset.load_dataset(TINY).tasks, "train", 2)
-    fake = FakeModel(tasks, busy=(429, 503, 529), fails=tasks[0].instruction)
+    fake = FakeModel(tasks, busy=(429, 503, 529), fails=tasks[0].prompt)
     (result,) = play(fake, api, BUDGET, tasks=2)
     assert [task.passed for task in result.tasks] == [(False,), (True,)]
     assert result.stops == {"finished": 2}
@@ -201,7 +202,7 @@ def test_a_server_of_ours_is_measured_like_any_other(tmp_path: Path, api: Api) -
         async with open_sandbox() as sandbox, ChatClient(ChatModel(f"{url}/v1", "model", api)) as client:
             budget = Budget(turns=2, tokens=32, context=8192, seconds=120.0)
             return await evaluate(
-                ChatContext(dataset.load_dataset(TINY), sandbox, client, budget), samples=1, split="train"
+                RolloutContext(dataset.load_dataset(TINY), sandbox, ChatAPI(client), budget), samples=1, split="train"
             )
 
     try:

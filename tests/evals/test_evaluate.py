@@ -12,9 +12,9 @@ from etude.config import EvalConfig
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
-from etude.harness.loop import Sampling
+from etude.harness.loop import EngineModel, Sampling
 from etude.protocol.wire import GenerateRequest
-from etude.records import Budget, Episode, Generation, Task
+from etude.records import Budget, CodeTask, Episode, Generation
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import RolloutContext
 from etude.run.evaluate import Measurement
@@ -28,14 +28,14 @@ TINY = Path(__file__).parent.parent / "tasks" / "data" / "tiny"
 class Solver:
     """Repairs a task the first `solved` times that it is asked to, and gives up after that."""
 
-    def __init__(self, tokenizer: Tokenizer, tasks: tuple[Task, ...], solved: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, tasks: tuple[CodeTask, ...], solved: int) -> None:
         self.tokenizer, self.tasks, self.solved = tokenizer, tasks, solved
         self.asked: dict[str, int] = {}
         self.seeds: list[int] = []
 
     async def generate(self, request: GenerateRequest, *_: object) -> Generation:
         prompt = self.tokenizer.decode(request.ids, skip_special_tokens=False)
-        task = next(task for task in self.tasks if task.instruction in prompt)
+        task = next(task for task in self.tasks if task.prompt in prompt)
         self.asked[task.id] = self.asked.get(task.id, 0) + 1
         self.seeds.append(request.seed)
         turn = "<|call|>finish<|end|>"
@@ -46,7 +46,7 @@ class Solver:
         return Generation(ids=said, logprobs=[-0.1] * len(said), versions=[0] * len(said), finish_reason="stop")
 
 
-def the_edit(task: Task) -> tuple[str, str]:
+def the_edit(task: CodeTask) -> tuple[str, str]:
     """The one line that the solution changes."""
     [path] = task.changes
     pairs = zip(task.changes[path].splitlines(), task.solution[path].splitlines(), strict=True)
@@ -77,7 +77,7 @@ def results(model: Path) -> tuple[EvalResult, EvalResult, list[Episode], list[So
 
 
 async def played(dataset: Dataset, sandbox, policy: Solver, renderer: Renderer, kept: list[Episode]) -> EvalResult:
-    setting = RolloutContext(dataset, sandbox, policy, renderer, Budget(), Sampling())
+    setting = RolloutContext(dataset, sandbox, EngineModel(policy, renderer, Sampling()), Budget())
     return await evaluate(setting, samples=2, split="train", seed=3, on_episode=kept.append)
 
 
@@ -113,7 +113,7 @@ def test_the_difference_is_paired(results):
 
 
 def test_an_empty_split_is_the_user_s_to_fix(model):
-    setting = RolloutContext(load_dataset(TINY), None, None, renderer_for(model), Budget(), Sampling())
+    setting = RolloutContext(load_dataset(TINY), None, EngineModel(None, renderer_for(model), Sampling()), Budget())
     with pytest.raises(UserError, match="no nosuch tasks"):
         asyncio.run(evaluate(setting, samples=1, split="nosuch"))
 

@@ -16,7 +16,7 @@ import pytest
 
 from etude.harness.endpoint.recording import RecordedFork, Recording
 from etude.harness.endpoint.server import Endpoint, open_endpoint
-from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode
+from etude.harness.loop import EngineModel, EpisodeSpec, Sampling, UngradedEpisode
 from etude.protocol.guard import LIMITS
 from etude.protocol.wire import JSON, GenerateRequest
 from etude.records import Budget, Generation, StopReason
@@ -71,7 +71,7 @@ class Open:
 async def opened(policy: Any, renderer: Renderer, budget: Budget = BUDGET) -> AsyncIterator[Open]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with open_endpoint(listener) as endpoint:
-            recording = Recording(EpisodeSpec(a_task(), policy, renderer, budget, Sampling(), 7))
+            recording = Recording(EpisodeSpec(a_task(), EngineModel(policy, renderer, Sampling()), budget, 7))
             found = Open(endpoint, recording, listener.getsockname()[1])
             async with found.http:
                 yield found

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from etude.harness import loop
-from etude.harness.loop import Aborted, EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop, turn_seed
+from etude.harness.loop import Aborted, EngineModel, EpisodeSpec, Sampling, Toolset, UngradedEpisode, turn_seed
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
 from etude.protocol.wire import GenerateRequest
-from etude.records import Budget, Generation, Routes, StopReason, Task
+from etude.records import Budget, CodeTask, Generation, Routes, StopReason
 from etude.renderers import Renderer, renderer_for
 from etude.sandbox.base import BoxDead, ExecResult
 from tests.helpers.speakers import (
@@ -29,6 +29,7 @@ from tests.helpers.speakers import (
     Speaker,
     a_box,
     a_task,
+    play_task,
     write_model,
 )
 
@@ -46,13 +47,13 @@ def play(
     budget: Budget = WIDE,
     *,
     box: MemoryBox | None = None,
-    task: Task | None = None,
+    task: CodeTask | None = None,
     sampling: Sampling = Sampling(),
     seed: int = 7,
+    toolset: Toolset = Toolset(),
 ) -> UngradedEpisode:
-    return asyncio.run(
-        run_agent_loop(EpisodeSpec(task or a_task(), policy, renderer, budget, sampling, seed), box or a_box())
-    )
+    spec = EpisodeSpec(task or a_task(), EngineModel(policy, renderer, sampling), budget, seed, toolset)
+    return asyncio.run(play_task(spec, box or a_box()))
 
 
 def edit(speaker: Speaker, old: str, new: str) -> Call:
@@ -107,7 +108,7 @@ def test_an_agent_may_have_fewer_tools(hermes: Renderer, hermes_folder: Path) ->
     speaker, names = Speaker(hermes_folder), ("finish", "test", "edit")
     script = [speaker.turn(("grep", {"pattern": "x"})), speaker.turn(("test", {}), ("finish", {}))]
     policy = Scripted(script)
-    draft = play(hermes, policy, sampling=Sampling(tools=names))
+    draft = play(hermes, policy, toolset=Toolset(names))
     assert draft.turns[0].results == ("error: unknown tool grep",)
     assert (draft.metrics["malformed"], draft.metrics["tests_run"]) == (1, 1)
     shown = hermes.text(policy.prompts[0])
@@ -444,11 +445,11 @@ def test_sixteen_agents_of_fifty_turns_do_not_mix(dialect: tuple[Renderer, Speak
     async def all_of_them() -> list[tuple[UngradedEpisode, MemoryBox]]:
         async def one(i: int) -> tuple[UngradedEpisode, MemoryBox]:
             box = a_box()
-            task = msgspec.structs.replace(a_task(), instruction=f"Agent {i}: fix it")
+            task = msgspec.structs.replace(a_task(), prompt=f"Agent {i}: fix it")
             again = speaker.turn(edit(speaker, "return total", f"return total  # {i}"), ("undo", {}))
             last = speaker.turn(edit(speaker, "- 3", f"- {i + 100}"), ("finish", {}))
             policy = Scripted([*([again] * 49), last])
-            draft = await run_agent_loop(EpisodeSpec(task, policy, renderer, WIDE, Sampling(), i), box)
+            draft = await play_task(EpisodeSpec(task, EngineModel(policy, renderer, Sampling()), WIDE, i), box)
             return draft, box
 
         return await asyncio.gather(*map(one, range(16)))
@@ -465,7 +466,7 @@ def test_memory_grows_by_tokens_only(dialect: tuple[Renderer, Speaker]) -> None:
     renderer, speaker = dialect
     turn = speaker.turn(edit(speaker, "- 3", "- 3 - 0"), ("list", {}))
     held: dict[int, int] = {}
-    task = msgspec.structs.replace(a_task(), instruction="Fix it.\n" + "long " * 2000)
+    task = msgspec.structs.replace(a_task(), prompt="Fix it.\n" + "long " * 2000)
 
     class Counting:
         n = 0

@@ -13,17 +13,17 @@ import pytest
 
 from etude.config import ServerConfig
 from etude.harness.documents import open_file, pieces
-from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop, turn_seed
+from etude.harness.loop import EngineModel, EpisodeSpec, Sampling, UngradedEpisode, turn_seed
 from etude.harness.token_ledger import TokenLedgerError
 from etude.protocol.backends.client import EngineClient
 from etude.protocol.wire import GenerateRequest
-from etude.records import Budget, Focus, Generation, StopReason, Task, token_digest
+from etude.records import Budget, CodeTask, Focus, Generation, StopReason, token_digest
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.text import document_text
 from etude.run.engines import engine_url, spawn_engine
 from etude.sandbox.base import TestReport
 from tests.harness.test_loop import WIDE, Routed, play
-from tests.helpers.speakers import PATH, SOURCE, MemoryBox, Scripted, Speaker, a_box, a_task
+from tests.helpers.speakers import PATH, SOURCE, MemoryBox, Scripted, Speaker, a_box, a_task, play_task
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
 SQUID = Sampling(documents=True)
@@ -282,12 +282,12 @@ FUNCTIONS = [
 LIBRARY = "import os\n\n\n" + "\n\n\n".join(FUNCTIONS) + "\n"
 
 
-def broken(n: int) -> tuple[Task, str]:
+def broken(n: int) -> tuple[CodeTask, str]:
     text = LIBRARY.replace(f"x + {n}\n", f"x - {n}\n")
     first = 4 + 7 * n
     task = msgspec.structs.replace(
         a_task(),
-        instruction=f"Fix `f{n}` in {PATH}",
+        prompt=f"Fix `f{n}` in {PATH}",
         focus=Focus(path=PATH, first_line=first, last_line=first + 4),
         visible_tests=(),
     )
@@ -323,7 +323,7 @@ async def _two_groups(url: str) -> tuple[list[UngradedEpisode], dict[str, Any]]:
         async def one(n: int, member: int) -> UngradedEpisode:
             task, text = broken(n)
             box = MemoryBox({PATH: text.encode()}, lambda _: TestReport({}, {}, 0.0))
-            return await run_agent_loop(EpisodeSpec(task, client, renderer, budget, SQUID, member), box)
+            return await play_task(EpisodeSpec(task, EngineModel(client, renderer, SQUID), budget, member), box)
 
         drafts: list[UngradedEpisode] = []
         for n in (1, 3):

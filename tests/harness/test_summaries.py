@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from etude.errors import UserError
-from etude.harness.loop import LEFT_OUT, Sampling, UngradedEpisode, turn_seed
-from etude.harness.prompts import AGAIN, MEMORY, SUMMARISE
+from etude.harness.loop import AGAIN, LEFT_OUT, MEMORY, SUMMARISE, Sampling, UngradedEpisode, turn_seed
 from etude.harness.token_ledger import TokenLedgerError
 from etude.protocol.wire import GenerateRequest
 from etude.records import Generation, StopReason
@@ -94,7 +93,7 @@ def test_a_long_episode_is_a_chain_of_segments(dialect: Dialect) -> None:  # noq
         results = draft.turns[at - 1].results
         assert asked.endswith(renderer.text(renderer.bridge(before, "stop", results, SUMMARISE)))
         assert MEMORY.format(count=number, summary=f"Found {number} things.") in begun
-        assert a_task().instruction in begun
+        assert a_task().prompt in begun
         assert f"Found {number - 1} things." not in begun, "an older summary lives on only in the newer one"
         assert "long.py" not in begun
         assert draft.segments[number].prompt_length == len(agent.prompts[at + 1])

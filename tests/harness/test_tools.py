@@ -31,8 +31,8 @@ def box() -> MemoryBox:
 @pytest.fixture
 def compact(box: MemoryBox) -> CompactTools:
     tools = CompactTools(box, a_task())
-    shown = asyncio.run(tools.open())
-    assert shown == "def price(self, amount):\n    total = amount - 3\n    return total"
+    asyncio.run(tools.open())
+    assert asyncio.run(tools.source()) == "def price(self, amount):\n    total = amount - 3\n    return total"
     return tools
 
 
@@ -193,7 +193,8 @@ def test_files_that_are_not_utf8_are_kept_byte_for_byte() -> None:
     box = MemoryBox({PATH: source})
     task = msgspec.structs.replace(a_task(), focus=msgspec.structs.replace(a_task().focus, first_line=2, last_line=3))
     tools = CompactTools(box, task)
-    assert asyncio.run(tools.open()) == "def f():\n    return 'caf?' - 1"
+    asyncio.run(tools.open())
+    assert asyncio.run(tools.source()) == "def f():\n    return 'caf?' - 1"
     assert ask(tools, "edit", old="' - 1", new="' + 1") == "ok"
     assert box.files[PATH] == source.replace(b"- 1", b"+ 1")
     full = FullTools(MemoryBox({PATH: source, "b": b"\0"}), task)

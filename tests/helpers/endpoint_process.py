@@ -18,7 +18,7 @@ from typing import Any
 
 from etude.harness.endpoint.recording import Recording
 from etude.harness.endpoint.server import Endpoint, open_endpoint
-from etude.harness.loop import EpisodeSpec, Sampling
+from etude.harness.loop import EngineModel, EpisodeSpec, Sampling
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Generation
 from etude.renderers import Renderer, renderer_for
@@ -58,7 +58,7 @@ async def serve(ready: Path, renderer: Renderer, folder: Path) -> None:
     talker = Talker(folder)
 
     def make() -> Recording:
-        return Recording(EpisodeSpec(a_task(), talker, renderer, BUDGET, Sampling(), 7))
+        return Recording(EpisodeSpec(a_task(), EngineModel(talker, renderer, Sampling()), BUDGET, 7))
 
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)

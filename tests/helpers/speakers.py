@@ -10,8 +10,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from etude.harness.loop import EpisodeSpec, UngradedEpisode, run_agent_loop
+from etude.harness.prompts import open_task
 from etude.protocol.wire import GenerateRequest
-from etude.records import Focus, Generation, Task
+from etude.records import CodeTask, Focus, Generation
 from etude.renderers.schemas import COMPACT_PARAMETERS
 from etude.sandbox.base import ExecResult, NotFound, NotRegular, TestReport
 from etude.sandbox.egress.policy import EgressRequest
@@ -214,16 +216,16 @@ PATH = "src/shop.py"
 TEST = f"{PATH}::doctest:Shop.price"
 
 
-def a_task() -> Task:
+def a_task() -> CodeTask:
     """Repair `Shop.price`: 3 is to be multiplied."""
-    return Task(
+    return CodeTask(
         id="shop-1",
         repository="shop-1.0",
         kind="mutation",
         operator="op_change",
         function=f"{PATH}::Shop.price",
         split="train",
-        instruction=f"Fix `price` in {PATH}",
+        prompt=f"Fix `price` in {PATH}",
         focus=Focus(path=PATH, first_line=5, last_line=12),
         source_roots=("src",),
         changes={PATH: SOURCE},
@@ -246,3 +248,8 @@ def shop_tests(files: dict[str, bytes]) -> TestReport:
 def a_box() -> MemoryBox:
     files = {PATH: SOURCE.encode(), "src/other.py": b"import shop\n", "README": b"Shop\n", ".git/x": b"Shop\n"}
     return MemoryBox(files, shop_tests)
+
+
+async def play_task(spec: EpisodeSpec, box: Any) -> UngradedEpisode:
+    """An episode of a coding task, without its grade."""
+    return await run_agent_loop(spec, await open_task(spec, box))

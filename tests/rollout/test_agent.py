@@ -16,7 +16,7 @@ import pytest
 from etude.config import AgentConfig, EngineConfig
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
-from etude.harness.loop import Sampling
+from etude.harness.loop import EngineModel, Sampling
 from etude.protocol.backends.client import EngineClient
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, StopReason
@@ -87,9 +87,8 @@ def played(
     async def run() -> Episode:
         async with parts(url, config) as (sandbox, client, agent):
             sampler = policy(client) if policy else client
-            setting = RolloutContext(
-                dataset, sandbox, sampler, renderer, budget, Sampling(max_tokens=max_tokens), agent
-            )
+            model = EngineModel(sampler, renderer, Sampling(max_tokens=max_tokens))
+            setting = RolloutContext(dataset, sandbox, model, budget, agent)
             episode = await run_episode(setting, a_task(), EpisodeId(group_id=3, member=1, attempt=0, seed=5))
             for segment in episode.segments:
                 ids, mask, logprobs, _ = segment.arrays()
@@ -214,7 +213,8 @@ def test_a_command_that_its_box_refuses_is_not_the_infrastructures_fault(dataset
             open_agent(AgentConfig(command=f"true {'x' * 200_000}")) as agent,
             open_sandbox(workers=1) as sandbox,
         ):
-            context = RolloutContext(dataset, sandbox, Forced(None, "", []), hermes, BUDGET, Sampling(), agent)  # type: ignore[arg-type]
+            model = EngineModel(Forced(None, "", []), hermes, Sampling())  # type: ignore[arg-type]
+            context = RolloutContext(dataset, sandbox, model, BUDGET, agent)
             await run_episode(context, a_task(), EpisodeId(group_id=0, member=0, attempt=0, seed=0))
 
     with pytest.raises(UserError, match=r"failed before its first request: .* a command line has at most 100000 bytes"):

@@ -14,7 +14,7 @@ from etude.edits import examples
 from etude.edits.edit import Edit
 from etude.edits.examples import Example
 from etude.errors import UserError
-from etude.harness.loop import Sampling
+from etude.harness.loop import EngineModel, Sampling
 from etude.inference.server.fast_apply import Applier
 from etude.protocol.backends import EngineError
 from etude.protocol.wire import GenerateRequest
@@ -48,7 +48,7 @@ def tables(tmp_path: Path) -> Path:
 def played(tables: Path, renderer: Renderer, policy: Any, budget: Budget = BUDGET) -> Episode:
     dataset = edit_tasks(tables, renderer, BUDGET)
     no_box: Any = None
-    setting = RolloutContext(dataset, no_box, policy, renderer, budget, Sampling(max_tokens=20))
+    setting = RolloutContext(dataset, no_box, EngineModel(policy, renderer, Sampling(max_tokens=20)), budget)
     episode = asyncio.run(run_episode(setting, dataset.by_id["e1"], EpisodeId(3, 1, 0, 5)))
     return with_reward(decode(encode(episode), Episode), RewardConfig(), budget)
 

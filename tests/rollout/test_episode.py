@@ -17,7 +17,7 @@ from etude.errors import UserError
 from etude.grading.cheats.decoys import Decoys, plant_decoys
 from etude.grading.runner import open_sandbox
 from etude.harness import loop
-from etude.harness.loop import Sampling
+from etude.harness.loop import EngineModel, Sampling, Toolset
 from etude.protocol.backends import EngineError
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, StopReason, decode, encode
@@ -56,7 +56,8 @@ def attempt(
     decoys: Decoys | None = None,
 ) -> Any:
     """One attempt; a coroutine."""
-    return run_episode(RolloutContext(dataset, sandbox, policy, renderer, budget, Sampling()), a_task(), SLOT, decoys)
+    setting = RolloutContext(dataset, sandbox, EngineModel(policy, renderer, Sampling()), budget)
+    return run_episode(setting, a_task(), SLOT, decoys)
 
 
 def test_whole_episodes_in_the_sandbox(
@@ -111,8 +112,9 @@ def test_a_sketch_is_laid_by_what_the_run_names(dataset: Dataset, hermes: Render
 
     async def both() -> list[Episode]:
         async with open_sandbox(workers=1) as sandbox:
-            setting = RolloutContext(dataset, sandbox, Scripted(script), hermes, BUDGET, Sampling())
-            other = replace(setting, policy=Scripted(script), apply_edit=clumsy)
+            first, second = (EngineModel(Scripted(script), hermes, Sampling()) for _ in range(2))
+            setting = RolloutContext(dataset, sandbox, first, BUDGET)
+            other = replace(setting, model=second, toolset=Toolset(apply_edit=clumsy))
             return [await run_episode(one, a_task(), SLOT) for one in (setting, other)]
 
     merged, by_model = asyncio.run(both())
@@ -241,7 +243,8 @@ def test_bad_summaries_can_be_charged(dataset: Dataset, compact: Renderer, compa
     speaker = Speaker(compact_folder)
     listing, finish, good = speaker.turn(("list", {})), speaker.turn(("finish", {})), speaker.turn(text="Good.")
     policy = Scripted([listing, speaker.turn(), good, finish])
-    setting = RolloutContext(dataset, Fake(), policy, compact, BUDGET, Sampling(summarise_at=1, summary_tokens=20))
+    model = EngineModel(policy, compact, Sampling(summarise_at=1, summary_tokens=20))
+    setting = RolloutContext(dataset, Fake(), model, BUDGET)
     found = asyncio.run(run_episode(setting, a_task(), SLOT))
     charged = with_reward(found, RewardConfig(behaviour={"summary_errors": 0.25}), BUDGET)
     assert found.metrics["summary_errors"] == 1

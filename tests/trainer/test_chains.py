@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from etude.audit.rescoring import set_weights
 from etude.config import EngineConfig, LossConfig, RLConfig
 from etude.grading.runner import open_sandbox
-from etude.harness.loop import Sampling
-from etude.harness.prompts import SUMMARISE
+from etude.harness.loop import SUMMARISE, EngineModel, Sampling
 from etude.harness.token_ledger import TokenLedger
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
@@ -193,15 +191,16 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
 
     async def group() -> list[Episode]:
         async with open_sandbox(workers=1) as sandbox:
-            setting = RolloutContext(dataset, sandbox, forced, renderer, BUDGET, SAMPLING)
+            setting = RolloutContext(dataset, sandbox, EngineModel(forced, renderer, SAMPLING), BUDGET)
+            last = RolloutContext(dataset, sandbox, EngineModel(other, renderer, SAMPLING), BUDGET)
             slots = [EpisodeId(group_id=0, member=m, attempt=0, seed=11 + m) for m in range(2)]
             first = await run_episode(setting, TASK, slots[0])
-            return [first, await run_episode(replace(setting, policy=other), TASK, slots[1])]
+            return [first, await run_episode(last, TASK, slots[1])]
 
     async def again(episode: Episode) -> str:
         async with open_sandbox(workers=1) as sandbox:
             return await replay_episode(
-                RolloutContext(dataset, sandbox, forced, renderer, BUDGET, SAMPLING), TASK, episode
+                RolloutContext(dataset, sandbox, EngineModel(forced, renderer, SAMPLING), BUDGET), TASK, episode
             )
 
     episodes = [decode(encode(e), Episode) for e in asyncio.run(group())]

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from etude import runfolder
 from etude.audit.rescoring import set_weights
 from etude.config import EngineConfig, RLConfig
-from etude.harness.loop import EpisodeSpec, Sampling, run_agent_loop
+from etude.harness.loop import EngineModel, EpisodeSpec, Sampling
 from etude.inference.engine.engine import Engine
 from etude.models.loading import load_model
 from etude.protocol.wire import GenerateRequest
@@ -21,7 +21,7 @@ from etude.records import Budget, Episode, Generation, Outcome
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.schemas import SCHEMAS
 from etude.trainer.rl.process import Trainer
-from tests.helpers.speakers import PATH, TEXT, a_box, a_task
+from tests.helpers.speakers import PATH, TEXT, a_box, a_task, play_task
 from tests.helpers.tiny_models import save_random_model
 from tests.helpers.trainer_runs import admit, step
 
@@ -96,8 +96,8 @@ def played(engine: Engine, renderer: Renderer, member: int) -> Episode:
         ]
         turns.append(renderer.turn({"role": "assistant", "content": f"Step {member}.", "tool_calls": calls}))
     budget = Budget(turns=20, tokens=4000, context=8000, seconds=600.0)
-    spec = EpisodeSpec(a_task(), Forced(engine, turns), renderer, budget, Sampling(), member)
-    draft = asyncio.run(run_agent_loop(spec, a_box()))
+    spec = EpisodeSpec(a_task(), EngineModel(Forced(engine, turns), renderer, Sampling()), budget, member)
+    draft = asyncio.run(play_task(spec, a_box()))
     assert [call.name for turn in draft.turns for call in turn.calls] == list(CALLS)
     assert [call.arguments for turn in draft.turns for call in turn.calls] == list(CALLS.values())
     assert {name for name in CALLS if draft.metrics.get(f"calls/{name}")} == set(CALLS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,8 @@ async def _replay(episodes: StoredEpisodes, dataset: Dataset) -> list[EpisodeRep
     async with open_sandbox(
         config.sandbox, machine_profiles=parts.profiles_of(config), repeatable=config.deterministic
     ) as sandbox:
-        setting = parts.context_of(config, dataset, sandbox, nobody, parts.renderer_of(config))
-        setting = replace(setting, sampling=replace(setting.sampling, routes=config.trainer.router_replay))
+        routes = config.trainer.router_replay
+        setting = parts.context_of(config, dataset, sandbox, nobody, parts.renderer_of(config), routes=routes)
 
         async def one(key: str) -> EpisodeReplay:
             async with free:

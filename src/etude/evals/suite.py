@@ -20,7 +20,7 @@ from etude.evals.stats import Estimate, paired_difference, pass_at_k, pass_rate
 from etude.records import Episode, Outcome, Record, Task
 
 if TYPE_CHECKING:
-    from etude.rollout import ChatContext, RolloutContext
+    from etude.rollout import RolloutContext
 
 RETRIES = 2  # of an episode lost to infrastructure
 KS = (1, 2, 4, 8)
@@ -95,7 +95,7 @@ class Comparison(Record, frozen=True):
 
 
 async def evaluate(
-    context: RolloutContext | ChatContext,
+    context: RolloutContext,
     *,
     samples: int,
     split: str = "heldout",
@@ -114,13 +114,10 @@ async def evaluate(
         name = context.dataset.name
         raise UserError(f"the dataset {name} has no {split} tasks; choose another split or build it anew")
     # Imported here, because reports read results without the harness.
-    from etude.rollout import ChatContext, EpisodeId, run_chat_episode, run_episode
+    from etude.rollout import EpisodeId, run_episode
 
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
-        id = EpisodeId(index, sample, number, episode_seed)
-        if isinstance(context, ChatContext):
-            return await run_chat_episode(context, task, id)
-        return await run_episode(context, task, id)
+        return await run_episode(context, task, EpisodeId(index, sample, number, episode_seed))
 
     return await run_suite(
         tasks,
@@ -248,11 +245,11 @@ def _summary(
     results = tuple(
         TaskResult(
             id=t.id,
-            function=t.function,
+            function=t.cluster,
             passed=tuple(e.passed for e in episodes),
             lost=samples - len(episodes),
             repository=t.repository,
-            damage=t.operator or t.kind,
+            damage=t.damage,
         )
         for t, episodes in zip(tasks, kept, strict=True)
     )

@@ -1,6 +1,7 @@
 """The agent loop: a task becomes a prompt, sampled turns become tool calls, and every token goes into a token ledger.
 
-    loop, prompts, token_ledger           the loop, the first tokens of an episode, and its tokens so far
+    loop, token_ledger                    the loop over turns of an engine or a chat API, and an engine's tokens
+    prompts                               the opening of a coding task
     tools, full_tools, compact_tools      the tools: their common part, and the two sets
     python_tools, boxed_tools, boxed_runner   functions of users as tools; their calls inside of the box
     edit_appliers, focus, grep, ranking, chunks, lints, terminals   parts of single tools
@@ -13,22 +14,25 @@ Imports renderers, sandbox (the contract of boxes), edits, code, protocol and re
 """
 
 from etude.harness.atif import atif_document
-from etude.harness.chat_loop import run_chat_loop
-from etude.harness.edit_appliers import EditApplier, merge_applier, server_applier
+from etude.harness.edit_appliers import merge_applier, server_applier
 from etude.harness.focus import EditError, view_of
 from etude.harness.full_tools import FullTools
 from etude.harness.loop import (
     GRACE_SECONDS,
     Aborted,
+    ChatAPI,
+    EngineModel,
     EpisodeSpec,
+    Model,
+    Opening,
     Policy,
     Sampling,
+    Toolset,
     UngradedEpisode,
     run_agent_loop,
-    run_from_opening,
     turn_seed,
 )
-from etude.harness.prompts import SYSTEM, Opening, check_context, memory_of, messages_of
+from etude.harness.prompts import SYSTEM, check_context, messages_of, open_task
 from etude.harness.python_tools import call_python
 from etude.harness.ranking import Lexical
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError

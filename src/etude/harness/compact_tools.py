@@ -2,7 +2,7 @@
 
 from etude.harness.focus import EditError, View, moved, view_of
 from etude.harness.tools import TEST_SECONDS, Tools, verdict
-from etude.records import Task, ToolCall
+from etude.records import CodeTask, ToolCall
 from etude.renderers import COMPACT_PARAMETERS, ToolError, printable
 from etude.sandbox import Box, BoxError
 
@@ -10,8 +10,9 @@ from etude.sandbox import Box, BoxError
 class CompactTools(Tools):
     """Tools of the compact dialect; `focus.py` has the text that `edit` takes. Call `open` before the first call."""
 
-    def __init__(self, box: Box, task: Task) -> None:
+    def __init__(self, box: Box, task: CodeTask) -> None:
         super().__init__(box, task)
+        self._roots = task.source_roots
         self._views: list[View] = []
         self._stale = False  # a command ran: the file may have changed
         self._handlers = {
@@ -30,14 +31,13 @@ class CompactTools(Tools):
         wanted = COMPACT_PARAMETERS[call.name]
         return None if set(call.arguments or {}) == set(wanted) else f"{call.name} takes {len(wanted)} arguments"
 
-    async def open(self) -> str:
-        """Reads the focus; returns the function's source as the prompt shows it."""
+    async def open(self) -> None:
+        """Reads the focus."""
         focus = self.task.focus
         self._views = [view_of(await self.text(focus.path), focus.first_line, focus.last_line)]
-        return printable(self._views[-1].source)
 
     async def source(self) -> str:
-        """The function's current source; "" if it was moved or removed."""
+        """The function's current source as the prompt shows it; "" if it was moved or removed."""
         try:
             return printable((await self._view()).source)
         except (ToolError, BoxError) as e:
@@ -77,7 +77,7 @@ class CompactTools(Tools):
         return "\n".join(await self.box.list(self.task.focus.path.rpartition("/")[0]))[:1000]
 
     async def _search(self, pattern: str) -> str:
-        hits, _ = await self._grep(pattern, self.task.source_roots, False, 20)
+        hits, _ = await self._grep(pattern, self._roots, False, 20)
         return "\n".join(hits)[:1000] or "no matches"
 
     async def _run(self, command: str) -> str:

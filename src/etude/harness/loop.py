@@ -1,33 +1,45 @@
 """The agent loop: sample a turn, run its calls, show their results, until the agent ends or its budget does.
 
-With `summarise_at` an episode is a chain of segments. Before a segment grows too long, the agent writes a summary. The
-summary is sampled and trained on like any turn; the next segment begins with the task and the summary.
+`run_agent_loop` plays every episode. An engine gives turns as tokens (`_EngineTurns`), a chat API as messages
+(`_ChatTurns`).
+
+With `summarise_at` an engine's episode is a chain of segments. Before a segment grows too long, the agent writes a
+summary. The summary is sampled and trained on like any turn; the next segment begins with the task and the summary.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import blake3
 import msgspec
 
-from etude.harness.documents import results_as_documents
+from etude.harness.documents import open_file, results_as_documents
 from etude.harness.edit_appliers import EditApplier, merge_applier
-from etude.harness.prompts import AGAIN, SUMMARISE, Opening, open_task
 from etude.harness.token_ledger import TokenLedger
+from etude.harness.tools import Tools
 from etude.protocol import GenerateRequest
+from etude.protocol.backends import ChatAnswer, ChatClient, ContextSpent, Conversation
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 from etude.renderers import Renderer
-from etude.sandbox import Box
 
 GRACE_SECONDS = 30.0  # of a tool beyond the budget of seconds; the tool's own limit should end it before
 LEFT_OUT = "error: the result does not fit your context; ask for less"
 POLICY_GRACE_SECONDS = 1.0  # of a policy beyond its timeout
+SUMMARISE = (
+    "Your context is almost full, and all of it but the task will be dropped. Please summarise your work for yourself: "
+    "what you found out and where it stands, what you changed and why, what the tests say, and what to do next. "
+    "Call no tool. Think first if you need to; only what follows your thoughts is kept."
+)
+AGAIN = "That was {fault}. It must be there whole, in fewer words. "
+MEMORY = "Your context was full, so this is all you keep of your work so far (summary {count}):\n{summary}"
+PREFILL = "\n\nBegin your answer with the following line, and close its tag after the last line.\n{prefill}"
 _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo", "malformed", "truncated")
 
 
@@ -35,8 +47,7 @@ _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo
 class Sampling:
     """How turns are sampled; `max_tokens` bounds one turn, and with `routes` the experts of every token are kept. With
     `documents` the open file, and the files and matches that the agent reads, are sent as documents
-    (docs/documents.md). A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0: never.
-    `tools` are the names of the full tools that the agent has; (): all."""
+    (docs/documents.md). A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0: never."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -45,11 +56,10 @@ class Sampling:
     documents: bool = False
     summarise_at: int = 0
     summary_tokens: int = 512
-    tools: tuple[str, ...] = ()
 
 
 class Policy(Protocol):
-    """The source of sampled turns; the engine's client is one."""
+    """The source of sampled tokens; the engine's client is one."""
 
     async def generate(
         self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
@@ -57,6 +67,84 @@ class Policy(Protocol):
         """Samples one answer; `on_tokens` is called with the sampled ids as they come. TimeoutError after `timeout`
         seconds."""
         ...
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """A model behind an engine: turns are tokens, which can be trained on."""
+
+    policy: Policy
+    renderer: Renderer
+    sampling: Sampling
+
+    @property
+    def compact(self) -> bool:
+        """Whether the model has the tools of the compact dialect, and reads no schemas."""
+        return self.renderer.dialect == "compact"
+
+    @property
+    def documents(self) -> bool:
+        """Whether the model reads files as documents."""
+        return self.sampling.documents
+
+    async def prompt(self, opening: Opening, memory: str = "") -> list[int]:
+        """The first tokens of a segment."""
+        messages = await opening.messages(memory)
+        return self.renderer.prompt(messages, () if self.compact else opening.tools.schemas)
+
+    async def open(self, spec: EpisodeSpec, opening: Opening) -> TurnSource:
+        """The source of an episode's turns."""
+        prompt = await self.prompt(opening) + self.renderer.plain(opening.prefill)
+        return _EngineTurns(self, spec, opening, prompt)
+
+
+@dataclass(frozen=True)
+class ChatAPI:
+    """A model behind a chat API: turns are messages, which cannot be trained on."""
+
+    client: ChatClient
+    compact: ClassVar[bool] = False
+    documents: ClassVar[bool] = False
+
+    async def open(self, spec: EpisodeSpec, opening: Opening) -> TurnSource:
+        """The source of an episode's turns."""
+        return _ChatTurns(self.client, spec, opening, await opening.messages(""))
+
+
+Model = EngineModel | ChatAPI
+
+
+@dataclass(frozen=True)
+class Toolset:
+    """The tools of an agent on a repository: the names of the built-in ones, () for all, and the applier of the tool
+    `apply`."""
+
+    names: tuple[str, ...] = ()
+    apply_edit: EditApplier = merge_applier
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """The settings of an episode, without its box."""
+
+    task: Task
+    model: Model
+    budget: Budget
+    seed: int
+    toolset: Toolset = Toolset()
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The beginning of an episode. `messages` are the first messages, with the memory of the work before a summary, ""
+    at the start. `prefill`, a tag and a line end, begins the first answer: an engine's model reads it behind the
+    prompt; an API's model is told to write it, and may leave it out. `text` is the open file for a model that reads
+    documents."""
+
+    tools: Tools
+    messages: Callable[[str], Awaitable[list[dict[str, str]]]]
+    prefill: str = ""
+    text: str | None = None
 
 
 class Aborted(Exception):
@@ -75,6 +163,7 @@ class UngradedEpisode:
     visible_passed: bool = False  # the visible tests passed on the tree as the agent left it
     note: str = ""  # one sentence for people, added to the grade's
     tools: tuple[dict[str, Any], ...] = ()  # definitions that an outside agent gave its model
+    answer: str = ""  # text of the last turn, without thoughts and calls
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -82,32 +171,49 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(blake3.blake3(f"{seed}/{turn}".encode()).digest(8)) >> 1
 
 
-@dataclass(frozen=True)
-class EpisodeSpec:
-    """The settings of an episode, without its box. `apply_edit` serves the tool `apply`."""
-
-    task: Task
-    policy: Policy
-    renderer: Renderer
-    budget: Budget
-    sampling: Sampling
-    seed: int
-    apply_edit: EditApplier = merge_applier
-
-
-async def run_agent_loop(spec: EpisodeSpec, box: Box) -> UngradedEpisode:
-    """Plays a coding task in `box`. A spent budget ends the episode where it stands. Raises BoxError with payer
-    "infra", EngineError or Aborted if the infrastructure failed."""
-    sampling = spec.sampling
-    opening = await open_task(
-        spec.task, box, spec.renderer, spec.budget, spec.apply_edit, documents=sampling.documents, names=sampling.tools
+async def run_agent_loop(spec: EpisodeSpec, opening: Opening) -> UngradedEpisode:
+    """Plays an episode from its opening. A spent budget ends the episode where it stands. Raises BoxError with payer
+    "infra", EngineError or Aborted if the infrastructure failed, and UserError if an API refuses."""
+    source, tools = await spec.model.open(spec, opening), opening.tools
+    tools.deadline = time.monotonic() + spec.budget.seconds
+    timed_out = False
+    try:
+        stop_reason = await _play(spec.budget, source, tools)
+    except _BudgetSpent as spent:
+        stop_reason = spent.reason
+    except TimeoutError:
+        stop_reason, timed_out = StopReason.SECONDS, True
+    counts = tools.metrics
+    metrics = {name: float(counts[name]) for name in dict.fromkeys((*_COUNTS, *counts))} | source.metrics()
+    return UngradedEpisode(
+        source.segments(),
+        tuple(source.turns),
+        stop_reason,
+        metrics,
+        timed_out,
+        bool(tools.visible_passed),
+        answer=source.answer(),
     )
-    return await run_from_opening(spec, opening)
 
 
-async def run_from_opening(spec: EpisodeSpec, opening: Opening) -> UngradedEpisode:
-    """Plays from any opening, as `run_agent_loop` does from that of a coding task."""
-    return await _AgentLoop(spec, opening).run()
+async def _play(budget: Budget, source: TurnSource, tools: Tools) -> StopReason:
+    """The reason for the end of the episode. Raises _BudgetSpent, and TimeoutError if a tool outlives the time."""
+    for _ in range(budget.turns):
+        calls = await source.sample()
+        sampled = time.monotonic()
+        async with asyncio.timeout(tools.deadline - sampled + GRACE_SECONDS):
+            tools.room = budget.context - source.length
+            results, finished = await tools.call_all(calls)
+            ended = time.monotonic()
+            source.turns[-1] = msgspec.structs.replace(
+                source.turns[-1], calls=tuple(calls), results=tuple(results), seconds_tools=ended - sampled
+            )
+            if finished or not calls:
+                return StopReason.FINISHED
+            if ended >= tools.deadline:
+                return StopReason.SECONDS
+            await source.show(calls, results)
+    return StopReason.TURNS
 
 
 class _BudgetSpent(Exception):
@@ -117,111 +223,142 @@ class _BudgetSpent(Exception):
         self.reason = reason
 
 
-class _AgentLoop:
-    """One episode in progress. Read `run`, then `_turns`: the other methods follow in the order of their calls.
-    `_next` are the tokens that the model reads next: the prompt, or the results of the turn before."""
+class TurnSource(ABC):
+    """The model's side of one episode. `turns` are its answers so far, summaries included; the loop adds calls and
+    results to the last one. The episode ends at the tools' deadline."""
 
     def __init__(self, spec: EpisodeSpec, opening: Opening) -> None:
+        self.turns: list[Turn] = []
         self._spec = spec
-        self._tools = opening.tools
         self._opening = opening
-        self._ledger = TokenLedger(opening.documents)
-        self._next: Sequence[int] = opening.prompt
-        self._turn_records: list[Turn] = []
+        self._tools = opening.tools
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """The tokens of the context."""
+
+    @abstractmethod
+    async def sample(self) -> Sequence[ToolCall]:
+        """The calls of the next turn. Raises _BudgetSpent, Aborted or EngineError."""
+
+    @abstractmethod
+    async def show(self, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
+        """Shows the model the results of its last turn's calls."""
+
+    @abstractmethod
+    def answer(self) -> str:
+        """The text of the last turn, without thoughts and calls."""
+
+    @abstractmethod
+    def segments(self) -> tuple[Segment, ...]:
+        """The tokens of the episode, if there are any."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Figures of the episode besides the counts of the tools."""
+
+    def _seconds(self) -> float:
+        """The seconds until the deadline. Raises _BudgetSpent."""
+        if (seconds := self._tools.deadline - time.monotonic()) <= 0:
+            raise _BudgetSpent(StopReason.SECONDS)
+        return seconds
+
+    def _add_turn(self, text: str, seconds: float, *, cut: bool) -> None:
+        self._tools.metrics["truncated"] += cut
+        self.turns.append(Turn(text=text, calls=(), results=(), seconds_model=seconds, seconds_tools=0.0))
+
+
+class _EngineTurns(TurnSource):
+    """Turns as tokens on a ledger. `_next` are the tokens that the model reads next: the prompt, or the results of the
+    turn before."""
+
+    def __init__(self, model: EngineModel, spec: EpisodeSpec, opening: Opening, prompt: list[int]) -> None:
+        super().__init__(spec, opening)
+        self._model, self._renderer, self._sampling = model, model.renderer, model.sampling
+        self._documents = self._open_file(len(prompt))
+        self._ledger = TokenLedger(self._documents)
+        self._next: Sequence[int] = prompt
+        self._generation: Generation | None = None  # the last one
         self._acted = 0  # turns without the summaries
         self._summaries = 0
         self._document_tokens: Counter[str] = Counter()  # over all requests: sent, and those already computed
-        self._deadline = self._tools.deadline = time.monotonic() + spec.budget.seconds
         self._summary_at, self._request_tokens = float("inf"), 0  # tokens: of a segment, and of a request to summarise
-        if spec.sampling.summarise_at:
-            self._request_tokens = len(spec.renderer.bridge((), "stop", (), SUMMARISE + AGAIN))
-            needed = 2 * (self._request_tokens + spec.sampling.summary_tokens)  # two requests and two summaries
-            self._summary_at = min(spec.sampling.summarise_at, spec.budget.context - needed)
+        if self._sampling.summarise_at:
+            self._request_tokens = len(self._renderer.bridge((), "stop", (), SUMMARISE + AGAIN))
+            needed = 2 * (self._request_tokens + self._sampling.summary_tokens)  # two requests and two summaries
+            self._summary_at = min(self._sampling.summarise_at, spec.budget.context - needed)
 
-    async def run(self) -> UngradedEpisode:
-        """Plays to the end."""
-        timed_out = False
-        try:
-            async with asyncio.timeout(self._deadline - time.monotonic() + GRACE_SECONDS):
-                stop_reason = await self._turns()
-        except _BudgetSpent as spent:
-            stop_reason = spent.reason
-        except TimeoutError:
-            stop_reason, timed_out = StopReason.SECONDS, True
-        visible_passed = bool(self._tools.visible_passed)
-        segments, turn_records = self._ledger.segments(), tuple(self._turn_records)
-        return UngradedEpisode(segments, turn_records, stop_reason, self._metrics(), timed_out, visible_passed)
+    def _open_file(self, prompt: int) -> tuple[list[int], ...]:
+        """The open file as documents, as far as it leaves room for the prompt and for all tokens that may be sampled,
+        and takes no more than half of the context."""
+        budget, focus, text = self._spec.budget, self._spec.task.focus, self._opening.text
+        room = min(budget.context // 2, budget.context - budget.tokens - prompt)
+        if text is None or room <= 0:
+            return ()
+        return tuple(open_file(text, focus, self._renderer.document, room, shown=self._model.compact))
 
-    async def _turns(self) -> StopReason:
-        renderer, sampling = self._spec.renderer, self._spec.sampling
-        while self._acted < self._spec.budget.turns:
-            generation = await self._sample(sampling.max_tokens)
-            self._acted += 1
-            sampled = time.monotonic()
-            calls = renderer.parse(generation.ids, generation.finish_reason, self._tools.schemas).calls
-            self._tools.room = self._spec.budget.context - len(self._ledger)
-            results, finished = await self._tools.call_all(calls)
-            ended = time.monotonic()
-            self._turn_records[-1] = msgspec.structs.replace(
-                self._turn_records[-1], calls=calls, results=tuple(results), seconds_tools=ended - sampled
-            )
-            if finished or not calls:
-                return StopReason.FINISHED
-            if ended >= self._deadline:
-                return StopReason.SECONDS
-            results_ids = renderer.bridge(generation.ids, generation.finish_reason, results)
-            if self._acted < self._spec.budget.turns and len(self._ledger) + len(results_ids) >= self._summary_at:
-                await self._summarise(generation, results)
-            elif sampling.documents:
-                self._next = self._show_documents(generation, calls, results) or results_ids
-            else:
-                self._next = results_ids
-        return StopReason.TURNS
+    @property
+    def length(self) -> int:
+        return len(self._ledger)
+
+    async def sample(self) -> Sequence[ToolCall]:
+        generation = await self._sample(self._sampling.max_tokens)
+        self._acted += 1
+        return self._renderer.parse(generation.ids, generation.finish_reason, self._tools.schemas).calls
 
     async def _sample(self, max_tokens: int) -> Generation:
         """Appends `_next` to the ledger, and samples a turn after it. Raises _BudgetSpent or Aborted."""
-        spec, ledger = self._spec, self._ledger
-        budget, sampling = spec.budget, spec.sampling
+        ledger, budget, sampling = self._ledger, self._spec.budget, self._sampling
         # A result that does not fit stays out: a segment is never longer than the budget.
         if len(ledger) + len(self._next) >= budget.context or ledger.sampled >= budget.tokens:
             raise _BudgetSpent(StopReason.TOKENS)
         ledger.add_environment(self._next)
-        prompt, started = ledger.prompt(), time.monotonic()
-        seconds = self._deadline - started
-        if seconds <= 0:
-            raise _BudgetSpent(StopReason.SECONDS)
+        prompt, started, seconds = ledger.prompt(), time.monotonic(), self._seconds()
         request = GenerateRequest(
             ids=prompt,
             max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            stop=tuple(spec.renderer.stop_ids),
-            seed=turn_seed(spec.seed, len(self._turn_records)),
+            stop=tuple(self._renderer.stop_ids),
+            seed=turn_seed(self._spec.seed, len(self.turns)),
             routes_from=ledger.routed if sampling.routes else None,
             documents=ledger.documents,
         )
         try:
             # The policy has a deadline of its own, and can distinguish a lost engine from a slow one.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
-                generation = await spec.policy.generate(request, seconds)
+                generation = await self._model.policy.generate(request, seconds)
         except TimeoutError:
             raise _BudgetSpent(StopReason.SECONDS) from None
         if generation.finish_reason == "abort":
             raise Aborted("the engine aborted a turn")
         ledger.add_turn(prompt, generation)
+        self._generation = generation
         self._document_tokens["document_tokens"] += sum(map(len, ledger.documents))
         self._document_tokens["cached_document_tokens"] += generation.cached_document_tokens
-        self._tools.metrics["truncated"] += generation.finish_reason == "length"
-        text, seconds = spec.renderer.text(generation.ids), time.monotonic() - started
-        self._turn_records.append(Turn(text=text, calls=(), results=(), seconds_model=seconds, seconds_tools=0.0))
+        text = self._renderer.text(generation.ids)
+        self._add_turn(text, time.monotonic() - started, cut=generation.finish_reason == "length")
         return generation
+
+    async def show(self, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
+        """Shows results as text or as documents; a segment that has grown too long is summarised."""
+        generation = self._generation
+        assert generation is not None
+        ids = self._renderer.bridge(generation.ids, generation.finish_reason, results)
+        if self._acted < self._spec.budget.turns and len(self._ledger) + len(ids) >= self._summary_at:
+            await self._summarise(generation, results)
+        elif self._sampling.documents:
+            self._next = self._show_documents(generation, calls, results) or ids
+        else:
+            self._next = ids
 
     def _show_documents(
         self, generation: Generation, calls: Sequence[ToolCall], results: Sequence[str]
     ) -> list[int] | None:
         """The results with long ones as documents, which begin a new segment; None if that does not fit."""
-        renderer, ledger = self._spec.renderer, self._ledger
-        focus = self._tools.task.focus
+        renderer, ledger = self._renderer, self._ledger
+        focus = self._spec.task.focus
         shown, new = results_as_documents(calls, results, focus, renderer.document, ledger.documents)
         ids = renderer.bridge(generation.ids, generation.finish_reason, shown)
         if len(ledger) + sum(map(len, new)) + len(ids) >= self._spec.budget.context:
@@ -234,7 +371,7 @@ class _AgentLoop:
         """Requests a summary after the results, and opens a segment with it. Raises _BudgetSpent or Aborted. An empty
         or cut summary is requested once more. Both are kept and trained on, and the agent goes on with the last one, so
         a bad summary costs the agent its memory."""
-        renderer, sampling = self._spec.renderer, self._spec.sampling
+        renderer, sampling = self._renderer, self._sampling
         self._next = renderer.bridge(generation.ids, generation.finish_reason, results, SUMMARISE)
         needed = 2 * sampling.summary_tokens + self._request_tokens
         if len(self._ledger) + len(self._next) + needed >= self._spec.budget.context:
@@ -254,28 +391,100 @@ class _AgentLoop:
                     answer.ids, answer.finish_reason, (), AGAIN.format(fault=fault) + SUMMARISE
                 )
         self._summaries += 1
-        self._ledger = self._ledger.restarted(self._opening.documents)
-        self._next = await self._opening.reopen(summary, self._summaries)
+        self._ledger = self._ledger.restarted(self._documents)
+        memory = MEMORY.format(count=self._summaries, summary=summary or "(nothing)")
+        state = self._tools.state()
+        self._next = await self._model.prompt(self._opening, f"{memory}\n\n{state}" if state else memory)
 
-    def _metrics(self) -> dict[str, float]:
-        """Counts of the episode; a tool that was never called has no entry."""
-        ledger, sampling, counts = self._ledger, self._spec.sampling, self._tools.metrics
+    def answer(self) -> str:
+        ids = self._generation.ids if self._generation is not None else []
+        ended = bool(ids) and ids[-1] in self._renderer.stop_ids
+        return self._renderer.parse(ids, "stop" if ended else "length").text.strip()
+
+    def segments(self) -> tuple[Segment, ...]:
+        return self._ledger.segments()
+
+    def metrics(self) -> dict[str, float]:
+        ledger, sampling, tools = self._ledger, self._sampling, self._tools
         figures = {
             "turns": float(self._acted),
             "sampled_tokens": float(ledger.sampled),
             "context_tokens": float(len(ledger)),
             "kv_lag": float(ledger.kv_lag),
             "tokens_prefix_property": float(ledger.checks),
-            "seconds_model": sum(turn.seconds_model for turn in self._turn_records),
-            "seconds_tools": sum(turn.seconds_tools for turn in self._turn_records),
+            "seconds_model": sum(turn.seconds_model for turn in self.turns),
+            "seconds_tools": sum(turn.seconds_tools for turn in self.turns),
         }
-        if self._tools.visible_passed is not None:
-            figures["visible_passed"] = float(self._tools.visible_passed)
+        if tools.visible_passed is not None:
+            figures["visible_passed"] = float(tools.visible_passed)
         if sampling.documents:
             figures["documents"] = float(len(ledger.documents))
             figures |= {name: float(count) for name, count in self._document_tokens.items()}
         if sampling.summarise_at:
-            figures |= {"summaries": float(self._summaries), "summary_errors": float(counts["summary_errors"])}
+            errors = float(tools.metrics["summary_errors"])
+            figures |= {"summaries": float(self._summaries), "summary_errors": errors}
         if sampling.documents or sampling.summarise_at:
             figures["segments"] = float(len(ledger.segments()))
-        return {name: float(counts[name]) for name in dict.fromkeys((*_COUNTS, *counts))} | figures
+        return figures
+
+
+class _ChatTurns(TurnSource):
+    """Turns as messages in an API's form. The API counts the tokens: a turn is bounded by the rest of the budget, and
+    the conversation ends once prompt and answer reach the context. Time that busy servers took does not count."""
+
+    def __init__(
+        self, client: ChatClient, spec: EpisodeSpec, opening: Opening, messages: Sequence[dict[str, str]]
+    ) -> None:
+        super().__init__(spec, opening)
+        self._client = client
+        system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+        self._talk = Conversation(system, [dict(message) for message in messages if message["role"] != "system"])
+        if opening.prefill:
+            self._talk.messages[-1]["content"] += PREFILL.format(prefill=opening.prefill.strip())
+        self._last: ChatAnswer | None = None
+        self._counts = Counter[str]()  # tokens over all turns
+        self._length = 0  # of prompt and answer of the last turn
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    async def sample(self) -> Sequence[ToolCall]:
+        budget, tools = self._spec.budget, self._tools
+        room = min(budget.tokens - self._counts["sampled_tokens"], budget.context - self._length)
+        if room <= 0:
+            raise _BudgetSpent(StopReason.TOKENS)
+        started, seconds = time.monotonic(), self._seconds()
+        seed = turn_seed(self._spec.seed, len(self.turns))
+        try:
+            answer = await self._client.answer(self._talk, tools.schemas, room, seed, seconds)
+        except TimeoutError:
+            raise _BudgetSpent(StopReason.SECONDS) from None
+        except ContextSpent:
+            raise _BudgetSpent(StopReason.TOKENS) from None
+        tools.deadline += answer.waited
+        usage, self._last = answer.usage, answer
+        self._counts.update(prompt_tokens=usage.prompt, cached_tokens=usage.cached, sampled_tokens=usage.sampled)
+        self._length = usage.prompt + usage.sampled
+        self._add_turn(self._text(answer), time.monotonic() - started - answer.waited, cut=answer.cut)
+        return answer.calls
+
+    def _text(self, answer: ChatAnswer) -> str:
+        """The text of an answer; of the first one, the text behind the opening's `prefill`."""
+        tag = self._opening.prefill.rstrip("\n")
+        if self.turns or not tag or tag not in answer.text:
+            return answer.text
+        return answer.text.partition(tag)[2].removeprefix("\n")
+
+    async def show(self, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
+        assert self._last is not None
+        self._talk.messages += [self._last.message, *self._client.format.results(self._last, results)]
+
+    def answer(self) -> str:
+        return self.turns[-1].text.strip() if self.turns else ""
+
+    def segments(self) -> tuple[Segment, ...]:
+        return ()
+
+    def metrics(self) -> dict[str, float]:
+        return {name: float(count) for name, count in self._counts.items()} | {"turns": float(len(self.turns))}

@@ -2,7 +2,6 @@
 
     admission, curriculum, concurrency   when the next groups start, on which tasks, and how many episodes are live
     episode, agent, apply_edits          one episode, by the agent loop, an outside agent, or as one applied edit
-    chat_episode                         one episode of a model behind a chat API, for evaluations
     environment, environment_tools       tasks, tools and rewards that users write in Python
     rewards, group_audit                 the reward of an episode, and the audit of a complete group
     probes, engines, stall, drift        checks of engines, of progress and of behaviour while a run goes on
@@ -16,7 +15,6 @@ Imports harness, grading, tasks, sandbox, protocol and the rooms below; no torch
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.agent import Agent, check_agent, open_agent
 from etude.rollout.apply_edits import edit_tasks
-from etude.rollout.chat_episode import ChatContext, run_chat_episode
 from etude.rollout.concurrency import Concurrency, episode_concurrency
 from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.drift import BehaviourDrift, Shift

@@ -17,8 +17,8 @@ from etude.code import language_of
 from etude.edits import EditGrade, EditPrompt, Example, edit_prompt, grade_edit, load_examples
 from etude.errors import UserError
 from etude.grading import Grade
-from etude.harness import EpisodeSpec, Opening, Tools, UngradedEpisode, run_from_opening
-from etude.records import Budget, Focus, Outcome, Task
+from etude.harness import EngineModel, EpisodeSpec, Opening, Tools, UngradedEpisode, run_agent_loop
+from etude.records import Budget, CodeTask, Focus, Outcome
 from etude.renderers import Renderer
 from etude.tasks import DATASET_FORMAT, Dataset, Manifest
 
@@ -28,7 +28,7 @@ REWARDS = {EditGrade.EXACT: 1.0, EditGrade.WHITESPACE: 0.9, EditGrade.SYNTAX: 0.
 def edit_tasks(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
     """The edits of train.parquet and heldout.parquet whose prompt and right answer fit the budget. Raises UserError for
     a folder without tables, or if none fits."""
-    tasks_by_id: dict[str, Task] = {}
+    tasks_by_id: dict[str, CodeTask] = {}
     for split, name in (("train", "train.parquet"), ("heldout", "heldout.parquet")):
         examples = load_examples(folder / name)
         tasks = [task for task in (_task(e, split) for e in examples) if _fits(task, renderer, budget)]
@@ -55,15 +55,15 @@ def edit_tasks(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
     return Dataset(folder, folder.name, folder, folder, folder, tasks, manifest)
 
 
-def _task(example: Example, split: str) -> Task:
-    return Task(
+def _task(example: Example, split: str) -> CodeTask:
+    return CodeTask(
         id=example.id,
         repository=example.repository,
         kind="apply",
         operator=example.kind,
         function=f"{example.repository}/{example.path}",
         split=split,
-        instruction=example.instruction,
+        prompt=example.instruction,
         focus=Focus(path=example.path, first_line=1, last_line=example.file.count("\n") + 1),
         source_roots=(),
         changes={example.path: example.file},
@@ -77,28 +77,34 @@ def _task(example: Example, split: str) -> Task:
     )
 
 
-def _question(task: Task) -> EditPrompt:
+def _question(task: CodeTask) -> EditPrompt:
     assert task.sketch is not None
-    return edit_prompt(task.changes[task.focus.path], task.sketch, task.instruction)
+    return edit_prompt(task.changes[task.focus.path], task.sketch, task.prompt)
 
 
-def _prompt(edit: EditPrompt, renderer: Renderer) -> list[int]:
-    return renderer.prompt([{"role": "user", "content": edit.content}]) + renderer.plain(edit.opening)
+def _messages(edit: EditPrompt) -> list[dict[str, str]]:
+    return [{"role": "user", "content": edit.content}]
 
 
-def _fits(task: Task, renderer: Renderer, budget: Budget) -> bool:
+def _fits(task: CodeTask, renderer: Renderer, budget: Budget) -> bool:
     edit = _question(task)
+    prompt = len(renderer.prompt(_messages(edit)) + renderer.plain(edit.opening))
     answer = len(renderer.plain(task.solution[task.focus.path] + edit.close)) + 1  # and the end of the turn
-    return answer <= budget.tokens and len(_prompt(edit, renderer)) + answer <= budget.context
+    return answer <= budget.tokens and prompt + answer <= budget.context
 
 
 async def attempt(spec: EpisodeSpec) -> tuple[UngradedEpisode, Grade, dict[str, float]]:
     """One answer, its grade, and figures of it as metrics. Raises EngineError or Aborted if the engine failed."""
     task, edit = spec.task, _question(spec.task)
-    opening = Opening(_NoTools(task), _prompt(edit, spec.renderer), _never_reopened)
-    one_turn = msgspec.structs.replace(spec.budget, turns=1)
-    sampling = replace(spec.sampling, max_tokens=spec.budget.tokens)
-    ungraded = await run_from_opening(replace(spec, budget=one_turn, sampling=sampling), opening)
+    one_turn, model = msgspec.structs.replace(spec.budget, turns=1), spec.model
+    if isinstance(model, EngineModel):
+        model = replace(model, sampling=replace(model.sampling, max_tokens=spec.budget.tokens))
+
+    async def messages(_: str) -> list[dict[str, str]]:
+        return _messages(edit)
+
+    opening = Opening(_NoTools(task), messages, prefill=edit.opening)
+    ungraded = await run_agent_loop(replace(spec, budget=one_turn, model=model), opening)
     file, closed, _ = ungraded.turns[0].text.partition(edit.close) if ungraded.turns else ("", "", "")
     path = task.focus.path
     edit_grade = grade_edit(task.solution[path], file if closed else None, language_of(path) or "")
@@ -110,13 +116,9 @@ async def attempt(spec: EpisodeSpec) -> tuple[UngradedEpisode, Grade, dict[str, 
     return ungraded, Grade(Outcome.SCORED, reward, passed, detail, None), figures
 
 
-async def _never_reopened(summary: str, count: int) -> list[int]:
-    raise AssertionError("an answer of one turn is never summarised")
-
-
 class _NoTools(Tools):
     """No tools: the answer is text, a call names an unknown tool, and the first turn is the last."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: CodeTask) -> None:
         no_box: Any = None
         super().__init__(no_box, task)

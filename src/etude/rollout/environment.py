@@ -31,8 +31,8 @@ import numpy as np
 from etude.config import RLConfig, import_object
 from etude.errors import UserError
 from etude.grading import Grade
-from etude.harness import EpisodeSpec, Opening, UngradedEpisode, call_python, memory_of, run_from_opening
-from etude.records import Budget, Focus, Outcome, Record, StopReason, Task, Turn
+from etude.harness import EngineModel, EpisodeSpec, Opening, UngradedEpisode, call_python, run_agent_loop
+from etude.records import Budget, CodeTask, Focus, Outcome, Record, StopReason, Task, Turn
 from etude.renderers import Renderer
 from etude.rollout.environment_tools import PythonTools
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
@@ -173,12 +173,13 @@ class EnvironmentDataset(Dataset):
         await self._call(environment.setup, episode)
         functions = await self._call(environment.tools, episode)
         names = environment.box_tools if box is not None else ()
-        tools = PythonTools(functions, names, box, spec.task, compact=spec.renderer.dialect == "compact")
-        opening = _open(environment, episode.task, tools, spec.renderer)
-        _check_fit(opening.prompt, self.name, episode.task, spec.budget)  # now with the tools in it
-        ungraded = await run_from_opening(spec, opening)
-        answer = _answer(ungraded, spec.renderer)
-        return replace(episode, answer=answer, turns=ungraded.turns, stop_reason=ungraded.stop_reason), ungraded
+        tools = PythonTools(functions, names, box, spec.task, compact=spec.model.compact)
+        opening = _open(environment, episode.task, tools, compact=spec.model.compact)
+        if isinstance(spec.model, EngineModel):  # now with the tools in it
+            _check_fit(await spec.model.prompt(opening), self.name, episode.task, spec.budget)
+        ungraded = await run_agent_loop(spec, opening)
+        known = {"answer": ungraded.answer, "turns": ungraded.turns, "stop_reason": ungraded.stop_reason}
+        return replace(episode, **known), ungraded
 
     async def _call(self, method: Callable[[EnvironmentEpisode], Any], episode: EnvironmentEpisode) -> Any:
         """The result of a method. Raises EnvironmentFailed, UserError after many failures in a row, and BoxError."""
@@ -310,14 +311,14 @@ def _check_fit(prompt: Sequence[int], name: str, task: EnvironmentTask, budget: 
 
 def _task(task: EnvironmentTask, name: str, split: str) -> Task:
     """The record of a task; `changes` are the files of its box."""
-    return Task(
+    return CodeTask(
         id=task.id,
         repository=name,
         kind="environment",
         operator="",
         function=task.id,
         split=split,
-        instruction=task.prompt,
+        prompt=task.prompt,
         focus=Focus(path="", first_line=1, last_line=1),
         source_roots=(),
         changes=task.files,
@@ -336,25 +337,11 @@ def _messages(environment: Environment, task: EnvironmentTask, addition: str = "
     return [*system, {"role": "user", "content": prompt}]
 
 
-def _open(environment: Environment, task: EnvironmentTask, tools: PythonTools, renderer: Renderer) -> Opening:
-    """The first tokens. For models of the compact dialect the tools stand in the prompt."""
-    compact = renderer.dialect == "compact"
+def _open(environment: Environment, task: EnvironmentTask, tools: PythonTools, *, compact: bool) -> Opening:
+    """The first messages. For models of the compact dialect the tools stand in the prompt."""
 
-    def prompt(memory: str = "") -> list[int]:
+    async def messages(memory: str) -> list[dict[str, str]]:
         addition = "\n\n".join(filter(None, (tools.summary() if compact else "", memory)))
-        return renderer.prompt(_messages(environment, task, addition), () if compact else tools.schemas)
+        return _messages(environment, task, addition)
 
-    async def reopen(summary: str, count: int) -> list[int]:
-        return prompt(memory_of(summary, count, tools))
-
-    return Opening(tools, prompt(), reopen)
-
-
-def _answer(ungraded: UngradedEpisode, renderer: Renderer) -> str:
-    """The text of the last sampled turn, without thoughts and calls."""
-    if not ungraded.segments:
-        return ""
-    segment = ungraded.segments[-1]
-    start, end = segment.spans()[-1]
-    ids = segment.arrays()[0][start:end].tolist()
-    return renderer.parse(ids, "stop" if ids and ids[-1] in renderer.stop_ids else "length").text.strip()
+    return Opening(tools, messages)

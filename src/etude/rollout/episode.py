@@ -12,9 +12,8 @@ it compares the members.
 import asyncio
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from etude.config import RewardConfig
 from etude.errors import RunFailed, UserError
@@ -22,17 +21,16 @@ from etude.grading import Grade, note_state
 from etude.grading.cheats import CheatSignals, Decoys, cheat_signals
 from etude.harness import (
     Aborted,
-    EditApplier,
     EpisodeSpec,
-    Policy,
-    Sampling,
+    Model,
+    Toolset,
     UngradedEpisode,
-    merge_applier,
+    open_task,
     run_agent_loop,
 )
 from etude.protocol.backends import EngineError
 from etude.records import Budget, Episode, Outcome, StopReason, Task, encode
-from etude.renderers import Renderer, escaped, one_line
+from etude.renderers import escaped, one_line
 from etude.rollout import apply_edits
 from etude.rollout.agent import Agent, run_agent
 from etude.rollout.environment import EnvironmentDataset, EnvironmentFailed
@@ -49,43 +47,18 @@ MAX_DETAIL = 500  # characters of the reason of a lost episode
 FRAMES = 6  # of a traceback that are named in it
 
 
-class EpisodeContext(Protocol):
-    """The settings for grading and recording an episode: `RolloutContext`, or an evaluation's over a chat API."""
-
-    @property
-    def dataset(self) -> Dataset:
-        """The dataset of its task."""
-        ...
-
-    @property
-    def sandbox(self) -> Sandbox:
-        """The sandbox that makes its boxes."""
-        ...
-
-    @property
-    def reward(self) -> RewardConfig | None:
-        """The costs that are subtracted from its grade."""
-        ...
-
-    def budget_of(self, task: Task) -> Budget:
-        """The budget of an episode of `task`."""
-        ...
-
-
 @dataclass(frozen=True)
 class RolloutContext:
-    """The common settings of a run's episodes; a task may have a budget of its own. An outside `agent` takes the
-    place of the agent loop. `apply_edit` serves the tool `apply`. `reward` has the costs that are subtracted from
-    grades; without it the reward is the grade, as in evaluations."""
+    """The common settings of a run's or an evaluation's episodes; a task may have a budget of its own. An outside
+    `agent` takes the place of the agent loop. `reward` has the costs that are subtracted from grades; without it the
+    reward is the grade, as in evaluations."""
 
     dataset: Dataset
     sandbox: Sandbox
-    policy: Policy
-    renderer: Renderer
+    model: Model
     budget: Budget
-    sampling: Sampling
     agent: Agent | None = None
-    apply_edit: EditApplier = merge_applier
+    toolset: Toolset = field(default_factory=Toolset)
     reward: RewardConfig | None = None
 
     def budget_of(self, task: Task) -> Budget:
@@ -94,12 +67,11 @@ class RolloutContext:
 
     def spec(self, task: Task, seed: int) -> EpisodeSpec:
         """The specification of an episode of `task`."""
-        budget = self.budget_of(task)
-        return EpisodeSpec(task, self.policy, self.renderer, budget, self.sampling, seed, self.apply_edit)
+        return EpisodeSpec(task, self.model, self.budget_of(task), seed, self.toolset)
 
 
 async def open_box(
-    context: EpisodeContext, task: Task, decoys: Decoys | None = None, agent: Agent | None = None
+    context: RolloutContext, task: Task, decoys: Decoys | None = None, agent: Agent | None = None
 ) -> Box:
     """The agent's box, decoys included. Raises one of INFRA_ERRORS."""
     image, limits = context.dataset.image(task), context.dataset.limits(task)
@@ -132,9 +104,10 @@ async def run_episode(context: RolloutContext, task: Task, id: EpisodeId, decoys
             return record(context, task, id, *await apply_edits.attempt(spec))
         box = await open_box(context, task, decoys, context.agent)
         try:
-            ungraded = await (
-                run_agent_loop(spec, box) if context.agent is None else run_agent(spec, context.agent, box)
-            )
+            if context.agent is None:
+                ungraded = await run_agent_loop(spec, await open_task(spec, box))
+            else:
+                ungraded = await run_agent(spec, context.agent, box)
             changes, fault = await changes_of(box, ungraded, task)
         finally:
             await box.close()
@@ -162,7 +135,7 @@ async def changes_of(
 
 
 async def grade_of(
-    context: EpisodeContext,
+    context: RolloutContext,
     task: Task,
     ungraded: UngradedEpisode,
     changes: Mapping[str, bytes | None],
@@ -187,7 +160,7 @@ async def grade_of(
 
 
 def record(
-    context: EpisodeContext,
+    context: RolloutContext,
     task: Task,
     id: EpisodeId,
     ungraded: UngradedEpisode,
@@ -222,7 +195,7 @@ def record(
     return episode
 
 
-def lost(context: EpisodeContext, task: Task, id: EpisodeId, error: Exception) -> Episode:
+def lost(context: RolloutContext, task: Task, id: EpisodeId, error: Exception) -> Episode:
     """The record of an episode that infrastructure or a mistake in etude lost: without tokens, turns and reward. Raises
     `error` if it concerns the whole run."""
     if isinstance(error, (UserError, RunFailed)):

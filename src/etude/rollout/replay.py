@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from etude.grading.cheats import Decoys
-from etude.harness import TokenLedgerError, UngradedEpisode, run_agent_loop
+from etude.harness import EngineModel, TokenLedgerError, UngradedEpisode, open_task, run_agent_loop
 from etude.protocol import GenerateRequest
 from etude.records import Episode, Generation, Routes, Segment, StopReason, Task
 from etude.rollout import apply_edits
@@ -18,10 +18,13 @@ from etude.sandbox import BoxError
 async def replay_episode(context: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None = None) -> str:
     """The first difference in tokens when `episode` is played again in a new box: "" if there is none. Its calls are
     run; nothing is sampled or graded. An episode that ended by timeout is compared up to its last turn."""
+    if not isinstance(context.model, EngineModel):
+        raise TypeError("an episode over a chat API has no tokens that could be played again")
     recorded = RecordedPolicy(episode.segments)
+    context = replace(context, model=replace(context.model, policy=recorded))
     timed_out = episode.stop_reason is StopReason.SECONDS
     try:
-        again = await _play_again(replace(context, policy=recorded), task, episode, decoys)
+        again = await _play_again(context, task, episode, decoys)
     except TokenLedgerError as e:
         return "" if timed_out and recorded.played == recorded.turns else str(e)
     except (BoxError, TimeoutError) as e:
@@ -39,7 +42,7 @@ async def _play_again(context: RolloutContext, task: Task, episode: Episode, dec
         return (await apply_edits.attempt(spec))[0]
     box = await open_box(context, task, decoys, context.agent)
     try:
-        return await run_agent_loop(spec, box)
+        return await run_agent_loop(spec, await open_task(spec, box))
     finally:
         await box.close()
 

@@ -45,9 +45,8 @@ async def play_leased(run: Run, lease: EpisodeLease) -> None:
             f"group {lease.group_id} of the ledger is of task {lease.task_id}, which no source of {run.folder} has: "
             "restore its tasks, or start a new run"
         )
-    context, decoys = _context(run, run.dataset), decoys_of(config, task)
-    sampling = replace(context.sampling, routes=config.trainer.router_replay)
-    context = replace(context, sampling=sampling, reward=config.reward)
+    context, decoys = _context(run, run.dataset, routes=config.trainer.router_replay), decoys_of(config, task)
+    context = replace(context, reward=config.reward)
     seed = episode_seed(config.seed, lease.index, lease.member)
     episode = await run_episode(context, task, EpisodeId(lease.group_id, lease.member, lease.attempt, seed), decoys)
     if episode.outcome is Outcome.INFRA:
@@ -89,8 +88,8 @@ async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
             _ = task.cancelled() or task.exception()  # read, so that asyncio does not complain
 
 
-def _context(run: Run, dataset: Dataset) -> RolloutContext:
-    return context_of(run.config, dataset, run.sandbox, run.engines.client, run.renderer, run.agent)
+def _context(run: Run, dataset: Dataset, *, routes: bool = False) -> RolloutContext:
+    return context_of(run.config, dataset, run.sandbox, run.engines.client, run.renderer, run.agent, routes=routes)
 
 
 def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:

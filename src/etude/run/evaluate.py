@@ -25,11 +25,11 @@ from etude.dashboard import CLOCKED, LiveView
 from etude.errors import UserError
 from etude.evals import EvalResult, compare, evaluate
 from etude.grading import open_sandbox
-from etude.harness import check_context
+from etude.harness import ChatAPI, EngineModel, Toolset, check_context
 from etude.protocol.backends import ChatClient, ChatModel, EngineClient, check_reachable
 from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, load_tokenizer, named, renderer_for, say_dropped
-from etude.rollout import ChatContext, RolloutContext
+from etude.rollout import RolloutContext
 from etude.run.engines import engine_token, engine_url, spawn_engine
 from etude.run.inputs import check_foreign
 from etude.run.parts import sampling_of
@@ -225,12 +225,12 @@ async def _measure(
 @asynccontextmanager
 async def _context(
     model: Path | Remote, dataset: Dataset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
-) -> AsyncIterator[RolloutContext | ChatContext]:
+) -> AsyncIterator[RolloutContext]:
     """The common settings of one model's episodes; an engine serves a model folder until its measurement ends."""
-    budget = measurement.budget
+    budget, toolset = measurement.budget, Toolset(measurement.tools)
     if isinstance(model, Remote):
         async with ChatClient(model.chat, model.key) as client:
-            yield ChatContext(dataset, sandbox, client, budget, tools=measurement.tools)
+            yield RolloutContext(dataset, sandbox, ChatAPI(client), budget, toolset=toolset)
         return
     shared = inference.model_dump(include=set(EngineConfig.model_fields))
     serving = ServerConfig(**shared, model=str(model), port=0, max_model_len=budget.context)
@@ -241,7 +241,8 @@ async def _context(
         try:
             url = await asyncio.to_thread(engine_url, engine, logs)
             async with EngineClient([url], token) as client:
-                sampling = replace(sampling_of(RolloutConfig(tools=measurement.tools)), max_tokens=budget.tokens)
-                yield RolloutContext(dataset, sandbox, client, measurement.renderer(model), budget, sampling)
+                sampling = replace(sampling_of(RolloutConfig()), max_tokens=budget.tokens)
+                served = EngineModel(client, measurement.renderer(model), sampling)
+                yield RolloutContext(dataset, sandbox, served, budget, toolset=toolset)
         finally:
             engine.stop(10)

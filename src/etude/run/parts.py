@@ -11,7 +11,7 @@ from etude.config import RLConfig, RolloutConfig, TaskSource
 from etude.config.secrets import without_secrets
 from etude.errors import UserError
 from etude.grading.cheats import Decoys, has_decoys, plant_decoys
-from etude.harness import Policy, Sampling, merge_applier, server_applier
+from etude.harness import EngineModel, Policy, Sampling, Toolset, merge_applier, server_applier
 from etude.records import Task
 from etude.renderers import Renderer, renderer_for
 from etude.rollout import Agent, Concurrency, RolloutContext, edit_tasks, environment_dataset, episode_concurrency
@@ -73,24 +73,33 @@ def source_dataset(source: TaskSource, built: Path) -> Dataset | None:
     return load_any_dataset(built) if built.exists() else None
 
 
-def sampling_of(rollout: RolloutConfig) -> Sampling:
+def sampling_of(rollout: RolloutConfig, *, routes: bool = False) -> Sampling:
     """The sampling options of a run's turns."""
     return Sampling(
         temperature=rollout.temperature,
+        routes=routes,
         documents=rollout.documents,
         summarise_at=rollout.summarise_at,
         summary_tokens=rollout.summary_tokens,
-        tools=rollout.tools,
     )
 
 
 def context_of(
-    config: RLConfig, dataset: Dataset, sandbox: Sandbox, policy: Policy, renderer: Renderer, agent: Agent | None = None
+    config: RLConfig,
+    dataset: Dataset,
+    sandbox: Sandbox,
+    policy: Policy,
+    renderer: Renderer,
+    agent: Agent | None = None,
+    *,
+    routes: bool = False,
 ) -> RolloutContext:
-    """The common settings of a run's episodes. With router replay, training episodes record experts, too."""
+    """The common settings of a run's episodes. With `routes` they record experts: training episodes do with router
+    replay."""
     rollout = config.rollout
-    applier = server_applier(rollout.apply) if rollout.apply else merge_applier
-    return RolloutContext(dataset, sandbox, policy, renderer, rollout.budget(), sampling_of(rollout), agent, applier)
+    model = EngineModel(policy, renderer, sampling_of(rollout, routes=routes))
+    toolset = Toolset(rollout.tools, server_applier(rollout.apply) if rollout.apply else merge_applier)
+    return RolloutContext(dataset, sandbox, model, rollout.budget(), agent, toolset)
 
 
 def decoys_of(config: RLConfig, task: Task) -> Decoys | None:

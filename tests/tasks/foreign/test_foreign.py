@@ -14,10 +14,11 @@ from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
 from etude.grading.harbor import HARBOR_STATE, note_state, read_reward, taken_changes
 from etude.grading.runner import open_sandbox
+from etude.harness.loop import ChatAPI
 from etude.protocol.backends.chat_model import ChatClient, ChatModel
 from etude.records import Budget, Episode
 from etude.renderers import renderer_for
-from etude.rollout.chat_episode import ChatContext
+from etude.rollout.episode import RolloutContext
 from etude.run.inputs import check_foreign, trainable
 from etude.tasks import dataset
 from etude.tasks.foreign import build as foreign
@@ -226,7 +227,8 @@ def test_an_episode_on_a_foreign_task(built: ForeignDataset) -> None:
     async def play(url: str) -> tuple[Episode, EvalResult]:
         async with open_sandbox() as sandbox, ChatClient(ChatModel(f"{url}/v1", "m"), KEY) as client:
             episodes: list[Episode] = []
-            context = ChatContext(built, sandbox, client, Budget(turns=3, tokens=500, context=9000, seconds=60.0))
+            budget = Budget(turns=3, tokens=500, context=9000, seconds=60.0)
+            context = RolloutContext(built, sandbox, ChatAPI(client), budget)
             result = await evaluate(context, samples=1, split="train", on_episode=episodes.append)
             return episodes[0], result
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from etude.audit.attacks.boxes import LIMITS
 from etude.audit.attacks.library import PATH, TASK, WRONG
 from etude.audit.attacks.packs import AttackPack
-from etude.harness import EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop
+from etude.harness import EngineModel, EpisodeSpec, Sampling, UngradedEpisode, open_task, run_agent_loop
 from etude.protocol import GenerateRequest
 from etude.records import Budget, Generation, StopReason
 from etude.renderers import COMPACT_PARAMETERS, ChatRenderer, ChatTemplate, CompactRenderer, Renderer
@@ -150,8 +150,9 @@ async def _played(
     budget = Budget(turns=len(turns), tokens=100_000, context=200_000, seconds=100.0)
     box = await sandbox.create(pack.data.image(TASK), LIMITS)
     try:
-        sampling = Sampling(documents=dialect.documents)
-        draft = await run_agent_loop(EpisodeSpec(TASK, _Script(turns), dialect.renderer, budget, sampling, 1), box)
+        model = EngineModel(_Script(turns), dialect.renderer, Sampling(documents=dialect.documents))
+        spec = EpisodeSpec(TASK, model, budget, 1)
+        draft = await run_agent_loop(spec, await open_task(spec, box))
         return draft, await box.changes()
     finally:
         await box.close()

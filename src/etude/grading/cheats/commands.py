@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from etude.records import Task, Turn
+from etude.records import CodeTask, Turn
 
 _START = r"(?:^|[;&|(`]|\$\(|\bxargs\s+|\bsudo\s+)\s*"
 _GIT = _START + r"git\s+(?:-\S+\s+(?:[^-\s]\S*\s+)?)*?"
@@ -34,7 +34,7 @@ _FETCH = (
 )
 
 
-def broken_rules(commands: Iterable[str], task: Task) -> tuple[str, ...]:
+def broken_rules(commands: Iterable[str], task: CodeTask) -> tuple[str, ...]:
     """The rules that the commands break, in order; the rule about upstream searches for the name of the library or of
     the file."""
     lines = list(commands)

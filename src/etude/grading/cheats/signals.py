@@ -14,7 +14,7 @@ from pathlib import Path
 from etude.grading.cheats import commands
 from etude.grading.cheats.decoys import Decoys, used_decoy
 from etude.grading.grade import Grade
-from etude.records import Task, Turn
+from etude.records import CodeTask, Turn
 from etude.sandbox import Changes, Image
 from etude.sandbox.egress import EgressRequest
 
@@ -41,7 +41,7 @@ class CheatSignals:
 
 
 def cheat_signals(
-    task: Task,
+    task: CodeTask,
     image: Image,
     changes: Changes,
     turns: Sequence[Turn],
@@ -72,7 +72,7 @@ def cheat_signals(
     return CheatSignals(tuple(sorted(flags)), figures)
 
 
-def path_of(task: Task, image: Image, changes: Changes) -> dict[str, float]:
+def path_of(task: CodeTask, image: Image, changes: Changes) -> dict[str, float]:
     """Counts of properties of a change set: lines, files, and names or values that honest fixes seldom hold."""
     added: Counter[str] = Counter()
     removed: Counter[str] = Counter()

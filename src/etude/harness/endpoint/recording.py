@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 from jinja2 import TemplateError
 
-from etude.harness.loop import Aborted, EpisodeSpec, UngradedEpisode, turn_seed
+from etude.harness.loop import Aborted, EngineModel, EpisodeSpec, UngradedEpisode, turn_seed
 from etude.harness.token_ledger import TokenLedger
 from etude.protocol import GenerateRequest
 from etude.protocol.apis import AgentRequest, RequestRefused, SampledTurn, conversation_digest, conversation_digests
@@ -62,13 +62,15 @@ class Recording:
     prompts are encoded beside the event loop, which belongs to all episodes."""
 
     def __init__(self, spec: EpisodeSpec) -> None:
-        self.renderer = spec.renderer
+        if not isinstance(spec.model, EngineModel):
+            raise TypeError("an outside agent's model is behind an engine, whose tokens are recorded")
+        self.renderer = spec.model.renderer
         self.ended = asyncio.Event()  # nothing more is sampled
         self.stop_reason: StopReason | None = None
         self.failure: Exception | None = None  # of the infrastructure
         self.forks: list[RecordedFork] = []
         self.requests = self.repeats = 0
-        self._spec = spec
+        self._spec, self._model = spec, spec.model
         self._session = f"agent-{secrets.token_hex(8)}"
         self._deadline = time.monotonic() + spec.budget.seconds
         self._branches: list[_RecordedBranch] = []
@@ -226,7 +228,7 @@ class Recording:
 
     async def _generate(self, turn: RecordedTurn, max_tokens: int | None, seconds: float) -> Generation:
         """Samples a turn into its ledger."""
-        ledger, sampling, budget = turn.branch.ledger, self._spec.sampling, self._spec.budget
+        ledger, sampling, budget = turn.branch.ledger, self._model.sampling, self._spec.budget
         prompt = ledger.prompt()
         left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
         limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
@@ -241,7 +243,7 @@ class Recording:
             routes_from=ledger.routed if sampling.routes else None,
         )
         async with asyncio.timeout(seconds + 1.0):  # the policy keeps its own deadline
-            generation = await self._spec.policy.generate(request, seconds, turn.grow)
+            generation = await self._model.policy.generate(request, seconds, turn.grow)
         if generation.finish_reason == "abort":
             raise Aborted("the engine aborted a turn")
         generation = self._cut(generation, turn.stops, len(prompt))

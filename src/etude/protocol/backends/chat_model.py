@@ -59,7 +59,7 @@ class ChatAnswer:
 
 @dataclass
 class Conversation:
-    """Messages in an API's form; `system` stands beside them."""
+    """Messages in an API's form; `system` stands beside them, "" for none."""
 
     system: str
     messages: list[Message] = field(default_factory=list[Message])
@@ -199,10 +199,16 @@ def _call(name: object, arguments: object) -> ToolCall:
 def _openai_body(
     model: ChatModel, talk: Conversation, tools: Sequence[Mapping[str, Any]], max_tokens: int, seed: int
 ) -> dict[str, Any]:
-    messages = [{"role": "system", "content": talk.system}, *talk.messages]
-    body = {"model": model.model, "messages": messages, "tools": list(tools), "max_tokens": max_tokens}
-    own = {"seed": seed & 0x7FFFFFFF, "temperature": model.temperature}
-    return body | {name: value for name, value in own.items() if value is not None}
+    system = [{"role": "system", "content": talk.system}] if talk.system else []
+    body = {
+        "model": model.model,
+        "messages": [*system, *talk.messages],
+        "tools": list(tools) or None,
+        "max_tokens": max_tokens,
+        "seed": seed & 0x7FFFFFFF,
+        "temperature": model.temperature,
+    }
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _openai_read(data: Any) -> ChatAnswer:
@@ -236,9 +242,15 @@ def _anthropic_body(
         {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
         for tool in functions
     ]
-    body = {"model": model.model, "system": talk.system, "messages": talk.messages, "tools": shown}
-    own = {} if model.temperature is None else {"temperature": model.temperature}
-    return body | own | {"max_tokens": max_tokens}
+    body = {
+        "model": model.model,
+        "system": talk.system or None,
+        "messages": talk.messages,
+        "tools": shown or None,
+        "temperature": model.temperature,
+        "max_tokens": max_tokens,
+    }
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _anthropic_read(data: Any) -> ChatAnswer:
