@@ -12,8 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from etude.errors import UserError
 from etude.harness import loop
 from etude.harness.loop import Aborted, EngineModel, EpisodeSpec, Sampling, Toolset, UngradedEpisode, turn_seed
+from etude.harness.prompts import TURN, check_context, messages_of, schemas_of
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, CodeTask, Generation, Routes, StopReason
@@ -116,6 +118,25 @@ def test_an_agent_may_have_fewer_tools(hermes: Renderer, hermes_folder: Path) ->
         "edit", "test", "finish",
     ]  # fmt: skip
     assert shown.index('"name": "edit"') < shown.index('"name": "test"') < shown.index('"name": "finish"')
+
+
+def docs(subject: str) -> str:
+    """The sections of the manual on a subject."""
+    return {"price": "A price is three times the amount."}[subject]
+
+
+def test_an_agent_may_have_tools_of_the_users(hermes: Renderer, hermes_folder: Path) -> None:
+    speaker = Speaker(hermes_folder)
+    script = [speaker.turn(("docs", {"subject": "price"}), ("docs", {"subject": "x"})), *work(speaker, 1)]
+    policy = Scripted(script)
+    draft = play(hermes, policy, toolset=Toolset(functions=(docs,)))
+    assert draft.turns[0].results == ("A price is three times the amount.", "error: KeyError: 'x'")
+    assert (draft.metrics["calls/docs"], draft.metrics["malformed"]) == (2, 0)
+    assert "The sections of the manual on a subject." in hermes.text(policy.prompts[0])
+    context = len(hermes.prompt(messages_of(a_task()), schemas_of(Toolset()))) + TURN
+    check_context(hermes, Toolset(), context)
+    with pytest.raises(UserError, match=r"schemas of the tools take .* name fewer tools in rollout\.tools"):
+        check_context(hermes, Toolset(functions=(docs,)), context)
 
 
 def test_metrics_count_what_happened(dialect: tuple[Renderer, Speaker]) -> None:

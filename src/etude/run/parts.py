@@ -11,7 +11,7 @@ from etude.config import RLConfig, RolloutConfig, TaskSource
 from etude.config.secrets import without_secrets
 from etude.errors import UserError
 from etude.grading.cheats import Decoys, has_decoys, plant_decoys
-from etude.harness import EngineModel, Policy, Sampling, Toolset, merge_applier, server_applier
+from etude.harness import EngineModel, Policy, Sampling, Toolset, import_tools, merge_applier, server_applier
 from etude.records import Task
 from etude.renderers import Renderer, renderer_for
 from etude.rollout import Agent, Concurrency, RolloutContext, edit_tasks, environment_dataset, episode_concurrency
@@ -98,7 +98,8 @@ def context_of(
     replay."""
     rollout = config.rollout
     model = EngineModel(policy, renderer, sampling_of(rollout, routes=routes))
-    toolset = Toolset(rollout.tools, server_applier(rollout.apply) if rollout.apply else merge_applier)
+    apply_edit = server_applier(rollout.apply) if rollout.apply else merge_applier
+    toolset = Toolset(rollout.tools, apply_edit, import_tools(rollout.custom_tools))
     return RolloutContext(dataset, sandbox, model, rollout.budget(), agent, toolset)
 
 
