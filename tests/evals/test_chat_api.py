@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from etude.cli.main import main
 from etude.config import ServerConfig
@@ -18,19 +21,30 @@ from etude.grading.runner import open_sandbox
 from etude.harness.loop import ChatAPI
 from etude.protocol.backends import EngineError
 from etude.protocol.backends.chat_model import Api, ChatClient, ChatModel, ContextSpent, Conversation
-from etude.records import Budget
+from etude.records import Budget, Episode, StopReason
+from etude.renderers import Renderer, renderer_for
 from etude.renderers.schemas import SCHEMAS
+from etude.rollout.apply_edits import edit_tasks
+from etude.rollout.environment import environment_dataset
 from etude.rollout.episode import RolloutContext
 from etude.run.engines import engine_url, spawn_engine
 from etude.tasks import dataset
-from tests.helpers.chat_apis import KEY, FakeModel
+from tests.helpers.chat_apis import KEY, Call, FakeModel
 from tests.helpers.http_apps import answering
 from tests.helpers.mixtures import TINY
 from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
 from tests.helpers.tiny_models import save_random_model
+from tests.rollout.test_applied_edits import BUDGET as EDIT_BUDGET
+from tests.rollout.test_applied_edits import RESULT, tables  # noqa: F401 - `tables` is a fixture
+from tests.rollout.test_environment import config as environment_config
 
 APIS: tuple[Api, ...] = ("openai", "anthropic")
 BUDGET = Budget(turns=5, tokens=1000, context=10_000, seconds=60.0)
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return renderer_for(write_model(tmp_path_factory.mktemp("hermes"), hermes_tokenizer(), TEMPLATE))
 
 
 def play(fake: FakeModel, api: Api, *budgets: Budget, tasks: int) -> list[EvalResult]:
@@ -69,6 +83,130 @@ def test_budgets_end_an_episode_where_it_stands() -> None:
     assert [result.stops for result in results] == [{"turns": 1}, {"tokens": 1}, {"tokens": 1}]
     last = [body["max_tokens"] for body in fake.requests[-2:]]
     assert last == [150, 43], "what is left of the context bounds a turn"
+
+
+class Scripted(FakeModel):
+    """Says what `script` makes of the user's message and of the results so far: a text and calls."""
+
+    def __init__(self, script: Callable[[str, list[str]], tuple[str, list[Call]]]) -> None:
+        super().__init__(())
+        self.script = script
+
+    async def openai(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        self.requests.append(body)
+        users = [message["content"] for message in body["messages"] if message["role"] == "user"]
+        results = [message["content"] for message in body["messages"] if message["role"] == "tool"]
+        text, calls = self.script(users[0], results)
+        made = [
+            {
+                "id": str(len(results)),
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments)},
+            }
+            for name, arguments in calls
+        ]
+        message = {"role": "assistant", "content": text} | ({"tool_calls": made} if made else {})
+        usage = {"prompt_tokens": 100, "completion_tokens": 7}
+        return JSONResponse({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
+
+    async def anthropic(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        self.requests.append(body)
+        later = [m["content"] for m in body["messages"][1:] if m["role"] == "user"]
+        results = [block["content"] for blocks in later for block in blocks]
+        text, calls = self.script(body["messages"][0]["content"], results)
+        blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
+        blocks += [
+            {"type": "tool_use", "id": str(len(results)), "name": name, "input": arguments} for name, arguments in calls
+        ]
+        usage = {"input_tokens": 100, "output_tokens": 7}
+        return JSONResponse({"content": blocks, "stop_reason": "end_turn", "usage": usage})
+
+
+def play_script(fake: Scripted, api: Api, data: dataset.Dataset) -> tuple[list[Episode], EvalResult]:
+    """The training tasks of a dataset, once each."""
+    episodes: list[Episode] = []
+
+    async def work(url: str) -> EvalResult:
+        async with open_sandbox(workers=1) as sandbox, ChatClient(ChatModel(f"{url}/v1", "m", api), KEY) as client:
+            context = RolloutContext(data, sandbox, ChatAPI(client), BUDGET)
+            return await evaluate(context, samples=1, split="train", on_episode=episodes.append)
+
+    with answering(fake.app()) as url:
+        result = asyncio.run(asyncio.wait_for(work(url), 120))
+    return sorted(episodes, key=lambda episode: episode.task_id), result
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_an_environment_in_python_is_played_over_the_api(api: Api, hermes: Renderer, tmp_path: Path) -> None:
+    """Its tools are those that the model sees, its reward gets the answer, and no empty message or list is sent."""
+
+    def script(user: str, results: list[str]) -> tuple[str, list[Call]]:
+        number = int(user.partition(" ")[0])
+        if not results:
+            return "Let me add.", [("add", {"first": number, "second": number if number < 3 else 0})]
+        return f" {results[0]}\n", []
+
+    fake = Scripted(script)
+    data = environment_dataset(environment_config("tests.rollout.test_environment:Sums"), hermes, tmp_path)
+    episodes, result = play_script(fake, api, data)
+    train = [task.id for task in data.tasks if task.split == "train"]
+    assert [episode.task_id for episode in episodes] == train
+    assert [episode.passed for episode in episodes] == [id != "sum-3" for id in train]
+    first = episodes[0]
+    assert [turn.text for turn in first.turns] == ["Let me add.", f" {first.turns[0].results[0]}\n"]
+    assert (first.metrics["turns"], first.metrics["calls/add"], first.segments) == (2, 1, ())
+    assert first.metrics["grade"] == first.metrics["environment/reward"] == first.reward
+    assert result.stops == {"finished": len(train)}
+    asked = fake.requests[0]
+    assert "system" not in asked
+    assert asked["messages"][0]["role"] == "user"
+    assert [tool.get("function", tool)["name"] for tool in asked["tools"]] == ["add", "fail"]
+
+
+def test_an_environment_with_a_box_is_played_over_the_api(hermes: Renderer, tmp_path: Path) -> None:
+    def script(_: str, results: list[str]) -> tuple[str, list[Call]]:
+        return ("Done.", []) if results else ("", [("run", {"command": "echo two >> a.txt"})])
+
+    data = environment_dataset(environment_config("tests.rollout.test_environment:Filed"), hermes, tmp_path)
+    episodes, _ = play_script(Scripted(script), "openai", data)
+    assert episodes
+    assert all(episode.passed and episode.turns[0].results == ("exit code 0",) for episode in episodes)
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(
+    ("before", "after", "reward"),
+    [
+        ("<updated-code>\n", "</updated-code>", 1.0),
+        ("Here it is:\n<updated-code>\n", "</updated-code>\nI hope this helps.", 1.0),
+        ("", "</updated-code>", 1.0),
+        ("<updated-code>\n", "", 0.0),
+        ("", "", 0.0),
+    ],
+)
+def test_an_edit_is_applied_over_the_api(
+    api: Api,
+    before: str,
+    after: str,
+    reward: float,
+    hermes: Renderer,
+    tables: Path,  # noqa: F811
+) -> None:
+    """The model is told the tag that an engine's model gets behind its prompt; an answer counts with or without it."""
+    fake = Scripted(lambda *_: (before + RESULT + after, []))
+    episodes, _ = play_script(fake, api, edit_tasks(tables, hermes, EDIT_BUDGET))
+    (episode,) = episodes
+    assert (episode.task_id, episode.reward, episode.passed) == ("e1", reward, reward == 1.0)
+    assert (episode.stop_reason, len(episode.turns)) == (StopReason.FINISHED, 1)
+    assert episode.turns[0].text == RESULT + after
+    (asked,) = fake.requests
+    assert not {"tools", "system"} & asked.keys()
+    user = asked["messages"][0]["content"]
+    assert user.startswith("<instruction>Multiply.</instruction>")
+    assert user.endswith("close its tag after the last line.\n<updated-code>")
+    assert asked["max_tokens"] == BUDGET.tokens
 
 
 def ask(fake: FakeModel, key: str | None = KEY, *, path: str = "/v1", patience: float = 1.0) -> Any:

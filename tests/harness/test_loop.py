@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,22 @@ import pytest
 
 from etude.errors import UserError
 from etude.harness import loop
-from etude.harness.loop import Aborted, EngineModel, EpisodeSpec, Sampling, Toolset, UngradedEpisode, turn_seed
-from etude.harness.prompts import TURN, check_context, messages_of, schemas_of
+from etude.harness.loop import (
+    Aborted,
+    ChatAPI,
+    EngineModel,
+    EpisodeSpec,
+    Sampling,
+    Toolset,
+    UngradedEpisode,
+    run_agent_loop,
+    turn_seed,
+)
+from etude.harness.prompts import TURN, check_context, messages_of, open_task, schemas_of
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
+from etude.protocol.backends.chat_model import FORMATS, ChatAnswer, ChatUsage
 from etude.protocol.wire import GenerateRequest
-from etude.records import Budget, CodeTask, Generation, Routes, StopReason
+from etude.records import Budget, CodeTask, Generation, Routes, StopReason, ToolCall
 from etude.renderers import Renderer, renderer_for
 from etude.sandbox.base import BoxDead, ExecResult
 from tests.helpers.speakers import (
@@ -504,3 +516,26 @@ def test_memory_grows_by_tokens_only(dialect: tuple[Renderer, Speaker]) -> None:
     play(renderer, Counting(), task=task, box=box)
     tracemalloc.stop()
     assert (held[90] - held[40]) / 50 < 6000
+
+
+def test_time_that_a_busy_api_took_moves_the_deadline() -> None:
+    """The deadline of commands, too."""
+    box, deadlines = a_box(), list[float]()
+
+    class Busy:
+        format = FORMATS["openai"]
+
+        async def answer(self, talk: Any, tools: Any, max_tokens: int, seed: int, timeout: float) -> ChatAnswer:
+            deadlines.append(timeout)
+            name = "test" if len(deadlines) == 1 else "finish"
+            call = ToolCall(name=name, arguments={})
+            return ChatAnswer({"role": "assistant"}, "", (call,), ("1",), False, ChatUsage(10, 0, 5), waited=100.0)
+
+    budget = msgspec.structs.replace(WIDE, seconds=10.0)
+    client: Any = Busy()
+    spec = EpisodeSpec(a_task(), ChatAPI(client), budget, 7)
+    opening = asyncio.run(open_task(spec, box))
+    draft = asyncio.run(run_agent_loop(spec, opening))
+    assert (draft.stop_reason, draft.metrics["turns"], draft.metrics["tests_run"]) == (StopReason.FINISHED, 2, 1)
+    assert 0 < deadlines[0] <= 10 < 100 < deadlines[1] <= 110
+    assert opening.tools.deadline - time.monotonic() > 190
