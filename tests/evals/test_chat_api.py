@@ -301,6 +301,35 @@ def test_the_command_measures_an_url_and_goes_on_where_it_stopped(
     assert "is of another measurement" in capsys.readouterr().err
 
 
+class Asking(FakeModel):
+    """Calls a tool of the user in every turn, too."""
+
+    def turn(self, user: str, number: int) -> Any:
+        return [("echo", {"text": "hello", "times": number}), *super().turn(user, number)]
+
+
+def test_a_measured_agent_has_tools_of_the_users(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    fake = Asking(dataset.load_dataset(TINY).tasks)
+    with answering(fake.app()) as url:
+        words = (f"{url}/v1", "--model", "m", "--suite", str(TINY), "--split", "train", "--samples", "1")
+        words += ("--max-tasks", "1", "--turns", "4", "-o", str(tmp_path / "out"))
+        own = ("--custom-tools", "tests.helpers.boxed_functions:echo")
+        assert run(*words, *own) == 0
+        assert run(*words) == 2
+        assert "is of another measurement" in capsys.readouterr().err
+        assert run(*words, own[0], "tests.helpers.boxed_functions:grep") == 2
+        assert "the tool grep has the name of a built-in tool" in capsys.readouterr().err
+    last = fake.requests[-1]
+    assert [tool["function"]["name"] for tool in last["tools"]][-2:] == ["finish", "echo"]
+    results = [message["content"] for message in last["messages"] if message["role"] == "tool"]
+    assert (results[0], results[3]) == ("", "hello")
+    settings = json.loads((tmp_path / "out/model-0/measurement.json").read_text())
+    assert settings["rendered"][2:] == [own[1]]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -311,6 +340,7 @@ def test_the_command_measures_an_url_and_goes_on_where_it_stopped(
         (("http://h/v1", "--model", "m", "--key-file", "gone"), "--key-file gone cannot be read"),
         (("http://127.0.0.1:9/v1", "--model", "m"), "nothing answers at http://127.0.0.1:9/v1"),
         (("nano", "--turns", "0"), "turns"),
+        (("nano", "--custom-tools", "a:b"), "speaks the compact dialect, which has its own tools: drop --custom-tools"),
         (("nano", "--concurrency", "0"), "--concurrency is a number"),
         (
             ("http://h/v1", "--model", "m", "--dialect", "hermes"),

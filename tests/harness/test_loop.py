@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,24 @@ import msgspec
 import numpy as np
 import pytest
 
+from etude.errors import UserError
 from etude.harness import loop
-from etude.harness.loop import Aborted, EngineModel, EpisodeSpec, Sampling, Toolset, UngradedEpisode, turn_seed
+from etude.harness.loop import (
+    Aborted,
+    ChatAPI,
+    EngineModel,
+    EpisodeSpec,
+    Sampling,
+    Toolset,
+    UngradedEpisode,
+    run_agent_loop,
+    turn_seed,
+)
+from etude.harness.prompts import TURN, check_context, messages_of, open_task, schemas_of
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
+from etude.protocol.backends.chat_model import FORMATS, ChatAnswer, ChatUsage
 from etude.protocol.wire import GenerateRequest
-from etude.records import Budget, CodeTask, Generation, Routes, StopReason
+from etude.records import Budget, CodeTask, Generation, Routes, StopReason, ToolCall
 from etude.renderers import Renderer, renderer_for
 from etude.sandbox.base import BoxDead, ExecResult
 from tests.helpers.speakers import (
@@ -116,6 +130,25 @@ def test_an_agent_may_have_fewer_tools(hermes: Renderer, hermes_folder: Path) ->
         "edit", "test", "finish",
     ]  # fmt: skip
     assert shown.index('"name": "edit"') < shown.index('"name": "test"') < shown.index('"name": "finish"')
+
+
+def docs(subject: str) -> str:
+    """The sections of the manual on a subject."""
+    return {"price": "A price is three times the amount."}[subject]
+
+
+def test_an_agent_may_have_tools_of_the_users(hermes: Renderer, hermes_folder: Path) -> None:
+    speaker = Speaker(hermes_folder)
+    script = [speaker.turn(("docs", {"subject": "price"}), ("docs", {"subject": "x"})), *work(speaker, 1)]
+    policy = Scripted(script)
+    draft = play(hermes, policy, toolset=Toolset(functions=(docs,)))
+    assert draft.turns[0].results == ("A price is three times the amount.", "error: KeyError: 'x'")
+    assert (draft.metrics["calls/docs"], draft.metrics["malformed"]) == (2, 0)
+    assert "The sections of the manual on a subject." in hermes.text(policy.prompts[0])
+    context = len(hermes.prompt(messages_of(a_task()), schemas_of(Toolset()))) + TURN
+    check_context(hermes, Toolset(), context)
+    with pytest.raises(UserError, match=r"schemas of the tools take .* name fewer tools in rollout\.tools"):
+        check_context(hermes, Toolset(functions=(docs,)), context)
 
 
 def test_metrics_count_what_happened(dialect: tuple[Renderer, Speaker]) -> None:
@@ -483,3 +516,26 @@ def test_memory_grows_by_tokens_only(dialect: tuple[Renderer, Speaker]) -> None:
     play(renderer, Counting(), task=task, box=box)
     tracemalloc.stop()
     assert (held[90] - held[40]) / 50 < 6000
+
+
+def test_time_that_a_busy_api_took_moves_the_deadline() -> None:
+    """The deadline of commands, too."""
+    box, deadlines = a_box(), list[float]()
+
+    class Busy:
+        format = FORMATS["openai"]
+
+        async def answer(self, talk: Any, tools: Any, max_tokens: int, seed: int, timeout: float) -> ChatAnswer:
+            deadlines.append(timeout)
+            name = "test" if len(deadlines) == 1 else "finish"
+            call = ToolCall(name=name, arguments={})
+            return ChatAnswer({"role": "assistant"}, "", (call,), ("1",), False, ChatUsage(10, 0, 5), waited=100.0)
+
+    budget = msgspec.structs.replace(WIDE, seconds=10.0)
+    client: Any = Busy()
+    spec = EpisodeSpec(a_task(), ChatAPI(client), budget, 7)
+    opening = asyncio.run(open_task(spec, box))
+    draft = asyncio.run(run_agent_loop(spec, opening))
+    assert (draft.stop_reason, draft.metrics["turns"], draft.metrics["tests_run"]) == (StopReason.FINISHED, 2, 1)
+    assert 0 < deadlines[0] <= 10 < 100 < deadlines[1] <= 110
+    assert opening.tools.deadline - time.monotonic() > 190

@@ -121,10 +121,10 @@ def test_names_that_are_taken_or_no_names_are_refused() -> None:
     for functions, why in (
         ([grep], "the tool grep has the name of a built-in tool: rename the function"),
         ([search_docs, search_docs], "two tools have the name search_docs"),
-        ([lambda x: x], "the tool <function .*<lambda>.* has no name: write a function"),
-        ([3], "the tool 3 has no name"),
+        ([lambda x: x], "the tool <function .*<lambda>.* is no function with a name: write one"),
+        ([3], "the tool 3 is no function with a name"),
+        ([Told], "the tool <class .*Told.* is no function with a name"),
         ([unknown], r"the tool unknown: its annotations cannot be read \(NameError"),
-        ([boxed.lines_with.__call__], "the tool"),
     ):
         with pytest.raises(UserError, match=why):
             tools(*functions)  # type: ignore[arg-type]
@@ -338,7 +338,7 @@ def test_a_task_of_another_class_and_a_missing_box_are_refused() -> None:
     def other(task: OtherTask) -> None: ...
 
     other.__annotations__["task"] = OtherTask
-    with pytest.raises(UserError, match="the tool other takes a OtherTask, which tasks of this kind are not"):
+    with pytest.raises(UserError, match="the tool other takes a OtherTask, and these tasks are CodeTasks"):
         tools(other)
     for function in (count_lines, boxed.echo):
         with pytest.raises(UserError, match="needs a box, and episodes without files have none"):

@@ -135,6 +135,25 @@ def endless(how: str) -> str:
             Path("/dev/tty").write_text("x" * 10_000)
 
 
+def grep(pattern: str) -> str:
+    """A name that is taken."""
+    return pattern
+
+
+class OtherTask(Task, frozen=True, kw_only=True):
+    """A task of an environment."""
+
+
+def of_an_environment(task: OtherTask) -> str:
+    """Not for tasks of repositories."""
+    return task.id
+
+
+def untyped(words: set[str]) -> str:
+    """JSON has no sets."""
+    return str(words)
+
+
 @tool(boxed=True)
 def hog() -> str:
     """Takes memory in several processes, as much as the box has and more."""

@@ -79,6 +79,43 @@ def test_a_device_that_is_not_there(tmp_path, key):
         assert said.startswith(f"{key}.device = {device!r} is not there: ")
 
 
+TOOLS = "tests.helpers.boxed_functions"
+
+
+def test_tools_of_the_users(tmp_path):
+    from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
+
+    compact, tokenizer = save_random_model(tmp_path / "compact", "qwen3"), hermes_tokenizer()
+    chat = save_random_model(tmp_path / "chat", "qwen3", vocab_size=tokenizer.get_vocab_size())
+    write_model(chat, tokenizer, TEMPLATE)
+
+    def rollout(*paths, **keys):
+        return {"rollout": {"custom_tools": [f"{TOOLS}:{path}" for path in paths], "context": 6000} | keys}
+
+    check_inputs(config(chat, **rollout("echo", "unboxed", "lines_with")))
+    for paths, why in (
+        (["nothing"], f"rollout.custom_tools: the module {TOOLS} has no nothing"),
+        (["HERE"], f"rollout.custom_tools: {TOOLS}:HERE is no function"),
+        (["Line"], "is no function with a name: write one"),
+        (["echo", "echo"], "rollout.custom_tools: two tools have the name echo"),
+        (["grep"], "rollout.custom_tools: the tool grep has the name of a built-in tool: rename the function"),
+        (["of_an_environment"], "the tool of_an_environment takes a OtherTask, and these tasks are CodeTasks"),
+        (["untyped"], "the tool untyped: words: set[str] must be a str, int"),
+    ):
+        assert why in refused(chat, **rollout(*paths))
+    few = rollout("grep", tools=["read", "finish"])
+    assert "the name of a built-in tool" in refused(chat, **few), "whatever the agent has of them"
+    assert "'echo' is not an import path; write \"module:name\"" in refused(chat, rollout={"custom_tools": ["echo"]})
+    assert "compact dialect have the tools that it has words for: drop rollout.custom_tools" in refused(
+        compact, **rollout("echo")
+    )
+    other = "rollout.custom_tools joins the built-in tools, which this run's agent does not have: "
+    assert other + "drop it" in refused(chat, **rollout("echo", agent={"command": "x"}))
+    tasks = {"environment": "recipes.environments.reverse_text:ReverseText"}
+    assert other + "return them by its method `tools`" in refused(chat, tasks=tasks, **rollout("echo"))
+    assert "schemas of the tools take" in refused(chat, **rollout("echo", context=2000))
+
+
 def test_a_folder_without_a_tokenizer(tmp_path):
     folder = config(save_random_model(tmp_path, "qwen3"))
     (tmp_path / "tokenizer.json").unlink()

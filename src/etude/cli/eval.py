@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ENGINE = ("threads", "device", "dtype")
 BUDGET = ("turns", "tokens", "context", "seconds")
+TOOLS = ("tools", "custom_tools")
 PRODUCTION = {"turns": 50, "tokens": 32_000, "context": 131_072, "seconds": 900.0}  # by default, with a chat API
 KEYS = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 
@@ -54,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "budget of an episode, by default that of a run that is measured, or a small model's; with a chat API 50, "
         "32000, 131072, 900"
     )
-    add_flags(budget, RolloutConfig, (*BUDGET, "tools"))
+    add_flags(budget, RolloutConfig, (*BUDGET, *TOOLS))
     kept = "folder that keeps finished episodes; the same command goes on where it stopped"
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help=kept)
     parser.add_argument("--concurrency", type=int, metavar="N", help="episodes at a time")
@@ -174,7 +175,8 @@ def _measure_folders(arguments: argparse.Namespace, engine: InferenceConfig) -> 
     _check_tasks(arguments, urls=[])
     rollout = None if (trained := _trained(arguments)) is None else trained.rollout
     budget = {} if rollout is None else {name: getattr(rollout, name) for name in BUDGET}
-    _measure_tasks(arguments, engine, _folders(arguments), budget, () if rollout is None else rollout.tools, rendered)
+    tools = {} if rollout is None else {name: getattr(rollout, name) for name in TOOLS}
+    _measure_tasks(arguments, engine, _folders(arguments), budget, tools, rendered)
 
 
 def _measure_chat_apis(arguments: argparse.Namespace, engine: InferenceConfig) -> None:
@@ -192,7 +194,7 @@ def _measure_chat_apis(arguments: argparse.Namespace, engine: InferenceConfig) -
         return Remote(ChatModel(url, next(names), arguments.api, arguments.temperature), key)
 
     measured = [remote(model) if model in urls else model_folder(model) for model in models]
-    _measure_tasks(arguments, engine, measured, PRODUCTION, (), {})
+    _measure_tasks(arguments, engine, measured, PRODUCTION, {}, {})
 
 
 def _check_tasks(arguments: argparse.Namespace, urls: Sequence[str]) -> None:
@@ -212,7 +214,7 @@ def _measure_tasks(
     engine: InferenceConfig,
     models: Sequence[Path | Remote],
     budget: Mapping[str, Any],
-    tools: Sequence[str],
+    tools: Mapping[str, tuple[str, ...]],
     rendered: Mapping[str, Any],
 ) -> None:
     """Plays task datasets. `budget` and `tools` are the values without flags, `rendered` the renderer's options."""
@@ -229,13 +231,14 @@ def _measure_tasks(
         seed,
         arguments.concurrency,
         arguments.output,
-        tools=tuple(getattr(arguments, "tools", tools)),
+        **{name: tuple(getattr(arguments, name, tools.get(name, ()))) for name in TOOLS},
         **rendered,
     )
-    if hasattr(arguments, "tools"):
-        for model in models:
+    for name in TOOLS:
+        for model in models if hasattr(arguments, name) else ():
             if not isinstance(model, Remote) and measurement.renderer(model).dialect == "compact":
-                raise UserError(f"{model} speaks the compact dialect, which has its own tools: drop --tools")
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{model} speaks the compact dialect, which has its own tools: drop {flag}")
     evaluate_models(models, measurement, engine, as_json=arguments.json)
 
 

@@ -20,9 +20,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Writes the named episodes, or all, to GROUP-MEMBER-ATTEMPT.json in a new folder. Raises UserError."""
-    from etude.harness import atif_document
+    from etude.harness import Toolset, atif_document, import_tools, schemas_of
     from etude.ledger import run_episodes
-    from etude.renderers import named
     from etude.run.parts import renderer_of
 
     episodes, output = run_episodes(arguments.folder, arguments.episode), arguments.output
@@ -32,7 +31,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     if config.rollout.agent is not None:
         agent |= {"name": "outside", "extra": {"command": config.rollout.agent.command}}
     elif renderer.dialect != "compact":
-        agent["tool_definitions"] = list(named(config.rollout.tools))
+        agent["tool_definitions"] = schemas_of(
+            Toolset(config.rollout.tools, functions=import_tools(config.rollout.custom_tools))
+        )
     try:
         output.mkdir(parents=True)
     except OSError as e:

@@ -71,6 +71,7 @@ class RolloutConfig(Section):
     seconds: float = option(600.0, "wall time of an episode; a short one lets a busy machine decide", gt=0)
     documents: bool = option(False, "show open files, reads and searches as documents (docs/documents.md)")
     tools: tuple[str, ...] = option((), "the agent's tools, by name (docs/harness.md); empty: all")
+    custom_tools: tuple[str, ...] = option((), 'Python functions that are tools, too, each "module:name"')
     apply: str | None = option(None, "URL of a server that applies the agent's edit sketches; none: they are merged")
     agent: AgentConfig | None = option(None, "an outside agent in place of the built-in loop")
     machine_profiles: LocalPathOrNone | None = option(

@@ -9,8 +9,8 @@
     endpoint/                             an HTTP endpoint through which outside agents are played and recorded
     atif                                  episodes in the trajectory format ATIF
 
-Imports renderers, sandbox (the contract of boxes), edits, code, protocol and records; no torch. A new tool goes into
-`full_tools.py`, and its schema into `renderers/schemas.py`.
+Imports renderers, sandbox (the contract of boxes), edits, code, protocol, config and records; no torch. A new tool goes
+into `full_tools.py`, and its schema into `renderers/schemas.py`.
 """
 
 from etude.harness.atif import atif_document
@@ -32,8 +32,8 @@ from etude.harness.loop import (
     run_agent_loop,
     turn_seed,
 )
-from etude.harness.prompts import SYSTEM, check_context, messages_of, open_task
-from etude.harness.python_tools import call_python
+from etude.harness.prompts import SYSTEM, check_context, messages_of, open_task, schemas_of
+from etude.harness.python_tools import call_python, import_tools, tool
 from etude.harness.ranking import Lexical
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
 from etude.harness.tools import Tools, clean_failure, failures

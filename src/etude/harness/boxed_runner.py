@@ -48,6 +48,13 @@ def _tool(function: Any = None, **_: Any) -> Any:
     return (lambda decorated: decorated) if function is None else function
 
 
+class _Anything(Exception):
+    """A class of `etude` for a module that only names it: in annotations, as a base, or as an error to raise."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
 class _StandIn(types.ModuleType):
     """A module of `etude`, which boxes do not have: `tool` returns the function, any other name is an empty class."""
 
@@ -56,7 +63,7 @@ class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> type[Exception]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (Exception,), {})  # an annotation, or an error to raise
+        return type(name, (_Anything,), {})
 
 
 class _StandIns:

@@ -116,11 +116,12 @@ Model = EngineModel | ChatAPI
 
 @dataclass(frozen=True)
 class Toolset:
-    """The tools of an agent on a repository: the names of the built-in ones, () for all, and the applier of the tool
-    `apply`."""
+    """The tools of an agent on a repository: the names of the built-in ones, () for all, the applier of the tool
+    `apply`, and the functions of the user."""
 
     names: tuple[str, ...] = ()
     apply_edit: EditApplier = merge_applier
+    functions: tuple[Callable[..., Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """The opening of a coding task: its tools, its first messages, and the text of the open file."""
 
-from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from etude.errors import UserError
 from etude.harness.compact_tools import CompactTools
 from etude.harness.full_tools import FullTools
-from etude.harness.loop import EpisodeSpec, Opening
+from etude.harness.loop import EpisodeSpec, Opening, Toolset
+from etude.harness.python_tools import python_tool
 from etude.records import CodeTask, Task
 from etude.renderers import Renderer, ToolError, named
 from etude.sandbox import Box
@@ -30,7 +31,7 @@ async def open_task(spec: EpisodeSpec, box: Box) -> Opening:
         tools = CompactTools(box, task)
         await tools.open()
     else:
-        tools = FullTools(box, task, spec.toolset.apply_edit, spec.toolset.names)
+        tools = FullTools(box, task, spec.toolset.apply_edit, spec.toolset.names, spec.toolset.functions)
 
     async def messages(memory: str) -> list[dict[str, str]]:
         memory = f"\n\n{memory}" if memory else ""
@@ -45,18 +46,23 @@ async def open_task(spec: EpisodeSpec, box: Box) -> Opening:
     return Opening(tools, messages, text=text)
 
 
-def check_context(renderer: Renderer, names: Sequence[str], context: int) -> None:
-    """Raises UserError if the prompt with the full tools of these names, or all, leaves no room for a turn in a context
-    of so many tokens. The compact dialect shows no schemas."""
+def check_context(renderer: Renderer, toolset: Toolset, context: int) -> None:
+    """Raises UserError if the prompt with these full tools leaves no room for a turn in a context of so many tokens.
+    The compact dialect shows no schemas."""
     if renderer.dialect == "compact":
         return
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Fix it."}]
-    taken = len(renderer.prompt(messages, named(names)))
+    taken = len(renderer.prompt(messages, schemas_of(toolset)))
     if taken + TURN > context:
         raise UserError(
             f"instructions and schemas of the tools take {taken:,} tokens of every prompt, and the context has "
             f"{context:,}: raise rollout.context (--context), or name fewer tools in rollout.tools (--tools)"
         )
+
+
+def schemas_of(toolset: Toolset) -> list[dict[str, Any]]:
+    """The schemas of full tools, in OpenAI's format. Raises UserError for unknown names."""
+    return [*named(toolset.names), *(python_tool(function).schema for function in toolset.functions)]
 
 
 def messages_of(task: Task, memory: str = "", *, documents: bool = False) -> list[dict[str, str]]:

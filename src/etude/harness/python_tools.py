@@ -21,12 +21,13 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 import msgspec
 
+from etude.config import import_object
 from etude.errors import UserError
 from etude.harness.boxed_runner import cut_to, sentence_of, text_of
 from etude.harness.boxed_tools import Exec, call_boxed, module_of, refuse_inner
 from etude.harness.tools import TYPES, fault_of
-from etude.records import Task, ToolCall
-from etude.renderers import ToolError
+from etude.records import CodeTask, Task, ToolCall
+from etude.renderers import SCHEMAS, ToolError
 from etude.sandbox import Box, BoxError, ExecResult
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,6 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 MAX_RESULT = 65_536  # characters of a result
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _FIT = "a str, int, float, bool, list, dict or Literal, or one of these or None with a default"
+_KEY = "rollout.custom_tools"
 _OPTIONS = "__etude_tool__"
 
 
@@ -166,11 +168,15 @@ class PythonTool:
         wrong = [name for name, value in arguments.items() if not _fits(value, schemas[name])]
         return f"{wrong[0]} does not fit {json.dumps(schemas[wrong[0]])}" if wrong else None
 
+    def refuse_kind(self, kind: type[Task]) -> None:
+        """Raises UserError if the function takes tasks of another class."""
+        for taken in self.passed.values():
+            if taken is not Box and not issubclass(kind, taken):
+                raise UserError(f"the tool {self.name} takes a {taken.__name__}, and these tasks are {kind.__name__}s")
+
     def refuse_without(self, box: Box | None, task: Task) -> None:
         """Raises UserError if an episode has no box, or no task of the class, that the function needs."""
-        for kind in self.passed.values():
-            if kind is not Box and not isinstance(task, kind):
-                raise UserError(f"the tool {self.name} takes a {kind.__name__}, which tasks of this kind are not")
+        self.refuse_kind(type(task))
         if box is None and (self.options.boxed or Box in self.passed.values()):
             raise UserError(f"the tool {self.name} needs a box, and episodes without files have none")
 
@@ -218,11 +224,25 @@ def python_tools(functions: Sequence[Callable[..., Any]], taken: Collection[str]
     return tools
 
 
+def import_tools(paths: Sequence[str]) -> tuple[Callable[..., Any], ...]:
+    """The functions at import paths, for agents on repositories. Raises UserError for what is no tool of theirs."""
+    functions = tuple(import_object(path, _KEY) for path in paths)
+    if wrong := [path for path, function in zip(paths, functions, strict=True) if not callable(function)]:
+        raise UserError(f"{_KEY}: {wrong[0]} is no function")
+    try:
+        tools = python_tools(functions, [schema["function"]["name"] for schema in SCHEMAS])
+        for tool in tools.values():
+            tool.refuse_kind(CodeTask)
+    except UserError as e:
+        raise UserError(f"{_KEY}: {e}") from None
+    return functions
+
+
 def python_tool(function: Callable[..., Any]) -> PythonTool:
     """A function as a tool. Raises UserError if its name, its parameters or its module do not fit."""
     name = getattr(function, "__name__", "")
-    if not name.isidentifier():
-        raise UserError(f"the tool {function!r} has no name: write a function")
+    if not name.isidentifier() or inspect.isclass(function):
+        raise UserError(f"the tool {function!r} is no function with a name: write one")
     try:
         hints, parameters = get_type_hints(function), inspect.signature(function).parameters.values()
     except Exception as e:
@@ -232,6 +252,7 @@ def python_tool(function: Callable[..., Any]) -> PythonTool:
     nullable, passed, required = set[str](), dict[str, type](), list[str]()
     for parameter in parameters:
         hint = hints.get(parameter.name, str)
+        parameter = parameter.replace(annotation=hint)  # as it is shown
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(f"the tool {name}: {parameter} must be {_FIT}, with a name")
         if hint is Box or (isinstance(hint, type) and issubclass(hint, Task)):

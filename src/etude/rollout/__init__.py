@@ -1,7 +1,7 @@
 """One episode and its group: admission, the agent that plays, and the reward.
 
     admission, curriculum, concurrency   when the next groups start, on which tasks, and how many episodes are live
-    episode, agent                       one episode, by the agent loop or an outside agent
+    episode                              one episode, by the agent loop or an outside agent
     environments/                        what is played: code tasks, foreign folders, applied edits, users' Python
     rewards, group_audit                 the reward of an episode, and the audit of a complete group
     probes, engines, stall, drift        checks of engines, of progress and of behaviour while a run goes on

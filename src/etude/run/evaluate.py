@@ -25,7 +25,7 @@ from etude.dashboard import CLOCKED, LiveView
 from etude.errors import UserError
 from etude.evals import EvalResult, compare, evaluate
 from etude.grading import open_sandbox
-from etude.harness import ChatAPI, EngineModel, Toolset, check_context
+from etude.harness import ChatAPI, EngineModel, Toolset, check_context, import_tools
 from etude.protocol.backends import ChatClient, ChatModel, EngineClient, check_reachable
 from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, load_tokenizer, named, renderer_for, say_dropped
@@ -54,7 +54,7 @@ class Measurement:
     """The tasks and settings of a measurement. `suites` are folders of datasets, environments, or tables [tasks] with an
     environment or edits. Finished episodes are kept in the folder `output`, if there is one, and
     not played again. `dialect` and `chat_template_kwargs` are for model folders, as in a run's configuration; `tools`
-    are the names of the agent's tools, () for all."""
+    are the names of the agent's built-in tools, () for all, `custom_tools` the import paths of others."""
 
     suites: Sequence[Path | TasksConfig | Environment[Any]]
     options: EvalConfig
@@ -66,6 +66,7 @@ class Measurement:
     dialect: str = "auto"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tools: tuple[str, ...] = ()
+    custom_tools: tuple[str, ...] = ()
 
     def parts(self) -> list[TaskPart]:
         """The tasks of each suite. Raises UserError."""
@@ -82,6 +83,11 @@ class Measurement:
     def renderer(self, model: Path) -> Renderer:
         """The renderer of a folder. Raises UserError."""
         return renderer_for(model, self.dialect, self.chat_template_kwargs)
+
+    def toolset(self) -> Toolset:
+        """The agent's tools. Raises UserError."""
+        named(self.tools)
+        return Toolset(self.tools, functions=import_tools(self.custom_tools))
 
 
 def evaluate_models(
@@ -109,7 +115,7 @@ def measure_models(
     """Plays the tasks with each model, one model after the other. Raises UserError."""
     from etude.models import check_device, check_folder
 
-    named(measurement.tools)
+    toolset = measurement.toolset()
     parts = measurement.parts()
     taskset = mix(parts, [1.0] * len(parts))
     for model in models:
@@ -119,7 +125,7 @@ def measure_models(
             load_tokenizer(model)
             renderer = measurement.renderer(model)
             say_dropped(renderer)
-            check_context(renderer, measurement.tools, measurement.budget.context)
+            check_context(renderer, toolset, measurement.budget.context)
             check_playable(parts, renderer)
         else:
             check_reachable(model.chat)
@@ -193,7 +199,12 @@ def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Tasks
         "seed": measurement.seed,
         "max_tasks": measurement.options.max_tasks,
         "budget": msgspec.to_builtins(measurement.budget),
-        "rendered": [measurement.dialect, dict(measurement.chat_template_kwargs), *measurement.tools],
+        "rendered": [
+            measurement.dialect,
+            dict(measurement.chat_template_kwargs),
+            *measurement.tools,
+            *measurement.custom_tools,
+        ],
         "served": [model.chat.api, model.chat.temperature] if isinstance(model, Remote) else _files(model),
     }
     path, text = folder / "measurement.json", json.dumps(settings, indent=1).encode()
@@ -239,7 +250,7 @@ async def _context(
     model: Path | Remote, taskset: Taskset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
 ) -> AsyncIterator[RolloutContext]:
     """The common settings of one model's episodes; an engine serves a model folder until its measurement ends."""
-    budget, toolset = measurement.budget, Toolset(measurement.tools)
+    budget, toolset = measurement.budget, measurement.toolset()
     if isinstance(model, Remote):
         async with ChatClient(model.chat, model.key) as client:
             yield RolloutContext(taskset, sandbox, ChatAPI(client), budget, toolset=toolset)

@@ -12,7 +12,7 @@ from etude.code import fetch_library
 from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.errors import UserError
 from etude.grading import is_script
-from etude.harness import check_context
+from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
 from etude.models import check_folder
 from etude.records import CodeTask
@@ -190,8 +190,13 @@ def _check_tools(config: RLConfig) -> None:
         raise UserError("rollout.tools chooses among the built-in tools, which this run's agent does not have: drop it")
     if names and renderer.dialect == "compact":
         raise UserError("agents of the compact dialect have the tools that it has words for: drop rollout.tools")
+    if (own := config.rollout.custom_tools) and others:
+        where = "return them by its method `tools`" if config.tasks.environment is not None else "drop it"
+        raise UserError(f"rollout.custom_tools joins the built-in tools, which this run's agent does not have: {where}")
+    if own and renderer.dialect == "compact":
+        raise UserError("agents of the compact dialect have the tools that it has words for: drop rollout.custom_tools")
     if not others:
-        check_context(renderer, names, config.rollout.context)
+        check_context(renderer, Toolset(names, functions=import_tools(own)), config.rollout.context)
 
 
 def check_playable(parts: Sequence[TaskPart], renderer: Renderer, sandbox: SandboxConfig | None = None) -> None:

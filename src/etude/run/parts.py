@@ -11,7 +11,7 @@ from typing import Any, cast
 from etude.config import RLConfig, RolloutConfig, TasksConfig, TaskSource, import_object
 from etude.config.secrets import without_secrets
 from etude.errors import UserError
-from etude.harness import EngineModel, Policy, Sampling, Toolset, merge_applier, server_applier
+from etude.harness import EngineModel, Policy, Sampling, Toolset, import_tools, merge_applier, server_applier
 from etude.records import Budget
 from etude.renderers import Renderer, renderer_for
 from etude.rollout import (
@@ -134,7 +134,8 @@ def context_of(
     rollout = config.rollout
     routes, reward = (config.trainer.router_replay, config.reward) if training else (False, None)
     model = EngineModel(policy, renderer, sampling_of(rollout, routes=routes))
-    toolset = Toolset(rollout.tools, server_applier(rollout.apply) if rollout.apply else merge_applier)
+    apply_edit = server_applier(rollout.apply) if rollout.apply else merge_applier
+    toolset = Toolset(rollout.tools, apply_edit, import_tools(rollout.custom_tools))
     return RolloutContext(taskset, sandbox, model, rollout.budget(), agent, toolset, reward)
 
 

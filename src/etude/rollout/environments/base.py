@@ -134,8 +134,9 @@ class Environment(ABC, Generic[T]):
     def tools(self, episode: EnvironmentEpisode[T]) -> Sequence[Callable[..., Any]]:
         """Functions that the model may call in this episode; none: the model's first turn is its answer.
 
-        The name, the docstring and the parameters are shown to the model. The result is shown as text. An exception is
-        shown as text, too, and the episode goes on.
+        The name, the docstring and the parameters (str, int, float, bool, list, dict, Literal) are shown to the model.
+        The result is shown as text. An exception is shown as text, too, and the episode goes on; so does a call of more
+        than 30 seconds, or those of the decorator `tool`.
         """
         return ()
 
