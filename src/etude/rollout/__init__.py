@@ -23,7 +23,7 @@ from etude.rollout.drift import BehaviourDrift, Shift
 from etude.rollout.engines import EngineConfiguration, engine_differences, precision_warnings
 from etude.rollout.environment import environment_dataset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
-from etude.rollout.group_audit import audit_group, has_violation
+from etude.rollout.group_audit import audit_group
 from etude.rollout.probes import (
     PROBE_TOKENS,
     PROBES_KEPT,
