@@ -23,9 +23,9 @@ from pathlib import Path
 
 import blake3
 
+from etude.code import is_script
 from etude.config import NamespaceSandboxConfig, SandboxConfig
 from etude.grading import verdict
-from etude.grading.javascript import is_script
 from etude.grading.script_runner import ScriptRunner
 from etude.sandbox import (
     Backend,
