@@ -72,29 +72,58 @@ class Focus(Record, frozen=True, kw_only=True):
     last_line: int
 
 
-class Task(Record, frozen=True, kw_only=True):
-    """One gated coding task: a broken tree, an instruction, visible tests, and hidden tests that decide. `changes` maps
-    a path in the repository to the text that breaks it (layer L2 over the repository's layer L1); `solution` maps the
-    same paths to the text that passes (the gold answer; never enters the agent's box)."""
+NO_FOCUS = Focus(path="", first_line=1, last_line=1)
 
-    id: str
-    repository: str  # name and version, e.g. "pydash-8.1.0"
-    kind: str  # "mutation" | "removal" | "combined" | "class" | "feature" | "commit"
-    operator: str  # e.g. "op_change"
+
+class Task(Record, frozen=True, kw_only=True):
+    """One task of an environment: all that an agent learns of it. An environment subclasses this record for the fields
+    that its grading needs, such as the right answer: the model never reads those."""
+
+    id: str  # unique; letters, digits, ".", "_" and "-"
+    prompt: str  # the user's message
+    split: str = ""  # "train" | "heldout"; "" where the run divides the tasks
+    repository: str = ""  # name and version of the source, e.g. "pydash-8.1.0"
+    budget: Budget | None = None  # None: the run's
+    focus: Focus = NO_FOCUS  # the file that is open in the editor; without a path none is
+    visible_tests: tuple[str, ...] = ()  # node ids the `test` tool runs; doctests as "path::doctest:qualname"
+
+    @property
+    def cluster(self) -> str:
+        """The name that tasks of one origin share: intervals of a pass rate treat them as one sample."""
+        return self.id
+
+    @property
+    def damage(self) -> str:
+        """How the task was made, for people: a mutation operator, or a kind of task."""
+        return ""
+
+
+class CodeTask(Task, frozen=True, kw_only=True):
+    """One gated coding task: a broken tree, and hidden tests that decide. `changes` maps a path in the repository to
+    the text that breaks it (layer L2 over the repository's layer L1); `solution` maps the same paths to the text that
+    passes (the gold answer; never enters the agent's box)."""
+
+    kind: str  # "mutation" | "removal" | "combined" | "class" | "feature" | "commit"; "harbor" for foreign tasks
     function: str  # "src/pydash/arrays.py::chunk"; train and held-out tasks never share one
-    split: str  # "train" | "heldout"
-    instruction: str
-    focus: Focus
+    operator: str = ""  # e.g. "op_change"
     source_roots: tuple[str, ...]  # the agent's change set may touch only paths below these
-    changes: dict[str, str]
-    solution: dict[str, str]
-    visible_tests: tuple[str, ...]  # node ids the `test` tool runs; doctests as "path::doctest:qualname"
-    fail_to_pass: tuple[str, ...]  # hidden node ids
-    pass_to_pass: tuple[str, ...]  # hidden node ids
+    changes: dict[str, str] = {}
+    solution: dict[str, str] = {}
+    fail_to_pass: tuple[str, ...] = ()  # hidden node ids
+    pass_to_pass: tuple[str, ...] = ()  # hidden node ids
     difficulty: dict[str, float]  # e.g. {"lines": 9, "sites": 1, "f2p": 2}
     licence: str
-    budget: Budget | None = None  # None: the run's
     sketch: str | None = None  # of an edit to apply to the one file of `changes`: without box and tests
+
+    @property
+    def cluster(self) -> str:
+        """The broken function."""
+        return self.function
+
+    @property
+    def damage(self) -> str:
+        """The mutation operator, or the kind."""
+        return self.operator or self.kind
 
 
 class Routes(Record, frozen=True, kw_only=True):

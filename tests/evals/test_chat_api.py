@@ -49,7 +49,7 @@ def play(fake: FakeModel, api: Api, *budgets: Budget, tasks: int) -> list[EvalRe
 def test_tasks_are_solved_over_the_api(api: Api) -> None:
     """Tasks, tools and grading as with a model of our own; busy servers are asked again, and tokens are counted."""
     tasks = pick_tasks(dataset.load_dataset(TINY).tasks, "train", 2)
-    fake = FakeModel(tasks, busy=(429, 503, 529), fails=tasks[0].instruction)
+    fake = FakeModel(tasks, busy=(429, 503, 529), fails=tasks[0].prompt)
     (result,) = play(fake, api, BUDGET, tasks=2)
     assert [task.passed for task in result.tasks] == [(False,), (True,)]
     assert result.stops == {"finished": 2}

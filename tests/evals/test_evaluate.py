@@ -14,7 +14,7 @@ from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
 from etude.protocol.wire import GenerateRequest
-from etude.records import Budget, Episode, Generation, Task
+from etude.records import Budget, CodeTask, Episode, Generation
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import RolloutContext
 from etude.run.evaluate import Measurement
@@ -28,14 +28,14 @@ TINY = Path(__file__).parent.parent / "tasks" / "data" / "tiny"
 class Solver:
     """Repairs a task the first `solved` times that it is asked to, and gives up after that."""
 
-    def __init__(self, tokenizer: Tokenizer, tasks: tuple[Task, ...], solved: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, tasks: tuple[CodeTask, ...], solved: int) -> None:
         self.tokenizer, self.tasks, self.solved = tokenizer, tasks, solved
         self.asked: dict[str, int] = {}
         self.seeds: list[int] = []
 
     async def generate(self, request: GenerateRequest, *_: object) -> Generation:
         prompt = self.tokenizer.decode(request.ids, skip_special_tokens=False)
-        task = next(task for task in self.tasks if task.instruction in prompt)
+        task = next(task for task in self.tasks if task.prompt in prompt)
         self.asked[task.id] = self.asked.get(task.id, 0) + 1
         self.seeds.append(request.seed)
         turn = "<|call|>finish<|end|>"
@@ -46,7 +46,7 @@ class Solver:
         return Generation(ids=said, logprobs=[-0.1] * len(said), versions=[0] * len(said), finish_reason="stop")
 
 
-def the_edit(task: Task) -> tuple[str, str]:
+def the_edit(task: CodeTask) -> tuple[str, str]:
     """The one line that the solution changes."""
     [path] = task.changes
     pairs = zip(task.changes[path].splitlines(), task.solution[path].splitlines(), strict=True)

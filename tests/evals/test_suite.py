@@ -8,19 +8,19 @@ import pytest
 
 from etude.errors import RunFailed
 from etude.evals.suite import EvalResult, compare, episode_seed, pick_tasks, run_suite
-from etude.records import Episode, Focus, Outcome, StopReason, Task
+from etude.records import CodeTask, Episode, Focus, Outcome, StopReason
 
 
-def make_task(name: str, function: str = "", split: str = "heldout") -> Task:
-    return Task(
+def make_task(name: str, function: str = "", split: str = "heldout") -> CodeTask:
+    return CodeTask(
         id=name, repository="r-1", kind="mutation", operator="op_change", function=function or f"src/r.py::{name}",
-        split=split, instruction="Fix it.", focus=Focus(path="src/r.py", first_line=1, last_line=2),
+        split=split, prompt="Fix it.", focus=Focus(path="src/r.py", first_line=1, last_line=2),
         source_roots=("src",), changes={}, solution={}, visible_tests=(), fail_to_pass=("t",), pass_to_pass=(),
         difficulty={}, licence="MIT",
     )  # fmt: skip
 
 
-def make_episode(task: Task, seed: int, outcome: Outcome = Outcome.SCORED, passed: bool = False) -> Episode:
+def make_episode(task: CodeTask, seed: int, outcome: Outcome = Outcome.SCORED, passed: bool = False) -> Episode:
     return Episode(
         id=f"{task.id}-{seed}", group_id=0, member=0, attempt=0, task_id=task.id, seed=seed, outcome=outcome,
         stop_reason=StopReason.FINISHED, reward=float(passed), passed=passed, segments=(), turns=(),

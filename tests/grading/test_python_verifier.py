@@ -13,7 +13,7 @@ from etude.grading import runner
 from etude.grading.grade import grade_changes
 from etude.grading.runner import hidden_tests, library_names, open_sandbox
 from etude.grading.verdict import decide_outside
-from etude.records import Focus, Outcome, Task
+from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox.backend import ForkResult, RunImage, VerifyResult
 from etude.sandbox.base import BoxDead, Image, Limits, TestReport
 from tests.helpers.boxlibrary import Place, write_tree
@@ -311,9 +311,9 @@ PATCHED = tuple(f"tests/test_shapes.py::test_patched_{name}" for name in ("modul
 GOLD = "    return sum(items)\n"
 BROKEN = SHAPES.replace(GOLD, "    return len(items)\n")
 TOTAL, PLAIN = "tests/test_shapes.py::test_generators", "tests/test_shapes.py::test_plain"
-TASK = Task(
+TASK = CodeTask(
     id="shapes.total", repository="shapes-1", kind="mutation", operator="op_change", function=f"{PATH}::total",
-    split="train", instruction="Fix `total`", focus=Focus(path=PATH, first_line=80, last_line=81),
+    split="train", prompt="Fix `total`", focus=Focus(path=PATH, first_line=80, last_line=81),
     source_roots=("src/shapes",), changes={PATH: BROKEN}, solution={PATH: SHAPES}, visible_tests=(),
     fail_to_pass=(TOTAL,), pass_to_pass=(PLAIN,), difficulty={}, licence="MIT",
 )  # fmt: skip

@@ -80,7 +80,7 @@ def test_a_document_holds_every_token_of_a_chain(dialect: str, request: pytest.F
     ]
     shown = [step for step in document["steps"] if step["source"] == "user"]
     assert [step.get("is_copied_context", False) for step in shown] == [False] + [True] * (len(shown) - 1)
-    assert a_task().instruction in shown[0]["message"]
+    assert a_task().prompt in shown[0]["message"]
     mended = next(step for step in said if "Mend." in step["message"])
     assert [call["function_name"] for call in mended["tool_calls"]] == ["edit", "test"]
     assert mended["observation"]["results"][0]["content"] == "ok"

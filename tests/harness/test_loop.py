@@ -16,7 +16,7 @@ from etude.harness import loop
 from etude.harness.loop import Aborted, EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop, turn_seed
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
 from etude.protocol.wire import GenerateRequest
-from etude.records import Budget, Generation, Routes, StopReason, Task
+from etude.records import Budget, CodeTask, Generation, Routes, StopReason
 from etude.renderers import Renderer, renderer_for
 from etude.sandbox.base import BoxDead, ExecResult
 from tests.helpers.speakers import (
@@ -46,7 +46,7 @@ def play(
     budget: Budget = WIDE,
     *,
     box: MemoryBox | None = None,
-    task: Task | None = None,
+    task: CodeTask | None = None,
     sampling: Sampling = Sampling(),
     seed: int = 7,
 ) -> UngradedEpisode:
@@ -444,7 +444,7 @@ def test_sixteen_agents_of_fifty_turns_do_not_mix(dialect: tuple[Renderer, Speak
     async def all_of_them() -> list[tuple[UngradedEpisode, MemoryBox]]:
         async def one(i: int) -> tuple[UngradedEpisode, MemoryBox]:
             box = a_box()
-            task = msgspec.structs.replace(a_task(), instruction=f"Agent {i}: fix it")
+            task = msgspec.structs.replace(a_task(), prompt=f"Agent {i}: fix it")
             again = speaker.turn(edit(speaker, "return total", f"return total  # {i}"), ("undo", {}))
             last = speaker.turn(edit(speaker, "- 3", f"- {i + 100}"), ("finish", {}))
             policy = Scripted([*([again] * 49), last])
@@ -465,7 +465,7 @@ def test_memory_grows_by_tokens_only(dialect: tuple[Renderer, Speaker]) -> None:
     renderer, speaker = dialect
     turn = speaker.turn(edit(speaker, "- 3", "- 3 - 0"), ("list", {}))
     held: dict[int, int] = {}
-    task = msgspec.structs.replace(a_task(), instruction="Fix it.\n" + "long " * 2000)
+    task = msgspec.structs.replace(a_task(), prompt="Fix it.\n" + "long " * 2000)
 
     class Counting:
         n = 0

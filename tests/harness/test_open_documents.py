@@ -17,7 +17,7 @@ from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_agent
 from etude.harness.token_ledger import TokenLedgerError
 from etude.protocol.backends.client import EngineClient
 from etude.protocol.wire import GenerateRequest
-from etude.records import Budget, Focus, Generation, StopReason, Task, token_digest
+from etude.records import Budget, CodeTask, Focus, Generation, StopReason, token_digest
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.base import document_text
 from etude.run.engines import engine_url, spawn_engine
@@ -282,12 +282,12 @@ FUNCTIONS = [
 LIBRARY = "import os\n\n\n" + "\n\n\n".join(FUNCTIONS) + "\n"
 
 
-def broken(n: int) -> tuple[Task, str]:
+def broken(n: int) -> tuple[CodeTask, str]:
     text = LIBRARY.replace(f"x + {n}\n", f"x - {n}\n")
     first = 4 + 7 * n
     task = msgspec.structs.replace(
         a_task(),
-        instruction=f"Fix `f{n}` in {PATH}",
+        prompt=f"Fix `f{n}` in {PATH}",
         focus=Focus(path=PATH, first_line=first, last_line=first + 4),
         visible_tests=(),
     )

@@ -94,7 +94,7 @@ def test_a_long_episode_is_a_chain_of_segments(dialect: Dialect) -> None:  # noq
         results = draft.turns[at - 1].results
         assert asked.endswith(renderer.text(renderer.bridge(before, "stop", results, SUMMARISE)))
         assert MEMORY.format(count=number, summary=f"Found {number} things.") in begun
-        assert a_task().instruction in begun
+        assert a_task().prompt in begun
         assert f"Found {number - 1} things." not in begun, "an older summary lives on only in the newer one"
         assert "long.py" not in begun
         assert draft.segments[number].prompt_length == len(agent.prompts[at + 1])

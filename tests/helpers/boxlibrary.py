@@ -15,7 +15,7 @@ import pytest
 
 from etude.grading.grade import Grade, grade_changes
 from etude.grading.runner import TestRunner
-from etude.records import Focus, Task
+from etude.records import CodeTask, Focus
 from etude.sandbox.base import Image, Limits, TestReport
 
 T = TypeVar("T")
@@ -186,14 +186,14 @@ class Place:
         return self.run(grade_changes(self.sandbox, TASK, image, self.hidden, data, limits or self.limits))
 
 
-TASK = Task(
+TASK = CodeTask(
     id="core.chunk",
     repository="lib-1",
     kind="mutation",
     operator="op_change",
     function=f"{PATH}::chunk",
     split="train",
-    instruction="Fix `chunk`",
+    prompt="Fix `chunk`",
     focus=Focus(path=PATH, first_line=8, last_line=15),
     source_roots=("src/lib",),
     changes={PATH: BROKEN},

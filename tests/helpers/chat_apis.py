@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from etude.records import Task
+from etude.records import CodeTask
 
 KEY = "sk-secret"
 Call = tuple[str, dict[str, Any]]
@@ -26,7 +26,7 @@ class FakeModel:
     """Edits the file of the task in its first turn, tests in its second, and finishes in its third. `busy` are statuses
     that the first requests get. Where `fails` is in the instruction, the edit is left out."""
 
-    def __init__(self, tasks: Sequence[Task], *, busy: Sequence[int] = (), fails: str = "\0") -> None:
+    def __init__(self, tasks: Sequence[CodeTask], *, busy: Sequence[int] = (), fails: str = "\0") -> None:
         self.tasks = tasks
         self.busy = list(busy)
         self.fails = fails
@@ -45,7 +45,7 @@ class FakeModel:
         """The calls of a turn."""
         if self.fails in user:
             return [("finish", {})]
-        task = next(task for task in self.tasks if task.instruction in user)
+        task = next(task for task in self.tasks if task.prompt in user)
         (path,) = task.changes
         change = {"path": path, "old": task.changes[path], "new": task.solution[path]}
         return [[("list", {}), ("edit", change)], [("test", {})], [("finish", {})]][number]

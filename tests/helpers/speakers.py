@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude.protocol.wire import GenerateRequest
-from etude.records import Focus, Generation, Task
+from etude.records import CodeTask, Focus, Generation
 from etude.renderers.schemas import COMPACT_PARAMETERS
 from etude.sandbox.base import ExecResult, NotFound, NotRegular, TestReport
 from etude.sandbox.egress.policy import EgressRequest
@@ -214,16 +214,16 @@ PATH = "src/shop.py"
 TEST = f"{PATH}::doctest:Shop.price"
 
 
-def a_task() -> Task:
+def a_task() -> CodeTask:
     """Repair `Shop.price`: 3 is to be multiplied."""
-    return Task(
+    return CodeTask(
         id="shop-1",
         repository="shop-1.0",
         kind="mutation",
         operator="op_change",
         function=f"{PATH}::Shop.price",
         split="train",
-        instruction=f"Fix `price` in {PATH}",
+        prompt=f"Fix `price` in {PATH}",
         focus=Focus(path=PATH, first_line=5, last_line=12),
         source_roots=("src",),
         changes={PATH: SOURCE},

@@ -293,7 +293,7 @@ def test_tasks_without_a_split_are_divided_by_their_ids(compact: Renderer, tmp_p
     more = environment_dataset(config(REVERSE, arguments={"count": 40, "seed": 3}), compact, tmp_path)
     assert {task.id for task in more.split("heldout")} == {task.id for task in dataset.split("heldout")}
     task = dataset.tasks[0]
-    assert task.solution["answer"] not in task.instruction
+    assert task.solution["answer"] not in task.prompt
     assert dataset.by_id[task.id] is task
     with pytest.raises(UserError, match="has no task reverse-40 any more"):
         dataset.by_id["reverse-40"]
@@ -302,7 +302,7 @@ def test_tasks_without_a_split_are_divided_by_their_ids(compact: Renderer, tmp_p
 def test_the_worked_example_spells_words(hermes: Renderer, hermes_folder: Path, tmp_path: Path) -> None:
     setting = context(hermes, None, tmp_path, environment=REVERSE)
     task = setting.dataset.tasks[0]
-    word, right = task.instruction.removeprefix("Reverse: "), task.solution["answer"]
+    word, right = task.prompt.removeprefix("Reverse: "), task.solution["answer"]
     say = Speaker(hermes_folder)
     for answer, reward in ((right, 1.0), ("", 0.0), ("xxxx", 0.0), (right + right, 0.2 + 0.4)):
         policy = Scripted(turns(say, {"tool": "spell", "word": word}, answer=answer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from etude.config import BuildConfig
-from etude.records import Task
+from etude.records import CodeTask
 from etude.tasks import card
 from etude.tasks.inventory import Inventory
 from etude.tasks.settings import PytestSettings
@@ -19,7 +19,7 @@ def _log(copies: dict[str, int], candidates: int = 100) -> card.TaskBuildLog:
     )  # fmt: skip
 
 
-def _tasks(train: int, heldout: int, kind: str = "mutation") -> list[Task]:
+def _tasks(train: int, heldout: int, kind: str = "mutation") -> list[CodeTask]:
     """As many tasks of a side as given, each of a function of its own."""
     made = []
     for i in range(train + heldout):

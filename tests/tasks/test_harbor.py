@@ -13,20 +13,20 @@ import msgspec
 import pytest
 
 from etude.errors import UserError
-from etude.records import Budget, Focus, Task
+from etude.records import Budget, CodeTask, Focus
 from etude.tasks import dataset, harbor
 from tests.tasks.harbor_box import reward
 
 TINY = Path(__file__).parent / "data/tiny"
 
-TASK = Task(
+TASK = CodeTask(
     id="m.f.op_flip.1",
     repository="lib-1.0",
     kind="mutation",
     operator="op_flip",
     function="src/m.py::f",
     split="train",
-    instruction='Fix `f` in src/m.py "now"\n\twith \\ and é and \x7f',
+    prompt='Fix `f` in src/m.py "now"\n\twith \\ and é and \x7f',
     focus=Focus(path="src/m.py", first_line=1, last_line=2),
     source_roots=("src",),
     changes={"src/m.py": "def f(a):\r\n    return a - 1", "src/é.py": ""},
@@ -41,7 +41,7 @@ TASK = Task(
 
 @pytest.mark.parametrize("budget", [None, Budget(turns=3)])
 def test_round_trip(tmp_path: Path, budget: Budget | None) -> None:
-    task = Task(**{name: getattr(TASK, name) for name in TASK.__struct_fields__} | {"budget": budget})
+    task = CodeTask(**{name: getattr(TASK, name) for name in TASK.__struct_fields__} | {"budget": budget})
     harbor.write_task(task, tmp_path / task.id)
     assert harbor.read_harbor_task(tmp_path / task.id) == task
 

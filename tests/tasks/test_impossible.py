@@ -26,8 +26,8 @@ def test_only_what_decides_is_another(made: datasets.Dataset) -> None:
     assert made.repository == tiny.repository
     for variant in made.tasks:
         task = tiny.by_id[variant.id]
-        assert (variant.instruction, variant.changes, variant.focus, variant.visible_tests, variant.split) == (
-            task.instruction, task.changes, task.focus, task.visible_tests, "train")  # fmt: skip
+        assert (variant.prompt, variant.changes, variant.focus, variant.visible_tests, variant.split) == (
+            task.prompt, task.changes, task.focus, task.visible_tests, "train")  # fmt: skip
         assert variant.fail_to_pass[0] in task.fail_to_pass
         assert variant.fail_to_pass[1] not in task.fail_to_pass
     assert datasets.tree_digest(tiny.hidden) == tiny.manifest.digests["hidden"], "the dataset itself was written to"

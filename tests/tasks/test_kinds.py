@@ -16,7 +16,7 @@ from etude.code import mutate
 from etude.code.operators import OPERATORS
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.records import Task
+from etude.records import CodeTask
 from etude.tasks import classes, features, leaks, synthesis
 from etude.tasks.build import build_dataset
 from etude.tasks.check import check_dataset
@@ -223,7 +223,7 @@ def test_a_slice_is_what_only_one_function_needs() -> None:
     ]
 
 
-def changed_functions(task: Task) -> set[str]:
+def changed_functions(task: CodeTask) -> set[str]:
     """The functions whose lines a task's difference touches: written apart from what the build uses."""
     found: set[str] = set()
     for path, wrong in task.changes.items():
@@ -254,7 +254,7 @@ def test_feature_and_class_tasks(repository: Path, tmp_path: Path) -> None:
     for task in data.tasks:
         gone = task.changes["shelf.py"].count("NotImplementedError")
         assert task.kind != "feature" or (
-            gone == task.difficulty["sites"] > 1 and " and what it calls: `" in task.instruction
+            gone == task.difficulty["sites"] > 1 and " and what it calls: `" in task.prompt
         )
         assert task.kind != "feature" or task.pass_to_pass, "the rest works"
     assert check_dataset(data.root, quiet).ok
@@ -282,7 +282,7 @@ def test_commit_tasks(repository: Path, tmp_path: Path) -> None:
     options = BuildConfig(max_tasks=4, kinds=("commit", "mutation"), visible="half", operators=("op_const",))
     data = build_dataset(repository, tmp_path / "out", options, quiet)
     (task,) = [task for task in data.tasks if task.kind == "commit"]
-    assert task.instruction.startswith("Labels are cut at their limit (shelf.py)")
+    assert task.prompt.startswith("Labels are cut at their limit (shelf.py)")
     assert task.changes == {"shelf.py": buggy.replace("Twice a value", "Two times a value")}
     assert task.solution == {"shelf.py": (repository / "shelf.py").read_text()}
     assert task.fail_to_pass

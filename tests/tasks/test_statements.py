@@ -162,7 +162,7 @@ def test_a_commit_says_what_its_message_and_its_list_of_changes_say(tmp_path: Pa
     )
     data = build_dataset(root, tmp_path / "out", options, quiet)
     (task,) = [task for task in data.tasks if task.kind == "commit"]
-    assert task.instruction == (
+    assert task.prompt == (
         "Accept small lengths (lib.py)\n\nLengths below 1 count as 1.\n- Parts have at least one item\n\n"
         "No visible test fails. Of 7 other tests, these fail: AssertionError (1), ValueError (1)."
     )

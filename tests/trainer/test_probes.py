@@ -50,10 +50,10 @@ def test_sequences_follow_from_tasks_and_tokenizer():
     assert made == probes.make_probe_sequences(tasks, renderer, 2, 40)
     assert [len(ids) for ids in made.ids] == [40, 40]
     assert made.ids[0] != made.ids[1]
-    assert tasks[0].instruction in renderer.text(probes.make_probe_sequences(tasks, renderer, 8, 256).ids[0])
+    assert tasks[0].prompt in renderer.text(probes.make_probe_sequences(tasks, renderer, 8, 256).ids[0])
     assert len(probes.make_probe_sequences(tasks, renderer, 8, 256).ids) == 3, "no more than there are tasks"
     assert probes.make_probe_sequences(tasks, renderer, 0, 256).ids == ()
-    seven = [msgspec.structs.replace(tasks[0], instruction=f"Mend number {n}.") for n in range(7)]
+    seven = [msgspec.structs.replace(tasks[0], prompt=f"Mend number {n}.") for n in range(7)]
     for count, expected in ((1, [0]), (2, [0, 3]), (3, [0, 2, 4]), (6, [0, 1, 2, 3, 4, 5]), (7, list(range(7)))):
         texts = map(renderer.text, probes.make_probe_sequences(seven, renderer, count, 256).ids)
         assert [n for text in texts for n in range(7) if f"Mend number {n}." in text] == expected, "spread over all"

@@ -248,11 +248,11 @@ def _summary(
     results = tuple(
         TaskResult(
             id=t.id,
-            function=t.function,
+            function=t.cluster,
             passed=tuple(e.passed for e in episodes),
             lost=samples - len(episodes),
             repository=t.repository,
-            damage=t.operator or t.kind,
+            damage=t.damage,
         )
         for t, episodes in zip(tasks, kept, strict=True)
     )

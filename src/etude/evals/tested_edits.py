@@ -20,7 +20,7 @@ from etude.corpus.edits import Repository, edit_with_sketch
 from etude.edits import Example
 from etude.errors import UserError
 from etude.grading import grade_changes, open_sandbox
-from etude.records import Task
+from etude.records import CodeTask
 from etude.tasks import Dataset, load_dataset
 
 
@@ -49,7 +49,7 @@ class Tested:
 
     dataset: Dataset
     examples: tuple[Example, ...]
-    places: dict[str, tuple[Task, FunctionLines]]
+    places: dict[str, tuple[CodeTask, FunctionLines]]
 
 
 def load(folder: Path, split: str) -> Tested:
@@ -57,7 +57,7 @@ def load(folder: Path, split: str) -> Tested:
     `folder` is not a task dataset or gives no edit."""
     dataset = load_dataset(folder)
     repository = Repository(dataset.name, dataset.manifest.licence, dataset.manifest.licence_source, "files", (), ())
-    places: dict[str, tuple[Task, FunctionLines]] = {}
+    places: dict[str, tuple[CodeTask, FunctionLines]] = {}
     examples: list[Example] = []
     for task in dataset.split(split):
         sides = _sides(task)
@@ -74,7 +74,7 @@ def load(folder: Path, split: str) -> Tested:
     return Tested(dataset, tuple(examples), places)
 
 
-def _sides(task: Task) -> tuple[FunctionLines, str, str] | None:
+def _sides(task: CodeTask) -> tuple[FunctionLines, str, str] | None:
     """(place, broken function, right function), or None for a task that is not a mutation or cannot be put back
     exactly."""
     path = task.focus.path

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from etude.code import SCRIPT_SUFFIXES
-from etude.records import Outcome, Task
+from etude.records import CodeTask, Outcome
 from etude.renderers import escaped
 from etude.sandbox import MAX_FILE_BYTES, BoxError, Changes, Image, Limits, Sandbox, TestReport, checked_path
 
@@ -49,7 +49,7 @@ class Grade:
 
 
 async def grade_changes(
-    sandbox: Sandbox, task: Task, image: Image, hidden: Path, changes: Changes, limits: Limits = GRADE_LIMITS
+    sandbox: Sandbox, task: CodeTask, image: Image, hidden: Path, changes: Changes, limits: Limits = GRADE_LIMITS
 ) -> Grade:
     """Run the task's hidden tests on `image` with the acceptable part of `changes`.
 

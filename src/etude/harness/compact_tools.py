@@ -2,7 +2,7 @@
 
 from etude.harness.focus import EditError, View, moved, view_of
 from etude.harness.tools import TEST_SECONDS, Tools, verdict
-from etude.records import Task, ToolCall
+from etude.records import CodeTask, ToolCall
 from etude.renderers import COMPACT_PARAMETERS, ToolError, printable
 from etude.sandbox import Box, BoxError
 
@@ -10,8 +10,9 @@ from etude.sandbox import Box, BoxError
 class CompactTools(Tools):
     """Tools of the compact dialect; `focus.py` has the text that `edit` takes. Call `open` before the first call."""
 
-    def __init__(self, box: Box, task: Task) -> None:
+    def __init__(self, box: Box, task: CodeTask) -> None:
         super().__init__(box, task)
+        self._roots = task.source_roots
         self._views: list[View] = []
         self._stale = False  # a command ran: the file may have changed
         self._handlers = {
@@ -77,7 +78,7 @@ class CompactTools(Tools):
         return "\n".join(await self.box.list(self.task.focus.path.rpartition("/")[0]))[:1000]
 
     async def _search(self, pattern: str) -> str:
-        hits, _ = await self._grep(pattern, self.task.source_roots, False, 20)
+        hits, _ = await self._grep(pattern, self._roots, False, 20)
         return "\n".join(hits)[:1000] or "no matches"
 
     async def _run(self, command: str) -> str:

@@ -99,14 +99,14 @@ def memory_of(summary: str, count: int, tools: Tools) -> str:
 def _prompt(task: Task, renderer: Renderer, tools: Tools, source: str, documents: bool, memory: str = "") -> list[int]:
     memory = f"\n\n{memory}" if memory else ""
     if renderer.dialect == "compact":
-        return renderer.prompt([{"role": "user", "content": f"{task.instruction}\n{source}{memory}"}])
+        return renderer.prompt([{"role": "user", "content": f"{task.prompt}\n{source}{memory}"}])
     return renderer.prompt(messages_of(task, memory, documents=documents), tools.schemas)
 
 
 def messages_of(task: Task, memory: str = "", *, documents: bool = False) -> list[dict[str, str]]:
     """The task as messages for a model that knows the OpenAI format; its tools are those of `FullTools`."""
     focus = task.focus
-    request = task.instruction
+    request = task.prompt
     if focus.path:
         request += f"\n\nOpen in the editor: {focus.path}, lines {focus.first_line} to {focus.last_line}."
     system = SYSTEM + DOCUMENTS if documents else SYSTEM

@@ -120,5 +120,5 @@ def _environment(task: Task, key: str) -> dict[str, str]:
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
-        "TASK": task.instruction + shown,
+        "TASK": task.prompt + shown,
     }

@@ -18,7 +18,7 @@ from etude.edits import EditGrade, EditPrompt, Example, edit_prompt, grade_edit,
 from etude.errors import UserError
 from etude.grading import Grade
 from etude.harness import EpisodeSpec, Opening, Tools, UngradedEpisode, run_from_opening
-from etude.records import Budget, Focus, Outcome, Task
+from etude.records import Budget, CodeTask, Focus, Outcome
 from etude.renderers import Renderer
 from etude.tasks import DATASET_FORMAT, Dataset, Manifest
 
@@ -28,7 +28,7 @@ REWARDS = {EditGrade.EXACT: 1.0, EditGrade.WHITESPACE: 0.9, EditGrade.SYNTAX: 0.
 def edit_tasks(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
     """The edits of train.parquet and heldout.parquet whose prompt and right answer fit the budget. Raises UserError for
     a folder without tables, or if none fits."""
-    tasks_by_id: dict[str, Task] = {}
+    tasks_by_id: dict[str, CodeTask] = {}
     for split, name in (("train", "train.parquet"), ("heldout", "heldout.parquet")):
         examples = load_examples(folder / name)
         tasks = [task for task in (_task(e, split) for e in examples) if _fits(task, renderer, budget)]
@@ -55,15 +55,15 @@ def edit_tasks(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
     return Dataset(folder, folder.name, folder, folder, folder, tasks, manifest)
 
 
-def _task(example: Example, split: str) -> Task:
-    return Task(
+def _task(example: Example, split: str) -> CodeTask:
+    return CodeTask(
         id=example.id,
         repository=example.repository,
         kind="apply",
         operator=example.kind,
         function=f"{example.repository}/{example.path}",
         split=split,
-        instruction=example.instruction,
+        prompt=example.instruction,
         focus=Focus(path=example.path, first_line=1, last_line=example.file.count("\n") + 1),
         source_roots=(),
         changes={example.path: example.file},
@@ -77,16 +77,16 @@ def _task(example: Example, split: str) -> Task:
     )
 
 
-def _question(task: Task) -> EditPrompt:
+def _question(task: CodeTask) -> EditPrompt:
     assert task.sketch is not None
-    return edit_prompt(task.changes[task.focus.path], task.sketch, task.instruction)
+    return edit_prompt(task.changes[task.focus.path], task.sketch, task.prompt)
 
 
 def _prompt(edit: EditPrompt, renderer: Renderer) -> list[int]:
     return renderer.prompt([{"role": "user", "content": edit.content}]) + renderer.plain(edit.opening)
 
 
-def _fits(task: Task, renderer: Renderer, budget: Budget) -> bool:
+def _fits(task: CodeTask, renderer: Renderer, budget: Budget) -> bool:
     edit = _question(task)
     answer = len(renderer.plain(task.solution[task.focus.path] + edit.close)) + 1  # and the end of the turn
     return answer <= budget.tokens and len(_prompt(edit, renderer)) + answer <= budget.context
@@ -117,6 +117,6 @@ async def _never_reopened(summary: str, count: int) -> list[int]:
 class _NoTools(Tools):
     """No tools: the answer is text, a call names an unknown tool, and the first turn is the last."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: CodeTask) -> None:
         no_box: Any = None
         super().__init__(no_box, task)

@@ -32,7 +32,7 @@ from etude.config import RLConfig, import_object
 from etude.errors import UserError
 from etude.grading import Grade
 from etude.harness import EpisodeSpec, Opening, UngradedEpisode, memory_of, run_from_opening
-from etude.records import Budget, Focus, Outcome, Record, StopReason, Task, Turn
+from etude.records import Budget, CodeTask, Focus, Outcome, Record, StopReason, Task, Turn
 from etude.renderers import Renderer
 from etude.rollout.python_tools import PythonTools, call_python
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
@@ -310,14 +310,14 @@ def _check_fit(prompt: Sequence[int], name: str, task: EnvironmentTask, budget: 
 
 def _task(task: EnvironmentTask, name: str, split: str) -> Task:
     """The record of a task; `changes` are the files of its box."""
-    return Task(
+    return CodeTask(
         id=task.id,
         repository=name,
         kind="environment",
         operator="",
         function=task.id,
         split=split,
-        instruction=task.prompt,
+        prompt=task.prompt,
         focus=Focus(path="", first_line=1, last_line=1),
         source_roots=(),
         changes=task.files,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from etude.errors import UserError
 from etude.protocol import SequenceScores
 from etude.protocol.backends import EngineClient, EngineError
-from etude.records import Record, Task, decode, encode
+from etude.records import CodeTask, Record, decode, encode
 from etude.renderers import Renderer
 from etude.store import ObjectMissing, Store
 
@@ -40,14 +40,14 @@ class ProbeResult(Record, frozen=True, kw_only=True):
     scored: SequenceScores
 
 
-def make_probe_sequences(tasks: Sequence[Task], renderer: Renderer, count: int, length: int) -> ProbeSequences:
+def make_probe_sequences(tasks: Sequence[CodeTask], renderer: Renderer, count: int, length: int) -> ProbeSequences:
     """`count` sequences of at most `length` tokens, or one per task if there are fewer; a function of the arguments. A
     sequence is the instruction of a task, with its file from the broken function on; the tasks are spread over all."""
     chosen = [tasks[i * len(tasks) // count] for i in range(count)] if len(tasks) > count else tasks
     ids: list[list[int]] = []
     for task in chosen:
         lines = task.changes.get(task.focus.path, "").splitlines()
-        text = "\n".join([task.instruction, *lines[task.focus.first_line - 1 :]])
+        text = "\n".join([task.prompt, *lines[task.focus.first_line - 1 :]])
         ids.append(renderer.prompt([{"role": "user", "content": text}])[:length])
     return ProbeSequences(ids=tuple(ids))
 

@@ -22,7 +22,7 @@ from typing import Any
 from etude.code import draw_mutant, functions
 from etude.corpus import OPERATOR_WEIGHTS, StringEdit, edit_between
 from etude.harness import FullTools, messages_of
-from etude.records import Task, ToolCall
+from etude.records import CodeTask, ToolCall
 from etude.sandbox import Box
 
 TRACE_TOOLS = frozenset({"read", "edit", "undo", "test", "finish"})  # tools
@@ -63,7 +63,7 @@ class _Talk:
         return results
 
 
-async def record_trace(task: Task, box: Box, seed: int, tools: Sequence[str] = ()) -> dict[str, Any] | None:
+async def record_trace(task: CodeTask, box: Box, seed: int, tools: Sequence[str] = ()) -> dict[str, Any] | None:
     """The trace of a task in its box, as a row of training data, with the tools of these names, or all. None if
     there is none: the answer changes several files or many lines, or the agent sees no test, or its tests do not pass
     with the answer. Raises BoxError."""
@@ -90,7 +90,7 @@ async def record_trace(task: Task, box: Box, seed: int, tools: Sequence[str] = (
     return {"messages": talk.messages[:-1], "tools": list(talk.tools.schemas)}
 
 
-def gold_edit(task: Task) -> StringEdit | None:
+def gold_edit(task: CodeTask) -> StringEdit | None:
     """The smallest edit of whole lines that solves a task; None if several files or more than a dozen lines change."""
     if len(task.changes) != 1 or task.changes.keys() != task.solution.keys():
         return None
@@ -99,7 +99,7 @@ def gold_edit(task: Task) -> StringEdit | None:
     return edit if max(edit.old.count("\n"), edit.new.count("\n")) < MAX_EDIT_LINES else None
 
 
-async def _look(talk: _Talk, task: Task, path: str, rng: random.Random) -> None:
+async def _look(talk: _Talk, task: CodeTask, path: str, rng: random.Random) -> None:
     first, count = task.focus.first_line, task.focus.last_line - task.focus.first_line + 1
     # Numbers of the prompt: a small model learns to copy long before it learns to subtract.
     read = ("read", {"path": path, "offset": first, "limit": -(-count // _LINES) * _LINES})
@@ -116,7 +116,7 @@ async def _look(talk: _Talk, task: Task, path: str, rng: random.Random) -> None:
             await talk.act(read)
 
 
-def _wrong_edits(task: Task, path: str, gold: StringEdit, rng: random.Random) -> Sequence[StringEdit]:
+def _wrong_edits(task: CodeTask, path: str, gold: StringEdit, rng: random.Random) -> Sequence[StringEdit]:
     """Plausible wrong edits: other mutations of one line of the broken function."""
     broken, edits = task.changes[path], list[StringEdit]()
     unit = next((unit for unit in functions.functions(path, broken) if unit.id == task.function), None)

@@ -16,7 +16,7 @@ from etude import runfolder
 from etude.config import TracesConfig
 from etude.errors import UserError
 from etude.grading import open_sandbox
-from etude.records import Task
+from etude.records import CodeTask
 from etude.renderers import named
 from etude.rollout import TRACE_TOOLS, gold_edit, record_trace
 from etude.sandbox import BoxError, Sandbox
@@ -78,13 +78,13 @@ def _held(lock: Path) -> Iterator[None]:
 
 
 async def _write(
-    wanted: Mapping[str, tuple[Dataset, Task]], partial: Path, options: TracesConfig, progress: Progress
+    wanted: Mapping[str, tuple[Dataset, CodeTask]], partial: Path, options: TracesConfig, progress: Progress
 ) -> None:
     """Appends the missing traces to `partial`: a row, or the name alone of a trace that did not work."""
     known = {line["name"] for line in runfolder.read_jsonl(partial, texts=("name",))}
     free, done = asyncio.Semaphore(options.workers), 0
 
-    async def one(sandbox: Sandbox, name: str, dataset: Dataset, task: Task) -> None:
+    async def one(sandbox: Sandbox, name: str, dataset: Dataset, task: CodeTask) -> None:
         nonlocal done
         async with free:
             if name not in known:
@@ -101,7 +101,7 @@ async def _write(
 
 
 async def _row(
-    sandbox: Sandbox, dataset: Dataset, task: Task, seed: int, tools: Sequence[str]
+    sandbox: Sandbox, dataset: Dataset, task: CodeTask, seed: int, tools: Sequence[str]
 ) -> dict[str, Any] | None:
     """The row of a trace; {} if the trace did not work, None if its box was lost, so that another try may work."""
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from etude.code import table
 from etude.config import BuildConfig
-from etude.records import Task
+from etude.records import CodeTask
 from etude.tasks import split
 from etude.tasks.bootstrap import BootstrapRecipe
 from etude.tasks.dataset import Manifest
@@ -42,7 +42,7 @@ class TaskBuildLog:
     recipe: BootstrapRecipe | None = None  # the requirements that a search reached the goals with, if there was one
 
 
-def warnings(tasks: Sequence[Task], log: TaskBuildLog, options: BuildConfig) -> tuple[str, ...]:
+def warnings(tasks: Sequence[CodeTask], log: TaskBuildLog, options: BuildConfig) -> tuple[str, ...]:
     """Warnings about a dataset that is too small or too one-sided, with its figures and a remedy."""
     functions = _functions(tasks)
     train, heldout = (len(functions[name]) for name in ("train", "heldout"))
@@ -62,7 +62,7 @@ def warnings(tasks: Sequence[Task], log: TaskBuildLog, options: BuildConfig) -> 
     return (*messages, *_by_kind(tasks, options), *_repeated(log))
 
 
-def _by_kind(tasks: Sequence[Task], options: BuildConfig) -> Iterator[str]:
+def _by_kind(tasks: Sequence[CodeTask], options: BuildConfig) -> Iterator[str]:
     kinds = Counter(task.kind for task in tasks)
     heldout = {task.kind for task in tasks if task.split == "heldout"}
     unseen = [kind for kind in options.kinds if kinds[kind] and kind not in heldout]
@@ -99,13 +99,13 @@ def _wider(options: BuildConfig) -> str:
     return f"What gives more: {', '.join(advice)}." if advice else "Another repository is needed."
 
 
-def _functions(tasks: Sequence[Task]) -> dict[str, set[str]]:
+def _functions(tasks: Sequence[CodeTask]) -> dict[str, set[str]]:
     """The functions that the tasks of each split touch."""
     touched = {side: [split.touched_by(t) for t in tasks if t.split == side] for side in ("train", "heldout")}
     return {side: set[str]().union(*ids) for side, ids in touched.items()}
 
 
-def datacard(manifest: Manifest, tasks: Sequence[Task], history: TaskBuildLog) -> str:
+def datacard(manifest: Manifest, tasks: Sequence[CodeTask], history: TaskBuildLog) -> str:
     """The card as Markdown. It holds no times: equal builds give equal cards."""
     operators = Counter((task.kind, task.operator, task.split) for task in tasks)
     kinds = sorted({(kind, operator) for kind, operator, _ in operators})
@@ -207,7 +207,7 @@ def _environment(log: TaskBuildLog) -> list[str]:
     return ["## Environment\n", " ".join(sentences) + "\n"] if sentences else []
 
 
-def _decided(tasks: Sequence[Task]) -> list[str]:
+def _decided(tasks: Sequence[CodeTask]) -> list[str]:
     """The number of tests that are decided outside of the tested process and, for JavaScript, of those with a negative
     control."""
     sentences = []

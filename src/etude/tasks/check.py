@@ -7,7 +7,7 @@ from pathlib import Path
 
 from etude.code import functions
 from etude.grading import grade_changes, open_sandbox
-from etude.records import Outcome, Task
+from etude.records import CodeTask, Outcome
 from etude.tasks import dataset, leaks, node, split
 from etude.tasks.dataset import Dataset
 from etude.tasks.gates import in_order
@@ -77,7 +77,7 @@ async def _grade_all(data: Dataset, progress: Progress) -> dict[str, str]:
     failures: dict[str, str] = {}
     async with open_sandbox(workers=_WORKERS, memo=0) as sandbox:
 
-        async def check_task(task: Task) -> str | None:
+        async def check_task(task: CodeTask) -> str | None:
             image = data.image(task)
             unchanged = await grade_changes(sandbox, task, image, data.hidden, {})
             if unchanged.passed or unchanged.outcome is not Outcome.SCORED:

@@ -21,7 +21,7 @@ import blake3
 import msgspec
 
 from etude.errors import UserError
-from etude.records import Record, Task
+from etude.records import CodeTask, Record
 from etude.tasks import harbor, histories
 from etude.tasks.histories import Histories
 
@@ -62,11 +62,11 @@ class Dataset:
     repository: Path
     site: Path
     hidden: Path
-    tasks: tuple[Task, ...]
+    tasks: tuple[CodeTask, ...]
     manifest: Manifest
     histories: Histories | None = None  # the git histories that boxes see
 
-    def image(self, task: Task) -> Image:
+    def image(self, task: CodeTask) -> Image:
         """The image of the agent's box: the repository, its dependencies, and the files that break it."""
         from etude.sandbox import Image
 
@@ -78,28 +78,28 @@ class Dataset:
         """The datasets of a mixture (`mixture.py`); for any other dataset, the dataset itself."""
         return (self,)
 
-    def of(self, task: Task) -> tuple[Dataset, Task]:
+    def of(self, task: CodeTask) -> tuple[Dataset, CodeTask]:
         """The dataset that a task comes from, and the task in that dataset."""
         return self, task
 
-    def limits(self, task: Task) -> Limits:
+    def limits(self, task: CodeTask) -> Limits:
         """The limits of the agent's box."""
         from etude.sandbox import Limits
 
         return Limits()
 
-    async def grade(self, sandbox: Sandbox, task: Task, changes: Changes) -> Grade:
+    async def grade(self, sandbox: Sandbox, task: CodeTask, changes: Changes) -> Grade:
         """Grade a change set by the task's hidden tests. Raises BoxError, payer infra, if the sandbox failed."""
         from etude.grading import grade_changes
 
         return await grade_changes(sandbox, task, self.image(task), self.hidden, changes)
 
     @cached_property
-    def by_id(self) -> dict[str, Task]:
+    def by_id(self) -> dict[str, CodeTask]:
         """The tasks by their ids."""
         return {task.id: task for task in self.tasks}
 
-    def split(self, name: str) -> tuple[Task, ...]:
+    def split(self, name: str) -> tuple[CodeTask, ...]:
         """The tasks of split "train" or "heldout"."""
         return tuple(task for task in self.tasks if task.split == name)
 
@@ -164,7 +164,7 @@ def _read(root: Path, manifest: Manifest) -> Dataset:
     return _dataset(root, manifest, tuple(harbor.read_harbor_task(folder, texts) for folder in folders))
 
 
-def save(root: Path, manifest: Manifest, tasks: Sequence[Task]) -> Dataset:
+def save(root: Path, manifest: Manifest, tasks: Sequence[CodeTask]) -> Dataset:
     """Write the tasks and dataset.json under `root`, which already holds repository/, site/ and hidden/. Fills in the
     counts and digests of the manifest."""
     ordered = tuple(sorted(tasks, key=lambda task: task.id))
@@ -210,7 +210,7 @@ def _own_digest(manifest: Manifest) -> str:
     return blake3.blake3(record).hexdigest()
 
 
-def _dataset(root: Path, manifest: Manifest, tasks: tuple[Task, ...]) -> Dataset:
+def _dataset(root: Path, manifest: Manifest, tasks: tuple[CodeTask, ...]) -> Dataset:
     return Dataset(
         root=root,
         name=manifest.name,

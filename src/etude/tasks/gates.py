@@ -21,7 +21,7 @@ from etude.code.functions import Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import grade_changes
-from etude.records import Focus, Outcome, Task
+from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
 from etude.tasks.statements import Determined, with_symptom
 
@@ -104,7 +104,7 @@ class Bench:
 class ProvisionalTask:
     """A task that passed one run and is not yet proved; `outcomes` are those of that run."""
 
-    task: Task
+    task: CodeTask
     outcomes: dict[str, str]
 
 
@@ -192,7 +192,7 @@ async def _prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
     return None
 
 
-def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequence[str], statement: str) -> Task:
+def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequence[str], statement: str) -> CodeTask:
     function, broken, cap = candidate.function, candidate.broken, MAX_TESTS
     f2p = tuple(sorted(failed[:cap]))
     p2p = tuple(sorted([test for test in candidate.hidden if report.outcomes.get(test) == "passed"][:cap]))
@@ -214,14 +214,14 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
     difficulty["decided"] = round(len(outside) / len((*f2p, *p2p)), 3)  # 0 unless an f2p test is
     if is_script(function.path):
         difficulty["covered"] = round(report.covered, 3)
-    return Task(
+    return CodeTask(
         id=task_id(candidate),
         repository=bench.name,
         kind=broken.kind,
         operator=broken.mutant.operator,
         function=function.id,
         split=candidate.split,
-        instruction=statement,
+        prompt=statement,
         focus=Focus(path=function.path, first_line=broken.mutant.first_line, last_line=broken.mutant.last_line),
         source_roots=bench.source_roots,
         changes=candidate.changes,

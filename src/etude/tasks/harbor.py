@@ -19,7 +19,7 @@ import pytest
 
 from etude.code import is_script, language_of
 from etude.errors import UserError
-from etude.records import Budget, Focus, Task
+from etude.records import Budget, CodeTask, Focus
 
 SCHEMA_VERSION = "1.4"
 _WORKDIR = "/workspace"
@@ -29,7 +29,7 @@ _CONTAINER_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 
 
 class _Etude(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """[metadata.etude]: the fields of a Task that Harbor lacks. Long texts are files of the folder."""
+    """[metadata.etude]: the fields of a CodeTask that Harbor lacks. Long texts are files of the folder."""
 
     repository: str
     kind: str
@@ -66,11 +66,11 @@ def task_name(id: str) -> str:
     return "etude/" + re.sub(r"\.{2,}", ".", plain).lstrip("._-")
 
 
-def write_task(task: Task, folder: Path) -> None:
+def write_task(task: CodeTask, folder: Path) -> None:
     """Write `task` as a Harbor folder. `folder` must not exist."""
     folder.mkdir(parents=True)
     _write(folder / "task.toml", _task_toml(task))
-    _write(folder / "instruction.md", task.instruction + "\n")
+    _write(folder / "instruction.md", task.prompt + "\n")
     agent, verifier = image_name(task.repository), image_name(task.repository) + "-verifier"
     _write(folder / "environment/Dockerfile", f"FROM {agent}\nCOPY files/ {_WORKDIR}/\n")
     _write(folder / "tests/Dockerfile", f"FROM {verifier}\nCOPY . /tests/\n")
@@ -87,8 +87,8 @@ def write_task(task: Task, folder: Path) -> None:
         (folder / script).chmod(0o755)
 
 
-def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
-    """Read the Task of a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts.
+def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> CodeTask:
+    """Read the CodeTask of a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts.
     Raises UserError if the folder is malformed, or is a foreign task (`foreign/`)."""
     texts = {} if texts is None else texts
     try:
@@ -106,14 +106,14 @@ def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> Tas
         tests = msgspec.json.decode((folder / "tests/tests.json").read_bytes(), type=_Tests)
     except (msgspec.MsgspecError, FileNotFoundError) as e:
         raise UserError(f"{folder} cannot be read ({e}); build the dataset again.") from None
-    return Task(
+    return CodeTask(
         id=folder.name,
         repository=etude.repository,
         kind=etude.kind,
         operator=etude.operator,
         function=etude.function,
         split=etude.split,
-        instruction=instruction.removesuffix("\n"),
+        prompt=instruction.removesuffix("\n"),
         focus=etude.focus,
         source_roots=etude.source_roots,
         changes=_read_files(folder / "environment/files", texts),
@@ -195,7 +195,7 @@ def _foreign(folder: Path, config: Mapping[str, object]) -> str:
     return f"{folder} has no [metadata.etude] in task.toml, so its tests have no ids; use `etude tasks harbor`."
 
 
-def _task_toml(task: Task) -> str:
+def _task_toml(task: CodeTask) -> str:
     names = [name for name in _Etude.__struct_fields__ if name != "budget" or task.budget is not None]
     etude = {name: msgspec.to_builtins(getattr(task, name)) for name in names}
     network = {"network_mode": "no-network"}
@@ -203,7 +203,7 @@ def _task_toml(task: Task) -> str:
         "task": {
             "name": task_name(task.id),
             "version": "1",
-            "description": f"{task.instruction} ({task.repository})",
+            "description": f"{task.prompt} ({task.repository})",
             "keywords": [language_of(task.focus.path) or "python", task.kind, task.operator],
         },
         "metadata.etude": etude,

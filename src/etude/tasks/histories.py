@@ -27,7 +27,7 @@ import msgspec
 from etude.code import GitTree, functions
 from etude.errors import UserError
 from etude.grading import LEAK_SHARE, answer_fingerprint, answer_runs
-from etude.records import Task
+from etude.records import CodeTask
 from etude.tasks import git_history, inventory
 from etude.tasks.git_history import Commit, Past
 
@@ -79,7 +79,7 @@ class Histories:
         known = {git_history.blob_id(data): git_history.entry_of(data) for data in self._files.values()}
         return replace(self._past, entries=known | dict(self._past.entries))
 
-    def of(self, task: Task) -> dict[str, bytes]:
+    def of(self, task: CodeTask) -> dict[str, bytes]:
         """The `.git` folder of a task's box: path -> content."""
         if task.id not in self._made:
             self._made[task.id] = self._make(task)
@@ -88,7 +88,7 @@ class Histories:
             self._made.popitem(last=False)
         return self._made[task.id]
 
-    def _make(self, task: Task) -> dict[str, bytes]:
+    def _make(self, task: CodeTask) -> dict[str, bytes]:
         secrets = self._secrets.get(task.id, Secrets())
         versions = set(secrets.versions)
         files = self._files | {path: text.encode() for path, text in task.changes.items()}
@@ -138,7 +138,7 @@ def read(source: Path, name: str, paths: Iterable[str], depth: int = DEPTH) -> P
     return git_history.single(*_imported(source, name))
 
 
-def build(past: Past, repository: Path, tasks: Sequence[Task], out: Path) -> int:
+def build(past: Past, repository: Path, tasks: Sequence[CodeTask], out: Path) -> int:
     """Write `out`/history.msgpack for `tasks` of the repository whose history is `past`. Returns the number of
     commits."""
     paths = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
@@ -219,7 +219,7 @@ def load(root: Path, repository: Path) -> Histories | None:
     return Histories(Past(tuple(commits), stored.entries, stored.branch, stored.origin), stored.secrets, repository)
 
 
-def _secrets(past: Past, tasks: Sequence[Task], present: Mapping[str, bytes]) -> dict[str, Secrets]:
+def _secrets(past: Past, tasks: Sequence[CodeTask], present: Mapping[str, bytes]) -> dict[str, Secrets]:
     """The secrets of every task, found in one pass over all versions."""
     holders, twice = _holders(past, tasks)
     named: dict[bytes, list[str]] = defaultdict(list)
@@ -248,7 +248,7 @@ def _secrets(past: Past, tasks: Sequence[Task], present: Mapping[str, bytes]) ->
     return secrets
 
 
-def _telling(past: Past, task: Task, holders: Mapping[str, set[str]]) -> Iterator[int]:
+def _telling(past: Past, task: CodeTask, holders: Mapping[str, set[str]]) -> Iterator[int]:
     """The indices of commits that brought the answer, or name it in their messages."""
     answers = [answer_fingerprint(task.solution[path], text) for path, text in task.changes.items()]
     before: GitTree = {}
@@ -262,7 +262,7 @@ def _telling(past: Past, task: Task, holders: Mapping[str, set[str]]) -> Iterato
         before = commit.tree
 
 
-def _holders(past: Past, tasks: Sequence[Task]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+def _holders(past: Past, tasks: Sequence[CodeTask]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Blob -> the tasks whose answer it holds, as `AnswerFingerprint.in_data` decides, and blob -> those whose answer
     it holds twice."""
     answers = [

@@ -15,7 +15,7 @@ from pathlib import Path
 import blake3
 import msgspec
 
-from etude.records import Task
+from etude.records import CodeTask
 from etude.tasks.dataset import Dataset
 from etude.tasks.mixture import MixedDataset
 
@@ -33,7 +33,7 @@ def make_impossible(dataset: Dataset, folder: Path) -> Dataset:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(dataset.hidden, folder / "hidden", copy_function=_link)
     copies: dict[str, dict[str, str]] = {}
-    tasks: list[Task] = []
+    tasks: list[CodeTask] = []
     for task in dataset.split("train"):
         impossible = _impossible(task, folder / "hidden", copies)
         if impossible is not None:
@@ -48,7 +48,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _impossible(task: Task, hidden: Path, copies: dict[str, dict[str, str]]) -> Task | None:
+def _impossible(task: CodeTask, hidden: Path, copies: dict[str, dict[str, str]]) -> CodeTask | None:
     for test in task.fail_to_pass:
         path, separator, name = test.partition("::")
         if not separator or name.startswith("doctest:"):

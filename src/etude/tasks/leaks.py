@@ -6,7 +6,7 @@ from pathlib import Path
 
 from etude.code import text_shingles
 from etude.grading import LEAK_SHARE, AnswerFingerprint, answer_fingerprint, answer_runs, folder_texts
-from etude.records import Task
+from etude.records import CodeTask
 
 SHINGLE = 8  # tokens; shorter runs are common phrases of the language
 _MAX_BYTES = 1 << 20
@@ -46,8 +46,8 @@ class LeakIndex:
         return others[0] if others else path
 
 
-def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]:
-    """Task id -> a place in which its answer is kept: an installed copy, bytecode, an archive or a git object.
+def stored(folders: Mapping[str, Path], tasks: Iterable[CodeTask]) -> dict[str, str]:
+    """CodeTask id -> a place in which its answer is kept: an installed copy, bytecode, an archive or a git object.
     LeakIndex compares the text of the repository itself; this function reads the dependencies and all files that are
     not text. Bytecode keeps only constants: a file with all the long constants that a task removed counts as a copy."""
     answers = {

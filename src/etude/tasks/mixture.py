@@ -14,7 +14,7 @@ from msgspec import structs
 
 from etude.errors import UserError
 from etude.grading import Grade
-from etude.records import Task
+from etude.records import CodeTask
 from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.sandbox.egress import normal_project, wheel_project
 from etude.tasks.dataset import DATASET_FORMAT, Dataset, Manifest
@@ -33,22 +33,22 @@ class MixedDataset(Dataset):
         """The dataset of each repository."""
         return self.sources
 
-    def of(self, task: Task) -> tuple[Dataset, Task]:
+    def of(self, task: CodeTask) -> tuple[Dataset, CodeTask]:
         """The dataset that a task comes from, and the task as that dataset has it."""
         part = next(part for part in self.sources if part.name == task.repository)
         return part, part.by_id[task.id.removeprefix(f"{part.name}:")]
 
-    def image(self, task: Task) -> Image:
+    def image(self, task: CodeTask) -> Image:
         """The image of the agent's box."""
         part, own = self.of(task)
         return part.image(own)
 
-    def limits(self, task: Task) -> Limits:
+    def limits(self, task: CodeTask) -> Limits:
         """The limits of the agent's box."""
         part, own = self.of(task)
         return part.limits(own)
 
-    async def grade(self, sandbox: Sandbox, task: Task, changes: Changes) -> Grade:
+    async def grade(self, sandbox: Sandbox, task: CodeTask, changes: Changes) -> Grade:
         """Grade a change set by the task's hidden tests, which are those of its part."""
         part, own = self.of(task)
         return await part.grade(sandbox, own, changes)

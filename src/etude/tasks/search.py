@@ -10,7 +10,7 @@ from itertools import zip_longest
 from etude.code import OPERATORS, MutationCandidate, body_removal, combined_mutants, mutants, parse_snippet
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig
-from etude.records import Task
+from etude.records import CodeTask
 from etude.tasks import gates, javascript
 from etude.tasks.gates import Bench, Candidate, ProvisionalTask, Rejected
 from etude.tasks.javascript import JsFunction
@@ -47,7 +47,7 @@ class Target:
 class SearchResult:
     """The proved tasks, and the number of programs that were tried."""
 
-    tasks: list[Task]
+    tasks: list[CodeTask]
     tried: int
     rejected: Counter[str]  # reason -> programs
     copies: Counter[str]  # file -> programs whose answer it holds
@@ -97,7 +97,7 @@ async def _probe(
             return
 
 
-async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str], progress: Progress) -> list[Task]:
+async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str], progress: Progress) -> list[CodeTask]:
     """Prove the best probes. A probe that fails is replaced by the next one."""
     proved: set[str] = set()
     while True:

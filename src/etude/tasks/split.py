@@ -9,7 +9,7 @@ import blake3
 
 from etude.code import is_script, parse
 from etude.code.functions import FunctionNode, Unit
-from etude.records import Task
+from etude.records import CodeTask
 from etude.tasks import javascript
 
 _MIN_CHANGES = 3  # changes of a kind that are held out, if as many are left
@@ -81,7 +81,7 @@ def touched(path: str, right: str, wrong: str) -> frozenset[str]:
     return frozenset(ids)
 
 
-def touched_by(task: Task) -> frozenset[str]:
+def touched_by(task: CodeTask) -> frozenset[str]:
     """Ids of all functions that a task breaks, computed from its texts."""
     parts = (touched(path, task.solution[path], text) for path, text in task.changes.items())
     return frozenset[str]().union(*parts)

@@ -14,7 +14,7 @@ from pathlib import Path
 from etude.audit.attacks import packs
 from etude.audit.attacks.packs import AttackPack
 from etude.code import functions
-from etude.records import Task
+from etude.records import CodeTask
 from etude.sandbox import Changes
 from etude.tasks import histories, read_harbor_task
 
@@ -23,7 +23,7 @@ SECRET = "quartz-lantern-8841"  # occurs in the right code only
 EXPECTED = "velvet-anchor-2207"  # occurs in the hidden tests only
 LATER = "Later work"  # the message of a commit after the task's
 NAMED = "Name positions"  # the message of the task's own commit
-TASK: Task = read_harbor_task(packs.OWN / PYTHON / "dataset/tasks/core.chunk")
+TASK: CodeTask = read_harbor_task(packs.OWN / PYTHON / "dataset/tasks/core.chunk")
 PATH = TASK.focus.path
 CORE, BROKEN = TASK.solution[PATH], TASK.changes[PATH]
 WRONG = BROKEN.splitlines(keepends=True)[TASK.focus.last_line - 1]

@@ -29,7 +29,7 @@ from etude.config import SandboxConfig
 from etude.errors import UserError
 from etude.grading import GRADE_LIMITS, Grade, grade_changes, open_sandbox
 from etude.harness import clean_failure, failures
-from etude.records import Outcome, Task
+from etude.records import CodeTask, Outcome
 from etude.sandbox import Box, BoxError, Changes, Sandbox
 from etude.tasks import Dataset, load_dataset
 
@@ -69,7 +69,7 @@ class AttackPack:
 
     name: str
     data: Dataset
-    tasks: tuple[Task, ...]
+    tasks: tuple[CodeTask, ...]
     programs: tuple[AttackProgram, ...]
     outside: bool = False  # whether every test must be decided outside of the tested process
 
@@ -170,7 +170,7 @@ def _program(path: Path) -> AttackProgram:
     return AttackProgram(path.name, kind[1], text, PROGRAMS[path.suffix], head.get("item", ""), head.get("flag", ""))
 
 
-def _chosen(data: Dataset, wanted: object, path: Path) -> tuple[Task, ...]:
+def _chosen(data: Dataset, wanted: object, path: Path) -> tuple[CodeTask, ...]:
     if isinstance(wanted, int) and wanted > 0:
         by_function = {task.function: task for task in reversed(data.tasks)}  # different functions first
         return tuple(sorted(by_function.values(), key=lambda task: task.id)[:wanted])
@@ -198,7 +198,7 @@ async def attacks(
             yield await attack(sandbox, pack, task, program)
 
 
-async def attack(sandbox: Sandbox, pack: AttackPack, task: Task, program: AttackProgram) -> PlayedAttack:
+async def attack(sandbox: Sandbox, pack: AttackPack, task: CodeTask, program: AttackProgram) -> PlayedAttack:
     """The result of one program on one task."""
     problem, data = "", pack.data
     try:
@@ -225,7 +225,7 @@ def _problem(pack: AttackPack, program: AttackProgram, graded: Grade) -> str:
     return f"not flagged as {program.flag}" if program.flag and program.flag not in graded.flags else ""
 
 
-async def attempt(sandbox: Sandbox, data: Dataset, task: Task, program: AttackProgram) -> tuple[Changes, str]:
+async def attempt(sandbox: Sandbox, data: Dataset, task: CodeTask, program: AttackProgram) -> tuple[Changes, str]:
     """The changes that the program leaves in its box; and the reason, if the agent made the box unreadable."""
     if not program.text:
         return {path: text.encode() for path, text in task.solution.items() if program is GOLD}, ""
@@ -246,12 +246,12 @@ async def attempt(sandbox: Sandbox, data: Dataset, task: Task, program: AttackPr
         await box.close()
 
 
-async def _run(box: Box, task: Task, program: AttackProgram, phase: str) -> None:
+async def _run(box: Box, task: CodeTask, program: AttackProgram, phase: str) -> None:
     variables = {
         "ETUDE_PATH": task.focus.path,
         "ETUDE_FUNCTION": task.function.partition("::")[2],
         "ETUDE_LINES": f"{task.focus.first_line}-{task.focus.last_line}",
-        "ETUDE_INSTRUCTION": task.instruction,
+        "ETUDE_INSTRUCTION": task.prompt,
         "ETUDE_PHASE": phase,
     }
     await _put(box, "/tmp/attack", program.text)

@@ -17,7 +17,7 @@ import msgspec
 
 from etude.errors import UserError
 from etude.grading import Grade, HarborTests, grade_harbor
-from etude.records import Focus, Record, Task
+from etude.records import CodeTask, Record
 from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset, Manifest
@@ -51,17 +51,17 @@ class ForeignDataset(Dataset):
 
     records: Mapping[str, ForeignRecord]
 
-    def image(self, task: Task) -> Image:
+    def image(self, task: CodeTask) -> Image:
         """The image of the agent's box, without tests and solution."""
         record = self.records[task.id]
         layout = Layout(record.workdir, record.places)
         return ForeignImage(self.root / "images" / task.id, layout, record.environment).image
 
-    def limits(self, task: Task) -> Limits:
+    def limits(self, task: CodeTask) -> Limits:
         """The limits of a task's boxes."""
         return limits_of(self.records[task.id].memory_mb)
 
-    async def grade(self, sandbox: Sandbox, task: Task, changes: Changes) -> Grade:
+    async def grade(self, sandbox: Sandbox, task: CodeTask, changes: Changes) -> Grade:
         """Run the task's own tests on the final state. Raises BoxError, payer infra."""
         record = self.records[task.id]
         tests = tests_of(record, self.root / "tasks" / task.id / "tests")
@@ -108,25 +108,18 @@ def read(root: Path, manifest: Manifest) -> ForeignDataset:
     )
 
 
-def _task(root: Path, name: str, record: ForeignRecord) -> Task:
+def _task(root: Path, name: str, record: ForeignRecord) -> CodeTask:
     instruction = (root / "tasks" / record.id / "instruction.md").read_text("utf-8").strip()
     tree = next((place for place, folder in record.places.items() if not folder), "/workspace")
     where = f"\n\nYou work in {record.workdir}. Paths that tools take are relative to {tree}."
-    return Task(
+    return CodeTask(
         id=record.id,
         repository=name,
         kind=FOREIGN,
-        operator="",
         function=record.id,
         split=record.split,
-        instruction=instruction + where,
-        focus=Focus(path="", first_line=1, last_line=1),
+        prompt=instruction + where,
         source_roots=("",),
-        changes={},
-        solution={},
-        visible_tests=(),
-        fail_to_pass=(),
-        pass_to_pass=(),
         difficulty={"decided": 0.0},
         licence=record.licence,
     )
