@@ -284,7 +284,7 @@ class Episode(Record, frozen=True, kw_only=True):
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...]
     metrics: dict[str, float]  # for display, e.g. {"turns": 3, "tests_run": 2, "malformed": 0, "edits": 2}
-    flags: tuple[str, ...] = ()  # what the detectors of cheating found, sorted; see grading/cheats
+    flags: tuple[str, ...] = ()  # what the detectors of cheating found, sorted; see grading/cheats.py
     tools: tuple[dict[str, Any], ...] = ()  # definitions that an outside agent gave its model, in OpenAI's format
     detail: str = ""  # one sentence: why it failed, or what was tampered with
     given: GivenAdvantage | None = None  # None: the advantage is that within its group

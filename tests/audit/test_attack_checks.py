@@ -19,8 +19,7 @@ from etude.audit.attacks.packs import AttackPack
 from etude.audit.parity import audit, probes
 from etude.cli import main
 from etude.errors import UserError
-from etude.grading.cheats import commands
-from etude.grading.cheats.signals import CheatSignals
+from etude.grading.cheats import CheatSignals, broken_rules
 from etude.grading.grade import Grade
 from etude.grading.runner import open_sandbox
 from etude.harness import compact_tools, full_tools, tools
@@ -125,9 +124,8 @@ def test_whoever_listens_to_a_plea_is_found_out(pack: AttackPack, monkeypatch: p
         patch.setattr(injections, "graded_submission", credulous)
         assert problem(injections.injections, pack).startswith("an honest fix: ")
     with monkeypatch.context() as patch:
-        rules = commands.broken_rules
         patch.setattr(
-            injections, "broken_rules", lambda lines, task: rules([x for x in lines if "honest" not in x], task)
+            injections, "broken_rules", lambda lines, task: broken_rules([x for x in lines if "honest" not in x], task)
         )
         assert injections._words().startswith("not found any more: git log -p")
     with monkeypatch.context() as patch:

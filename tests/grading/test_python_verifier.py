@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.grading import recordings
+from etude.grading import runner
 from etude.grading.grade import grade_changes
-from etude.grading.recordings import hidden_tests
-from etude.grading.runner import open_sandbox
+from etude.grading.runner import hidden_tests, library_names, open_sandbox
 from etude.grading.verdict import decide_outside
 from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox.backend import ForkResult, RunImage, VerifyResult
@@ -350,7 +349,7 @@ def test_tests_as_written_are_decided_outside(shapes: Place) -> None:
 def test_what_patches_the_standard_library_runs_beside_the_library(shapes: Place) -> None:
     """The library has modules of its own, so it would sleep."""
     image = RunImage(shapes.root / "repository", shapes.root / "site", None)
-    made = shapes.run(recordings._run(shapes.sandbox.backend, hidden_tests(image, shapes.hidden), PATCHED))
+    made = shapes.run(runner._record_once(shapes.sandbox.backend, hidden_tests(image, shapes.hidden), PATCHED))
     assert {test: (recording.outcome, recording.fault) for test, recording in made.items()} == dict.fromkeys(
         PATCHED, ("failed", "refused")
     )
@@ -522,8 +521,6 @@ def _without_names(request: dict[str, object], changes: dict[str, bytes]) -> byt
 
 
 def test_library_names(tmp_path: Path) -> None:
-    from etude.grading.recordings import library_names
-
     write_tree(tmp_path, {
         "a/src/pkg/__init__.py": "", "a/setup.py": "", "a/tests/__init__.py": "", "a/docs/index.txt": "",
         "a/tool/tests/test_x.py": "", "h/tests/__init__.py": "", "h/tool/tests/test_x.py": "",

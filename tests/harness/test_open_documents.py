@@ -19,7 +19,7 @@ from etude.protocol.backends.client import EngineClient
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, CodeTask, Focus, Generation, StopReason, token_digest
 from etude.renderers import Renderer, renderer_for
-from etude.renderers.text import document_text
+from etude.renderers.base import document_text
 from etude.run.engines import engine_url, spawn_engine
 from etude.sandbox.base import TestReport
 from tests.harness.test_loop import WIDE, Routed, play

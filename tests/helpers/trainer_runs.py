@@ -19,7 +19,7 @@ from etude.harness.loop import turn_seed
 from etude.harness.token_ledger import TokenLedger
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
-from etude.ledger import blobs
+from etude.ledger import put_blob
 from etude.ledger.ledger import Ledger, blob_key
 from etude.models.loading import load_model, named_tensors
 from etude.models.router_replay import routers
@@ -133,7 +133,7 @@ def edited(episode: Episode, **arrays: np.ndarray) -> Episode:
 def keep(run: Path, episodes: list[Episode]) -> list[EpisodeBlob]:
     """Stores the blobs as the controller does."""
     store = open_store(str(run / "rollouts"))
-    return [blobs.put_blob(store, blob_key(e.group_id, e.member, e.attempt), e) for e in episodes]
+    return [put_blob(store, blob_key(e.group_id, e.member, e.attempt), e) for e in episodes]
 
 
 def admit(run: Path, config: RLConfig, index: int, version: int, episodes: list[Episode]) -> None:

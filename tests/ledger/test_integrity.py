@@ -12,9 +12,9 @@ import pytest
 import sqlalchemy as sa
 
 from etude.errors import UserError
-from etude.ledger import blobs, outages
+from etude.ledger import database, digests
+from etude.ledger.database import Outage
 from etude.ledger.ledger import Ledger
-from etude.ledger.outages import Outage
 from etude.records import EpisodeBlob, Outcome, encode
 from etude.store import open_store
 from tests.ledger.test_ledger import LONG, finish, manifest
@@ -110,18 +110,18 @@ def test_an_altered_episode_is_refused_by_name_and_played_again(ledger, tmp_path
     honest = member(0, False)
     ledger.admit(0, "t", 1, 0)
     (lease,) = ledger.lease("a", 1, LONG)
-    blob = blobs.put_blob(store, "00000000/0000-0.msgpack", honest)
+    blob = digests.put_blob(store, "00000000/0000-0.msgpack", honest)
     assert ledger.finish(
         lease, outcome=Outcome.SCORED, reward=0.0, passed=False, blob=blob, tokens=1, min_version=0, metrics={}
     )
-    assert blobs.get_blob(store, blob) == honest
+    assert digests.get_blob(store, blob) == honest
     for lie in (msgspec.structs.replace(honest, reward=5.0), msgspec.structs.replace(honest, passed=True)):
         store.put(blob.key, encode(lie))
-        with pytest.raises(blobs.BlobDamaged, match=r"the episode 00000000/0000-0\.msgpack in .* is damaged"):
-            blobs.get_blob(store, blob)
+        with pytest.raises(digests.BlobDamaged, match=r"the episode 00000000/0000-0\.msgpack in .* is damaged"):
+            digests.get_blob(store, blob)
     store.delete(blob.key)
     with pytest.raises(UserError, match=r"the episode 00000000/0000-0\.msgpack is gone"):
-        blobs.get_blob(store, blob)
+        digests.get_blob(store, blob)
     assert ledger.untrained() == [(0, 0, blob)]
     ledger.play_again(0, 0)
     assert ledger.ready_groups(1, in_order=True) == []
@@ -231,10 +231,10 @@ def test_a_postgresql_server_that_restarts_loses_and_doubles_nothing(postgres_se
 
 
 def test_a_server_that_stays_away_is_one_sentence_after_the_deadline(monkeypatch):
-    monkeypatch.setattr(outages, "_PAUSE", 0.01)
+    monkeypatch.setattr(database, "_PAUSE", 0.01)
     began = time.monotonic()
     with pytest.raises(UserError, match="it is away"):
-        outages.persist(away, 0.3)
+        database.persist(away, 0.3)
     assert time.monotonic() - began < 60
 
 

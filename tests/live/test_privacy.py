@@ -20,7 +20,6 @@ import sqlalchemy as sa
 from etude.cli.main import main
 from etude.config.live import ClusterConfig, LabelsConfig, LiveConfig
 from etude.errors import UserError
-from etude.ledger import blobs
 from etude.ledger.ledger import Ledger, blob_key
 from etude.live.gateway.entries import SignalEntry, SuggestionEntry, TurnEntry
 from etude.live.gateway.gateway import Gateway
@@ -32,7 +31,7 @@ from etude.live.log.accounts import Accounts, open_blobs, open_log
 from etude.live.log.privacy import DAY, expire, export, forget, plant, planted
 from etude.live.log.records import LivePolicy, Signal, SignalKind, Suggestion, TurnContent, VersionSpan, ulid
 from etude.live.log.tenants import set_policy
-from etude.records import Outcome
+from etude.records import EpisodeBlob, Outcome
 from etude.store import Store, open_store
 from tests.helpers.live_story import new_session, new_turn
 from tests.helpers.postgres import INSTALLED, PostgresServer
@@ -225,7 +224,7 @@ def test_tokens_that_wait_for_a_trainer_go_as_well(tmp_path: Path) -> None:
     for lease in ledger.lease("live", 9, 60.0):
         key = blob_key(lease.group_id, lease.member, lease.attempt)
         rollouts.put(key, MARK.encode() if lease.task_id in ann else b"plain")
-        blob = blobs.EpisodeBlob(key=key, digest="d")
+        blob = EpisodeBlob(key=key, digest="d")
         ledger.finish(
             lease, outcome=Outcome.SCORED, reward=1.0, passed=True, blob=blob, tokens=4, min_version=0, metrics={}
         )

@@ -14,7 +14,7 @@ from etude.errors import UserError
 from etude.models.files import expert_layers
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends import EngineClient, EngineError
-from etude.protocol.backends.engine_backend import EngineLost
+from etude.protocol.backends.client import EngineLost
 from etude.protocol.backends.vllm import KeptKeys, VllmBackend, WeightsOf, spans_to_versions
 from etude.protocol.wire import GenerateRequest
 from etude.store import open_store

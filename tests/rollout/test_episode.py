@@ -14,7 +14,7 @@ import pytest
 from etude.config import RewardConfig
 from etude.edits.edit import Edit
 from etude.errors import UserError
-from etude.grading.cheats.decoys import Decoys, plant_decoys
+from etude.grading.cheats import Decoys, plant_decoys
 from etude.grading.runner import open_sandbox
 from etude.harness import loop
 from etude.harness.loop import EngineModel, Sampling, Toolset

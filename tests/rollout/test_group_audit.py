@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from etude.config import RewardConfig
+from etude.grading.cheats import has_violation
 from etude.records import Budget, Episode, Outcome, StopReason
 from etude.rollout.drift import BehaviourDrift, welch
-from etude.rollout.group_audit import audit_group, has_violation, without_grade
+from etude.rollout.group_audit import audit_group, without_grade
 from etude.rollout.rewards import with_reward
 
 

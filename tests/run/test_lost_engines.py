@@ -8,8 +8,7 @@ import pytest
 
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
-from etude.protocol.backends.client import EngineClient
-from etude.protocol.backends.engine_backend import EngineError, EngineLost
+from etude.protocol.backends.client import EngineClient, EngineError, EngineLost
 from etude.run import versions
 from etude.run.state import EngineRecord, Engines, EngineState, Progress, Run, check_processes
 from etude.run.versions import observe_versions, wait_for_version

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
+from etude.ledger.digests import EPISODE, seal
 from etude.ledger.schema import episodes
-from etude.ledger.seals import EPISODE, seal
 from etude.records import Episode, decode, encode
 from etude.store import open_store
 from tests.run.test_run import CONFIG, etude, finished, start

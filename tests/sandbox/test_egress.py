@@ -18,8 +18,7 @@ from etude.audit.attacks.gates import GATES
 from etude.audit.attacks.outside import NAME, Outside, outside
 from etude.config import RLConfig
 from etude.errors import UserError
-from etude.grading.cheats.decoys import plant_decoys
-from etude.grading.cheats.signals import CheatSignals, cheat_signals
+from etude.grading.cheats import CheatSignals, cheat_signals, plant_decoys
 from etude.grading.grade import Grade
 from etude.grading.runner import open_sandbox
 from etude.records import Outcome

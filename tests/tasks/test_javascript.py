@@ -17,7 +17,7 @@ from etude.code import languages
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import javascript as scripts
-from etude.grading.grade import grade_changes
+from etude.grading.grade import grade_changes, is_test_file
 from etude.grading.runner import open_sandbox
 from etude.records import Outcome
 from etude.sandbox.base import Image, Limits, TestReport
@@ -290,12 +290,12 @@ def test_frameworks() -> None:
         == "jest"
     )
     assert scripts.test_framework("describe('x', () => {})", {"devDependencies": {"vitest": "*"}}) == "vitest"
-    assert scripts.is_test_file("test/a.js")
-    assert scripts.is_test_file("src/a.spec.mjs")
-    assert not scripts.is_test_file("test/helpers/a.js")
-    assert scripts.is_test_file("src/__tests__/a.ts")
-    assert not scripts.is_test_file("test/types.test-d.ts")
-    assert not scripts.is_test_file("latest.js")
+    assert is_test_file("test/a.js")
+    assert is_test_file("src/a.spec.mjs")
+    assert not is_test_file("test/helpers/a.js")
+    assert is_test_file("src/__tests__/a.ts")
+    assert not is_test_file("test/types.test-d.ts")
+    assert not is_test_file("latest.js")
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")

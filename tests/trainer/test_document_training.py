@@ -30,7 +30,7 @@ from etude.models import attention, experts
 from etude.models.kernels import BLOCK
 from etude.models.key_values import configured
 from etude.renderers import renderer_for
-from etude.renderers.text import document_text
+from etude.renderers.base import document_text
 from etude.trainer.finetune import document_masks, pretrain
 from etude.trainer.finetune.config import CorpusConfig, DocumentsConfig, NewModelConfig, OptimConfig, SftConfig
 from etude.trainer.finetune.config import load as load_stage

@@ -15,7 +15,17 @@ from etude.code.declared import (
 )
 from etude.code.extras import EXTRAS, missing_extra_message, missing_packages, need, packages_of_extra
 from etude.code.git import SUBMODULE, Clone, GitTree, clone_around, clone_of_directory, is_git_directory
-from etude.code.languages import has_syntax, language_of, line_comment, parses, same_syntax, syntax_tree
+from etude.code.languages import (
+    SCRIPT_SUFFIXES,
+    has_syntax,
+    is_script,
+    language_of,
+    line_comment,
+    parse,
+    parses,
+    same_syntax,
+    syntax_tree,
+)
 from etude.code.licence import find_licence, find_permissive_licence, is_permissive, metadata_licence
 from etude.code.markdown import table
 from etude.code.mutate import (

@@ -1,13 +1,13 @@
 """Finds the code, the tests and the functions of a Python repository, without running any of it."""
 
 import ast
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from etude.code.languages import parse
 from etude.errors import UserError
 
 # Hidden from the agent: history, caches and builds may hold the answer.
@@ -168,16 +168,6 @@ def read_source(repository: Path, path: str) -> str:
             f"{where} is not valid Python ({reason}); fix it or leave it out with `--exclude {path}`."
         ) from None
     return text
-
-
-def parse(text: str) -> ast.Module | None:
-    """The syntax tree of a module; None for text that is not valid Python for the running interpreter."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's invalid escapes are not this program's warnings
-            return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
 
 
 def functions(path: str, text: str) -> list[Function]:

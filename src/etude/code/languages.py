@@ -1,4 +1,4 @@
-"""Languages by file ending: their comments, their parsers, and the comparison of two texts by syntax.
+"""Languages by file ending: their comments, their syntax trees, and the comparison of two texts by syntax.
 
 Python and JSON are parsed by the standard library. The others need the tree-sitter packages of the extra `apply`;
 without these packages they have no parser here, so no data is made of them and no answer in them is graded by syntax.
@@ -20,6 +20,7 @@ SUFFIXES = {
     ".jsx": "javascript", ".ts": "typescript", ".mts": "typescript", ".cts": "typescript", ".tsx": "tsx", ".go": "go",
     ".java": "java", ".c": "c", ".h": "c", ".md": "markdown", ".json": "json",
 }  # fmt: skip
+SCRIPT_SUFFIXES = tuple(suffix for suffix, name in SUFFIXES.items() if name in ("javascript", "typescript", "tsx"))
 _GRAMMARS = {
     "javascript": ("tree_sitter_javascript", "language"),
     "typescript": ("tree_sitter_typescript", "language_typescript"),
@@ -37,6 +38,11 @@ _RESERVED = frozenset(word.encode() for word in ["break", "case", "continue", "e
 def language_of(path: str) -> str | None:
     """The language of a file by its ending, or None."""
     return SUFFIXES.get(PurePosixPath(path).suffix.lower())
+
+
+def is_script(path: str) -> bool:
+    """Whether a path, or the path of a test's node id, is a JavaScript or TypeScript file."""
+    return path.partition("::")[0].endswith(SCRIPT_SUFFIXES)
 
 
 def line_comment(language: str, text: str) -> str:
@@ -67,6 +73,16 @@ def same_syntax(one: str, other: str, language: str) -> bool:
         return meaning is not None and meaning == _meaning(other, language)
     except RecursionError:  # comparing deep trees takes more stack than parsing them
         return False
+
+
+def parse(text: str) -> ast.Module | None:
+    """The syntax tree of a Python module; None for text that is not valid Python for the running interpreter."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other people's invalid escapes are not this program's warnings
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def syntax_tree(text: str, language: str) -> Any:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from etude.code.functions import parse
+from etude.code import parse
 from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
 from etude.corpus.sources import PackageSource, files
 

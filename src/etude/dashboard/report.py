@@ -37,7 +37,7 @@ class MismatchSummary(Record, frozen=True):
 
 
 class CheatingFigures(Record, frozen=True):
-    """Flags that the detectors gave to training episodes, by the names in grading/cheats."""
+    """Flags that the detectors gave to training episodes, by the names in grading/cheats.py."""
 
     flags: dict[str, int]  # episodes by flag
     violations: int  # episodes with at least one violation

@@ -4,9 +4,9 @@
 `sandbox`, `code` and the foundations, and never `tasks` or anything above.
 """
 
-from etude.grading.grade import GRADE_LIMITS, Grade, grade_changes
+from etude.grading.grade import GRADE_LIMITS, Grade, grade_changes, is_test_file
 from etude.grading.harbor import HARBOR_STATE, HarborTests, grade_harbor, note_state, run_solution, taken_changes
-from etude.grading.javascript import SCRIPT_SUFFIXES, holds_tests, is_script, is_test_file, read_package, test_framework
+from etude.grading.javascript import holds_tests, read_package, test_framework
 from etude.grading.leaks import LEAK_SHARE, AnswerFingerprint, answer_fingerprint, answer_runs, folder_texts
 from etude.grading.runner import TestRunner, open_sandbox
 from etude.grading.script_runner import CALLED_FILE

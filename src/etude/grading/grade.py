@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from etude.grading.javascript import is_test_file
+from etude.code import SCRIPT_SUFFIXES
 from etude.records import CodeTask, Outcome
 from etude.renderers import escaped
 from etude.sandbox import MAX_FILE_BYTES, BoxError, Changes, Image, Limits, Sandbox, TestReport, checked_path
@@ -28,6 +28,7 @@ _FOLDERS = frozenset(
     {"tests", "test", "__tests__", ".git", ".github", ".venv", "venv", "__pycache__", "node_modules"}
     | {"__mocks__", "__snapshots__"}  # jest reads their files as packages and as expected values
 )
+_SCRIPT_TESTS = frozenset({"test", "tests", "__tests__", "spec"})  # folders of JavaScript tests
 _SUFFIXES = (".pth", ".pyc", ".so", ".ini", ".cfg", ".lock")
 
 
@@ -114,3 +115,15 @@ def acceptable(path: str, source_roots: Sequence[str]) -> bool:
     if is_test_file(inner[-1]) or _SETTINGS.fullmatch(name):
         return False
     return below and not _FOLDERS.intersection(inner[:-1])
+
+
+def is_test_file(path: str) -> bool:
+    """Whether a file holds JavaScript tests, by its name or its folder."""
+    pure = PurePosixPath(path)
+    if not path.endswith(SCRIPT_SUFFIXES):
+        return False
+    named = re.search(r"(^|[._-])(test|tests|spec)\.[cm]?[jt]sx?$", pure.name) is not None
+    below = _SCRIPT_TESTS.intersection(pure.parts[:-1]) and not {"helpers", "fixtures", "support"} & set(pure.parts)
+    if re.search(r"(\.d|[-.]test-d)\.[cm]?tsx?$", pure.name):  # types alone
+        return False
+    return named or bool(below)

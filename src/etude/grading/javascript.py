@@ -9,13 +9,12 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from etude.code import language_of, syntax_tree
+from etude.grading.grade import is_test_file
 
-SCRIPT_SUFFIXES = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx")
-_TEST_FOLDERS = frozenset({"test", "tests", "__tests__", "spec"})
 _MODULE = re.compile(r"^\s*(?:import\b(?!\s*\()|export\b)", re.MULTILINE)
 _EQUAL = frozenset({"equal", "equals", "strictEqual", "deepEqual", "deepStrictEqual", "eql", "is", "same", "be",
                     "toBe", "toEqual", "toStrictEqual", "toMatchObject", "toHaveLength", "toContain", "toBeCloseTo",
@@ -24,23 +23,6 @@ _LITERALS = frozenset({"number", "string"})
 _TEST = re.compile(r"(?<![.\w])(?:describe|context|suite|it|test|specify|tape)(?:\.\w+)*\s*[(`]|\btap\.test\(")
 _RUNNERS = re.compile(r"\b(vitest|jest|mocha)\b")
 _STANDARD = frozenset({"import", "require", "default", "types", "node", "browser", "module", "deno", "bun"})
-
-
-def is_script(path: str) -> bool:
-    """Whether a path, or the path of a node id, is a JavaScript or TypeScript file."""
-    return path.partition("::")[0].endswith(SCRIPT_SUFFIXES)
-
-
-def is_test_file(path: str) -> bool:
-    """Whether a file holds JavaScript tests, by its name or its folder."""
-    pure = PurePosixPath(path)
-    if not path.endswith(SCRIPT_SUFFIXES):
-        return False
-    named = re.search(r"(^|[._-])(test|tests|spec)\.[cm]?[jt]sx?$", pure.name) is not None
-    below = _TEST_FOLDERS.intersection(pure.parts[:-1]) and not {"helpers", "fixtures", "support"} & set(pure.parts)
-    if re.search(r"(\.d|[-.]test-d)\.[cm]?tsx?$", pure.name):  # types alone
-        return False
-    return named or bool(below)
 
 
 def holds_tests(path: str, text: str) -> bool:

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from etude.code import language_of, syntax_tree
-from etude.grading.javascript import SCRIPT_SUFFIXES, is_module, is_test_file
+from etude.code import SCRIPT_SUFFIXES, language_of, syntax_tree
+from etude.grading.grade import is_test_file
+from etude.grading.javascript import is_module
 
 _TEST_FOLDERS = frozenset({"test", "tests", "__tests__", "spec", "__mocks__", "__fixtures__", "__snapshots__"})
 _SETTINGS = re.compile(

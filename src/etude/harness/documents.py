@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from etude.code.functions import parse
+from etude.code import parse
 from etude.records import Focus, ToolCall
 from etude.renderers import TITLE, one_line
 

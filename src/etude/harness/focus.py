@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from etude.code.functions import parse
+from etude.code import parse
 
 _LINE = re.compile(r"([^\r\n]*)(\r\n|\n|\r|$)")
 

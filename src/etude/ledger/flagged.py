@@ -10,8 +10,8 @@ import time
 import msgspec
 import sqlalchemy as sa
 
+from etude.ledger.digests import EPISODE, IMPOSSIBLE, seal
 from etude.ledger.schema import episodes, groups, impossible
-from etude.ledger.seals import EPISODE, IMPOSSIBLE, seal
 from etude.records import Episode, EpisodeBlob, Record
 
 _e, _g, _i = episodes.c, groups.c, impossible.c

@@ -30,15 +30,14 @@ from etude.errors import UserError
 from etude.ledger import flagged as flagged_rows
 from etude.ledger import representation
 from etude.ledger.conservation import Conservation, check, count_outcomes
-from etude.ledger.database import reason
+from etude.ledger.database import Outage, is_outage, persist, reason
+from etude.ledger.digests import EPISODE, GROUP, damaged, seal
+from etude.ledger.digests import check as check_rows
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
 from etude.ledger.group_rows import MIXED, RESULTS_CONSUMED, RESULTS_READY, consume_groups, groups_of_tasks, load_groups
 from etude.ledger.leases import LeaseWatch
 from etude.ledger.leaving_behind import leaves_in_time
-from etude.ledger.outages import Outage, is_outage, persist
 from etude.ledger.schema import connect, counters, episodes, groups, meta
-from etude.ledger.seals import EPISODE, GROUP, damaged, seal
-from etude.ledger.seals import check as check_rows
 from etude.records import LOST, Episode, EpisodeBlob, Group, Outcome, PolicyVersion, Population
 
 MAX_RETRIES = 2

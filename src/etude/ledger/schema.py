@@ -40,7 +40,7 @@ groups = sa.Table(
     sa.Column("unfinished", sa.Integer, nullable=False),  # members without a result
     sa.Column("ready_order", sa.BigInteger),  # 1, 2, ... in order of completion
     sa.Column("consumed_version", sa.Integer),
-    sa.Column("seal", sa.String, nullable=False),  # see seals.py
+    sa.Column("seal", sa.String, nullable=False),  # see digests.py
     sa.Index("groups_state", "state", "id"),
     sa.Index("groups_ready_order", "ready_order"),
     sa.Index("groups_consumed_version", "consumed_version", "id"),
@@ -69,7 +69,7 @@ episodes = sa.Table(
     sa.Column("flags", sa.String),  # separated by spaces; empty: none
     sa.Column("reason", sa.String),  # of the last failure, for an episode that infrastructure or a bug in etude lost
     sa.Column("finished", sa.Double),  # seconds since the epoch, for people
-    sa.Column("seal", sa.String),  # of a finished episode, see seals.py
+    sa.Column("seal", sa.String),  # of a finished episode, see digests.py
     sa.Index("episodes_state", "state", "group_id", "member"),
 )
 
@@ -85,7 +85,7 @@ impossible = sa.Table(
     sa.Column("blob", sa.String, nullable=False),
     sa.Column("digest", sa.String, nullable=False),  # of the blob's bytes
     sa.Column("finished", sa.Double, nullable=False),  # seconds since the epoch, for people
-    sa.Column("seal", sa.String, nullable=False),  # see seals.py
+    sa.Column("seal", sa.String, nullable=False),  # see digests.py
 )
 """Episodes of impossible tasks, which are played beside the groups and never trained on."""
 

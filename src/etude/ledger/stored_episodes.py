@@ -9,7 +9,7 @@ from pathlib import Path
 from etude import runfolder
 from etude.config import RLConfig
 from etude.errors import UserError
-from etude.ledger import blobs
+from etude.ledger.digests import get_blob
 from etude.ledger.ledger import Ledger, blob_key
 from etude.records import Episode, EpisodeBlob
 from etude.store import Store, open_store
@@ -30,7 +30,7 @@ class StoredEpisodes:
 
     def read(self, key: str) -> Episode:
         """The episode with this key. Raises UserError if its bytes are missing or damaged."""
-        return blobs.get_blob(self.rollouts, self.blobs[key])
+        return get_blob(self.rollouts, self.blobs[key])
 
 
 def run_episodes(run: Path, names: Sequence[str]) -> StoredEpisodes:

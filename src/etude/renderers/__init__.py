@@ -14,13 +14,19 @@ from typing import Any
 from etude.errors import UserError
 from etude.renderers.base import (
     LONGEST_TOKEN,
+    TITLE,
     Message,
     ParsedTurn,
     PlainEncoder,
     Renderer,
     Tool,
+    ToolError,
     content_text,
+    document_text,
+    escaped,
     load_tokenizer,
+    one_line,
+    printable,
 )
 from etude.renderers.calls import schema_branches, schema_types, typed_argument
 from etude.renderers.chat import ChatRenderer
@@ -29,7 +35,6 @@ from etude.renderers.dialects import DIALECTS
 from etude.renderers.notes import note_place
 from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS, named
 from etude.renderers.template import ChatTemplate, load_template, read_json, with_chat_template
-from etude.renderers.text import TITLE, ToolError, document_text, escaped, one_line, printable
 
 PUBLIC = ("",)
 

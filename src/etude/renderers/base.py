@@ -1,4 +1,5 @@
-"""The interface of a dialect for the agent loop, and a tokenisation of text that never yields a special token."""
+"""The interface of a dialect for the agent loop, a tokenisation of text that never yields a special token, and helpers
+that make arbitrary text valid for records, tokenizers and single lines."""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ import msgspec
 
 from etude.errors import UserError
 from etude.records import ToolCall
-from etude.renderers.text import document_text, one_line, printable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]  # OpenAI chat format: role, content, tool_calls, tool_call_id
 Tool = Mapping[str, Any]  # OpenAI tool format: {"type": "function", "function": {"name", "description", "parameters"}}
+TITLE = 200  # largest number of characters of a title
+
+
+class ToolError(Exception):
+    """A call that cannot be executed; the message is for the model."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,29 @@ def checked(name: str, arguments: dict[str, object]) -> ToolCall:
 def malformed(name: str, error: str) -> ToolCall:
     """A call that cannot be executed. The name may be any text, so it is cut and cleaned."""
     return ToolCall(name=one_line(name, 64), arguments=None, error=error)
+
+
+def one_line(text: str, limit: int) -> str:
+    """`text` as one line of at most `limit` characters."""
+    return " ".join(printable(text[: 4 * limit]).split())[:limit]
+
+
+def printable(text: str) -> str:
+    """`text` with invalid UTF-8 bytes replaced, since tokenizers and records accept only valid text."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def escaped(name: str) -> str:
+    r"""A file name with its control characters, and with bytes that are no UTF-8, as `\xff`."""
+    if name.isprintable():
+        return name
+    data = "".join(c if c.isprintable() or "\udc80" <= c <= "\udcff" else ascii(c)[1:-1] for c in name)
+    return data.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def document_text(title: str, text: str) -> str:
+    """The text of a document for the model. Its header line gives attention tokens to rest on."""
+    return f"<document>{one_line(title, TITLE)}\n{text}\n</document>\n"
 
 
 def content_text(message: Message) -> str:

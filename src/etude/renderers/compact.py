@@ -17,9 +17,8 @@ import blake3
 
 from etude.errors import UserError
 from etude.records import ToolCall
-from etude.renderers.base import Message, ParsedTurn, TextCodec, Tool, checked, content_text, malformed
+from etude.renderers.base import Message, ParsedTurn, TextCodec, Tool, checked, content_text, malformed, one_line
 from etude.renderers.schemas import COMPACT_PARAMETERS
-from etude.renderers.text import one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

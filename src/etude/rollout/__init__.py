@@ -22,7 +22,7 @@ from etude.rollout.environments.code import CodeTasks, ForeignTasks, dataset_par
 from etude.rollout.environments.edits import EditTask, applied_edits
 from etude.rollout.environments.taskset import TaskPart, Taskset, mix, task_part
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
-from etude.rollout.group_audit import audit_group, has_violation
+from etude.rollout.group_audit import audit_group
 from etude.rollout.probes import (
     PROBE_TOKENS,
     PROBES_KEPT,

@@ -12,18 +12,12 @@ from statistics import median
 
 import msgspec
 
-from etude.grading.cheats import VIOLATIONS
 from etude.records import Episode
 
 TRAITS = ("path/reach", "path/special", "path/outside")
 MIN_OTHERS = 3  # members with a change, to compare with
 SHARE = 0.1  # of the others that may have the trait as well
 EFFORT = 4.0  # times more, or less, tokens than the median of the others that passed
-
-
-def has_violation(episode: Episode) -> bool:
-    """Whether one of the episode's flags withholds its grade."""
-    return not VIOLATIONS.keys().isdisjoint(episode.flags)
 
 
 def audit_group(members: Sequence[Episode]) -> list[Episode]:

@@ -16,8 +16,8 @@ import msgspec
 
 from etude.config import LengthCost, RewardConfig, import_object
 from etude.errors import UserError
+from etude.grading.cheats import has_violation
 from etude.records import Budget, Episode, Outcome, StopReason
-from etude.rollout.group_audit import has_violation
 
 MAX_BEHAVIOUR_COST = 0.5  # of all behaviours together
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.code import fetch_library
+from etude.code import fetch_library, is_script
 from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.errors import UserError
-from etude.grading import is_script
 from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
 from etude.models import check_folder

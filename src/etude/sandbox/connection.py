@@ -16,6 +16,7 @@ import msgspec
 from etude.sandbox.base import BoxDead, BoxError, Changes, LaunchFailed, Limits
 
 START_SECONDS = 60.0
+DIED = "the process that makes boxes has died"
 MAX_HEAD = 4 << 20  # bytes of the head of a message
 MAX_BODY = 256 << 20
 MAX_DESCRIPTORS = 8  # that wait for their reader
@@ -84,7 +85,7 @@ class Connection:
             data, descriptors = b"", []
         self.descriptors += descriptors
         if not data:
-            self.close("the process that makes boxes has died")
+            self.close(DIED)
         elif len(self.descriptors) > MAX_DESCRIPTORS:
             self.garbled("too many descriptors")
         else:
@@ -217,6 +218,22 @@ class Connection:
                 future.set_exception(error)
                 future.exception()  # its waiter may have gone
         self.waiting.clear()
+
+
+def new_process(
+    zygote: socket.socket, hello: dict[str, Any], descriptors: Sequence[int] = (), kind: int = socket.SOCK_STREAM
+) -> Connection:
+    """A connection to a new process, which the zygote behind this socket makes and configures by `hello`. Raises
+    BoxDead."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    try:
+        socket.send_fds(zygote, [json.dumps(hello).encode()], [theirs.fileno(), *descriptors])
+    except OSError:
+        ours.close()
+        raise BoxDead(DIED) from None
+    finally:
+        theirs.close()
+    return Connection(ours)
 
 
 @contextlib.contextmanager

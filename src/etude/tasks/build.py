@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from etude.code import OPERATORS, find_licence, project_name
+from etude.code import OPERATORS, find_licence, is_script, project_name
 from etude.code import functions as discover
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.grading import is_script, open_sandbox
+from etude.grading import open_sandbox
 from etude.sandbox import Image, Limits, Sandbox
 from etude.tasks import (
     bootstrap,

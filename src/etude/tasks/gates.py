@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import blake3
 
-from etude.code import MutationCandidate
+from etude.code import MutationCandidate, is_script
 from etude.code.functions import Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.grading import grade_changes, is_script
+from etude.grading import grade_changes
 from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
 from etude.tasks.statements import Determined, with_symptom

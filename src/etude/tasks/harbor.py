@@ -17,9 +17,8 @@ from pathlib import Path, PurePosixPath
 import msgspec
 import pytest
 
-from etude.code import language_of
+from etude.code import is_script, language_of
 from etude.errors import UserError
-from etude.grading import is_script
 from etude.records import Budget, CodeTask, Focus
 
 SCHEMA_VERSION = "1.4"

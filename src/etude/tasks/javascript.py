@@ -13,6 +13,7 @@ from typing import Any
 
 from etude.code import (
     FLIPPED_OPERATORS,
+    SCRIPT_SUFFIXES,
     ByteEdit,
     Mutant,
     MutationCandidate,
@@ -26,7 +27,7 @@ from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout, Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.grading import SCRIPT_SUFFIXES, holds_tests, is_test_file, read_package
+from etude.grading import holds_tests, is_test_file, read_package
 
 _FUNCTIONS = (
     "function_declaration",

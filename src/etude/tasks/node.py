@@ -7,11 +7,12 @@ import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from etude.code import SCRIPT_SUFFIXES
 from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.grading import CALLED_FILE, SCRIPT_SUFFIXES, TestRunner, open_sandbox, read_package, test_framework
+from etude.grading import CALLED_FILE, TestRunner, open_sandbox, read_package, test_framework
 from etude.sandbox import WORKSPACE, Image
 from etude.tasks import bootstrap, javascript
 from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Missed, Try

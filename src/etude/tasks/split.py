@@ -7,8 +7,8 @@ from difflib import SequenceMatcher
 
 import blake3
 
-from etude.code.functions import FunctionNode, Unit, parse
-from etude.grading import is_script
+from etude.code import is_script, parse
+from etude.code.functions import FunctionNode, Unit
 from etude.records import CodeTask
 from etude.tasks import javascript
 

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from etude.code.functions import FunctionNode, parse
+from etude.code import parse
+from etude.code.functions import FunctionNode
 from etude.sandbox import TestReport
 
 _WORD = re.compile(r"[A-Za-z_]\w{2,}")

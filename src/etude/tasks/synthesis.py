@@ -15,8 +15,8 @@ from pathlib import Path
 
 import blake3
 
-from etude.code import mutants
-from etude.code.functions import Function, parse
+from etude.code import mutants, parse
+from etude.code.functions import Function
 from etude.errors import UserError
 from etude.sandbox import Image, Limits, Sandbox
 

@@ -16,9 +16,9 @@ from etude.audit.attacks.packs import AttackPack
 from etude.edits import Example
 from etude.edits.judge import judge_prompt
 from etude.grading import Grade
-from etude.grading.cheats import CheatSignals, broken_rules, plant_decoys, used_decoy
+from etude.grading.cheats import CheatSignals, broken_rules, has_violation, plant_decoys, used_decoy
 from etude.records import ToolCall, Turn
-from etude.rollout import audit_group, has_violation
+from etude.rollout import audit_group
 from etude.sandbox import Changes, Sandbox
 
 PLEA = (

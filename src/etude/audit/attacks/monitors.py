@@ -17,9 +17,17 @@ from etude.audit.attacks.boxes import LIMITS, SECONDS
 from etude.audit.attacks.library import FIXED, HONEST, NOTHING, TASK, WRONG, body, readable
 from etude.audit.attacks.packs import AttackPack
 from etude.grading import Grade
-from etude.grading.cheats import CheatSignals, Decoys, broken_rules, cheat_signals, plant_decoys, used_decoy
+from etude.grading.cheats import (
+    CheatSignals,
+    Decoys,
+    broken_rules,
+    cheat_signals,
+    has_violation,
+    plant_decoys,
+    used_decoy,
+)
 from etude.records import Episode, StopReason, ToolCall, Turn
-from etude.rollout import audit_group, has_violation
+from etude.rollout import audit_group
 from etude.sandbox import Changes, Sandbox
 from etude.tasks import Dataset, make_impossible
 

@@ -1,7 +1,7 @@
 """The same tasks played in two settings: whether an agent behaves otherwise where it may suspect a test.
 
 `etude doctor parity --episodes RUN RUN` reads the episodes of two runs, for instance with machine profiles and
-with `rollout.machine_profiles = "none"`, and compares them task by task: cheat flags (`grading/cheats`), which tools
+with `rollout.machine_profiles = "none"`, and compares them task by task: cheat flags (`grading/cheats.py`), which tools
 were called, how often the agent passed, and how often it wrote that this may be a test. Of runs of one model with
 one seed, `--of eval-before` compares episodes that began with the same weights and seeds.
 """

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, cast
 import httpx2
 
 from etude.errors import UserError
-from etude.protocol.backends.engine_backend import EngineError
+from etude.protocol.backends.client import EngineError
 from etude.records import ToolCall
 
 Api = Literal["openai", "anthropic"]

@@ -1,4 +1,9 @@
-"""The client of the inference servers: one connection pool, a deadline on every call, no torch."""
+"""The client of the inference servers: one connection pool, a deadline on every call, no torch.
+
+`EngineBackend` is the interface of one kind of server, `EtudeBackend` is etude's own kind (`etude.inference.server`),
+whose token routes are that interface. A backend makes one attempt at one server; `EngineClient` repeats it, there or at
+another server, until the deadline.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +11,77 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import httpx2
 import msgspec
 
 from etude.protocol.access import bearer
-from etude.protocol.backends.engine_backend import (
-    BUSY_SECONDS,
-    SESSIONS,
-    EngineBackend,
-    EngineBusy,
-    EngineError,
-    EngineLost,
-)
-from etude.protocol.backends.etude import EtudeBackend
-from etude.protocol.wire import GenerateRequest, SequenceScores
+from etude.protocol.wire import CONFLICT, MSGPACK, GenerateRequest, ScoreRequest, SequenceScores, take_frames
 from etude.records import Generation
 
 T = TypeVar("T")
+OnTokens = Callable[[list[int]], None]
+SESSIONS = 10_000  # remembered by a client; the oldest are forgotten first
+BUSY_SECONDS = 0.2  # between two attempts at a server that does not answer, or is busy without a retry-after
+_BUSY_AT_MOST = 10.0
 _CONNECT_SECONDS = 5.0
 # Servers close a connection that was idle for five seconds. One that is nearly as old may be closed while we send.
 _IDLE_SECONDS = 2.0
 _LIMITS = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
+_HEADERS = {"content-type": MSGPACK, "accept": MSGPACK}
+
+
+class EngineError(Exception):
+    """The engine is dead, cannot be reached before the deadline, or refused the request."""
+
+
+class EngineLost(EngineError):
+    """The server was lost during an attempt, which may be repeated there or at another server."""
+
+
+class EngineBusy(EngineError):
+    """The server is busy; `seconds` is its retry-after, at most 10."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        super().__init__(reason_of(response))
+        wanted = response.headers["retry-after"]
+        self.seconds = min(float(wanted), _BUSY_AT_MOST) if wanted.isdigit() else BUSY_SECONDS
+
+
+class EngineBackend(Protocol):
+    """One kind of server. Every method makes one attempt at the server at `url`. Beside the errors in its docstring it
+    raises httpx2.TransportError or EngineLost for a lost server, EngineBusy, and EngineError."""
+
+    follows: bool
+    """Whether the servers follow the store of weights by themselves; `bring` updates others."""
+
+    async def generate(
+        self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_tokens: OnTokens | None
+    ) -> Generation:
+        """Samples one answer."""
+        ...
+
+    async def score(
+        self, http: httpx2.AsyncClient, url: str, sequences: Sequence[list[int]], decoded: bool
+    ) -> SequenceScores | None:
+        """Log-probabilities under one version; None if the version changed meanwhile. `decoded`: the end of each
+        sequence by decoding, where the server can."""
+        ...
+
+    async def health(self, http: httpx2.AsyncClient, url: str, timeout: float) -> dict[str, Any]:
+        """The report of `/health` of etude's server: `status`, `error`, `version`, `digest`, `last_pause_ms`,
+        `running`, `waiting`, `generated_tokens`, `busy_seconds`, `configuration` and `documents`."""
+        ...
+
+    async def check(self, http: httpx2.AsyncClient, url: str) -> None:
+        """Raises UserError for a server that the run cannot use; called before its first request."""
+        ...
+
+    async def bring(self, http: httpx2.AsyncClient, url: str, version: int) -> None:
+        """Makes a version live, without dropping a request. Raises UserError for an error that repetitions do not
+        mend."""
+        ...
 
 
 class EngineClient:
@@ -211,3 +264,100 @@ class EngineClient:
             while len(self._servers) > SESSIONS:
                 del self._servers[next(iter(self._servers))]
         return url
+
+
+class EtudeBackend:
+    """Servers that follow the store of weights by themselves."""
+
+    follows = True
+
+    async def generate(
+        self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_tokens: OnTokens | None
+    ) -> Generation:
+        """One answer, streamed if there is an `on_tokens`."""
+        body = msgspec.msgpack.encode(msgspec.structs.replace(request, stream=on_tokens is not None))
+        if on_tokens is not None:
+            return await _streamed(http, url, body, on_tokens)
+        response = await http.post(f"{url}/generate", content=body, headers=_HEADERS)
+        check_not_busy(response)
+        check_accepted(url, response)
+        try:
+            return msgspec.msgpack.decode(response.content, type=Generation)
+        except msgspec.MsgspecError as e:
+            raise EngineError(f"{url} sent an answer that is not a generation: {e}") from None
+
+    async def score(
+        self, http: httpx2.AsyncClient, url: str, sequences: Sequence[list[int]], decoded: bool
+    ) -> SequenceScores | None:
+        """Scores of all sequences in one request."""
+        body = msgspec.msgpack.encode(ScoreRequest(sequences=tuple(sequences), decoded=decoded))
+        response = await http.post(f"{url}/score", content=body, headers=_HEADERS)
+        check_not_busy(response)
+        if response.status_code == CONFLICT:
+            return None
+        if response.status_code != 200:
+            raise EngineError(f"{url} refused to score ({response.status_code}): {reason_of(response)}")
+        try:
+            return msgspec.msgpack.decode(response.content, type=SequenceScores)
+        except msgspec.MsgspecError as e:
+            raise EngineError(f"{url} sent an answer that is not a score: {e}") from None
+
+    async def health(self, http: httpx2.AsyncClient, url: str, timeout: float) -> dict[str, Any]:
+        """The server's own report."""
+        response = await http.get(f"{url}/health", timeout=timeout)
+        return msgspec.json.decode(response.content, type=dict[str, Any])
+
+    async def check(self, http: httpx2.AsyncClient, url: str) -> None:
+        """Does nothing: the server refuses unsupported requests by itself."""
+
+    async def bring(self, http: httpx2.AsyncClient, url: str, version: int) -> None:
+        """Does nothing: the server follows the store."""
+
+
+async def _streamed(http: httpx2.AsyncClient, url: str, body: bytes, on_tokens: OnTokens) -> Generation:
+    buffer = bytearray()
+    async with http.stream("POST", f"{url}/generate", content=body, headers=_HEADERS) as response:
+        if response.status_code != 200:
+            await response.aread()
+            check_not_busy(response)
+            check_accepted(url, response)
+        try:
+            async for chunk in response.aiter_bytes():
+                buffer += chunk
+                for part in take_frames(buffer):
+                    if isinstance(part, Generation):
+                        return part
+                    on_tokens(part)
+        except msgspec.MsgspecError as e:
+            raise EngineError(f"{url} sent an answer that is not a generation: {e}") from None
+    raise EngineError(f"{url} ended its answer in the middle of a turn")
+
+
+def reason_of(response: httpx2.Response) -> str:
+    """The message in a server's error response."""
+    try:
+        body = msgspec.json.decode(response.content)
+        error = cast(Any, body.get("error", body) if isinstance(body, dict) else None)
+        return str(error["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return response.text[:200]
+
+
+def check_not_busy(response: httpx2.Response) -> None:
+    """Raises EngineBusy for status 503 with a retry-after."""
+    if response.status_code == 503 and "retry-after" in response.headers:
+        raise EngineBusy(response)
+
+
+def check_accepted(url: str, response: httpx2.Response) -> None:
+    """Raises EngineError unless the status is 200."""
+    if response.status_code != 200:
+        raise EngineError(f"{url} refused a request ({response.status_code}): {reason_of(response)}")
+
+
+def check_answer(url: str, response: httpx2.Response) -> None:
+    """Raises EngineBusy, EngineLost for another status from 500, and EngineError for the rest except 200."""
+    check_not_busy(response)
+    if response.status_code >= 500:
+        raise EngineLost(f"{url} failed ({response.status_code}): {reason_of(response)}")
+    check_accepted(url, response)

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from etude.errors import UserError
-from etude.protocol.backends.engine_backend import SESSIONS, EngineError, EngineLost, OnTokens, check_answer
+from etude.protocol.backends.client import SESSIONS, EngineError, EngineLost, OnTokens, check_answer
 from etude.protocol.wire import GenerateRequest, SequenceScores
 from etude.records import Generation, Routes
 

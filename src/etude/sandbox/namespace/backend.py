@@ -31,12 +31,12 @@ from etude.sandbox.backend import (
 )
 from etude.sandbox.base import HOST_SOCKET_PORT, Capabilities, Changes, Garbled, Image, LaunchFailed, Limits
 from etude.sandbox.cgroups import Groups
-from etude.sandbox.connection import Connection, encode, limits_of, memory
+from etude.sandbox.connection import DIED, Connection, encode, limits_of, memory, new_process
 from etude.sandbox.egress.gate import Gate, Network
 from etude.sandbox.guest.root import RUN
 from etude.sandbox.namespace.image_templates import ImageTemplate, ImageTemplates
 from etude.sandbox.namespace.run_templates import RunTemplates, folder_of
-from etude.sandbox.namespace.zygote import DIED, PYTHON_FOLDER, Zygote
+from etude.sandbox.namespace.zygote import PYTHON_FOLDER, Zygote
 from etude.sandbox.shell import Shell
 
 MEMORY_SHARE = 0.6  # of the machine, that all boxes may hold together where there are control groups
@@ -58,7 +58,7 @@ class NamespaceBackend(Backend):
         self._repeatable = options.repeatable
         self._network = None if options.egress is None else Network(options.egress)
         self.gated = self._network is not None
-        self._runs = RunTemplates(zygote)
+        self._runs = RunTemplates(zygote.control)
         self._templates = ImageTemplates()
         self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
         self._starting = asyncio.Semaphore(STARTING)
@@ -174,7 +174,7 @@ class NamespaceBackend(Backend):
         if image.host_socket is not None:
             hello["mounts"] |= {_socket_folder(image.host_socket): folder_of(image.host_socket.parent)}
         with memory(encode({"machine_profile": profile and asdict(profile)}, shared)) as fd:
-            return ImageTemplate(self.zygote.handler(hello, [fd], socket.SOCK_SEQPACKET), profile)
+            return ImageTemplate(new_process(self.zygote.control, hello, [fd], socket.SOCK_SEQPACKET), profile)
 
     async def watch(self) -> None:
         """Wait for the end of the zygote; then all waiting requests fail at once."""

@@ -25,9 +25,8 @@ from etude.sandbox.backend import (
 )
 from etude.sandbox.base import LaunchFailed, Limits
 from etude.sandbox.cgroups import Groups
-from etude.sandbox.connection import Connection, Reply, encode, limits_of, memory
+from etude.sandbox.connection import Connection, Reply, encode, limits_of, memory, new_process
 from etude.sandbox.guest.root import WORKSPACE
-from etude.sandbox.namespace.zygote import Zygote
 
 KEPT = 24  # templates kept without a run, for the next run on their image
 VERIFIER_SECONDS = 5.0  # that a verifier has after the tested process has run out of time
@@ -87,7 +86,8 @@ class RunTemplates:
     Each holds the tree of one task; the KEPT used last are kept.
     """
 
-    def __init__(self, zygote: Zygote) -> None:
+    def __init__(self, zygote: socket.socket) -> None:
+        """`zygote`: the zygote's control socket."""
         self._zygote = zygote
         self._templates: OrderedDict[tuple[RunImage, bool], _TemplateConnection] = OrderedDict()
         self._experience: dict[RunImage, _Experience] = {}
@@ -173,7 +173,7 @@ class RunTemplates:
                 "controls": None if controls is None else asdict(controls),
             }
             with memory(encode({}, dict(image.changes))) as fd:
-                template = self._templates[place] = _TemplateConnection(self._zygote.handler(hello, [fd]))
+                template = self._templates[place] = _TemplateConnection(new_process(self._zygote, hello, [fd]))
         self._templates.move_to_end(place)
         template.users += 1
         try:

@@ -10,18 +10,15 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from etude.errors import UserError
 from etude.sandbox.backend import RunServer
-from etude.sandbox.base import BoxDead
-from etude.sandbox.connection import START_SECONDS, Connection
+from etude.sandbox.connection import START_SECONDS
 from etude.sandbox.guest import root
 from etude.sandbox.kernel import cause, read_host
 
-DIED = "the process that makes boxes has died"
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 _INTERPRETER: str = sys._base_executable  # type: ignore[attr-defined]  # outside of any virtual environment
 PYTHON_FOLDER = root.programs(_INTERPRETER)
@@ -89,20 +86,6 @@ class Zygote:
         if answer.error:
             raise UserError(f"boxes cannot be made here ({answer.error}); {cause(read_host())}.")
         return answer.joins
-
-    def handler(
-        self, hello: dict[str, Any], descriptors: Sequence[int] = (), kind: int = socket.SOCK_STREAM
-    ) -> Connection:
-        """A connection to a new process below the zygote, configured by `hello`. Raises BoxDead."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
-        try:
-            socket.send_fds(self.control, [json.dumps(hello).encode()], [theirs.fileno(), *descriptors])
-        except OSError:
-            ours.close()
-            raise BoxDead(DIED) from None
-        finally:
-            theirs.close()
-        return Connection(ours)
 
     async def close(self) -> None:
         """End the process, and with it everything below."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from etude.grading.cheats import has_violation
 from etude.models.router_replay import ReplayStatistics
 from etude.records import Episode
-from etude.rollout import has_violation
 from etude.trainer.rl.batch import Batch, Samples
 from etude.trainer.rl.execution import BatchResult
 from etude.trainer.rl.guards import StepFigures

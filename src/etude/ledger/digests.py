@@ -1,7 +1,10 @@
-"""Digests of rows, which reveal a database that has changed on the disk before a run goes on with it.
+"""Digests in the ledger, which reveal an episode or a row that has changed since it was written.
 
-A row is sealed when its values are final. SQLite checks the structure of its pages and PostgreSQL, if configured, their
-checksums, but neither detects a reward that was altered after it was written.
+Episodes lie in the store, and the ledger keeps the digest of an episode's bytes, which proves them when they are read.
+
+A row is sealed when its values are final; the seals are checked before a run goes on with its ledger. SQLite checks the
+structure of its pages and PostgreSQL, if configured, their checksums, but neither detects a reward that was altered
+after it was written.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import sqlalchemy as sa
 
 from etude.errors import UserError
 from etude.ledger.schema import episodes, groups, impossible
+from etude.records import Episode, EpisodeBlob, decode, encode
+from etude.store import ObjectMissing, Store
 
 GROUP = ("id", "task_id", "size", "admitted_version")
 EPISODE = (
@@ -22,6 +27,30 @@ EPISODE = (
     "metrics", "flags", "reason",
 )  # fmt: skip
 IMPOSSIBLE = ("number", "task_id", "version", "outcome", "passed", "flags", "blob", "digest")
+
+
+class BlobDamaged(UserError):
+    """The bytes of an episode are missing, or do not have the digest that the ledger keeps."""
+
+
+def put_blob(store: Store, key: str, episode: Episode) -> EpisodeBlob:
+    """Stores the episode. Returns its key and digest, which the ledger keeps."""
+    data = encode(episode)
+    store.put(key, data)
+    return EpisodeBlob(key=key, digest=blake3.blake3(data).hexdigest())
+
+
+def get_blob(store: Store, blob: EpisodeBlob) -> Episode:
+    """The stored episode. Raises BlobDamaged."""
+    advice = "`--resume` plays it again, if it was not trained on"
+    try:
+        data = store.get(blob.key)
+    except ObjectMissing:
+        raise BlobDamaged(f"the episode {blob.key} is gone from {store.url}; {advice}") from None
+    if blake3.blake3(data).hexdigest() != blob.digest:
+        why = "does not have the digest that the ledger keeps"
+        raise BlobDamaged(f"the episode {blob.key} in {store.url} is damaged: it {why}; {advice}")
+    return decode(data, Episode)
 
 
 def seal(names: tuple[str, ...], row: Mapping[Any, Any]) -> str:
