@@ -51,9 +51,9 @@ class Remote:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The tasks and settings of a measurement. `suites` are folders of datasets, environments, or tables [tasks] with an
-    environment or edits. Finished episodes are kept in the folder `output`, if there is one, and
-    not played again. `dialect` and `chat_template_kwargs` are for model folders, as in a run's configuration; `tools`
+    """The tasks and settings of a measurement. `suites` are folders of datasets, environments, or tables [tasks] with
+    an environment or edits. Finished episodes are kept in the folder `output`, if there is one, and not played again.
+    `dialect` and `chat_template_kwargs` are for model folders, as in a run's configuration; `tools`
     are the names of the agent's built-in tools, () for all, `custom_tools` the import paths of others."""
 
     suites: Sequence[Path | TasksConfig | Environment[Any]]
