@@ -22,6 +22,8 @@ from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, StopReason
 from etude.renderers import Renderer
 from etude.rollout.environments.agent import open_agent
+from etude.rollout.environments.code import dataset_part
+from etude.rollout.environments.taskset import Taskset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.tasks.dataset import Dataset
 from tests.helpers.engines import served
@@ -88,7 +90,7 @@ def played(
         async with parts(url, config) as (sandbox, client, agent):
             sampler = policy(client) if policy else client
             model = EngineModel(sampler, renderer, Sampling(max_tokens=max_tokens))
-            setting = RolloutContext(dataset, sandbox, model, budget, agent)
+            setting = RolloutContext(Taskset((dataset_part(dataset),)), sandbox, model, budget, agent)
             episode = await run_episode(setting, a_task(), EpisodeId(group_id=3, member=1, attempt=0, seed=5))
             for segment in episode.segments:
                 ids, mask, logprobs, _ = segment.arrays()
@@ -214,7 +216,7 @@ def test_a_command_that_its_box_refuses_is_not_the_infrastructures_fault(dataset
             open_sandbox(workers=1) as sandbox,
         ):
             model = EngineModel(Forced(None, "", []), hermes, Sampling())  # type: ignore[arg-type]
-            context = RolloutContext(dataset, sandbox, model, BUDGET, agent)
+            context = RolloutContext(Taskset((dataset_part(dataset),)), sandbox, model, BUDGET, agent)
             await run_episode(context, a_task(), EpisodeId(group_id=0, member=0, attempt=0, seed=0))
 
     with pytest.raises(UserError, match=r"failed before its first request: .* a command line has at most 100000 bytes"):

@@ -21,7 +21,8 @@ def member(number: int, passed: bool, **metrics: float) -> Episode:
     }
     return Episode(
         id=f"0-{number}-0", group_id=0, member=number, attempt=0, task_id="t", seed=0, outcome=Outcome.SCORED,
-        stop_reason=StopReason.FINISHED, reward=float(passed), passed=passed, segments=(), turns=(), metrics=metrics,
+        stop_reason=StopReason.FINISHED, reward=float(passed), grade=float(passed), passed=passed, segments=(),
+        turns=(), metrics=metrics,
     )  # fmt: skip
 
 

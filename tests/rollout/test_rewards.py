@@ -28,6 +28,7 @@ def episode(passed: bool = False, outcome: Outcome = Outcome.SCORED, **metrics: 
         outcome=outcome,
         stop_reason=StopReason.FINISHED,
         reward=float(passed),
+        grade=float(passed),
         passed=passed,
         segments=(),
         turns=(),

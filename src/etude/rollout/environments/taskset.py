@@ -39,6 +39,15 @@ class TaskPart:
         return tuple(task for task in self.tasks if task.split == name)
 
 
+class _TasksById(dict[str, Task]):
+    def __init__(self, name: str, tasks: Mapping[str, Task]) -> None:
+        super().__init__(tasks)
+        self.name = name
+
+    def __missing__(self, id: str) -> Task:
+        raise UserError(f"{self.name} has no task {id} any more: the tasks must be the same at every start of a run")
+
+
 @dataclass(frozen=True)
 class Taskset:
     """The tasks of a run or an evaluation, and the environments that play them. `weights` maps the name of an
@@ -78,9 +87,9 @@ class Taskset:
         return tuple(task for task, _, _ in self._places.values())
 
     @cached_property
-    def by_id(self) -> dict[str, Task]:
-        """The tasks by their ids."""
-        return {id: place[0] for id, place in self._places.items()}
+    def by_id(self) -> Mapping[str, Task]:
+        """The tasks by their ids. A lookup raises UserError for a task that an earlier start of the run had."""
+        return _TasksById(self.name, {id: place[0] for id, place in self._places.items()})
 
     def split(self, name: str) -> tuple[Task, ...]:
         """The tasks of split "train" or "heldout"."""
