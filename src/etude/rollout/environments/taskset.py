@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import blake3
@@ -118,6 +119,9 @@ def mix(parts: Sequence[TaskPart], weights: Sequence[float], *, more: bool = Fal
             f"two sources of tasks are of the project {twice}, and one would train on held-out functions of the "
             "other: keep one of them"
         )
+    names = Counter(part.name for part in parts)
+    if (name := next((name for name, count in names.items() if count > 1), None)) is not None:
+        raise UserError(f"two sources of tasks are called {name}: rename one")
     if len(parts) == 1 and not more:
         return Taskset(tuple(parts))
     total = sum(weights)
@@ -128,8 +132,10 @@ def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> T
     """An environment with its tasks, which are checked. Tasks without a split are divided by a hash of their ids:
     `heldout_fraction` of them are held out. Raises UserError."""
     name = environment.name
-    if not environment.has_reward():
-        raise UserError(f"{name} has no reward: write the method `reward`, or mark methods as @reward")
+    environment.check_reward()
+    for key in ("repository", "site"):
+        if (folder := getattr(environment, key)) and not Path(folder).is_dir():
+            raise UserError(f"{name}.{key}: {folder} is not a folder")
     tasks = _checked(environment)
     free = sorted(
         (id for id, task in tasks.items() if not task.split), key=lambda id: blake3.blake3(id.encode()).digest()
@@ -166,5 +172,9 @@ def _checked(environment: Environment[Any]) -> dict[str, Task]:
             environment.validate(task)
         except Exception as e:
             raise UserError(f"{name}.validate refuses the task {task.id}: {type(e).__name__}: {e}") from e
+        try:
+            environment.image(task)
+        except Exception as e:
+            raise UserError(f"{name} gives no box for the task {task.id}: {type(e).__name__}: {e}") from e
         by_id[task.id] = task
     return by_id
