@@ -18,6 +18,7 @@ from etude.harness.loop import ChatAPI
 from etude.protocol.backends.chat_model import ChatClient, ChatModel
 from etude.records import Budget, Episode
 from etude.renderers import renderer_for
+from etude.rollout import Taskset, dataset_part
 from etude.rollout.episode import RolloutContext
 from etude.run.inputs import check_playable, trainable
 from etude.tasks import dataset
