@@ -36,7 +36,6 @@ _PLACES = {
     "tool": "etude.harness",
     "train": "etude.run.api",
 }
-__all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

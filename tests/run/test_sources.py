@@ -20,13 +20,13 @@ from etude.dashboard.terminal import LiveView
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, decode
+from etude.rollout import dataset_part
 from etude.run import inputs, launch, sources
-from etude.run.inputs import check_inputs, run_dataset, trainable
+from etude.run.inputs import check_inputs, run_taskset, trainable
 from etude.run.loop import curriculum_of
 from etude.run.parts import built_beside, folders_of_tasks
 from etude.store import open_store
 from etude.tasks import dataset
-from etude.tasks.mixture import MixedDataset
 from tests.helpers.mixtures import TINY, renamed
 
 ROOT = Path(__file__).parents[2]
@@ -73,21 +73,21 @@ def test_one_source_may_be_for_training_alone() -> None:
 
 def test_a_mixture_is_loaded_and_drawn_by_weight(tmp_path: Path) -> None:
     other = renamed(tmp_path / "other", "other-2.0")
-    loaded = run_dataset(config({"dataset": str(TINY)}, {"dataset": str(other), "weight": 3}), tmp_path, print)
-    assert isinstance(loaded, MixedDataset)
+    loaded = run_taskset(config({"dataset": str(TINY)}, {"dataset": str(other), "weight": 3}), tmp_path, print)
+    assert loaded.mixed
     curriculum = curriculum_of(loaded, 8, 1)
     drawn = Counter(loaded.by_id[curriculum.draw(index)].repository for index in range(40))
     assert drawn == {"tiny-1.0": 10, "other-2.0": 30}
 
 
 def test_a_source_that_fails_to_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any training: `run_dataset` comes before engines and trainer are started."""
+    """Before any training: `run_taskset` comes before engines and trainer are started."""
     bad = tmp_path / "bad"
     bad.mkdir()
     (tmp_path / "run").mkdir()
     wrong = config({"dataset": str(TINY)}, {"repository": str(bad)})
     with pytest.raises(UserError, match=rf"tasks.sources: {bad} gives no tasks: .*has no"):
-        run_dataset(wrong, tmp_path / "run", lambda *_: None)
+        run_taskset(wrong, tmp_path / "run", lambda *_: None)
     gone = config({"dataset": str(TINY)}, {"repository": str(tmp_path / "gone")})
     with pytest.raises(UserError, match=r"tasks.sources.repository: .*gone is not a folder"):
         check_inputs(gone)
@@ -100,7 +100,7 @@ def test_a_source_that_fails_to_build_is_named(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(inputs, "build_dataset", build)
     for _ in range(2):  # the second start finds what the first has built
-        assert len(run_dataset(wrong, tmp_path / "run", lambda *_: None).parts) == 2
+        assert len(run_taskset(wrong, tmp_path / "run", lambda *_: None).parts) == 2
     assert built == [tmp_path / "run/tasks/1"]
 
 
@@ -115,26 +115,24 @@ def test_a_source_for_training_alone_joins_when_it_is_built(tmp_path: Path, monk
     monkeypatch.setattr(
         inputs, "build_dataset", lambda repo, out, *_: dataset.load_dataset(renamed(out, f"{repo.name}-1.0"))
     )
-    pool = sources.TaskPool(run_dataset(found, folder, print), sources.missing(found, folder))
+    pool = sources.TaskPool(run_taskset(found, folder, print), sources.missing(found, folder))
     assert (pool.waiting, sources.arrived(folder, pool)) == ((1, 2), [])
-    assert all(task.id.startswith("tiny-1.0:") for task in pool.dataset.tasks)
-    curriculum = curriculum_of(pool.dataset, 8, 1)
-    assert {pool.dataset.by_id[curriculum.draw(i)].repository for i in range(8)} == {"tiny-1.0"}
+    assert all(task.id.startswith("tiny-1.0:") for task in pool.taskset.tasks)
+    curriculum = curriculum_of(pool.taskset, 8, 1)
+    assert {pool.taskset.by_id[curriculum.draw(i)].repository for i in range(8)} == {"tiny-1.0"}
 
     inputs.build_numbered(found, 2, folder, print)
     assert sources.arrived(folder, pool) == [2]
     sources.join(found, folder, pool, 2)
-    sources.extend(curriculum, pool.dataset, 8, 1)
-    assert Counter(pool.dataset.by_id[curriculum.draw(i)].repository for i in range(8, 18)) == {
+    sources.extend(curriculum, pool.taskset, 8, 1)
+    assert Counter(pool.taskset.by_id[curriculum.draw(i)].repository for i in range(8, 18)) == {
         "tiny-1.0": 2,
         "b-1.0": 8,
     }
     assert (pool.waiting, sources.arrived(folder, pool)) == ((1,), [])
 
-    resumed = run_dataset(found, folder, print)
-    assert isinstance(resumed, MixedDataset)
-    assert isinstance(pool.dataset, MixedDataset)
-    assert (resumed.by_id, resumed.weights) == (pool.dataset.by_id, pool.dataset.weights)
+    resumed = run_taskset(found, folder, print)
+    assert (resumed.by_id, resumed.weights) == (pool.taskset.by_id, pool.taskset.weights)
     assert sources.missing(found, folder) == (1,)
 
 
@@ -146,9 +144,9 @@ def test_the_least_share_of_decided_tests_is_a_source_s_own(tmp_path: Path, monk
         {"repository": "a", "heldout_fraction": 0, "min_decided": 0.0},
         {"dataset": str(other), "min_decided": 0.9},
     )
-    monkeypatch.setattr(launch, "trainable", lambda whole, shares: asked.append(shares) or whole)
-    whole = launch._dataset(found, tmp_path, LiveView("", ()))
-    assert ([part.name for part in whole.parts], asked) == (["tiny-1.0", "other-2.0"], [[0.1, 0.9]])
+    monkeypatch.setattr(launch, "trainable", lambda part, share: asked.append(share) or part)
+    whole = launch._taskset(found, tmp_path, LiveView("", ()))
+    assert ([part.name for part in whole.parts], asked) == (["tiny-1.0", "other-2.0"], [0.1, 0.9])
     assert folders_of_tasks(found, tmp_path) == [TINY, other], "what an evaluation can measure of the run"
 
 
@@ -178,19 +176,17 @@ def test_a_folder_of_harbor_tasks_is_a_source(tmp_path: Path, monkeypatch: pytes
         return dataset.load_dataset(renamed(out, "harbor-tasks")), None
 
     monkeypatch.setattr(inputs, "build_foreign", build)
-    assert [part.name for part in run_dataset(found, tmp_path, print).parts] == ["tiny-1.0", "harbor-tasks"]
+    assert [part.name for part in run_taskset(found, tmp_path, print).parts] == ["tiny-1.0", "harbor-tasks"]
     assert given == [([Path("tasks").absolute()], tmp_path / "tasks/1", 0.5)]
     assert [source.min_decided for source in found.tasks.sources] == [0.5, 0.0]
 
 
 def test_a_source_whose_tasks_can_be_forged_ends_the_start(tmp_path: Path) -> None:
-    other = renamed(tmp_path / "other", "other-2.0")
-    loaded = run_dataset(config({"dataset": str(TINY)}, {"dataset": str(other)}), tmp_path, print)
-    assert trainable(loaded, [0.5, 0.5]).weights == loaded.weights  # type: ignore[attr-defined]
-    empty = renamed(tmp_path / "empty", "empty-1.0")
-    part = dataset.load_dataset(empty)
+    part = dataset_part(TINY)
+    assert trainable(part, 0.5) is part
+    part = dataset_part(renamed(tmp_path / "empty", "empty-1.0"))
     with pytest.raises(UserError, match=r"empty-1.0 has no training tasks"):
-        trainable(replace(part, tasks=part.split("heldout")), [0.5])
+        trainable(replace(part, tasks=part.split("heldout")), 0.5)
 
 
 CONFIG = """

@@ -4,4 +4,12 @@
 `etude.models`. Over HTTP, other rooms use the clients of `etude.protocol.backends`.
 """
 
-PUBLIC = ("engine.loading", "engine.requests", "engine.sampling", "server.fast_apply", "server.server", "vllm.feed")
+PUBLIC = (
+    "engine.engine",
+    "engine.loading",
+    "engine.requests",
+    "engine.sampling",
+    "server.fast_apply",
+    "server.server",
+    "vllm.feed",
+)

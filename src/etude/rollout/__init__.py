@@ -17,9 +17,9 @@ from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.drift import BehaviourDrift, Shift
 from etude.rollout.engines import EngineConfiguration, engine_differences, precision_warnings
 from etude.rollout.environments.agent import Agent, check_agent, open_agent
-from etude.rollout.environments.base import Environment, EnvironmentEpisode, reward
-from etude.rollout.environments.code import CodeTasks, ForeignTasks, dataset_part
-from etude.rollout.environments.edits import EditTask, applied_edits
+from etude.rollout.environments.code import ForeignTasks, dataset_part
+from etude.rollout.environments.edits import applied_edits
+from etude.rollout.environments.environment import Environment, EnvironmentEpisode, reward
 from etude.rollout.environments.taskset import TaskPart, Taskset, mix, task_part
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.group_audit import audit_group

@@ -27,7 +27,7 @@ from etude.protocol.backends import EngineError
 from etude.records import Budget, Episode, Outcome, StopReason, Task, encode
 from etude.renderers import escaped, one_line
 from etude.rollout.environments.agent import Agent
-from etude.rollout.environments.base import (
+from etude.rollout.environments.environment import (
     BOX_SECONDS,
     Environment,
     EnvironmentFailed,

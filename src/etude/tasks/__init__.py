@@ -7,7 +7,7 @@ its gates again, `dataset` reads it, `impossible` makes the impossible tasks of 
 
 from etude.tasks.build import build_dataset, check_operators, read_functions, survey_repository
 from etude.tasks.check import check_dataset
-from etude.tasks.dataset import DATASET_FORMAT, Dataset, Manifest, load_dataset, read_dataset_manifest
+from etude.tasks.dataset import Dataset, load_dataset, read_dataset_manifest
 from etude.tasks.harbor import read_harbor_task
 from etude.tasks.impossible import make_impossible
 from etude.tasks.javascript import is_repository

@@ -18,8 +18,9 @@ from etude.harness.loop import ChatAPI
 from etude.protocol.backends.chat_model import ChatClient, ChatModel
 from etude.records import Budget, Episode
 from etude.renderers import renderer_for
+from etude.rollout import Taskset, dataset_part
 from etude.rollout.episode import RolloutContext
-from etude.run.inputs import check_foreign, trainable
+from etude.run.inputs import check_playable, trainable
 from etude.tasks import dataset
 from etude.tasks.foreign import build as foreign
 from etude.tasks.foreign import folder as folders
@@ -88,8 +89,9 @@ def test_tasks_are_decided_inside_and_say_so(built: ForeignDataset) -> None:
     assert "decided inside" in (built.root / "DATACARD.md").read_text()
     assert any("decided inside" in warning for warning in built.manifest.warnings)
     with pytest.raises(UserError, match=r"none of the 1 training tasks of harbor-in .*min_decided"):
-        trainable(built, [0.5])
-    assert trainable(built, [0.0]) is built
+        trainable(dataset_part(built), 0.5)
+    part = dataset_part(built)
+    assert trainable(part, 0.0) is part
 
 
 def test_a_changed_folder_is_refused(built: ForeignDataset) -> None:
@@ -107,11 +109,12 @@ def test_a_changed_folder_is_refused(built: ForeignDataset) -> None:
 def test_what_cannot_play_them_is_refused(built: ForeignDataset) -> None:
     chat = type("Chat", (), {"dialect": "hermes"})()
     docker: SandboxConfig = validate_sandbox({"type": "docker", "image": "x"}, "x")
-    check_foreign(built, chat)
+    parts = [dataset_part(built)]
+    check_playable(parts, chat)
     with pytest.raises(UserError, match="compact dialect"):
-        check_foreign(built, renderer_for(ROOT / "models/nano"))
+        check_playable(parts, renderer_for(ROOT / "models/nano"))
     with pytest.raises(UserError, match=r'sandbox.type = "docker"'):
-        check_foreign(built, chat, docker)
+        check_playable(parts, chat, docker)
 
 
 @pytest.mark.slow
@@ -228,7 +231,7 @@ def test_an_episode_on_a_foreign_task(built: ForeignDataset) -> None:
         async with open_sandbox() as sandbox, ChatClient(ChatModel(f"{url}/v1", "m"), KEY) as client:
             episodes: list[Episode] = []
             budget = Budget(turns=3, tokens=500, context=9000, seconds=60.0)
-            context = RolloutContext(built, sandbox, ChatAPI(client), budget)
+            context = RolloutContext(Taskset((dataset_part(built),)), sandbox, ChatAPI(client), budget)
             result = await evaluate(context, samples=1, split="train", on_episode=episodes.append)
             return episodes[0], result
 

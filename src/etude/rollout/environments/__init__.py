@@ -1,6 +1,6 @@
 """Environments: what is played, how, and how it is graded.
 
-base                the class `Environment`, which users' Python subclasses, and an episode as its methods see it
+environment         the class `Environment`, which users' Python subclasses, and an episode as its methods see it
 code                coding tasks of a dataset, and foreign Harbor folders
 edits               edits to apply, without a box
 environment_tools   the tools of users' environments

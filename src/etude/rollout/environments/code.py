@@ -12,7 +12,7 @@ from etude.grading.cheats import Decoys, cheat_signals, has_decoys, plant_decoys
 from etude.harness import EpisodeSpec, UngradedEpisode, open_task, run_agent_loop
 from etude.records import CodeTask, Outcome
 from etude.rollout.environments.agent import Agent, run_agent
-from etude.rollout.environments.base import BOX_SECONDS, Environment, GradedEpisode, PlayedEpisode
+from etude.rollout.environments.environment import BOX_SECONDS, Environment, GradedEpisode, PlayedEpisode
 from etude.rollout.environments.taskset import TaskPart
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.sandbox.egress import normal_project, wheel_project
@@ -30,7 +30,7 @@ class CodeChanges:
     fault: Grade | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CodeTasks(Environment[CodeTask]):
     """The tasks of a dataset that `etude tasks build` has made."""
 
@@ -140,7 +140,7 @@ class CodeTasks(Environment[CodeTask]):
         return replace(self, dataset=made) if made.tasks else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ForeignTasks(CodeTasks):
     """Tasks that others have written as Harbor folders: their own tests decide on the final state of the box."""
 

@@ -24,7 +24,7 @@ from etude.harness import EngineModel, EpisodeSpec, Opening, Tools, run_agent_lo
 from etude.records import Budget, Outcome, Task
 from etude.renderers import Renderer
 from etude.rollout.environments.agent import Agent
-from etude.rollout.environments.base import Environment, GradedEpisode, PlayedEpisode
+from etude.rollout.environments.environment import Environment, GradedEpisode, PlayedEpisode
 from etude.sandbox import Box, Sandbox
 
 REWARDS = {EditGrade.EXACT: 1.0, EditGrade.WHITESPACE: 0.9, EditGrade.SYNTAX: 0.9, EditGrade.FAIL: 0.0}
@@ -62,7 +62,7 @@ class EditTask(Task, frozen=True, kw_only=True):
         return edit_prompt(self.file, self.sketch, self.prompt)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AppliedEdits(Environment[EditTask]):
     """The edits of train.parquet and heldout.parquet in a folder that fit the budget."""
 

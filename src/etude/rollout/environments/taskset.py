@@ -18,7 +18,7 @@ from msgspec import structs
 
 from etude.errors import UserError
 from etude.records import Task
-from etude.rollout.environments.base import Environment
+from etude.rollout.environments.environment import Environment
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

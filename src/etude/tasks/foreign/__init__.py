@@ -6,5 +6,5 @@ that boxes cannot meet is refused with the reason (`FolderRefused`).
 """
 
 from etude.tasks.foreign.build import build_foreign, check_foreign, trial_lines, trials_as_json, try_folders
-from etude.tasks.foreign.dataset import FOREIGN, ForeignDataset, load_any_dataset
+from etude.tasks.foreign.dataset import load_any_dataset
 from etude.tasks.foreign.folder import find_folders
