@@ -17,7 +17,7 @@ from etude.grading.runner import open_sandbox
 from etude.harness.loop import EngineModel, Sampling
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
-from etude.rollout.environments import base
+from etude.rollout.environments import environment as environments
 from etude.rollout.environments.taskset import Taskset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.replay import replay_episode
@@ -218,7 +218,7 @@ def test_an_exception_in_the_reward_loses_the_episode_and_many_end_the_run(
     assert (episode.outcome, episode.stop_reason, episode.segments) == (Outcome.INFRA, StopReason.ERROR, ())
     assert "Sums.reward of task sum-0: ZeroDivisionError: division by zero" in episode.detail
     assert "test_environment.py:" in episode.detail
-    for _ in range(base.MAX_FAILURES - 2):
+    for _ in range(environments.MAX_FAILURES - 2):
         assert play(setting).outcome is Outcome.INFRA
     with pytest.raises(UserError, match=r"10 failures in a row, the last of Sums.reward of task sum-0: ZeroDivision"):
         play(setting)
@@ -227,7 +227,7 @@ def test_an_exception_in_the_reward_loses_the_episode_and_many_end_the_run(
 def test_a_reward_that_does_not_end_is_given_up(
     compact: Renderer, compact_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr(environments, "CALL_SECONDS", 0.2)
     say = Speaker(compact_folder)
     setting = context(compact, Scripted([say.turn(text="4")]), reward=lambda _: time.sleep(30))
     episode = play(setting)
