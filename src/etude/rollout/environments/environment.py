@@ -176,10 +176,11 @@ class Environment(ABC, Generic[T]):
         """
         episode = EnvironmentEpisode(cast(T, spec.task), spec.seed, box)
         await self._call(self.setup, episode)
-        if agent is not None and box is not None:
-            ungraded = await run_agent(spec, agent, box)
-        else:
+        if agent is None:
             ungraded = await run_agent_loop(spec, await self._open(spec, episode))
+        else:
+            assert box is not None, "check_inputs refuses an outside agent on tasks without a box"
+            ungraded = await run_agent(spec, agent, box)
         episode.answer, episode.turns, episode.stop_reason = ungraded.answer, ungraded.turns, ungraded.stop_reason
         return PlayedEpisode(ungraded, await self._graded(episode, ungraded))
 
