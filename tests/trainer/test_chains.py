@@ -22,8 +22,7 @@ from etude.models.loading import load_model, named_tensors
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer, renderer_for
-from etude.rollout.environments.code import dataset_part
-from etude.rollout.environments.taskset import Taskset
+from etude.rollout import Taskset, dataset_part
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.replay import RecordedPolicy, replay_episode
 from etude.tasks.dataset import DATASET_FORMAT, Dataset, Manifest
