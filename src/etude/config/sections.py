@@ -214,6 +214,11 @@ def import_object(path: str, what: str) -> Any:
     except AttributeError:
         raise UserError(f"{what}: the module {module} has no {name}") from None
     except ModuleNotFoundError as e:
+        if (e.name or "").startswith("etude."):
+            raise UserError(
+                f"{what}: {module} imports {e.name}, which this etude does not have: take the names of `import etude` "
+                "(docs/environments.md)"
+            ) from None
         raise UserError(f"{what}: {path}: {e}; run etude in the folder of the module, or install it") from None
     except Exception as e:
         raise UserError(f"{what}: importing {module} raised {type(e).__name__}: {e}") from e

@@ -88,6 +88,8 @@ class Taskset:
 
     def of(self, task: Task) -> tuple[Environment[Any], Task]:
         """The environment of a task, and the task as the environment has it."""
+        if not self.mixed:
+            return self.parts[0].environment, task
         _, environment, own = self._places[task.id]
         return environment, own
 
