@@ -177,7 +177,7 @@ def _measure_folders(arguments: argparse.Namespace, engine: InferenceConfig) -> 
 
 def _measure_chat_apis(arguments: argparse.Namespace, engine: InferenceConfig) -> None:
     from etude.protocol.backends import ChatModel
-    from etude.run.evaluate import CHAT_BUDGET, Remote, remote
+    from etude.run.evaluate import CHAT_BUDGET, remote
 
     models = _names(arguments)
     urls = [model for model in models if "://" in model]
