@@ -377,7 +377,7 @@ class RLConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _environments_have_no_repository(self) -> RLConfig:
+    def _environments_have_no_documents(self) -> RLConfig:
         refused = {
             "rollout.documents": self.rollout.documents,
             "reward.refused_edits": self.reward.refused_edits,

@@ -117,7 +117,7 @@ def trainable(part: TaskPart, least: float) -> TaskPart:
     UserError if no training task is left."""
     if not part.split("train"):
         raise UserError(f"{part.name} has no training tasks: build it anew, or leave the source out")
-    low = {task.id for task in part.split("train") if part.environment.decided(task) < least}
+    low = {task.id for task in part.split("train") if task.decided < least}
     if not low:
         return part
     kept = tuple(task for task in part.tasks if task.id not in low)

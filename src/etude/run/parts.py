@@ -154,7 +154,7 @@ def egress_of(config: RLConfig, taskset: Taskset, folder: Path) -> Egress | None
     if sandbox.type != "namespace":
         return None
     if sandbox.index is not None and sandbox.index_before is not None:
-        without = set(sandbox.index_without).union(*(part.environment.packages() for part in taskset.parts))
+        without = set(sandbox.index_without).union(*(part.packages for part in taskset.parts))
         index = package_index(sandbox.index, sandbox.index_before, without)
     if not sandbox.egress and index is None:
         return None

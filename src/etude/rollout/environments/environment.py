@@ -111,6 +111,7 @@ class Environment(ABC, Generic[T]):
     that are not `async` run in threads.
     """
 
+    name: str = ""  # in reports, and in the ids of a mixture; "": that of the class
     system: str = ""  # the system prompt
     pass_mark: float = 1.0  # an episode with at least this reward has passed, in evaluations and for the curriculum
     repository: str | Path = ""  # a folder that every box begins with, as a repository of the agent
@@ -155,11 +156,6 @@ class Environment(ABC, Generic[T]):
 
     # Of an environment that plays its episodes in another way, or grades them elsewhere ------------------------------
 
-    @property
-    def name(self) -> str:
-        """The name of the environment in reports and in the ids of a mixture."""
-        return type(self).__name__
-
     def image(self, task: T) -> Image | None:
         """The image of a task's box; None for episodes without a box."""
         files = dict(self.files(task))
@@ -180,10 +176,11 @@ class Environment(ABC, Generic[T]):
         """
         episode = EnvironmentEpisode(cast(T, spec.task), spec.seed, box)
         await self._call(self.setup, episode)
-        if agent is not None and box is not None:
-            ungraded = await run_agent(spec, agent, box)
-        else:
+        if agent is None:
             ungraded = await run_agent_loop(spec, await self._open(spec, episode))
+        else:
+            assert box is not None, "check_inputs refuses an outside agent on tasks without a box"
+            ungraded = await run_agent(spec, agent, box)
         episode.answer, episode.turns, episode.stop_reason = ungraded.answer, ungraded.turns, ungraded.stop_reason
         return PlayedEpisode(ungraded, await self._graded(episode, ungraded))
 
@@ -192,29 +189,6 @@ class Environment(ABC, Generic[T]):
         return cast(GradedEpisode, played.evidence)
 
     # Of a run ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def project(self) -> str:
-        """The project that the tasks come from: a run has one source of it at most."""
-        return self.name
-
-    @property
-    def digest(self) -> str:
-        """The digest of the tasks, where they are files; "" otherwise."""
-        return ""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Limitations of the tasks, for people."""
-        return ()
-
-    def packages(self) -> set[str]:
-        """Names of packages that a package index in boxes leaves out, since they hold answers."""
-        return set()
-
-    def decided(self, task: T) -> float:
-        """The share of a task's tests that are decided outside of the tested process."""
-        return 1.0
 
     @classmethod
     def refusal(cls, compact: bool, sandbox: str) -> str:
@@ -231,6 +205,11 @@ class Environment(ABC, Generic[T]):
         return None
 
     # Calls of users' methods ------------------------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """The name, or that of the class."""
+        return self.name or type(self).__name__
 
     @cached_property
     def _failures(self) -> list[str]:
@@ -271,7 +250,7 @@ class Environment(ABC, Generic[T]):
         """Raises UserError for a prompt that leaves no room for an answer."""
         if len(prompt) >= budget.context:
             raise UserError(
-                f"the prompt of {self.name}'s task {task.id} has {len(prompt)} tokens, and rollout.context is "
+                f"the prompt of {self.title}'s task {task.id} has {len(prompt)} tokens, and rollout.context is "
                 f"{budget.context}: raise it, or shorten the prompt"
             )
 
@@ -302,7 +281,7 @@ class Environment(ABC, Generic[T]):
             place = traceback.extract_tb(e.__traceback__)[-1]
             what = f"{type(e).__name__}: {e}" if not isinstance(e, TimeoutError) else f"no end in {CALL_SECONDS:.0f} s"
             sentence = (
-                f"{self.name}.{method.__name__} of task {episode.task.id}: {what} ({place.filename}:{place.lineno})"
+                f"{self.title}.{method.__name__} of task {episode.task.id}: {what} ({place.filename}:{place.lineno})"
             )
             self._failures.append(sentence)
             if len(self._failures) >= MAX_FAILURES:
@@ -318,7 +297,7 @@ class Environment(ABC, Generic[T]):
             numbers = {}
         if len(numbers) != len(parts) or not np.isfinite(list(numbers.values())).all():
             raise UserError(
-                f"{self.name}.reward returned {value!r} for task {episode.task.id}; it must return a finite number, or "
-                "a dict of finite numbers by name"
+                f"{self.title}.reward returned {value!r} for task {episode.task.id}; it must return a finite number, "
+                "or a dict of finite numbers by name"
             )
         return numbers

@@ -24,15 +24,21 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class TaskPart:
-    """An environment with its tasks, sorted by id."""
+    """An environment with its tasks, sorted by id. `project` is the origin of the tasks, of which a run has one part at
+    most, `digest` that of their files. `warnings` are limitations, for people. A package index in boxes leaves out
+    `packages`, since they hold answers."""
 
     environment: Environment[Any]
     tasks: tuple[Task, ...]
+    project: str = ""
+    digest: str = ""
+    warnings: tuple[str, ...] = ()
+    packages: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
         """The name of the environment."""
-        return self.environment.name
+        return self.environment.title
 
     def split(self, name: str) -> tuple[Task, ...]:
         """The tasks of split "train" or "heldout"."""
@@ -104,7 +110,7 @@ def mix(parts: Sequence[TaskPart], weights: Sequence[float], *, more: bool = Fal
     """Mixes several environments; a single one stays as it is, unless `more` will join it. `weights` are positive
     numbers. Raises UserError for two sources of one project, since one would hold out functions that the other trains
     on."""
-    projects = Counter(part.environment.project for part in parts)
+    projects = Counter(part.project or part.name for part in parts)
     twice = next((name for name, count in projects.items() if count > 1), None)
     if twice is not None:
         raise UserError(
@@ -120,7 +126,7 @@ def mix(parts: Sequence[TaskPart], weights: Sequence[float], *, more: bool = Fal
 def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> TaskPart:
     """An environment with its tasks, which are checked. Tasks without a split are divided by a hash of their ids:
     `heldout_fraction` of them are held out. Raises UserError."""
-    name = environment.name
+    name = environment.title
     if not environment.has_reward():
         raise UserError(f"{name} has no reward: write the method `reward`, or mark methods as @reward")
     tasks = _checked(environment)
@@ -138,7 +144,7 @@ def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> T
 
 def _checked(environment: Environment[Any]) -> dict[str, Task]:
     """The tasks by id. Raises UserError."""
-    name = environment.name
+    name = environment.title
     try:
         tasks: list[Any] = list(environment.tasks())
     except UserError:
