@@ -139,6 +139,14 @@ class RewardConfig(Section):
         {}, "cost of each occurrence of a behaviour; at most 0.5 in all"
     )
 
+    @pydantic.field_validator("custom")
+    @classmethod
+    def _components_have_names(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        names = [path.rpartition(":")[2] for path in paths]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"there are two functions called {twice[0]}, the name of their metrics: rename one")
+        return paths
+
 
 Mask = Literal["ipo", "dppo", "geo_rs", "opsm", "veto"]
 

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -122,15 +122,16 @@ class Environment(ABC, Generic[T]):
     def tasks(self) -> Iterable[T]:
         """All tasks, the same ones at every call: a run that is resumed calls this again."""
 
-    async def reward(self, episode: EnvironmentEpisode[T]) -> float | Mapping[str, float]:
+    def reward(
+        self, episode: EnvironmentEpisode[T]
+    ) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]:
         """The reward of an ended episode: a number, or named parts that are summed. By default the methods that are
         marked as `@reward` are the parts.
 
         An exception counts as an infrastructure failure: the episode is repeated, twice at most. A BoxError that the
         agent caused, such as a missing file, is a reward of 0.
         """
-        marked = self._reward_parts()
-        return {name: weight * float(await call_python(getattr(self, name), episode)) for name, weight in marked}
+        return self._marked_parts(episode)
 
     def tools(self, episode: EnvironmentEpisode[T]) -> Sequence[Callable[..., Any]]:
         """Functions that the model may call in this episode; none: the model's first turn is its answer.
@@ -221,10 +222,26 @@ class Environment(ABC, Generic[T]):
         marked = ((name, getattr(getattr(type(self), name), _REWARD, None)) for name in names)
         return [(name, weight) for name, weight in marked if weight is not None]
 
-    def has_reward(self) -> bool:
-        """Whether the class has a reward: its own method `reward`, methods marked as `@reward`, or a `grade`."""
+    async def _marked_parts(self, episode: EnvironmentEpisode[T]) -> dict[str, Any]:
+        """The marked parts of the reward, times their weights. One that is no number stays as it is."""
+        parts: dict[str, Any] = {}
+        for name, weight in self._reward_parts():
+            value = await call_python(getattr(self, name), episode)
+            try:
+                parts[name] = value if isinstance(value, str) else weight * float(value)
+            except (TypeError, ValueError):
+                parts[name] = value
+        return parts
+
+    def check_reward(self) -> None:
+        """Raises UserError for a class without a reward: neither a method `reward` of its own, nor methods marked as
+        `@reward`, nor a `grade`; and for a marked method with the name of another method of environments."""
+        kind, parts = type(self).__name__, [name for name, _ in self._reward_parts()]
+        if taken := [name for name in parts if hasattr(Environment, name)]:
+            raise UserError(f"{kind}.{taken[0]} is marked as @reward, and environments have another: rename it")
         own = {name for kind in type(self).__mro__ if kind is not Environment for name in vars(kind)}
-        return bool(own & {"reward", "grade"} or self._reward_parts())
+        if not own & {"reward", "grade"} and not parts:
+            raise UserError(f"{kind} has no reward: write the method `reward`, or mark methods as @reward")
 
     def messages(self, task: T, addition: str = "") -> list[dict[str, str]]:
         """The first messages of an episode, with `addition` below the prompt."""
@@ -267,7 +284,8 @@ class Environment(ABC, Generic[T]):
         self._failures.clear()
         total = sum(parts.values())
         passed = total >= self.pass_mark - 1e-9
-        grade = Grade(Outcome.SCORED, total, passed, f"the environment's reward is {total:.4g}", None)
+        detail = "; ".join(filter(None, (f"the environment's reward is {total:.4g}", ungraded.note)))
+        grade = Grade(Outcome.SCORED, total, passed, detail, None)
         return GradedEpisode(grade, {f"environment/{name}": value for name, value in parts.items()})
 
     async def _call(self, method: Callable[[EnvironmentEpisode[T]], Any], episode: EnvironmentEpisode[T]) -> Any:

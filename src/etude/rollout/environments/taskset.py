@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import blake3
@@ -43,6 +44,15 @@ class TaskPart:
     def split(self, name: str) -> tuple[Task, ...]:
         """The tasks of split "train" or "heldout"."""
         return tuple(task for task in self.tasks if task.split == name)
+
+
+class _TasksById(dict[str, Task]):
+    def __init__(self, name: str, tasks: Mapping[str, Task]) -> None:
+        super().__init__(tasks)
+        self.name = name
+
+    def __missing__(self, id: str) -> Task:
+        raise UserError(f"{self.name} has no task {id} any more: the tasks must be the same at every start of a run")
 
 
 @dataclass(frozen=True)
@@ -84,9 +94,9 @@ class Taskset:
         return tuple(task for task, _, _ in self._places.values())
 
     @cached_property
-    def by_id(self) -> dict[str, Task]:
-        """The tasks by their ids."""
-        return {id: place[0] for id, place in self._places.items()}
+    def by_id(self) -> Mapping[str, Task]:
+        """The tasks by their ids. A lookup raises UserError for a task that an earlier start of the run had."""
+        return _TasksById(self.name, {id: place[0] for id, place in self._places.items()})
 
     def split(self, name: str) -> tuple[Task, ...]:
         """The tasks of split "train" or "heldout"."""
@@ -117,6 +127,9 @@ def mix(parts: Sequence[TaskPart], weights: Sequence[float], *, more: bool = Fal
             f"two sources of tasks are of the project {twice}, and one would train on held-out functions of the "
             "other: keep one of them"
         )
+    names = Counter(part.name for part in parts)
+    if (name := next((name for name, count in names.items() if count > 1), None)) is not None:
+        raise UserError(f"two sources of tasks are called {name}: rename one")
     if len(parts) == 1 and not more:
         return Taskset(tuple(parts))
     total = sum(weights)
@@ -127,8 +140,10 @@ def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> T
     """An environment with its tasks, which are checked. Tasks without a split are divided by a hash of their ids:
     `heldout_fraction` of them are held out. Raises UserError."""
     name = environment.title
-    if not environment.has_reward():
-        raise UserError(f"{name} has no reward: write the method `reward`, or mark methods as @reward")
+    environment.check_reward()
+    for key in ("repository", "site"):
+        if (folder := getattr(environment, key)) and not Path(folder).is_dir():
+            raise UserError(f"{name}.{key}: {folder} is not a folder")
     tasks = _checked(environment)
     free = sorted(
         (id for id, task in tasks.items() if not task.split), key=lambda id: blake3.blake3(id.encode()).digest()
@@ -165,5 +180,9 @@ def _checked(environment: Environment[Any]) -> dict[str, Task]:
             environment.validate(task)
         except Exception as e:
             raise UserError(f"{name}.validate refuses the task {task.id}: {type(e).__name__}: {e}") from e
+        try:
+            environment.image(task)
+        except Exception as e:
+            raise UserError(f"{name} gives no box for the task {task.id}: {type(e).__name__}: {e}") from e
         by_id[task.id] = task
     return by_id
