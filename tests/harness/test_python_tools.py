@@ -535,8 +535,19 @@ def test_a_module_may_import_the_decorator_and_the_whole_of_etude(tmp_path: Path
             from etude.harness.python_tools import tool
             from etude import Environment
 
-            class Mine(Environment):
-                pass
+            class Asked(etude.Task, frozen=True):
+                right: int = 1
+
+            ASKED = [Asked(id="a", prompt="?")]
+
+            class Mine(Environment[Asked]):
+                @etude.reward
+                def one(self, episode: etude.EnvironmentEpisode[Asked]):
+                    return 1.0
+
+                @etude.reward(weight=0.5)
+                def half(self, episode):
+                    return 1.0
 
             @tool
             def outside(x: str) -> str:
