@@ -399,9 +399,8 @@ class RLConfig(Section):
     @pydantic.model_validator(mode="after")
     def _something_is_held_out(self) -> RLConfig:
         tasks, measured = self.tasks, self.eval.before or self.eval.after
-        own = tasks.edits is None and tasks.environment is None  # the others choose their held-out tasks themselves
         held_out = any(source.dataset or source.heldout_fraction for source in tasks.sources or (tasks,))
-        if own and measured and not held_out:
+        if tasks.of_repositories and measured and not held_out:
             raise ValueError(
                 "tasks.heldout_fraction = 0 leaves no tasks to measure on: raise it for one source at least, or set "
                 "eval.before and eval.after to false"

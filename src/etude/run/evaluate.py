@@ -79,12 +79,12 @@ def named_suites(suite: str | Path) -> Sequence[Path | TasksConfig]:
         tasks = validate(RLConfig, load_toml(path), str(path)).tasks
         if tasks.dataset is not None:
             return [Path(tasks.dataset)]
-        if tasks.environment is None and tasks.edits is None:
+        if tasks.of_repositories:
             raise UserError(f"{path} has tasks that must be built: give the folder of the dataset, or of a run")
         return [tasks]
     if config is None:
         return [TasksConfig(environment=str(suite))] if ":" in str(suite) and not path.exists() else [path]
-    if config.tasks.environment is not None or config.tasks.edits is not None:
+    if not config.tasks.of_repositories:
         return [config.tasks]
     return folders_of_tasks(config, run_and_version(suite)[0])
 

@@ -14,7 +14,6 @@ from etude.errors import UserError
 from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
 from etude.models import check_folder
-from etude.records import CodeTask
 from etude.renderers import Renderer, named, say_dropped
 from etude.rollout import ForeignTasks, TaskPart, Taskset, check_agent, custom_component, dataset_part
 from etude.run.engines import check_python
@@ -61,7 +60,7 @@ def check_inputs(config: RLConfig) -> None:
     tasks = config.tasks
     _check_tools(config)
     check_operators(tasks)
-    if tasks.edits is not None or tasks.environment is not None:
+    if not tasks.of_repositories:
         part = part_of(tasks, renderer_of(config), config.rollout.budget())
         _check_splits(part, config)
         _check_agent(part, config)
@@ -163,12 +162,7 @@ def build_numbered(config: RLConfig, number: int, folder: Path, note: Callable[[
 
 def _check_decidable(part: TaskPart, sandbox: SandboxConfig) -> None:
     """Raises UserError for hidden tests that boxes cannot decide: tests of Python need two isolated processes."""
-    if sandbox.type != "namespace" and any(
-        not is_script(test)
-        for task in part.tasks
-        if isinstance(task, CodeTask)
-        for test in (*task.fail_to_pass, *task.pass_to_pass)
-    ):
+    if sandbox.type != "namespace" and any(not is_script(test) for task in part.tasks for test in task.hidden_tests):
         raise _undecidable(sandbox)
 
 
@@ -184,7 +178,7 @@ def _check_tools(config: RLConfig) -> None:
     schemas fill."""
     names, renderer = config.rollout.tools, renderer_of(config)
     named(names)
-    others = config.rollout.agent is not None or config.tasks.edits is not None or config.tasks.environment is not None
+    others = config.rollout.agent is not None or not config.tasks.of_repositories
     if names and others:
         raise UserError("rollout.tools chooses among the built-in tools, which this run's agent does not have: drop it")
     if names and renderer.dialect == "compact":

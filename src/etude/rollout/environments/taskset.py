@@ -178,11 +178,8 @@ def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> T
     )
     held_out = max(1, round(heldout_fraction * len(free))) if heldout_fraction and len(free) > 1 else 0
     splits = {id: "heldout" if number < held_out else "train" for number, id in enumerate(free)}
-    ordered = (tasks[id] for id in sorted(tasks))
-    return TaskPart(
-        environment,
-        tuple(structs.replace(task, split=splits[task.id]) if task.id in splits else task for task in ordered),
-    )
+    ordered = tuple(structs.replace(tasks[id], split=splits.get(id, tasks[id].split)) for id in sorted(tasks))
+    return TaskPart(environment, ordered, digest=blake3.blake3(repr(ordered).encode()).hexdigest())
 
 
 def _check_class(environment: Environment[Any]) -> None:
