@@ -231,7 +231,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Tasks
         return _Journal(None)
     folder = measurement.output / f"model-{number}"
     runfolder.make(folder)
-    digests = [part.identity for part in taskset.parts]
+    digests = [part.digest or part.name for part in taskset.parts]
     settings = {
         "model": str(model),
         "suites": digests,

@@ -325,6 +325,7 @@ class Environment(ABC, Generic[T]):
             sentence = f"{self.title}.{name} of task {task}: {what} ({place.filename}:{place.lineno})"
             self._failures.append(sentence)
             if len(self._failures) >= MAX_FAILURES:
+                self._failures.clear()  # a later evaluation counts anew
                 raise UserError(f"{MAX_FAILURES} failures in a row, the last of {sentence}; mend it") from e
             raise EnvironmentFailed(sentence) from e
 

@@ -51,26 +51,9 @@ class TaskPart:
         """The name of the environment."""
         return self.environment.title
 
-    @cached_property
-    def identity(self) -> str:
-        """A digest of the tasks and their files: a measurement of others is another one."""
-        if self.digest:
-            return self.digest
-        state = blake3.blake3(f"{type(self.environment).__qualname__}\0{self.name}".encode())
-        for task in self.tasks:
-            image = self.environment.image(task)
-            for part in (task, {} if image is None else dict(image.changes)):
-                with suppress(ValueError, OverflowError, RecursionError):  # a field that JSON cannot hold
-                    state.update(msgspec.json.encode(part, enc_hook=_type_name, order="sorted"))
-        return f"{self.name} {state.hexdigest(16)}"
-
     def split(self, name: str) -> tuple[Task, ...]:
         """The tasks of split "train" or "heldout"."""
         return tuple(task for task in self.tasks if task.split == name)
-
-
-def _type_name(value: object) -> str:
-    return type(value).__qualname__
 
 
 class _TasksById(dict[str, Task]):
@@ -179,7 +162,23 @@ def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> T
     held_out = max(1, round(heldout_fraction * len(free))) if heldout_fraction and len(free) > 1 else 0
     splits = {id: "heldout" if number < held_out else "train" for number, id in enumerate(free)}
     ordered = tuple(structs.replace(tasks[id], split=splits.get(id, tasks[id].split)) for id in sorted(tasks))
-    return TaskPart(environment, ordered, digest=blake3.blake3(repr(ordered).encode()).hexdigest())
+    return TaskPart(environment, ordered, digest=_digest(environment, ordered))
+
+
+def _digest(environment: Environment[Any], tasks: Sequence[Task]) -> str:
+    """A digest of tasks and their files, the same at every start."""
+    state = blake3.blake3(environment.title.encode())
+    for task in tasks:
+        image = environment.image(task)
+        for part in (task, {} if image is None else dict(image.changes)):
+            with suppress(ValueError, OverflowError, RecursionError):  # a field that JSON cannot hold
+                state.update(msgspec.json.encode(part, enc_hook=_type_name, order="sorted"))
+    return state.hexdigest()
+
+
+def _type_name(value: object) -> str:
+    """Instead of a value that has no JSON: its `repr` may hold an address."""
+    return type(value).__qualname__
 
 
 def _check_class(environment: Environment[Any]) -> None:
