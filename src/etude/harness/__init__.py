@@ -34,7 +34,7 @@ from etude.harness.loop import (
     turn_seed,
 )
 from etude.harness.prompts import SYSTEM, check_context, messages_of, open_task, schemas_of
-from etude.harness.python_tools import UsersBox, call_python, call_until, import_tools, tool
+from etude.harness.python_tools import UsersBox, call_until, import_tools, tool
 from etude.harness.ranking import Lexical
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
 from etude.harness.tools import Tools, clean_failure, failures

@@ -32,7 +32,6 @@ from etude.harness import (
     Opening,
     UngradedEpisode,
     UsersBox,
-    call_python,
     call_until,
     run_agent_loop,
     sentence_of,
@@ -40,7 +39,7 @@ from etude.harness import (
 from etude.records import MAX_REWARD, Budget, Outcome, StopReason, Task, Turn
 from etude.renderers import printable
 from etude.rollout.environments.agent import Agent, run_agent
-from etude.rollout.environments.environment_tools import PythonTools
+from etude.rollout.environments.environment_tools import BOX_TOOLS, PythonTools
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.sandbox.egress import EgressRequest
 
@@ -202,10 +201,13 @@ class Environment(ABC, Generic[T]):
 
     # Of a run ---------------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def refusal(cls, compact: bool, sandbox: str) -> str:
+    def refusal(self, compact: bool, sandbox: str) -> str:
         """The reason why models of the compact dialect, or boxes of the type `sandbox`, cannot play the tasks; or
         ""."""
+        if wrong := sorted({*self.box_tools} - BOX_TOOLS):
+            return f"{self.title}.box_tools: {wrong[0]} is none of {', '.join(sorted(BOX_TOOLS))}"
+        if compact and self.box_tools:
+            return f"the model speaks the compact dialect, which has no box_tools: set {self.title}.box_tools to ()"
         return ""
 
     def decoys(self, task: T, seed: int, share: float) -> Decoys | None:
@@ -237,7 +239,7 @@ class Environment(ABC, Generic[T]):
         """The marked parts of the reward, times their weights. One that is no number stays as it is."""
         parts: dict[str, Any] = {}
         for name, weight in self._reward_parts():
-            value = await call_python(getattr(self, name), episode)
+            value = await self._call(getattr(self, name), episode)
             try:
                 parts[name] = value if isinstance(value, str) else weight * float(value)
             except (TypeError, ValueError):
@@ -253,6 +255,9 @@ class Environment(ABC, Generic[T]):
         own = {name for kind in type(self).__mro__ if kind is not Environment for name in vars(kind)}
         if not own & {"reward", "grade"} and not parts:
             raise UserError(f"{kind} has no reward: write the method `reward`, or mark methods as @reward")
+        for base in type(self).__mro__:
+            if "reward" in vars(base) and (marked := [name for name in parts if name in vars(base)]):
+                raise UserError(f"{kind} has a method `reward`, and {marked[0]} is marked as @reward: keep one of them")
 
     def messages(self, task: T, addition: str = "") -> list[dict[str, str]]:
         """The first messages of an episode, with `addition` below the prompt."""
@@ -310,7 +315,9 @@ class Environment(ABC, Generic[T]):
             caller = asyncio.current_task()
             if isinstance(e, asyncio.CancelledError) and caller is not None and caller.cancelling():
                 raise  # otherwise the exception is the method's own
-            if isinstance(e, BoxError) and (e.payer == "infra" or method == self.reward):
+            if isinstance(e, UserError | EnvironmentFailed):
+                raise
+            if isinstance(e, BoxError) and (e.payer == "infra" or method not in (self.setup, self.tools)):
                 raise  # the agent may have broken what `reward` reads; before its first turn it has not
             place = traceback.extract_tb(e.__traceback__)[-1]
             what = sentence_of(e) if not isinstance(e, TimeoutError) else f"no end in {CALL_SECONDS:.0f} s"

@@ -27,10 +27,6 @@ class PythonTools(FullTools):
         *,
         compact: bool,
     ) -> None:
-        if wrong := sorted(set(box_tools) - BOX_TOOLS):
-            raise UserError(f"box_tools: {wrong[0]} is none of {', '.join(sorted(BOX_TOOLS))}")
-        if box_tools and compact:
-            raise UserError("box_tools need a model that knows the OpenAI tool format (model.dialect)")
         no_box: Any = None  # tools that need a box are not among the schemas then
         inner = box.inner if isinstance(box, UsersBox) else box
         super().__init__(no_box if inner is None else inner, task, names=(*box_tools, "finish"), functions=functions)

@@ -264,8 +264,10 @@ def _checked(environment: Environment[Any]) -> dict[str, Task]:
         if not isinstance(task, Task):
             raise UserError(f"{name}.tasks gives {task!r}, which is no etude.Task")
         _check_task(name, task)
-        if not _ID.fullmatch(task.id) or task.id in by_id:
-            raise UserError(f"{name}.tasks: the id {task.id!r} is taken, or not made of letters, digits, '.', '_', '-'")
+        if task.id in by_id:
+            raise UserError(f"{name}.tasks: two tasks have the id {task.id!r}")
+        if not _ID.fullmatch(task.id):
+            raise UserError(f"{name}.tasks: the id {task.id!r} is not 1 to 100 letters, digits, '.', '_' and '-'")
         if task.split not in ("", "train", "heldout"):
             raise UserError(f"{name}.tasks: the split of {task.id} is {task.split!r}, neither train nor heldout")
         try:
