@@ -219,7 +219,9 @@ def _check_task(name: str, task: Task) -> None:
             if not isinstance(value := getattr(task, derived), str):
                 raise TypeError(f"{derived} is {value!r}, and Task has a str of this name")
             value.encode()
-        float(task.decided)
+        decided: Any = task.decided
+        if not isinstance(decided, int | float):
+            raise TypeError(f"decided is {decided!r}, and Task has a number of this name")
         if (budget := task.budget) is not None and min(
             budget.turns, budget.tokens, budget.context, budget.seconds
         ) <= 0:
