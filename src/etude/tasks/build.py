@@ -65,7 +65,9 @@ def build_dataset(
     `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no Python code, no tests that
     pass, or nothing to break; if a file does not parse; if `out` exists; or for an unknown operator."""
     check_operators(options)
-    _check_paths(repo, out)
+    if not repo.is_dir():
+        raise UserError(f"{repo} is not a folder; give the root of a Python repository.")
+    dataset.check_free(out)
     if writer is None and options.write_tests is not None:
         writer = synthesis.by_command(options.write_tests)
     facts = survey_repository(repo, options.exclude)
@@ -73,13 +75,7 @@ def build_dataset(
     layout, generated = facts.layout, facts.generated
     sources, functions = read_functions(repo, facts)
     past = histories.read(repo, project_name(repo), facts.inventory.files)
-    work = out.with_name(out.name + ".incomplete")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        work.mkdir(parents=True)
-    except OSError as e:
-        raise UserError(f"{out} cannot be written ({e.strerror}); choose another folder with -o.") from None
-    try:
+    with dataset.unfinished(out) as work:
         tree = work / "whole"
         discover.copy(repo, tree, [path for path in layout.files if path not in generated])
         for path, text in generated.items():
@@ -101,11 +97,6 @@ def build_dataset(
             writer,
         )
         asyncio.run(_run(plan))
-        if out.exists():
-            out.rmdir()
-        work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return dataset.load_dataset(out)
 
 
@@ -158,13 +149,6 @@ def check_operators(options: BuildConfig) -> None:
     known = {**OPERATORS, **classes.OPERATORS}
     if unknown := sorted(set(options.operators) - known.keys()):
         raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(known))}")
-
-
-def _check_paths(repo: Path, out: Path) -> None:
-    if not repo.is_dir():
-        raise UserError(f"{repo} is not a folder; give the root of a Python repository.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty; choose another folder or remove it.")
 
 
 def _check_place(repo: Path, out: Path, taken: Inventory, options: BuildConfig) -> None:

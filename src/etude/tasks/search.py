@@ -172,7 +172,7 @@ def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) ->
         broken = candidate.broken
         text = broken.mutant.original if broken.kind in ("removal", "feature") else broken.mutant.snippet
         if broken.kind == "commit":  # a snippet shows nothing of lines that are only deleted
-            text = "\0".join([broken.mutant.text, *(mutant.text for _, mutant in broken.elsewhere)])
+            text = "\0".join(candidate.changes.values())
         # One function means the same whatever its layout and name; of several, or of parts of one, the text is taken.
         whole = broken.kind in ("mutation", "removal", "combined") and candidate.function.path.endswith(".py")
         key = f"{broken.kind} {_meaning(text) if whole else text}"

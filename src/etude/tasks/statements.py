@@ -94,19 +94,22 @@ def _functions(body: Sequence[ast.stmt], prefix: str) -> Iterable[tuple[str, ast
             yield prefix + node.name, node
 
 
+def failing(report: TestReport, tests: Iterable[str]) -> list[str]:
+    """The tests that did not pass, in their order."""
+    return [test for test in tests if report.outcomes.get(test) != "passed"]
+
+
 def with_symptom(request: str, report: TestReport, visible: Sequence[str], hidden: Sequence[str]) -> str:
     """The request with the symptom: failing visible tests by name with the message of the first, else the kinds of
     errors in which hidden tests end. The statement tells nothing else about hidden tests."""
     request = request if request.endswith((".", "!", "?")) or "\n" in request else f"{request}."
-    failing = [test for test in visible if report.outcomes.get(test) != "passed"]
-    if failing:
-        names = ", ".join(f"`{test}`" for test in failing[:_SHOWN])
-        more = f" and {len(failing) - _SHOWN} more" if len(failing) > _SHOWN else ""
-        message = " ".join(report.messages.get(failing[0], "").split())
-        verb = "tests fail" if len(failing) > 1 else "test fails"
+    if shown := failing(report, visible):
+        names = ", ".join(f"`{test}`" for test in shown[:_SHOWN])
+        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        message = " ".join(report.messages.get(shown[0], "").split())
+        verb = "tests fail" if len(shown) > 1 else "test fails"
         return f"{request}\n\nThe {verb}: {names}{more}." + (f" The first says: {message}" if message else "")
-    failed = [test for test in hidden if report.outcomes.get(test) != "passed"]
-    kinds = Counter(_kind(report.messages.get(test, "")) for test in failed)
+    kinds = Counter(_kind(report.messages.get(test, "")) for test in failing(report, hidden))
     listed = ", ".join(f"{kind} ({count})" for kind, count in sorted(kinds.items()))
     return f"{request}\n\nNo visible test fails. Of {len(hidden)} other tests, these fail: {listed}."
 

@@ -19,6 +19,7 @@ from etude.code import mutants, parse
 from etude.code.functions import Function
 from etude.errors import UserError
 from etude.sandbox import Image, Limits, Sandbox
+from etude.tasks.statements import failing
 
 Writer = Callable[[Function, str], str]  # (function, text of its module) -> text of a test module
 MUTANTS = 6
@@ -84,6 +85,5 @@ async def _kept(
     dead = 0
     for mutant in chosen if good else ():
         broken = Image(image.repository, image.site, {function.path: mutant.text})
-        outcomes = (await sandbox.run_tests(broken, {}, good, folder, _LIMITS)).outcomes
-        dead += any(outcomes.get(test) != "passed" for test in good)
+        dead += bool(failing(await sandbox.run_tests(broken, {}, good, folder, _LIMITS), good))
     return set(good) if chosen and dead >= SHARE * len(chosen) else set()

@@ -11,7 +11,8 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import blake3
@@ -20,15 +21,15 @@ import msgspec
 from etude.code import table
 from etude.errors import UserError
 from etude.grading import grade_harbor, open_sandbox, run_solution, taken_changes
-from etude.sandbox import BoxError, Sandbox
+from etude.sandbox import BoxError, Image, Sandbox
 from etude.tasks import dataset
 from etude.tasks.check import CheckReport
 from etude.tasks.dataset import Dataset
-from etude.tasks.foreign import image as images
 from etude.tasks.foreign.dataset import FOREIGN, RECORDS, ForeignDataset, ForeignRecord, limits_of, read, tests_of
 from etude.tasks.foreign.dataset import load_any_dataset as load_dataset
 from etude.tasks.foreign.dockerfile import FolderRefused
 from etude.tasks.foreign.folder import Folder, find_folders, load
+from etude.tasks.foreign.image import make
 from etude.tasks.gates import in_order
 from etude.tasks.search import Progress
 
@@ -53,10 +54,11 @@ class Trials:
     """The results of all folders that were tried."""
 
     trials: tuple[Trial, ...]
-    kept: tuple[ForeignRecord, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kept", tuple(trial.record for trial in self.trials if trial.record is not None))
+    @cached_property
+    def kept(self) -> list[ForeignRecord]:
+        """The records of the folders that work."""
+        return [trial.record for trial in self.trials if trial.record is not None]
 
     @property
     def share(self) -> str:
@@ -76,22 +78,13 @@ def build_foreign(
 ) -> tuple[Dataset, Trials]:
     """Write a dataset of the folders that pass the gates. Raises UserError if none does, or if `out` exists."""
     folders = find_folders(roots)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty; choose another folder or remove it.")
-    work = out.with_name(out.name + ".incomplete")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
+    dataset.check_free(out)
+    with dataset.unfinished(out) as work:
         trials = asyncio.run(_try_all(folders, work, bases, heldout_fraction, progress))
         if not trials.kept:
             first = trials.trials[0]
             raise UserError(f"no Harbor folder of {len(folders)} works here; the first, {first.folder}: {first.why}.")
         _save(work, _name(roots), trials, bases)
-        if out.exists():
-            out.rmdir()
-        work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return load_dataset(out), trials
 
 
@@ -108,16 +101,8 @@ async def _failures(data: ForeignDataset, progress: Progress) -> dict[str, str]:
     failures: dict[str, str] = {}
     async with open_sandbox(memo=0) as sandbox:
         for number, task in enumerate(data.tasks):
-            record = data.records[task.id]
             try:
-                await _gates(
-                    sandbox,
-                    record,
-                    data.root / "tasks" / task.id,
-                    images.ForeignImage(
-                        data.root / "images" / task.id, images.Layout(record.workdir, record.places), record.environment
-                    ),
-                )
+                await _gates(sandbox, data.records[task.id], data.root / "tasks" / task.id, data.image(task))
             except (FolderRefused, BoxError, TimeoutError) as e:
                 failures[task.id] = str(e) or "its box did not answer in time"
             progress("checking tasks", number + 1, len(data.tasks))
@@ -138,7 +123,8 @@ async def _try_all(
                 folder = load(path, bases)
                 trial = Trial(shown, await _try(sandbox, folder, id, work))
             except (FolderRefused, UserError) as e:
-                trial = Trial(shown, why=images.problem(e))
+                why = str(e).partition(";")[0].rstrip(".") if isinstance(e, UserError) else str(e)
+                trial = Trial(shown, why=why)
             done += 1
             progress("trying folders", done, len(folders))
             return trial
@@ -183,35 +169,35 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
 
 
 async def _record(sandbox: Sandbox, folder: Folder, id: str, root: Path) -> ForeignRecord:
-    made = await images.make(sandbox, folder, root, limits_of(folder.memory_mb))
+    image = await make(sandbox, folder, root, limits_of(folder.memory_mb))
     record = ForeignRecord(
         id=id,
         source=folder.path.name,
         split="train",
         workdir=folder.layout.workdir,
         places=folder.layout.places,
-        environment=made.environment,
+        environment=dict(image.environment),
         verifier_environment=folder.verifier_environment,
         seconds=folder.seconds,
         memory_mb=folder.memory_mb,
         allowed=(),
         licence=folder.licence,
     )
-    return await _gates(sandbox, record, folder.path, made)
+    return await _gates(sandbox, record, folder.path, image)
 
 
-async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, made: images.ForeignImage) -> ForeignRecord:
+async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, image: Image) -> ForeignRecord:
     """The record with the files that grading must accept from a solution. Raises FolderRefused, and BoxError if a box
     is lost."""
     limits, tests = limits_of(record.memory_mb), folder / "tests"
-    nothing = await grade_harbor(sandbox, tests_of(record, tests), made.image, {}, limits)
+    nothing = await grade_harbor(sandbox, tests_of(record, tests), image, {}, limits)
     if nothing.score > 0:
         raise FolderRefused(f"doing nothing scores {nothing.score:.3g}")
     solution = folder / "solution"
-    solved = await run_solution(sandbox, made.image, solution, record.workdir, limits, SOLUTION_SECONDS)
+    solved = await run_solution(sandbox, image, solution, record.workdir, limits, SOLUTION_SECONDS)
     record = msgspec.structs.replace(record, allowed=tuple(taken_changes(solved)[1]))
     for _ in range(ORACLE_RUNS):
-        oracle = await grade_harbor(sandbox, tests_of(record, tests), made.image, solved, limits)
+        oracle = await grade_harbor(sandbox, tests_of(record, tests), image, solved, limits)
         if not oracle.passed:
             raise FolderRefused(f"its own solution scores {oracle.score:.3g}: {oracle.detail}")
     return record
@@ -235,7 +221,7 @@ def _name(roots: Sequence[Path]) -> str:
 def _save(work: Path, name: str, trials: Trials, bases: Sequence[str]) -> None:
     shutil.rmtree(work / TRIED)
     (work / "hidden").mkdir()
-    (work / RECORDS).write_bytes(msgspec.json.format(msgspec.json.encode(list(trials.kept)), indent=1) + b"\n")
+    (work / RECORDS).write_bytes(msgspec.json.format(msgspec.json.encode(trials.kept), indent=1) + b"\n")
     splits = [record.split for record in trials.kept]
     counts = {"tried": len(trials.trials), "tasks": len(splits), "train": splits.count("train")}
     manifest = dataset.Manifest(

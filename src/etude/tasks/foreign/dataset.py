@@ -21,8 +21,7 @@ from etude.records import CodeTask, Record
 from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset, Manifest
-from etude.tasks.foreign.dockerfile import Layout
-from etude.tasks.foreign.image import ForeignImage
+from etude.tasks.foreign.image import image_of
 
 FOREIGN = "harbor"
 RECORDS = "harbor.json"
@@ -54,8 +53,7 @@ class ForeignDataset(Dataset):
     def image(self, task: CodeTask) -> Image:
         """The image of the agent's box, without tests and solution."""
         record = self.records[task.id]
-        layout = Layout(record.workdir, record.places)
-        return ForeignImage(self.root / "images" / task.id, layout, record.environment).image
+        return image_of(self.root / "images" / task.id, record.places, record.environment)
 
     def limits(self, task: CodeTask) -> Limits:
         """The limits of a task's boxes."""

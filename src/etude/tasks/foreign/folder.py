@@ -7,13 +7,19 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from etude.code import toml_table
 from etude.errors import UserError
 from etude.tasks.foreign.dockerfile import FolderRefused, Layout, Recipe, layout, read
 
 MEMORY_MB = 4096  # of a box, at most
 MAX_SECONDS = 800.0  # of the tests: an episode's grade has 900
+_REQUIRED = {  # file -> why it is needed
+    "instruction.md": "",
+    "tests/test.sh": "",
+    "solution/solve.sh": ", so no run can prove that it is solvable",
+}
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
 
 
@@ -55,15 +61,15 @@ def load(path: Path, bases: Sequence[str] = ()) -> Folder:
     root = path.resolve()
     if link := next((p for p in root.rglob("*") if p.is_symlink() and not p.resolve().is_relative_to(root)), None):
         raise FolderRefused(f"its link {link.relative_to(root)} leads out of it")
-    for name in ("instruction.md", "tests/test.sh", "solution/solve.sh"):
+    for name, purpose in _REQUIRED.items():
         if not (path / name).is_file():
-            raise FolderRefused(_MISSING.get(name, f"it has no {name}"))
+            raise FolderRefused(f"it has no {name}{purpose}")
     try:
         config = tomllib.loads((path / "task.toml").read_text("utf-8"))
         instruction = (path / "instruction.md").read_text("utf-8").strip()
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise FolderRefused(f"its task.toml or instruction.md cannot be read ({e})") from None
-    environment, verifier = _table(config, "environment"), _table(config, "verifier")
+    environment, verifier = toml_table(config, "environment"), toml_table(config, "verifier")
     _check(path, config, environment, verifier)
     docker = path / "environment/Dockerfile"
     if not docker.is_file():
@@ -80,43 +86,33 @@ def load(path: Path, bases: Sequence[str] = ()) -> Folder:
         memory_mb=_memory(environment),
         environment=_variables(environment),
         verifier_environment=_variables(verifier),
-        licence=_licence(config),
+        licence=str(toml_table(config, "metadata").get("license") or toml_table(config, "task").get("license") or ""),
     )
 
 
-_MISSING = {"solution/solve.sh": "it has no solution/solve.sh, so no run can prove that it is solvable"}
-
-
 def _check(path: Path, config: dict[str, Any], environment: dict[str, Any], verifier: dict[str, Any]) -> None:
-    if any((path / "environment" / name).exists() for name in _COMPOSE):
-        raise FolderRefused("it needs several containers (docker-compose)")
-    if (path / "tests/Dockerfile").exists():
-        raise FolderRefused("its tests have an image of their own (tests/Dockerfile)")
-    if config.get("steps"):
-        raise FolderRefused("it has several steps")
-    if environment.get("gpus"):
-        raise FolderRefused("it needs a GPU")
-    if environment.get("os", "linux") != "linux":
-        raise FolderRefused(f"it needs {environment['os']}")
-    if environment.get("mcp_servers"):
-        raise FolderRefused("it needs MCP servers")
-    if environment.get("healthcheck"):
-        raise FolderRefused("it waits for a service (healthcheck)")
-    if verifier.get("collect"):
-        raise FolderRefused("its tests collect from other containers")
-
-
-def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
-    value = config.get(name)
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    needs = (
+        (
+            any((path / "environment" / name).exists() for name in _COMPOSE),
+            "it needs several containers (docker-compose)",
+        ),
+        ((path / "tests/Dockerfile").exists(), "its tests have an image of their own (tests/Dockerfile)"),
+        (config.get("steps"), "it has several steps"),
+        (environment.get("gpus"), "it needs a GPU"),
+        (environment.get("os", "linux") != "linux", f"it needs {environment.get('os')}"),
+        (environment.get("mcp_servers"), "it needs MCP servers"),
+        (environment.get("healthcheck"), "it waits for a service (healthcheck)"),
+        (verifier.get("collect"), "its tests collect from other containers"),
+    )
+    for need, reason in needs:
+        if need:
+            raise FolderRefused(reason)
 
 
 def _variables(table: dict[str, Any]) -> dict[str, str]:
     """Variables with a value. Those of the host, `${NAME}`, are left out: they are keys of services that boxes do not
     reach."""
-    values = table.get("env")
-    pairs = cast(dict[str, Any], values) if isinstance(values, dict) else {}
-    return {name: str(value) for name, value in pairs.items() if "${" not in str(value)}
+    return {name: str(value) for name, value in toml_table(table, "env").items() if "${" not in str(value)}
 
 
 def _memory(environment: dict[str, Any]) -> int:
@@ -125,7 +121,3 @@ def _memory(environment: dict[str, Any]) -> int:
         text = re.fullmatch(r"(\d+)\s*([GM])B?", str(environment.get("memory") or "2G").strip(), re.IGNORECASE)
         number = int(text[1]) * (1024 if text[2].upper() == "G" else 1) if text else 2048
     return max(512, min(int(number), MEMORY_MB))
-
-
-def _licence(config: dict[str, Any]) -> str:
-    return str(_table(config, "metadata").get("license") or _table(config, "task").get("license") or "")
