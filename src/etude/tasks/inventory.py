@@ -164,7 +164,7 @@ def _changed(repository: Path, clone: Clone, below: str, names: Sequence[str]) -
         file = repository / path
         if file.is_symlink():
             return False
-        return not file.is_file() or git_history.blob_id(file.read_bytes()) != known.get(path)
+        return not file.is_file() or git_history.object_id(file.read_bytes()) != known.get(path)
 
     return tuple(sorted(path for path in inside if path not in submodules and differs(path)))
 

@@ -46,14 +46,16 @@ class LeakIndex:
         return others[0] if others else path
 
 
+def answers_of(task: CodeTask) -> list[AnswerFingerprint]:
+    """The answer of a task in each file that it breaks."""
+    return [answer_fingerprint(task.solution[path], text) for path, text in task.changes.items()]
+
+
 def stored(folders: Mapping[str, Path], tasks: Iterable[CodeTask]) -> dict[str, str]:
     """CodeTask id -> a place in which its answer is kept: an installed copy, bytecode, an archive or a git object.
     LeakIndex compares the text of the repository itself; this function reads the dependencies and all files that are
     not text. Bytecode keeps only constants: a file with all the long constants that a task removed counts as a copy."""
-    answers = {
-        task.id: [answer_fingerprint(task.solution[path], text) for path, text in task.changes.items()]
-        for task in tasks
-    }
+    answers = {task.id: answers_of(task) for task in tasks}
     places: dict[str, str] = {}
     for label, folder in folders.items():
         for place, data in folder_texts(folder):
