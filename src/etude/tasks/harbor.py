@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 import pytest
+from msgspec.structs import asdict
 
 from etude.code import is_script, language_of
 from etude.errors import UserError
@@ -69,20 +70,22 @@ def task_name(id: str) -> str:
 def write_task(task: CodeTask, folder: Path) -> None:
     """Write `task` as a Harbor folder. `folder` must not exist."""
     folder.mkdir(parents=True)
-    _write(folder / "task.toml", _task_toml(task))
-    _write(folder / "instruction.md", task.prompt + "\n")
-    agent, verifier = image_name(task.repository), image_name(task.repository) + "-verifier"
-    _write(folder / "environment/Dockerfile", f"FROM {agent}\nCOPY files/ {_WORKDIR}/\n")
-    _write(folder / "tests/Dockerfile", f"FROM {verifier}\nCOPY . /tests/\n")
+    image = image_name(task.repository)
     command = "node /verifier/grade.mjs" if is_script(task.function) else "python /verifier/grade.py"
-    _write(folder / "tests/test.sh", _TEST_SH.format(command=command))
     tests = {"fail_to_pass": list(task.fail_to_pass), "pass_to_pass": list(task.pass_to_pass)}
-    _write(folder / "tests/tests.json", json.dumps(tests, indent=1, ensure_ascii=False) + "\n")
-    _write(folder / "solution/solve.sh", _SOLVE_SH)
-    for path, text in task.changes.items():
-        _write(folder / "environment/files" / path, text)
-    for path, text in task.solution.items():
-        _write(folder / "solution/files" / path, text)
+    files = {
+        "task.toml": _task_toml(task),
+        "instruction.md": f"{task.prompt}\n",
+        "environment/Dockerfile": f"FROM {image}\nCOPY files/ {_WORKDIR}/\n",
+        "tests/Dockerfile": f"FROM {image}-verifier\nCOPY . /tests/\n",
+        "tests/test.sh": _TEST_SH.format(command=command),
+        "tests/tests.json": json.dumps(tests, indent=1, ensure_ascii=False) + "\n",
+        "solution/solve.sh": _SOLVE_SH,
+        **{f"environment/files/{path}": text for path, text in task.changes.items()},
+        **{f"solution/files/{path}": text for path, text in task.solution.items()},
+    }
+    for path, text in files.items():
+        _write(folder / path, text)
     for script in ("tests/test.sh", "solution/solve.sh"):
         (folder / script).chmod(0o755)
 
@@ -108,22 +111,11 @@ def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> Cod
         raise UserError(f"{folder} cannot be read ({e}); build the dataset again.") from None
     return CodeTask(
         id=folder.name,
-        repository=etude.repository,
-        kind=etude.kind,
-        operator=etude.operator,
-        function=etude.function,
-        split=etude.split,
         prompt=instruction.removesuffix("\n"),
-        focus=etude.focus,
-        source_roots=etude.source_roots,
         changes=_read_files(folder / "environment/files", texts),
         solution=_read_files(folder / "solution/files", texts),
-        visible_tests=etude.visible_tests,
-        fail_to_pass=tests.fail_to_pass,
-        pass_to_pass=tests.pass_to_pass,
-        difficulty=etude.difficulty,
-        licence=etude.licence,
-        budget=etude.budget,
+        **asdict(etude),
+        **asdict(tests),
     )
 
 
