@@ -140,8 +140,8 @@ def datacard(manifest: Manifest, tasks: Sequence[CodeTask], history: TaskBuildLo
             + [(reason, n, f"{n / tried:.0%}") for reason, n in sorted(history.rejected.items())],
         ),
         *_straddling(history.straddling),
-        f"{len(tasks)} tasks were kept. Each one: the broken tree fails, no change scores 0, and the gold answer passes, "
-        f"{manifest.options['repeats']} times each, in the grading box.\n",
+        f"{len(tasks)} tasks were kept. Each one: the broken tree fails, no change scores 0, and the gold answer "
+        f"passes, {manifest.options['repeats']} times each, in the grading box.\n",
         "Duplicates: no two tasks have the same broken text. Leaks: a program is dropped if nine tenths of the "
         "runs of eight tokens that it lost occur elsewhere in the tree.\n",
         "## Difficulty\n",

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.code import (
@@ -40,18 +40,16 @@ class PythonEnvironment:
 
     requirements: tuple[str, ...]
     trace: SuiteTrace
-    tries: int
     refused: str = ""
 
 
 async def find(
-    tree: Path, work: Path, own: tuple[str, str], more: Sequence[str], pytest: PytestSettings, run: Run
+    tree: Path, work: Path, more: Sequence[str], finish: Callable[[Path], None], run: Run
 ) -> PythonEnvironment:
-    """Install into `work`/site the requirements with which most tests of the repository in `tree` pass. `own` is the
-    name and version of the repository, `more` are requirements from the user. Raises UserError if the declared ones
+    """Install into `work`/site the requirements with which most tests of the repository in `tree` pass. `more` are
+    requirements from the user; `finish` adds files that packages do not bring. Raises UserError if the declared ones
     cannot be installed."""
     tried: list[PythonEnvironment] = []
-    best = 0
     for wanted in _proposals(tree, more, tried):
         site = work / f"site-{len(tried)}"
         try:
@@ -62,17 +60,15 @@ async def find(
                 raise UserError(f"{str(e).removesuffix('.')}, or try `--bootstrap rules`.") from None
             if not tried:
                 raise
-            tried.append(PythonEnvironment(wanted, SuiteTrace({}, 0, {}, {}, ""), len(tried) + 1, str(e)))
+            tried.append(PythonEnvironment(wanted, SuiteTrace({}, 0, {}, {}, ""), str(e)))
             continue
-        finish(site, tree, *own, pytest)
-        tried.append(PythonEnvironment(wanted, await run(site), len(tried) + 1))
-        if tried[-1].trace.passed > tried[best].trace.passed:
-            best = len(tried) - 1
+        finish(site)
+        tried.append(PythonEnvironment(wanted, await run(site)))
         if len(tried) == TRIES or not any(tried[-1].trace.missing):
             break
+    best = max(range(len(tried)), key=lambda i: tried[i].trace.passed)
     (work / f"site-{best}").rename(work / "site")
-    refused = next((one.refused for one in tried if one.refused), "")
-    return PythonEnvironment(tried[best].requirements, tried[best].trace, tried[best].tries, refused)
+    return replace(tried[best], refused=next((one.refused for one in tried if one.refused), ""))
 
 
 def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironment]):
