@@ -40,11 +40,11 @@ class TestOther:
 def test_functions_with_equal_bodies_stay_together() -> None:
     source = "".join(f"def f{i}(x):\n    return x + {i // 2}\n" for i in range(40))
     functions = discover.functions("m.py", source)
-    heldout = split.heldout_functions(functions, 0.25, 1)
+    heldout = split.heldout_functions(functions, 0.25, 1, {})
     assert len(heldout) == 10
     assert all((f"m.py::f{i}" in heldout) == (f"m.py::f{i + 1}" in heldout) for i in range(0, 40, 2))
-    assert heldout == split.heldout_functions(functions[::-1], 0.25, 1)
-    assert heldout != split.heldout_functions(functions, 0.25, 2)
+    assert heldout == split.heldout_functions(functions[::-1], 0.25, 1, {})
+    assert heldout != split.heldout_functions(functions, 0.25, 2, {})
     assert split.heldout_functions(functions, 0.0, 1, {"commit": [frozenset({functions[0].id})]}) == set()
 
 

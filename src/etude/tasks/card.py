@@ -44,7 +44,7 @@ class TaskBuildLog:
 
 def warnings(tasks: Sequence[CodeTask], log: TaskBuildLog, options: BuildConfig) -> tuple[str, ...]:
     """Warnings about a dataset that is too small or too one-sided, with its figures and a remedy."""
-    train, heldout = map(len, _functions(tasks))
+    train, heldout = (len(split.touched_by_all(t for t in tasks if t.split == side)) for side in ("train", "heldout"))
     count = Counter(task.split for task in tasks)
     messages = []
     if count["train"] < FEW_TASKS or train < FEW_FUNCTIONS:
@@ -98,16 +98,11 @@ def _wider(options: BuildConfig) -> str:
     return f"What gives more: {', '.join(advice)}." if advice else "Another repository is needed."
 
 
-def _functions(tasks: Sequence[CodeTask]) -> list[set[str]]:
-    """The functions that the tasks of each split touch: in training, and held out."""
-    return [{id for t in tasks if t.split == side for id in split.touched_by(t)} for side in ("train", "heldout")]
-
-
 def datacard(manifest: Manifest, tasks: Sequence[CodeTask], history: TaskBuildLog) -> str:
     """The card as Markdown. It holds no times: equal builds give equal cards."""
     operators = Counter((task.kind, task.operator, task.split) for task in tasks)
     kinds = sorted({(kind, operator) for kind, operator, _ in operators})
-    train, heldout = map(len, _functions(tasks))
+    train, heldout = (len(split.touched_by_all(t for t in tasks if t.split == side)) for side in ("train", "heldout"))
     tried = max(history.candidates, 1)
     sections = [
         f"# Tasks from {manifest.name}\n",

@@ -51,8 +51,7 @@ def _problems(data: Dataset, changed: list[str]) -> list[str]:
     problems += _shown_tests(data)
     copied = leaks.stored({"repository": data.repository, "site": data.site}, data.tasks)
     problems += [f"{place} holds the answer of {task}" for task, place in sorted(copied.items())]
-    train, heldout = ([split.touched_by(task) for task in data.split(name)] for name in ("train", "heldout"))
-    both = frozenset[str]().union(*train) & frozenset[str]().union(*heldout)
+    both = split.touched_by_all(data.split("train")) & split.touched_by_all(data.split("heldout"))
     problems += [f"{function} is both trained on and held out" for function in sorted(both)]
     texts = {frozenset(task.changes.items()) for task in data.tasks}
     if len(texts) < len(data.tasks):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from etude.code import SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator
 from etude.code.functions import FunctionNode
+from etude.tasks.split import first_line
 
 MIN_COMPLEXITY = 10  # of a class, as in SWE-smith
 MAX_LINES = 40  # of a method that is removed
@@ -16,8 +17,7 @@ def _methods(place: FunctionBytes) -> list[FunctionNode]:
 
 def _span(place: FunctionBytes, method: FunctionNode) -> tuple[int, int]:
     """The bytes of a method with its decorators, from the column of its first `@` or `def`."""
-    lines = [method.lineno, *(d.lineno for d in method.decorator_list)]
-    return place.line_start(min(lines)) + method.col_offset, place.end(method)
+    return place.line_start(first_line(method)) + method.col_offset, place.end(method)
 
 
 def _remove_base(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:

@@ -7,7 +7,7 @@ cleanly are used. So one repository, one set of dependencies and one suite serve
 import ast
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -38,18 +38,15 @@ _NOISE = (
 
 @dataclass(frozen=True)
 class Reversal:
-    """A reversed commit: `path` and `program`, the test files that the commit touched, and the functions that
-    change."""
+    """A reversed commit, the test files that the commit touched, and the functions that change."""
 
-    id: str
-    path: str
     program: MutationCandidate
     tests: tuple[str, ...]
     members: tuple[str, ...]
 
 
 def reversals(
-    repository: Path, sources: Mapping[str, str], functions: Iterable[Function], modules: Iterable[str]
+    repository: Path, sources: Mapping[str, str], functions: Sequence[Function], modules: Iterable[str]
 ) -> Iterator[Reversal]:
     """Reversible commits of a git clone, newest first; none for a folder without history. `modules` are the test files.
     Raises UserError if git objects are missing."""
@@ -57,16 +54,16 @@ def reversals(
     head = clone.id_of("HEAD") if clone is not None else ""
     if clone is None or not head:
         return
-    table, tested = list(functions), frozenset(modules)
+    tested = frozenset(modules)
     listed = clone.demand("rev-list", "--first-parent", f"--max-count={MAX_COMMITS}", head, "--")
     for commit in listed.decode().split():
-        reversal = _reversal(clone, commit, sources, table, tested)
+        reversal = _reversal(clone, commit, sources, functions, tested)
         if reversal is not None:
             yield reversal
 
 
 def _reversal(
-    clone: Clone, commit: str, sources: Mapping[str, str], functions: list[Function], modules: frozenset[str]
+    clone: Clone, commit: str, sources: Mapping[str, str], functions: Sequence[Function], modules: frozenset[str]
 ) -> Reversal | None:
     parent = clone.id_of(f"{commit}^1")
     if not parent:  # the first commit
@@ -101,12 +98,11 @@ def _reversal(
     answers = [answer_fingerprint(mutant.source, mutant.text) for mutant in changed.values()]
     notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in status if _CHANGES.search(p))]
     wish = "\n".join(note for note in notes if note and not any(answer.in_data(note.encode()) for answer in answers))
-    path = members[0].split("::")[0]
     where = ", ".join(changed)
-    mutant = changed.pop(path)
+    mutant = changed.pop(members[0].split("::")[0])
     text = f"{request} ({where})" + (f"\n\n{wish}" if wish else "")
     program = MutationCandidate("commit", mutant, tuple(changed.items()), text, sites=len(members))
-    return Reversal(commit, path, program, tests, tuple(members))
+    return Reversal(program, tests, tuple(members))
 
 
 def _taken_back(clone: Clone, before: str, after: str, now: str) -> str | None:
@@ -153,19 +149,19 @@ def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
 
 def _request(message: str) -> str:
     """The first informative line of a commit message, without prefixes and issue numbers."""
-    for line in message.splitlines():
-        for noise in _NOISE:
-            line = re.sub(noise, "", line)
-        if len(line.split()) >= 3:
-            return line.strip()
-    return ""
+    lines = map(_without_noise, message.splitlines())
+    return next((line.strip() for line in lines if len(line.split()) >= 3), "")
+
+
+def _without_noise(line: str) -> str:
+    for noise in _NOISE:
+        line = re.sub(noise, "", line)
+    return line
 
 
 def _body(message: str, request: str) -> str:
     """The rest of a commit message after `request`, without signatures and references; cut to _WISH characters."""
-    lines = [line.rstrip() for line in message.splitlines() if not _TRAILER.match(line)]
-    for noise in _NOISE:
-        lines = [re.sub(noise, "", line) for line in lines]
+    lines = [_without_noise(line.rstrip()) for line in message.splitlines() if not _TRAILER.match(line)]
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines).replace(request, "", 2)).strip()
     return text[:_WISH].strip() if len(text.split()) >= 3 else ""
 

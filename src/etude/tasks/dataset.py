@@ -168,9 +168,8 @@ def _read(root: Path, manifest: Manifest) -> Dataset:
             f"{root} holds foreign Harbor tasks: runs, `etude eval` and `etude tasks check` take them, nothing else "
             "does"
         )
-    texts: dict[bytes, str] = {}
     folders = sorted(p for p in (root / "tasks").iterdir() if p.is_dir())
-    return _dataset(root, manifest, tuple(harbor.read_harbor_task(folder, texts) for folder in folders))
+    return _dataset(root, manifest, tuple(map(harbor.read_harbor_task, folders)))
 
 
 def save(root: Path, manifest: Manifest, tasks: Sequence[CodeTask]) -> Dataset:

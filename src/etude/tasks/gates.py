@@ -208,8 +208,9 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
         "visible_fails": float(bool(failing(report, candidate.visible))),
         "leak": round(candidate.leak, 3),
     }
-    outside = report.outside.intersection((*f2p, *p2p)) if report.outside.intersection(f2p) else frozenset()
-    difficulty["decided"] = round(len(outside) / len((*f2p, *p2p)), 3)  # 0 unless an f2p test is
+    outside = report.outside.intersection((*f2p, *p2p))
+    decided = len(outside) / len((*f2p, *p2p)) if outside.intersection(f2p) else 0.0
+    difficulty["decided"] = round(decided, 3)
     if is_script(function.path):
         difficulty["covered"] = round(report.covered, 3)
     return CodeTask(
@@ -243,17 +244,15 @@ def task_id(candidate: Candidate) -> str:
 
 async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], workers: int) -> list[R]:
     """Run `work` on every item, at most `workers` at a time. Returns the results in the order of `items`."""
-    results: dict[int, R] = {}
-    queue = iter(enumerate(items))
+    free = asyncio.Semaphore(workers)
 
-    async def run() -> None:
-        for i, item in queue:
-            results[i] = await work(item)
+    async def run(item: T) -> R:
+        async with free:
+            return await work(item)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(workers):
-            group.create_task(run())
-    return [results[i] for i in range(len(items))]
+        tasks = [group.create_task(run(item)) for item in items]
+    return [task.result() for task in tasks]
 
 
 async def stable_tests(bench: Bench, tests: Sequence[str], batch: int = 200) -> tuple[set[str], set[str]]:

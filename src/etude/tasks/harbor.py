@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from msgspec.structs import asdict
 
-from etude.code import is_script, language_of
+from etude.code import is_script, language_of, toml_table
 from etude.errors import UserError
 from etude.records import Budget, CodeTask, Focus
 
@@ -90,10 +90,9 @@ def write_task(task: CodeTask, folder: Path) -> None:
         (folder / script).chmod(0o755)
 
 
-def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> CodeTask:
-    """Read the CodeTask of a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts.
-    Raises UserError if the folder is malformed, or is a foreign task (`foreign/`)."""
-    texts = {} if texts is None else texts
+def read_harbor_task(folder: Path) -> CodeTask:
+    """Read the CodeTask of a Harbor folder. Tasks share equal file texts. Raises UserError if the folder is malformed,
+    or is a foreign task (`foreign/`)."""
     try:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         instruction = (folder / "instruction.md").read_text(encoding="utf-8")
@@ -101,7 +100,7 @@ def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> Cod
         raise UserError(f"{folder} is not a Harbor task folder: {Path(e.filename).name} is missing.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{folder} cannot be read ({e}); repair it or build the dataset again.") from None
-    metadata = config.get("metadata", {}).get("etude")
+    metadata = toml_table(config, "metadata").get("etude")
     if metadata is None:
         raise UserError(_foreign(folder, config))
     try:
@@ -112,8 +111,8 @@ def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> Cod
     return CodeTask(
         id=folder.name,
         prompt=instruction.removesuffix("\n"),
-        changes=_read_files(folder / "environment/files", texts),
-        solution=_read_files(folder / "solution/files", texts),
+        changes=_read_files(folder / "environment/files"),
+        solution=_read_files(folder / "solution/files"),
         **asdict(etude),
         **asdict(tests),
     )
@@ -166,20 +165,13 @@ def _write(path: Path, text: str) -> None:
     path.write_bytes(text.encode())
 
 
-def _read_files(folder: Path, texts: dict[bytes, str]) -> dict[str, str]:
-    files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        data = path.read_bytes()
-        text = texts.get(data)
-        if text is None:
-            text = texts[data] = data.decode()
-        files[path.relative_to(folder).as_posix()] = text
-    return files
+def _read_files(folder: Path) -> dict[str, str]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): sys.intern(path.read_bytes().decode()) for path in paths}
 
 
 def _foreign(folder: Path, config: Mapping[str, object]) -> str:
-    environment = config.get("environment", {})
-    image = isinstance(environment, dict) and environment.get("docker_image")
+    image = toml_table(config, "environment").get("docker_image")
     container = next((f for f in _CONTAINER_FILES if (folder / "environment" / f).exists()), None)
     if image or container:
         what = f"the image {image}" if image else f"environment/{container}"

@@ -15,6 +15,7 @@ from pathlib import Path
 import blake3
 import msgspec
 
+from etude.code import parse
 from etude.records import CodeTask
 from etude.tasks.dataset import Dataset
 
@@ -58,16 +59,11 @@ def _impossible(task: CodeTask, hidden: Path, copies: dict[str, dict[str, str]])
 
 def _contradict(path: Path) -> dict[str, str]:
     """Append the contrary copies to a test file. Returns their names by the names of the tests."""
-    if not path.is_file():
-        return {}
-    text = path.read_text("utf-8")
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return {}
+    text = path.read_text("utf-8") if path.is_file() else ""
+    tree = parse(text)
     names: dict[str, str] = {}
     added: list[str] = []
-    for node in tree.body:
+    for node in tree.body if tree is not None else ():
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and _fit(node):
             contrary = copy.deepcopy(node)
             contrary.name = f"test_{blake3.blake3(node.name.encode()).hexdigest()[:8]}_{node.name}"

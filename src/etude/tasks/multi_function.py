@@ -2,8 +2,8 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.code import MutationCandidate, mutants
@@ -52,10 +52,19 @@ def find(
     return changes
 
 
-def _ranked(own: set[str], callers: Mapping[str, set[str]], path: str) -> tuple[str, ...]:
-    """The tests `own`, then as many other tests of the same module, which must keep passing."""
-    others = {test for id, tests in callers.items() if id.startswith(f"{path}::") for test in tests} - own
-    return (*sorted(own), *sorted(others))
+def _change(
+    unit: Unit, program: MutationCandidate, reach: Iterable[str], own: set[str], callers: Mapping[str, set[str]]
+) -> MultiFunctionChange:
+    """A change that the tests `own` decide, and after these the other tests of the module, which must keep passing."""
+    pairs = [(unit.path, program.mutant), *program.elsewhere]
+    members = frozenset(id for path, mutant in pairs for id in split.touched(path, mutant.source, mutant.text))
+    others = _calling(f"{unit.path}::", callers) - own
+    return MultiFunctionChange(unit, program, members, frozenset(reach), (*sorted(own), *sorted(others)))
+
+
+def _calling(prefix: str, callers: Mapping[str, set[str]]) -> set[str]:
+    """The tests that call functions whose ids begin with `prefix`."""
+    return {test for id, tests in callers.items() if id.startswith(prefix) for test in tests}
 
 
 def _classes(
@@ -64,21 +73,17 @@ def _classes(
     for path, text in sources.items():
         for unit in discover.classes(path, text):
             methods = {f.id for f in discover.functions(path, text) if f.id.startswith(f"{unit.id}.")}
-            tests = {test for id, names in callers.items() if id.startswith(f"{unit.id}.") for test in names}
+            tests = _calling(f"{unit.id}.", callers)
             if not tests or unit.complexity < classes.MIN_COMPLEXITY:
                 continue
-            candidates = mutants(text, unit, options.seed, classes.OPERATORS)
-            candidates.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # tests rarely notice it: last
             allowed = set(options.operators or classes.OPERATORS)
-            candidates = [mutant for mutant in candidates if mutant.operator in allowed][
-                : _TRIES * options.per_function
-            ]
-            for mutant in candidates:
-                program = MutationCandidate("class", mutant)
-                gone = _touched(program, unit)
-                if mutant.operator == "class_shuffle":
-                    gone |= {unit.id, *methods}  # a diff cannot tell which methods moved
-                yield MultiFunctionChange(unit, program, gone, frozenset(methods), _ranked(tests, callers, path))
+            candidates = [m for m in mutants(text, unit, options.seed, classes.OPERATORS) if m.operator in allowed]
+            candidates.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # tests rarely notice it: last
+            for mutant in candidates[: _TRIES * options.per_function]:
+                change = _change(unit, MutationCandidate("class", mutant), methods, tests, callers)
+                if mutant.operator == "class_shuffle":  # a diff cannot tell which methods moved
+                    change = replace(change, members=change.members | {unit.id, *methods})
+                yield change
 
 
 def _features(
@@ -88,9 +93,7 @@ def _features(
         program = features.deletion(members, sources)
         if program is not None:
             entry = members[0]
-            tests = _ranked(callers[entry.id], callers, entry.path)
-            reach = frozenset(member.id for member in members)
-            yield MultiFunctionChange(entry, program, _touched(program, entry), reach, tests)
+            yield _change(entry, program, (member.id for member in members), callers[entry.id], callers)
 
 
 def _commits(
@@ -105,16 +108,8 @@ def _commits(
     for reversal in commits.reversals(repository, sources, functions, modules):
         touched = {test for test in everything if test.split("::")[0] in reversal.tests}
         own = touched & {test for id in reversal.members for test in callers.get(id, ())}
-        unit = by_id[reversal.members[0]]
         if own:
-            tests = _ranked(own, callers, unit.path)
-            reach = frozenset(reversal.members)
-            yield MultiFunctionChange(unit, reversal.program, _touched(reversal.program, unit), reach, tests)
-
-
-def _touched(program: MutationCandidate, unit: Unit) -> frozenset[str]:
-    pairs = [(unit.path, program.mutant), *program.elsewhere]
-    return frozenset[str]().union(*(split.touched(path, mutant.source, mutant.text) for path, mutant in pairs))
+            yield _change(by_id[reversal.members[0]], reversal.program, reversal.members, own, callers)
 
 
 def find_heldout(eligible: Sequence[Unit], changes: Sequence[MultiFunctionChange], options: BuildConfig) -> set[str]:

@@ -157,7 +157,8 @@ def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
 def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
     """Install packages ("name@range") of the registry below `site`/node_modules, without their scripts. The
     repository's `own` package is removed: an agent could copy the answer from it or from a cache."""
-    (site / "node_modules").mkdir(parents=True)
+    modules = site / "node_modules"
+    modules.mkdir(parents=True)
     pairs = [m for line in wanted if (m := _PACKAGE.fullmatch(line)) and m[1] != own]
     (site / "package.json").write_text(
         json.dumps({"private": True, "dependencies": {m[1]: m[2] or "*" for m in pairs}})
@@ -165,9 +166,8 @@ def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
     if not pairs:
         return
     npm(["install", "--ignore-scripts", "--legacy-peer-deps"], site, NPM_SECONDS)
-    modules = site / "node_modules"
-    for folder in (modules / ".bin", modules / ".cache", *([modules / own] if own else [])):
-        shutil.rmtree(folder, ignore_errors=True)  # of .bin: links; nothing in a box calls them
+    for name in filter(None, (".bin", ".cache", own)):
+        shutil.rmtree(modules / name, ignore_errors=True)  # of .bin: links; nothing in a box calls them
 
 
 async def _trace(

@@ -34,8 +34,7 @@ class Determined:
         self._hidden = hidden
         self._texts: dict[str, str] = {}
         self._files: Counter[str] = Counter()  # word -> files
-        self._wanted: dict[str, dict[str, ast.AST]] = {}
-        self._imports: dict[str, set[str]] = {}
+        self._wanted: dict[str, tuple[dict[str, ast.AST], set[str]]] = {}
         for file in sorted(p for p in repository.rglob("*") if p.is_file() and not p.is_symlink()):
             data = file.read_bytes()
             if len(data) <= _MAX_BYTES and b"\0" not in data:
@@ -57,12 +56,19 @@ class Determined:
         node, imports = self._test(test)
         if node is None:
             return False
-        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and not _is_standard(n)}
-        names |= {n.arg for n in ast.walk(node) if isinstance(n, ast.keyword) and n.arg}
-        if lost & (names | imports):
+        names, texts = set(imports), list[str]()
+        for part in ast.walk(node):
+            match part:
+                case ast.Attribute(value=ast.Name(id=module)) if module in sys.stdlib_module_names:
+                    pass  # as in `math.floor`
+                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
+                    names.add(name)
+                case ast.Constant(value=str(text)):
+                    texts.append(text)
+                case _:
+                    pass
+        if lost & names:
             return True
-        texts = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
         for text in texts:
             there = len(text) >= _TEXT and text in gold and text not in shown
             if there and not any(text in other for path, other in self._texts.items() if path not in changes):
@@ -75,15 +81,11 @@ class Determined:
         if path not in self._wanted:
             file = self._hidden / path
             tree = parse(file.read_text("utf-8", "replace")) if file.is_file() and path.endswith(".py") else None
-            self._wanted[path] = dict(_functions(tree.body if tree else [], ""))
-            imported = [n for n in (tree.body if tree else []) if isinstance(n, ast.ImportFrom)]
-            self._imports[path] = {alias.name for node in imported for alias in node.names}
-        return self._wanted[path].get(name.partition("[")[0]), self._imports[path]
-
-
-def _is_standard(node: ast.Attribute) -> bool:
-    """Whether an attribute belongs to a module of the standard library, as in `math.floor`."""
-    return isinstance(node.value, ast.Name) and node.value.id in sys.stdlib_module_names
+            body = tree.body if tree is not None else []
+            imports = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+            self._wanted[path] = dict(_functions(body, "")), imports
+        functions, imports = self._wanted[path]
+        return functions.get(name.partition("[")[0]), imports
 
 
 def _functions(body: Sequence[ast.stmt], prefix: str) -> Iterable[tuple[str, ast.AST]]:
