@@ -113,9 +113,9 @@ def test_leak_share(tmp_path: Path) -> None:
     original = "def f(items, low):\n    kept = [i * 2 + low for i in items if i > low and i % 3]\n    return kept\n"
     broken = original.replace("i > low", "i < low")
     (tmp_path / "m.py").write_text(original)
-    assert LeakIndex(tmp_path, ["m.py"]).share(original, broken) == 0.0
+    assert LeakIndex(tmp_path).share(original, broken) == 0.0
     (tmp_path / "docs.rst").write_text("See::\n\n    kept = [i * 2 + low for i in items if i > low and i % 3]\n")
-    both = LeakIndex(tmp_path, ["m.py", "docs.rst"])
+    both = LeakIndex(tmp_path)
     assert both.share(original, broken) > 0.5
     assert both.place("m.py", original, broken) == "docs.rst"
 

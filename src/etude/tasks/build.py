@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from etude.code import OPERATORS, find_licence, is_script, project_name
 from etude.code import functions as discover
 from etude.code.functions import Function, Unit
@@ -188,8 +186,7 @@ async def _run(plan: _BuildPlan) -> None:
             options=options,
         )
         drawn = await _targets(plan, bench, callers, policy, shown)
-        files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
-        searched = await search(bench, drawn.targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
+        searched = await search(bench, drawn.targets, LeakIndex(bench.repository), plan.progress)
     _cut_out(work / "repository", drawn.unstable)
     copied = leaks.stored({"repository": bench.repository, "site": bench.site}, searched.tasks)
     if copied:
@@ -201,19 +198,6 @@ async def _run(plan: _BuildPlan) -> None:
         raise _nothing_fit(plan, searched)
     commits = histories.build(plan.past, bench.repository, tasks, work)
     fit = searched.tried - sum(searched.rejected.values())
-    manifest = dataset.Manifest(
-        format=dataset.DATASET_FORMAT,
-        name=bench.name,
-        licence=licence_name,
-        licence_source=licence_source,
-        seed=options.seed,
-        python_path=plan.facts.layout.python_path,
-        source_roots=plan.facts.layout.source_roots,
-        visible=policy,
-        options=options.model_dump(mode="json", include=_RECORDED),
-        digests={},
-        counts={"functions": len(drawn.functions), "candidates": searched.tried, "fit": fit, "commits": commits},
-    )
     history = card.TaskBuildLog(
         functions=len(plan.functions),
         eligible=len(plan.eligible),
@@ -232,7 +216,20 @@ async def _run(plan: _BuildPlan) -> None:
         straddling=drawn.straddling,
         copies=searched.copies,
     )
-    manifest = msgspec.structs.replace(manifest, warnings=card.warnings(tasks, history, options))
+    manifest = dataset.Manifest(
+        format=dataset.DATASET_FORMAT,
+        name=bench.name,
+        licence=licence_name,
+        licence_source=licence_source,
+        seed=options.seed,
+        python_path=plan.facts.layout.python_path,
+        source_roots=plan.facts.layout.source_roots,
+        visible=policy,
+        options=options.model_dump(mode="json", include=_RECORDED),
+        digests={},
+        counts={"functions": len(drawn.functions), "candidates": searched.tried, "fit": fit, "commits": commits},
+        warnings=card.warnings(tasks, history, options),
+    )
     result = dataset.save(work, manifest, tasks)
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
 
@@ -248,7 +245,7 @@ def _nothing_fit(plan: _BuildPlan, searched: SearchResult) -> UserError:
 class _Prepared:
     """The result of the first runs of the suite, and the packages that they needed."""
 
-    callers: dict[str, set[str]]
+    callers: split.Callers
     requirements: Sequence[str]
     failed: Mapping[str, str]  # test, or file that cannot be collected -> the end of pytest's message
     recipe: bootstrap.BootstrapRecipe | None = None
@@ -293,8 +290,8 @@ async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.Sui
 
 
 async def _write_tests(
-    plan: _BuildPlan, sandbox: Sandbox, callers: Mapping[str, set[str]], writer: synthesis.Writer
-) -> dict[str, set[str]]:
+    plan: _BuildPlan, sandbox: Sandbox, callers: split.Callers, writer: synthesis.Writer
+) -> split.Callers:
     """Returns `callers` together with the tests written for functions without tests; their files join the hidden
     ones."""
     plan.progress("writing tests", 0, 1)
@@ -370,9 +367,7 @@ class _Targets:
 _Sides = tuple[tuple[str, ...], tuple[str, ...]]  # hidden tests, visible tests
 
 
-async def _targets(
-    plan: _BuildPlan, bench: Bench, callers: Mapping[str, set[str]], policy: str, shown: set[str]
-) -> _Targets:
+async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, policy: str, shown: set[str]) -> _Targets:
     """The functions and changes to try, each with its split and its tests."""
     plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
@@ -431,7 +426,7 @@ def _of_files(tests: Sequence[str]) -> tuple[str, ...]:
     return tuple(test for test in tests if test.split("::")[0] in files)
 
 
-def _of_change(change: MultiFunctionChange, shown: set[str], callers: Mapping[str, set[str]]) -> _Sides:
+def _of_change(change: MultiFunctionChange, shown: set[str], callers: split.Callers) -> _Sides:
     """The tests of a change, first those that reach it."""
     reach = {test for function in change.reach for test in callers.get(function, ())}
     hidden, visible = _sides((test for test in change.tests if test in reach), shown)

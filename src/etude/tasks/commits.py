@@ -70,18 +70,17 @@ def _reversal(
         return None
     raw = clone.demand("diff-tree", "-r", "--no-renames", "--raw", "--no-abbrev", "-z", parent, commit, "--")
     words = raw.decode("utf-8", "replace").split("\0")[:-1]
-    entries = {path: entry.split() for entry, path in zip(words[::2], words[1::2], strict=True)}
-    status = {path: entry[4] for path, entry in entries.items()}
-    tests = tuple(sorted(p for p, s in status.items() if p in modules and s in "AM"))
+    entries = {path: entry.split()[2:] for entry, path in zip(words[::2], words[1::2], strict=True)}
+    tests = tuple(sorted(path for path, (_, _, status) in entries.items() if path in modules and status in "AM"))
     code = sorted(
-        p for p in status if p.endswith(".py") and not (discover.is_test(p) or p in modules) and p != "setup.py"
+        p for p in entries if p.endswith(".py") and not (discover.is_test(p) or p in modules) and p != "setup.py"
     )
-    if not tests or not 1 <= len(code) <= MAX_FILES or any(p not in sources or status[p] != "M" for p in code):
+    if not tests or not 1 <= len(code) <= MAX_FILES or any(p not in sources or entries[p][2] != "M" for p in code):
         return None
     changed: dict[str, Mutant] = {}
     members: list[str] = []
     for path in code:
-        _, _, before, after, _ = entries[path]
+        before, after, _ = entries[path]
         text = _taken_back(clone, before, after, sources[path])
         if text is None:
             return None
@@ -96,7 +95,7 @@ def _reversal(
     if not request:
         return None
     answers = [answer_fingerprint(mutant.source, mutant.text) for mutant in changed.values()]
-    notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in status if _CHANGES.search(p))]
+    notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in entries if _CHANGES.search(p))]
     wish = "\n".join(note for note in notes if note and not any(answer.in_data(note.encode()) for answer in answers))
     where = ", ".join(changed)
     mutant = changed.pop(members[0].split("::")[0])
@@ -134,15 +133,16 @@ def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
     blocks = [op for op in SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if op[0] != "equal"]
     edits = [ByteEdit(offsets[i], offsets[j], "".join(new[k:n]).encode()) for _, i, j, k, n in blocks]
     lines = [line for _, i, j, _, _ in blocks for line in range(i + 1, max(j, i + 1) + 1)]
+    first = blocks[0][3] + 1
     mutant = Mutant(
         operator="commit",
         source=source,
         edits=tuple(reversed(edits)),
         original="".join("".join(old[i:j]) for _, i, j, _, _ in blocks),
         snippet="".join("".join(new[k:n]) for _, _, _, k, n in blocks),
-        first_line=blocks[0][3] + 1,
-        last_line=max(blocks[-1][4], blocks[0][3] + 1),
-        body_line=blocks[0][3] + 1,
+        first_line=first,
+        last_line=max(blocks[-1][4], first),
+        body_line=first,
     )
     return mutant, lines
 

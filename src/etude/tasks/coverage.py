@@ -1,8 +1,6 @@
 """Finds the tests that call each function, and the tests that fail: the suite runs under a profile hook, inside a
 box."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

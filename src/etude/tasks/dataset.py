@@ -9,8 +9,6 @@ DIR/verifier/      the grader of other Harbor runners' containers, see `harbor.p
 DIR/tasks/ID/      Harbor task folders, see `harbor.py`
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from etude.records import CodeTask, Record
 from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.tasks import harbor, histories
 from etude.tasks.histories import Histories
+from etude.tasks.inventory import files_below
 
 DATASET_FORMAT = 2
 _PARTS = ("repository", "site", "hidden", "verifier", "tasks", histories.FILE)
@@ -200,9 +199,8 @@ def seal(root: Path, manifest: Manifest) -> Manifest:
 def tree_digest(folder: Path) -> str:
     """blake3 over the sorted paths and contents of every file below `folder`."""
     digest = blake3.blake3()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        data = path.read_bytes()
-        name = path.relative_to(folder).as_posix().encode()
+    for path, file in files_below(folder):
+        name, data = path.encode(), file.read_bytes()
         digest.update(b"%d %d " % (len(name), len(data)) + name + data)
     return digest.hexdigest()
 

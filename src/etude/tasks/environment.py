@@ -30,6 +30,13 @@ from etude.tasks.inventory import Inventory
 from etude.tasks.settings import PytestSettings
 
 TRIES = 5
+_VERSION_FILES = (  # keys below [tool] that name a file with the version
+    ("hatch", "build", "hooks", "vcs", "version-file"),
+    ("setuptools_scm", "version_file"),
+    ("setuptools_scm", "write_to"),
+    ("pdm", "version", "write_to"),
+    ("setuptools-git-versioning", "version_file"),
+)
 UNKNOWN = "0+unknown"  # the version of a clone without tags
 Run = Callable[[Path], Awaitable[SuiteTrace]]  # the suite, with the packages of a folder
 
@@ -125,31 +132,21 @@ def version_files(repository: Path, inventory: Inventory, version: str) -> dict[
     """Files that the project's build would write into the tree (path -> text): those of hatch-vcs, setuptools-scm and
     PDM."""
     data = read_pyproject(repository)
-    scm = toml_table(data, "tool", "setuptools_scm")
-    named = [
-        toml_table(data, "tool", "hatch", "build", "hooks", "vcs").get("version-file"),
-        scm.get("version_file"),
-        scm.get("write_to"),
-        toml_table(data, "tool", "pdm", "version").get("write_to"),
-        toml_table(data, "tool", "setuptools-git-versioning").get("version_file"),
-    ]
-    if isinstance(named[3], str) and not (repository / named[3]).parent.is_dir():
-        named[3] = f"src/{named[3]}"  # PDM's is relative to the package folder
-    files: dict[str, str] = {}
-    for path in named:
-        if not isinstance(path, str) or ".." in Path(path).parts or path.startswith("/"):
-            continue
-        if path not in inventory.files and (repository / path).parent.is_dir():
-            files[path] = _version_text(version) if path.endswith(".py") else f"{version}\n"
-    return files
-
-
-def _version_text(version: str) -> str:
     parts = tuple(int(part) if part.isdigit() else part for part in re.split(r"[.+]", version))
-    return (
+    text = (
         f"__version__ = version = {version!r}\n__version_tuple__ = version_tuple = {parts!r}\n"
         "__commit_id__ = commit_id = None\n"
     )
+    files: dict[str, str] = {}
+    for *keys, last in _VERSION_FILES:
+        path = toml_table(data, "tool", *keys).get(last)
+        if keys[0] == "pdm" and isinstance(path, str) and not (repository / path).parent.is_dir():
+            path = f"src/{path}"  # PDM's is relative to the package folder
+        if not isinstance(path, str) or ".." in Path(path).parts or path.startswith("/"):
+            continue
+        if path not in inventory.files and (repository / path).parent.is_dir():
+            files[path] = text if path.endswith(".py") else f"{version}\n"
+    return files
 
 
 def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserError:

@@ -6,8 +6,6 @@ copied, so there is no unreachable object, stash, note or tag. `code/git.py` rea
 Formats: gitformat-pack(5), gitformat-index(5).
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import struct
@@ -155,7 +153,6 @@ class _Pack:
 
     known: Mapping[str, bytes]
     objects: dict[str, bytes] = field(default_factory=dict)
-    folders: dict[tuple[tuple[str, str, str], ...], str] = field(default_factory=dict)
 
     def add(self, kind: str, data: bytes) -> str:
         name = object_id(data, kind)
@@ -185,13 +182,11 @@ class _Pack:
         return name  # of the root, which comes last
 
     def _folder(self, listed: Iterable[tuple[str, str, str]]) -> str:
-        entries = tuple(sorted(listed, key=lambda e: e[0] + "/" * (e[1] == "40000")))
-        if entries not in self.folders:
-            lines = (
-                f"{mode} {name}\0".encode("utf-8", "surrogateescape") + bytes.fromhex(at) for name, mode, at in entries
-            )
-            self.folders[entries] = self.add("tree", b"".join(lines))
-        return self.folders[entries]
+        entries = sorted(listed, key=lambda e: e[0] + "/" * (e[1] == "40000"))
+        lines = (
+            f"{mode} {name}\0".encode("utf-8", "surrogateescape") + bytes.fromhex(at) for name, mode, at in entries
+        )
+        return self.add("tree", b"".join(lines))
 
     def files(self) -> dict[str, bytes]:
         """A pack and its index."""

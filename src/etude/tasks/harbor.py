@@ -21,6 +21,7 @@ from msgspec.structs import asdict
 from etude.code import is_script, language_of, toml_table
 from etude.errors import UserError
 from etude.records import Budget, CodeTask, Focus
+from etude.tasks.inventory import files_below
 
 SCHEMA_VERSION = "1.4"
 _WORKDIR = "/workspace"
@@ -166,8 +167,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _read_files(folder: Path) -> dict[str, str]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): sys.intern(path.read_bytes().decode()) for path in paths}
+    return {path: sys.intern(file.read_bytes().decode()) for path, file in files_below(folder)}
 
 
 def _foreign(folder: Path, config: Mapping[str, object]) -> str:

@@ -12,14 +12,14 @@ agent sees. Each box gets a `.git` folder of its own, made from this file (`task
 A release has no history. It gets the history that an import makes: one commit, with the author and date of the release.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from email.parser import Parser
 from functools import cached_property
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 
 import msgspec
@@ -36,6 +36,7 @@ FILE = "history.msgpack"
 DEPTH = 20  # commits, as continuous integration and hosted agents clone
 CONTEXT = 3  # lines around a change that an earlier version must hold as well
 CACHED = 64  # tasks whose .git is kept in memory
+_Holders = dict[str, set[str]]  # blob -> tasks
 _DEFINED = re.compile(rb"\b(?:def|class|function)\s+(\w+)")
 
 
@@ -109,12 +110,11 @@ class Damage:
     wrong: str
 
     @staticmethod
-    def of(solution: str, broken: str) -> Damage:
+    def of(solution: str, broken: str) -> "Damage":
         """The damage between the original text and the broken text of the agent."""
         old, new = solution.splitlines(keepends=True), broken.splitlines(keepends=True)
-        shorter = min(len(old), len(new))
-        head = next((i for i in range(shorter) if old[i] != new[i]), shorter)
-        tail = next((i for i in range(shorter - head) if old[-1 - i] != new[-1 - i]), shorter - head)
+        head = sum(takewhile(bool, map(eq, old, new)))  # lines that are equal at the beginning, and at the end
+        tail = sum(takewhile(bool, map(eq, reversed(old[head:]), reversed(new[head:]))))
         head, tail = max(0, head - CONTEXT), max(0, tail - CONTEXT)
         return Damage("".join(old[head : len(old) - tail]), "".join(new[head : len(new) - tail]))
 
@@ -162,8 +162,7 @@ def build(past: Past, repository: Path, tasks: Sequence[CodeTask], out: Path) ->
 
 
 def _files(repository: Path) -> dict[str, bytes]:
-    paths = (path for path in sorted(repository.rglob("*")) if path.is_file() and not path.is_symlink())
-    return {path.relative_to(repository).as_posix(): path.read_bytes() for path in paths}
+    return {path: file.read_bytes() for path, file in inventory.files_below(repository) if not file.is_symlink()}
 
 
 def _without_tests(past: Past, present: Mapping[str, bytes], hidden: Path) -> Past:
@@ -252,7 +251,7 @@ def _secrets(past: Past, tasks: Sequence[CodeTask], present: Mapping[str, bytes]
     return secrets
 
 
-def _telling(past: Past, task: CodeTask, holders: Mapping[str, set[str]]) -> Iterator[int]:
+def _telling(past: Past, task: CodeTask, holders: _Holders) -> Iterator[int]:
     """The indices of commits that brought the answer, or name it in their messages."""
     answers = answers_of(task)
     before: GitTree = {}
@@ -266,7 +265,7 @@ def _telling(past: Past, task: CodeTask, holders: Mapping[str, set[str]]) -> Ite
         before = commit.tree
 
 
-def _holders(past: Past, tasks: Sequence[CodeTask]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+def _holders(past: Past, tasks: Sequence[CodeTask]) -> tuple[_Holders, _Holders]:
     """Blob -> the tasks whose answer it holds, as `AnswerFingerprint.in_data` decides, and blob -> those whose answer
     it holds twice."""
     answers = [(task.id, answer) for task in tasks for answer in answers_of(task)]
@@ -277,19 +276,19 @@ def _holders(past: Past, tasks: Sequence[CodeTask]) -> tuple[dict[str, set[str]]
             table[shingle].append(number)
         for constant in answer.constants:
             constants[constant].append(number)
-    versions: tuple[dict[str, set[str]], dict[str, set[str]]] = {}, {}
+    once, twice = _Holders(), _Holders()
     for blob in past.entries:
         data = past.text(blob)
         seen = Counter({constant: data.count(constant) for constant in constants})
         runs: Counter[tuple[str, ...]] = Counter()
         if b"\0" not in data[:4096]:
             runs.update(run for run in answer_runs(data.decode("utf-8", "replace")) if run in table)
-        for times, holding in enumerate(versions, 1):
+        for times, holding in enumerate((once, twice), 1):
             hits = {n for constant, count in seen.items() if count >= times for n in constants[constant]}
             counts = Counter(n for run, count in runs.items() if count >= times for n in table[run])
             hits |= {n for n, count in counts.items() if count >= LEAK_SHARE * len(answers[n][1].shingles)}
             holding[blob] = {answers[n][0] for n in hits}
-    return versions
+    return once, twice
 
 
 def _imported(source: Path, name: str) -> tuple[bytes, bytes]:

@@ -6,7 +6,7 @@ no program that a clone's settings name is run.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -85,6 +85,13 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
             excluded=excluded,
         ),
     )
+
+
+def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(path below the folder, path) of all files, sorted."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path
 
 
 def _staged(clone: Clone, below: str) -> GitTree:

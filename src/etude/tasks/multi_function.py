@@ -31,7 +31,7 @@ def find(
     repository: Path,
     sources: Mapping[str, str],
     functions: Sequence[Function],
-    callers: Mapping[str, set[str]],
+    callers: split.Callers,
     modules: Sequence[str],
     options: BuildConfig,
 ) -> list[MultiFunctionChange]:
@@ -53,7 +53,7 @@ def find(
 
 
 def _change(
-    unit: Unit, program: MutationCandidate, reach: Iterable[str], own: set[str], callers: Mapping[str, set[str]]
+    unit: Unit, program: MutationCandidate, reach: Iterable[str], own: set[str], callers: split.Callers
 ) -> MultiFunctionChange:
     """A change that the tests `own` decide, and after these the other tests of the module, which must keep passing."""
     pairs = [(unit.path, program.mutant), *program.elsewhere]
@@ -62,14 +62,12 @@ def _change(
     return MultiFunctionChange(unit, program, members, frozenset(reach), (*sorted(own), *sorted(others)))
 
 
-def _calling(prefix: str, callers: Mapping[str, set[str]]) -> set[str]:
+def _calling(prefix: str, callers: split.Callers) -> set[str]:
     """The tests that call functions whose ids begin with `prefix`."""
     return {test for id, tests in callers.items() if id.startswith(prefix) for test in tests}
 
 
-def _classes(
-    sources: Mapping[str, str], callers: Mapping[str, set[str]], options: BuildConfig
-) -> Iterator[MultiFunctionChange]:
+def _classes(sources: Mapping[str, str], callers: split.Callers, options: BuildConfig) -> Iterator[MultiFunctionChange]:
     for path, text in sources.items():
         for unit in discover.classes(path, text):
             methods = {f.id for f in discover.functions(path, text) if f.id.startswith(f"{unit.id}.")}
@@ -87,7 +85,7 @@ def _classes(
 
 
 def _features(
-    sources: Mapping[str, str], functions: Sequence[Function], callers: Mapping[str, set[str]]
+    sources: Mapping[str, str], functions: Sequence[Function], callers: split.Callers
 ) -> Iterator[MultiFunctionChange]:
     for members in features.slices(functions, callers):
         program = features.deletion(members, sources)
@@ -100,7 +98,7 @@ def _commits(
     repository: Path,
     sources: Mapping[str, str],
     functions: Sequence[Function],
-    callers: Mapping[str, set[str]],
+    callers: split.Callers,
     modules: Sequence[str],
 ) -> Iterator[MultiFunctionChange]:
     by_id = {function.id: function for function in functions}

@@ -6,8 +6,6 @@ deselected tests. They are written to site/pytest.ini, which every run in a box 
 files, since the agent may change those.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -12,6 +12,7 @@ from etude.code.functions import FunctionNode, Unit
 from etude.records import CodeTask
 from etude.tasks import javascript
 
+Callers = Mapping[str, set[str]]  # function -> tests that call it, all by their ids
 _MIN_CHANGES = 3  # changes of a kind that are held out, if as many are left
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from etude.code import parse
 from etude.code.functions import FunctionNode
 from etude.sandbox import TestReport
+from etude.tasks.leaks import texts_below
 
 _WORD = re.compile(r"[A-Za-z_]\w{2,}")
 _BUILTIN = {
@@ -23,7 +24,6 @@ _BUILTIN = {
 }
 _TEXT = 12  # characters; a literal of this length or more is a text that must be guessed
 _SHOWN = 3
-_MAX_BYTES = 1 << 20
 
 
 class Determined:
@@ -32,14 +32,11 @@ class Determined:
     def __init__(self, repository: Path, hidden: Path) -> None:
         """Read the files that the agent sees; a file of hidden tests is read when one of its tests is checked."""
         self._hidden = hidden
-        self._texts: dict[str, str] = {}
-        self._files: Counter[str] = Counter()  # word -> files
+        self._texts = dict(texts_below(repository))
+        self._files = Counter(
+            word for text in self._texts.values() for word in set(_WORD.findall(text))
+        )  # word -> files
         self._wanted: dict[str, tuple[dict[str, ast.AST], set[str]]] = {}
-        for file in sorted(p for p in repository.rglob("*") if p.is_file() and not p.is_symlink()):
-            data = file.read_bytes()
-            if len(data) <= _MAX_BYTES and b"\0" not in data:
-                text = self._texts[file.relative_to(repository).as_posix()] = data.decode("utf-8", "replace")
-                self._files.update(set(_WORD.findall(text)))
 
     def guesses(
         self, tests: Iterable[str], changes: Mapping[str, str], solution: Mapping[str, str], statement: str
@@ -48,8 +45,8 @@ class Determined:
         gold = "\n".join(solution.values())
         shown = "\n".join([statement, *changes.values()])
         own = Counter(word for path in solution for word in set(_WORD.findall(self._texts.get(path, ""))))
-        known = set(_WORD.findall(shown))
-        lost = {word for word in set(_WORD.findall(gold)) - known - _BUILTIN if self._files[word] <= own[word]}
+        new = {*_WORD.findall(gold)} - {*_WORD.findall(shown)} - _BUILTIN
+        lost = {word for word in new if self._files[word] <= own[word]}
         return {test for test in tests if self._wants(test, lost, gold, shown, changes)}
 
     def _wants(self, test: str, lost: set[str], gold: str, shown: str, changes: Mapping[str, str]) -> bool:

@@ -4,8 +4,6 @@
 The gates run in the boxes that training uses. A folder with needs beyond these boxes is left out, with the reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil

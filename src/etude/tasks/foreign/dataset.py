@@ -7,8 +7,6 @@ DIR/images/ID/     tree/, site/ and provided/: the folders of its boxes (`image.
 DIR/hidden/        empty; the tests of a task are tasks/ID/tests
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Base images of Python, Ubuntu and Debian are replaced by the Python and the prog
 docs.docker.com/reference/dockerfile.
 """
 
-from __future__ import annotations
-
 import json
 import posixpath
 import re

@@ -1,7 +1,5 @@
 """A foreign Harbor folder: task.toml, instruction.md, environment/, tests/test.sh and solution/solve.sh."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Sequence

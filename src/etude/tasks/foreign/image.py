@@ -4,8 +4,6 @@ Python requirements of the Dockerfile and of the tests are installed as wheels. 
 this machine. All other commands of RUN run in a box without a network, and leave their files in the tree.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import posixpath
