@@ -48,9 +48,9 @@ from etude.tasks.settings import PytestSettings
 _TRACE_SECONDS = 600.0
 _RECORDED = BuildConfig.model_fields.keys() - {"write_tests"}  # options that a manifest holds
 _ADVICE = {
-    Rejected.LEAK.value: "the repository holds this code twice: leave the copy out with `--exclude FOLDER`",
-    Rejected.HANGS.value: "its tests are slow: give more time with `--hang-seconds 30`",
-    Rejected.SILENT.value: "accept programs that no visible test notices with `--no-visible-failure`",
+    Rejected.LEAK: "the repository holds this code twice: leave the copy out with `--exclude FOLDER`",
+    Rejected.HANGS: "its tests are slow: give more time with `--hang-seconds 30`",
+    Rejected.SILENT: "accept programs that no visible test notices with `--no-visible-failure`",
 }
 _CAP = 3 * MAX_TESTS  # hidden tests that may decide one task, before those that fail at times are left out
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
@@ -190,7 +190,7 @@ async def _run(plan: _BuildPlan) -> None:
     _cut_out(work / "repository", drawn.unstable)
     copied = leaks.stored({"repository": bench.repository, "site": bench.site}, searched.tasks)
     if copied:
-        searched.rejected[Rejected.LEAK.value] += len(copied)
+        searched.rejected[Rejected.LEAK] += len(copied)
     tasks = [task for task in searched.tasks if task.id not in copied]
     shutil.rmtree(work / "written", ignore_errors=True)
     shutil.rmtree(plan.tree)  # not earlier, since folders of an open sandbox must not change

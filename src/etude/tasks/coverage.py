@@ -110,17 +110,13 @@ def record(roots: Sequence[str], test_files: Sequence[str], settings: str, resul
         json.dump({"functions": list(index), "tests": passed, "failed": failed, "broken": broken}, file)
 
 
-def script(roots: Sequence[str], test_files: Sequence[str]) -> str:
-    """The program that a box runs, as text."""
-    settings = f"{SITE}/{SETTINGS}"
-    arguments = ", ".join(json.dumps(value) for value in (list(roots), list(test_files), settings, RESULT))
-    return f"from __future__ import annotations\n\n\n{inspect.getsource(record)}\n\nrecord({arguments})\n"
-
-
 async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeout: float) -> SuiteTrace:
     """Run the suite in `box`: the tests that call each function, and the tests that fail. Raises UserError if the run
     does not end, or if its result file is malformed."""
-    await box.write(SCRIPT, script(roots, test_files).encode())
+    values = (list(roots), list(test_files), f"{SITE}/{SETTINGS}", RESULT)
+    arguments = ", ".join(json.dumps(value) for value in values)
+    script = f"from __future__ import annotations\n\n\n{inspect.getsource(record)}\n\nrecord({arguments})\n"
+    await box.write(SCRIPT, script.encode())
     done = await box.exec(f"python {SCRIPT}", timeout)
     if done.timed_out:
         raise UserError(

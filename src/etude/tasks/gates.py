@@ -27,6 +27,7 @@ from etude.tasks.statements import Determined, failing, with_symptom
 
 MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep passing
 _GUESSED = ("removal", "feature", "class", "commit")  # kinds that remove more text than the agent still sees
+_BATCH = 200  # tests that run together
 _WORDS = 5  # in the message of a commit, at least, where no visible test fails
 T = TypeVar("T")
 R = TypeVar("R")
@@ -255,29 +256,19 @@ async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], worker
     return [task.result() for task in tasks]
 
 
-async def stable_tests(bench: Bench, tests: Sequence[str], batch: int = 200) -> tuple[set[str], set[str]]:
+async def stable_tests(bench: Bench, tests: Sequence[str]) -> tuple[set[str], set[str]]:
     """(stable, dropped) of `tests` on the unbroken tree: stable tests pass each time."""
-    batches = _batches(tests, batch) * bench.options.repeats
-    limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
-
-    async def run(chunk: Sequence[str]) -> dict[str, str]:
-        return (await bench.sandbox.run_tests(bench.image({}), {}, chunk, bench.hidden, limits)).outcomes
-
-    reports = await in_order(run, batches, bench.options.workers)
-    dropped = {
-        test
-        for chunk, outcomes in zip(batches, reports, strict=True)
-        for test in chunk
-        if outcomes.get(test) != "passed"
-    }
-    return set(tests) - dropped, dropped
-
-
-def _batches(tests: Sequence[str], size: int) -> list[list[str]]:
-    """Groups of tests that run together, at most `size` each. JavaScript tests are grouped by file, for a file takes a
-    process or two as a whole."""
-    files: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}  # of JavaScript: each takes a process or two as a whole
     for test in filter(is_script, tests):
         files.setdefault(test.partition("::")[0], []).append(test)
     others = [test for test in tests if not is_script(test)]
-    return [others[i : i + size] for i in range(0, len(others), size)] + list(files.values())
+    batches = [others[i : i + _BATCH] for i in range(0, len(others), _BATCH)] + list(files.values())
+    batches *= bench.options.repeats
+    limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
+
+    async def run(chunk: Sequence[str]) -> TestReport:
+        return await bench.sandbox.run_tests(bench.image({}), {}, chunk, bench.hidden, limits)
+
+    reports = await in_order(run, batches, bench.options.workers)
+    dropped = {test for chunk, report in zip(batches, reports, strict=True) for test in failing(report, chunk)}
+    return set(tests) - dropped, dropped

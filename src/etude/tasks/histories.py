@@ -92,7 +92,7 @@ class Histories:
         secrets = self.secrets.get(task.id, Secrets())
         versions = set(secrets.versions)
         files = self._files | {path: text.encode() for path, text in task.changes.items()}
-        breaks = {path: Damage.of(task.solution[path], text) for path, text in task.changes.items()}
+        breaks = _damages(task)
 
         def shown(path: str, blob: str) -> bytes | None:
             if (path, blob) in versions:
@@ -126,6 +126,10 @@ class Damage:
         if place < 0 or version.find(right, place + 1) >= 0 or (place and version[place - 1] != ord("\n")):
             return None
         return version[:place] + self.wrong.encode() + version[place + len(right) :]
+
+
+def _damages(task: CodeTask) -> dict[str, Damage]:
+    return {path: Damage.of(task.solution[path], text) for path, text in task.changes.items()}
 
 
 def read(source: Path, name: str, paths: Iterable[str], depth: int = DEPTH) -> Past:
@@ -229,24 +233,21 @@ def _secrets(past: Past, tasks: Sequence[CodeTask], present: Mapping[str, bytes]
     for task in tasks:
         named[re.split(r"[.:]", task.function)[-1].encode()].append(task.id)
     defined = {path: set(_DEFINED.findall(data)) for path, data in present.items()}
-    every: dict[str, set[str]] = defaultdict(set)  # path -> its versions
-    for commit in past.commits:
-        for path, (_, blob) in commit.tree.items():
-            every[path].add(blob)
-    versions: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for path, blobs in every.items():
-        for blob in blobs:
-            gone = set(_DEFINED.findall(past.text(blob))) - defined[path]
-            for task in holders[blob].union(*(named[name] for name in gone if name in named)):
-                versions[task].add((path, blob))
+    versions = {(path, blob) for commit in past.commits for path, (_, blob) in commit.tree.items()}
+    telling: dict[str, set[tuple[str, str]]] = defaultdict(set)  # task -> versions
+    for path, blob in versions:
+        gone = set(_DEFINED.findall(past.text(blob))) - defined[path]
+        for task in holders[blob].union(*(named[name] for name in gone if name in named)):
+            telling[task].add((path, blob))
     secrets = {}
     for task in tasks:
-        hidden = {(path, blob) for path, blob in versions[task.id] if path not in task.changes}
-        for path, text in task.changes.items():
-            damage = Damage.of(task.solution[path], text)
-            for blob in every[path]:
-                if task.id in twice[blob] or damage.done_to(past.text(blob)) is None:
-                    hidden.add((path, blob))
+        breaks = _damages(task)
+        hidden = {(path, blob) for path, blob in telling[task.id] if path not in breaks}
+        hidden |= {
+            (path, blob)
+            for path, blob in versions
+            if path in breaks and (task.id in twice[blob] or breaks[path].done_to(past.text(blob)) is None)
+        }
         secrets[task.id] = Secrets(tuple(sorted(hidden)), tuple(_telling(past, task, holders)))
     return secrets
 

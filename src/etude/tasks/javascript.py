@@ -23,7 +23,6 @@ from etude.code import (
     same_syntax,
     syntax_tree,
 )
-from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout, Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
@@ -85,11 +84,11 @@ def is_repository(repository: Path) -> bool:
     return (repository / "package.json").is_file() and not (repository / "pyproject.toml").is_file()
 
 
-def layout(repository: Path, listed: Sequence[str] | None = None) -> RepositoryLayout:
-    """Find the code and tests of an npm package among the files `listed` (default: all but junk). Raises UserError if
-    there is no code, or no parser for it."""
+def layout(repository: Path, listed: Sequence[str]) -> RepositoryLayout:
+    """Find the code and tests of an npm package among the files `listed`. Raises UserError if there is no code, or no
+    parser for it."""
     need("JavaScript", "apply")
-    files = _without_builds(repository, discover.clean_files(repository) if listed is None else listed)
+    files = _without_builds(repository, listed)
     tests = tuple(f for f in files if _belongs_to_tests(f))
     sources = tuple(f for f in files if f not in set(tests) and _is_source(f))
     if not sources:

@@ -41,8 +41,7 @@ class LeakIndex:
         """The file, other than `path` if possible, that holds most of the shingles that `share` counts."""
         lost = text_shingles(original, SHINGLE) - text_shingles(broken, SHINGLE)
         files = Counter(file for shingle in lost for file in self._files.get(shingle, ()))
-        others = [file for file, _ in files.most_common() if file != path]
-        return others[0] if others else path
+        return next((file for file, _ in files.most_common() if file != path), path)
 
 
 def texts_below(root: Path) -> Iterator[tuple[str, str]]:

@@ -88,7 +88,7 @@ async def _probe(
         results = await gates.in_order(lambda pair: gates.probe(bench, pair[1]), wave, options.workers)
         for (target, _), result in zip(wave, results, strict=True):
             if isinstance(result, Rejected):
-                rejected[result.value] += 1
+                rejected[result] += 1
             else:
                 (target.telling if result.task.difficulty["visible_fails"] else target.spare).append(result)
         good = sum(target.good for target in targets)
@@ -112,7 +112,7 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
                 if reason is None:
                     proved.add(provisional.task.id)
                     continue
-                rejected[reason.value] += 1
+                rejected[reason] += 1
                 (target.telling if provisional in target.telling else target.spare).remove(provisional)
             progress("proving tasks", len(proved), len(chosen))
 
@@ -128,7 +128,7 @@ def _programs(
             ((leaks.share(part.original_body, part.body), part) for part in parts), key=lambda pair: pair[0]
         )
         if leak >= LEAK_SHARE:
-            rejected[Rejected.LEAK.value] += 1
+            rejected[Rejected.LEAK] += 1
             copies[leaks.place(target.function.path, worst.original_body, worst.body)] += 1
             continue
         yield Candidate(
@@ -179,7 +179,7 @@ def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) ->
         if key not in seen:
             seen.add(key)
             return candidate
-        rejected[Rejected.DUPLICATE.value] += 1
+        rejected[Rejected.DUPLICATE] += 1
     return None
 
 

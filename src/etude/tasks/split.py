@@ -2,7 +2,7 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 
 import blake3
@@ -144,21 +144,24 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
         gone = {test.partition("::")[2] for test in hidden if test.startswith(f"{path}::")}
         return javascript.without_tests(path, text, gone)
     lines: list[str | None] = list(text.split("\n"))
-
-    def visit(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
-            if isinstance(node, ast.ClassDef):
-                visit(node.body, f"{prefix}{node.name}::")
-            elif isinstance(node, FunctionNode) and prefix + node.name in hidden:
-                first = first_line(node)
-                assert node.end_lineno is not None
-                lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
-                # A class must not be left empty; any other statement in it will do.
-                if node.col_offset:
-                    lines[first - 1] = " " * node.col_offset + "pass"
-
-    visit(ast.parse(text).body, path + "::")
+    for test, node in functions_of(ast.parse(text).body, f"{path}::"):
+        if test in hidden:
+            first = first_line(node)
+            assert node.end_lineno is not None
+            lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
+            # A class must not be left empty; any other statement in it will do.
+            if node.col_offset:
+                lines[first - 1] = " " * node.col_offset + "pass"
     return "\n".join(line for line in lines if line is not None)
+
+
+def functions_of(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, FunctionNode]]:
+    """(id, node) of the functions of a test module and of its classes, as pytest writes them after `prefix`."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from functions_of(node.body, f"{prefix}{node.name}::")
+        elif isinstance(node, FunctionNode):
+            yield prefix + node.name, node
 
 
 def rank(seed: int, name: str) -> bytes:

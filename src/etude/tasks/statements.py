@@ -17,6 +17,7 @@ from etude.code import parse
 from etude.code.functions import FunctionNode
 from etude.sandbox import TestReport
 from etude.tasks.leaks import texts_below
+from etude.tasks.split import functions_of
 
 _WORD = re.compile(r"[A-Za-z_]\w{2,}")
 _BUILTIN = {
@@ -33,10 +34,9 @@ class Determined:
         """Read the files that the agent sees; a file of hidden tests is read when one of its tests is checked."""
         self._hidden = hidden
         self._texts = dict(texts_below(repository))
-        self._files = Counter(
-            word for text in self._texts.values() for word in set(_WORD.findall(text))
-        )  # word -> files
-        self._wanted: dict[str, tuple[dict[str, ast.AST], set[str]]] = {}
+        # Word -> number of files.
+        self._files = Counter(word for text in self._texts.values() for word in set(_WORD.findall(text)))
+        self._wanted: dict[str, tuple[dict[str, FunctionNode], set[str]]] = {}
 
     def guesses(
         self, tests: Iterable[str], changes: Mapping[str, str], solution: Mapping[str, str], statement: str
@@ -72,7 +72,7 @@ class Determined:
                 return True
         return False
 
-    def _test(self, test: str) -> tuple[ast.AST | None, set[str]]:
+    def _test(self, test: str) -> tuple[FunctionNode | None, set[str]]:
         """(syntax tree of a hidden test, names that its file imports)"""
         path, _, name = test.partition("::")
         if path not in self._wanted:
@@ -80,17 +80,9 @@ class Determined:
             tree = parse(file.read_text("utf-8", "replace")) if file.is_file() and path.endswith(".py") else None
             body = tree.body if tree is not None else []
             imports = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
-            self._wanted[path] = dict(_functions(body, "")), imports
+            self._wanted[path] = dict(functions_of(body, "")), imports
         functions, imports = self._wanted[path]
         return functions.get(name.partition("[")[0]), imports
-
-
-def _functions(body: Sequence[ast.stmt], prefix: str) -> Iterable[tuple[str, ast.AST]]:
-    for node in body:
-        if isinstance(node, ast.ClassDef):
-            yield from _functions(node.body, f"{prefix}{node.name}::")
-        elif isinstance(node, FunctionNode):
-            yield prefix + node.name, node
 
 
 def failing(report: TestReport, tests: Iterable[str]) -> list[str]:

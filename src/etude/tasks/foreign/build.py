@@ -82,7 +82,8 @@ def build_foreign(
         if not trials.kept:
             first = trials.trials[0]
             raise UserError(f"no Harbor folder of {len(folders)} works here; the first, {first.folder}: {first.why}.")
-        _save(work, _name(roots), trials, bases)
+        names = [re.sub(r"[^A-Za-z0-9]+", "-", root.resolve().name).strip("-") for root in roots]
+        _save(work, f"harbor-{'-'.join(names)[:80]}", trials, bases)
     return load_dataset(out), trials
 
 
@@ -210,10 +211,6 @@ def _ids(folders: Sequence[Path]) -> dict[Path, str]:
             id, number = f"{plain}-{number}", number + 1
         ids[path] = id
     return ids
-
-
-def _name(roots: Sequence[Path]) -> str:
-    return "harbor-" + "-".join(re.sub(r"[^A-Za-z0-9]+", "-", root.resolve().name).strip("-") for root in roots)[:80]
 
 
 def _save(work: Path, name: str, trials: Trials, bases: Sequence[str]) -> None:

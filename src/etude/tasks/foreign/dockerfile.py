@@ -23,7 +23,6 @@ _TAKEN = frozenset({"/opt/runner", "/opt/agent", "/opt/harbor", "/var/tmp", "/va
 _PATH = re.compile(r"(?<![\w./:~}-])/(?:[\w.-]+/)*[\w.-]+")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
-_IGNORED = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL", "CMD"})  # Harbor keeps its own command running
 LOGS = "/logs"
 HOME = "/root"  # as in containers
 ASIDE = ".root"  # folder of the work tree for files outside of the working folder
@@ -86,33 +85,36 @@ def read(text: str, bases: Sequence[str] = ()) -> Recipe:
     environment: dict[str, str] = {}
     steps: list[CopyStep | RunStep] = []
     for name, rest, heredoc in _instructions(text):
-        if name == "FROM":
-            if base:
+        match name:
+            case "FROM" if base:
                 raise FolderRefused("its Dockerfile has several stages")
-            base = _base(_replaced(rest, variables), bases)
-        elif name == "ARG":
-            key, equals, value = rest.partition("=")
-            variables[key.strip()] = _replaced(value.strip().strip("\"'"), variables) if equals else ""
-        elif name == "ENV":
-            values = {key: _replaced(value, variables) for key, value in _pairs(rest)}
-            environment |= values
-            variables |= values
-        elif name == "WORKDIR":
-            workdir = posixpath.normpath(posixpath.join(workdir, _replaced(rest.strip("\"'"), variables)))
-        elif name in ("COPY", "ADD"):
-            if heredoc:
+            case "FROM":
+                base = _base(_replaced(rest, variables), bases)
+            case "ARG":
+                key, equals, value = rest.partition("=")
+                variables[key.strip()] = _replaced(value.strip().strip("\"'"), variables) if equals else ""
+            case "ENV":
+                values = {key: _replaced(value, variables) for key, value in _pairs(rest)}
+                environment |= values
+                variables |= values
+            case "WORKDIR":
+                workdir = posixpath.normpath(posixpath.join(workdir, _replaced(rest.strip("\"'"), variables)))
+            case "COPY" | "ADD" if heredoc:
                 raise FolderRefused("its Dockerfile copies a text from a heredoc")
-            steps.append(_copy(_replaced(rest, variables), workdir))
-        elif name == "RUN":
-            steps.append(RunStep(_script(rest, heredoc), workdir))
-        elif name == "USER" and rest not in ("root", "0", "0:0", "root:root"):
-            raise FolderRefused(f"its Dockerfile changes to the user {rest}")
-        elif name in ("ENTRYPOINT", "VOLUME", "HEALTHCHECK", "ONBUILD"):
-            raise FolderRefused(f"its Dockerfile has {name}")
-        elif name == "SHELL" and "bash" not in rest:
-            raise FolderRefused(f"its Dockerfile has SHELL {rest}")
-        elif name not in _IGNORED | {"USER", "SHELL"}:
-            raise FolderRefused(f"its Dockerfile has {name}, which is not known")
+            case "COPY" | "ADD":
+                steps.append(_copy(_replaced(rest, variables), workdir))
+            case "RUN":
+                steps.append(RunStep(_script(rest, heredoc), workdir))
+            case "USER" if rest not in ("root", "0", "0:0", "root:root"):
+                raise FolderRefused(f"its Dockerfile changes to the user {rest}")
+            case "SHELL" if "bash" not in rest:
+                raise FolderRefused(f"its Dockerfile has SHELL {rest}")
+            case "ENTRYPOINT" | "VOLUME" | "HEALTHCHECK" | "ONBUILD":
+                raise FolderRefused(f"its Dockerfile has {name}")
+            case "USER" | "SHELL" | "LABEL" | "MAINTAINER" | "EXPOSE" | "STOPSIGNAL" | "CMD":
+                pass  # Harbor keeps its own command running
+            case _:
+                raise FolderRefused(f"its Dockerfile has {name}, which is not known")
     if not base:
         raise FolderRefused("its Dockerfile has no FROM")
     return Recipe(base, tuple(steps), environment, workdir)

@@ -68,7 +68,22 @@ def load(path: Path, bases: Sequence[str] = ()) -> Folder:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise FolderRefused(f"its task.toml or instruction.md cannot be read ({e})") from None
     environment, verifier = toml_table(config, "environment"), toml_table(config, "verifier")
-    _check(path, config, environment, verifier)
+    needs = (
+        (
+            any((path / "environment" / name).exists() for name in _COMPOSE),
+            "it needs several containers (docker-compose)",
+        ),
+        ((path / "tests/Dockerfile").exists(), "its tests have an image of their own (tests/Dockerfile)"),
+        (config.get("steps"), "it has several steps"),
+        (environment.get("gpus"), "it needs a GPU"),
+        (environment.get("os", "linux") != "linux", f"it needs {environment.get('os')}"),
+        (environment.get("mcp_servers"), "it needs MCP servers"),
+        (environment.get("healthcheck"), "it waits for a service (healthcheck)"),
+        (verifier.get("collect"), "its tests collect from other containers"),
+    )
+    for need, reason in needs:
+        if need:
+            raise FolderRefused(reason)
     docker = path / "environment/Dockerfile"
     if not docker.is_file():
         image = environment.get("docker_image")
@@ -86,25 +101,6 @@ def load(path: Path, bases: Sequence[str] = ()) -> Folder:
         verifier_environment=_variables(verifier),
         licence=str(toml_table(config, "metadata").get("license") or toml_table(config, "task").get("license") or ""),
     )
-
-
-def _check(path: Path, config: dict[str, Any], environment: dict[str, Any], verifier: dict[str, Any]) -> None:
-    needs = (
-        (
-            any((path / "environment" / name).exists() for name in _COMPOSE),
-            "it needs several containers (docker-compose)",
-        ),
-        ((path / "tests/Dockerfile").exists(), "its tests have an image of their own (tests/Dockerfile)"),
-        (config.get("steps"), "it has several steps"),
-        (environment.get("gpus"), "it needs a GPU"),
-        (environment.get("os", "linux") != "linux", f"it needs {environment.get('os')}"),
-        (environment.get("mcp_servers"), "it needs MCP servers"),
-        (environment.get("healthcheck"), "it waits for a service (healthcheck)"),
-        (verifier.get("collect"), "its tests collect from other containers"),
-    )
-    for need, reason in needs:
-        if need:
-            raise FolderRefused(reason)
 
 
 def _variables(table: dict[str, Any]) -> dict[str, str]:

@@ -140,9 +140,13 @@ def _apt(command: Sequence[str]) -> list[str] | None:
     """The packages that a call of apt-get installs; None for any other command."""
     plain = [word for word in command if not word.startswith("-") and word not in ("sudo", "env")]
     plain = [word for word in plain if not re.fullmatch(r"\w+=.*", word) or plain[:1] == ["apt-get"]]
-    if plain[:1] not in (["apt-get"], ["apt"]):
-        return None
-    return [word.partition("=")[0] for word in plain[2:]] if plain[1:2] == ["install"] else []
+    match plain:
+        case ["apt-get" | "apt", "install", *packages]:
+            return [word.partition("=")[0] for word in packages]
+        case ["apt-get" | "apt", *_]:
+            return []
+        case _:
+            return None
 
 
 @functools.cache
@@ -173,11 +177,13 @@ def _installs(command: str, parts: Sequence[str]) -> bool:
     """Whether a command only installs or cleans up, so that it can be skipped."""
     if _pip(parts) is not None or "astral.sh/uv" in command:
         return True
-    if parts[:1] == ["rm"]:
-        return all(word.startswith(("-", "/var/", "/root/.cache", "/tmp")) for word in parts[1:])
-    if parts[:1] == ["ln"]:
-        return parts[-1].startswith("/usr/") and shutil.which(posixpath.basename(parts[-1])) is not None
-    return parts[:1] in (["apt-key"], ["locale-gen"], ["ldconfig"])
+    match parts:
+        case ["rm", *paths]:
+            return all(path.startswith(("-", "/var/", "/root/.cache", "/tmp")) for path in paths)
+        case ["ln", *_, link]:
+            return link.startswith("/usr/") and shutil.which(posixpath.basename(link)) is not None
+        case _:
+            return parts[:1] in (["apt-key"], ["locale-gen"], ["ldconfig"])
 
 
 async def _run(sandbox: Sandbox, image: Image, script: str, folder: str, tree: Path, limits: Limits) -> None:
