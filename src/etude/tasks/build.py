@@ -197,7 +197,7 @@ async def _run(plan: _BuildPlan) -> None:
     if not tasks:
         raise _nothing_fit(plan, searched)
     commits = histories.build(plan.past, bench.repository, tasks, work)
-    fit = searched.tried - sum(searched.rejected.values())
+    fit = searched.tried - searched.rejected.total()
     history = card.TaskBuildLog(
         functions=len(plan.functions),
         eligible=len(plan.eligible),
@@ -269,13 +269,14 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
         result = await environment.find(
             plan.tree, plan.work, options.requires, finish, lambda site: _trace(plan, sandbox, site)
         )
-        trace, requirements, recipe, refused = result.trace, result.requirements, None, result.refused
+        recipe = None
     else:
         recipe = await bootstrap.find(plan.tree, facts.layout, plan.work, options.bootstrap, finish, plan.repo)
-        trace, requirements, refused = await _trace(plan, sandbox, plan.work / "site"), recipe.requirements, ""
+        result = environment.PythonEnvironment(recipe.requirements, await _trace(plan, sandbox, plan.work / "site"))
+    trace = result.trace
     if not trace.passed:
-        raise environment.explained(plan.repo, trace, refused)
-    return _Prepared(trace.callers, requirements, trace.failed | trace.broken, recipe, refused)
+        raise environment.explained(plan.repo, trace, result.refused)
+    return _Prepared(trace.callers, result.requirements, trace.failed | trace.broken, recipe, result.refused)
 
 
 async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.SuiteTrace:

@@ -1,7 +1,7 @@
 """DATACARD.md: the contents of a dataset, how it was made, and the parts that were left out."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from etude.code import table
@@ -58,30 +58,26 @@ def warnings(tasks: Sequence[CodeTask], log: TaskBuildLog, options: BuildConfig)
             f"Too small to measure: {count['heldout']} held-out tasks of {heldout} functions; differences below some "
             f"{width:.0f} points may be chance. {_wider(options)}"
         )
-    return (*messages, *_by_kind(tasks, options), *_repeated(log))
-
-
-def _by_kind(tasks: Sequence[CodeTask], options: BuildConfig) -> Iterator[str]:
     kinds = Counter(task.kind for task in tasks)
-    heldout = {task.kind for task in tasks if task.split == "heldout"}
-    unseen = [kind for kind in options.kinds if kinds[kind] and kind not in heldout]
-    if unseen and heldout:
-        yield f"No held-out task of the kind {' and '.join(unseen)}: it cannot be measured."
-    for kind in options.kinds:
-        if 4 * kinds[kind] * len(options.kinds) < len(tasks):
-            full = len(tasks) >= options.max_tasks
-            why = "others came first: ask for it alone, or for more tasks" if full else "few programs of it are fit"
-            yield f"{kinds[kind]} of {len(tasks)} tasks are of the kind {kind}; {why}."
-
-
-def _repeated(log: TaskBuildLog) -> Iterator[str]:
+    measured = {task.kind for task in tasks if task.split == "heldout"}
+    unseen = [kind for kind in options.kinds if kinds[kind] and kind not in measured]
+    if unseen and measured:
+        messages.append(f"No held-out task of the kind {' and '.join(unseen)}: it cannot be measured.")
+    full = len(tasks) >= options.max_tasks
+    why = "others came first: ask for it alone, or for more tasks" if full else "few programs of it are fit"
+    messages += [
+        f"{kinds[kind]} of {len(tasks)} tasks are of the kind {kind}; {why}."
+        for kind in options.kinds
+        if 4 * kinds[kind] * len(options.kinds) < len(tasks)
+    ]
     leaked = sum(log.copies.values())
     if leaked > MANY_LEAKS * max(log.candidates, 1):
         files = ", ".join(f"{file} ({n})" for file, n in Counter(dict(log.copies)).most_common(3))
-        yield (
+        messages.append(
             f"The repository holds copies: the answers of {leaked} of {log.candidates} programs occur elsewhere in "
             f"the tree, most often in {files}. A copy can be left out with `--exclude`."
         )
+    return tuple(messages)
 
 
 def _wider(options: BuildConfig) -> str:

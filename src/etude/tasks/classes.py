@@ -28,14 +28,14 @@ def _remove_base(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
     for i, part in enumerate(listed):
         if part not in node.bases:
             continue
-        if len(listed) == 1:
-            opening = place.data.rfind(b"(", 0, spans[0][0])
-            closing = place.data.find(b")", spans[0][1])
-            yield (ByteEdit(opening, closing + 1, b""),)
-        elif i:
-            yield (ByteEdit(spans[i - 1][1], spans[i][1], b""),)
+        start, end = spans[i]
+        if i:
+            start = spans[i - 1][1]
+        elif len(listed) > 1:
+            end = spans[1][0]
         else:
-            yield (ByteEdit(spans[0][0], spans[1][0], b""),)
+            start, end = place.data.rfind(b"(", 0, start), place.data.find(b")", end) + 1
+        yield (ByteEdit(start, end, b""),)
 
 
 def _shuffle_methods(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:

@@ -8,7 +8,6 @@ import ast
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -36,13 +35,8 @@ _NOISE = (
 )
 
 
-@dataclass(frozen=True)
-class Reversal:
-    """A reversed commit, the test files that the commit touched, and the functions that change."""
-
-    program: MutationCandidate
-    tests: tuple[str, ...]
-    members: tuple[str, ...]
+# A reversed commit, the test files that the commit touched, and the functions that change.
+Reversal = tuple[MutationCandidate, frozenset[str], list[str]]
 
 
 def reversals(
@@ -71,7 +65,7 @@ def _reversal(
     raw = clone.demand("diff-tree", "-r", "--no-renames", "--raw", "--no-abbrev", "-z", parent, commit, "--")
     words = raw.decode("utf-8", "replace").split("\0")[:-1]
     entries = {path: entry.split()[2:] for entry, path in zip(words[::2], words[1::2], strict=True)}
-    tests = tuple(sorted(path for path, (_, _, status) in entries.items() if path in modules and status in "AM"))
+    tests = frozenset(path for path, (_, _, status) in entries.items() if path in modules and status in "AM")
     code = sorted(
         p for p in entries if p.endswith(".py") and not (discover.is_test(p) or p in modules) and p != "setup.py"
     )
@@ -101,7 +95,7 @@ def _reversal(
     mutant = changed.pop(members[0].split("::")[0])
     text = f"{request} ({where})" + (f"\n\n{wish}" if wish else "")
     program = MutationCandidate("commit", mutant, tuple(changed.items()), text, sites=len(members))
-    return Reversal(program, tests, tuple(members))
+    return program, tests, members
 
 
 def _taken_back(clone: Clone, before: str, after: str, now: str) -> str | None:

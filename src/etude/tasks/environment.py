@@ -149,7 +149,7 @@ def version_files(repository: Path, inventory: Inventory, version: str) -> dict[
     return files
 
 
-def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserError:
+def explained(repository: Path, trace: SuiteTrace, refused: str) -> UserError:
     """The error for a suite in which no test passes: pytest's message, and a remedy."""
     modules, fixtures = trace.missing
     lacking = [requirements.MISSING.get(name, name.replace("_", "-")) for name in (*modules, *fixtures)]

@@ -66,16 +66,13 @@ def read(source: Path, base: str, paths: Iterable[str], depth: int) -> Past:
     listed = clone.demand("rev-list", "--first-parent", "--reverse", f"--max-count={depth}", tip, "--")
     names = listed.decode().split()
     raw = clone.contents(names)
-    trees = [
-        {path: (mode, blob) for path, (mode, blob) in clone.tree(name).items() if mode[:3] == "100" and path in wanted}
-        for name in names
-    ]
-    contents = clone.contents(sorted({blob for tree in trees for _, blob in tree.values()}))
     commits = []
-    for name, tree in zip(names, trees, strict=True):
+    for name in names:
         head, _, message = raw[name].partition(b"\n\n")
         people = [line for line in head.split(b"\n") if line.startswith((b"author ", b"committer "))]
+        tree = {path: at for path, at in clone.tree(name).items() if at[0].startswith("100") and path in wanted}
         commits.append(Commit(b"\n".join(people) + b"\n", message, tree))
+    contents = clone.contents(sorted({blob for commit in commits for _, blob in commit.tree.values()}))
     branch = (clone.output("symbolic-ref", "--short", "-q", "HEAD") or b"main").decode().strip()
     entries = {blob: _entry("blob", data) for blob, data in contents.items()}
     return Past(tuple(commits), entries, branch, _origin(clone))

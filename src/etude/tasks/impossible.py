@@ -79,8 +79,8 @@ def _contradict(path: Path) -> dict[str, str]:
 
 
 def _fit(node: ast.FunctionDef) -> bool:
-    last = node.body[-1]
-    if not isinstance(last, ast.Assert) or not isinstance(last.test, ast.Compare):
-        return False
-    early = any(isinstance(part, _UNFIT) for statement in node.body for part in ast.walk(statement))
-    return len(last.test.ops) == 1 and isinstance(last.test.ops[0], ast.Eq) and not early
+    match node.body[-1]:
+        case ast.Assert(test=ast.Compare(ops=[ast.Eq()])):
+            return not any(isinstance(part, _UNFIT) for statement in node.body for part in ast.walk(statement))
+        case _:
+            return False

@@ -38,15 +38,15 @@ def find(
     """Changes of the kinds in `options.kinds`, chosen by the seed; of each kind at most twice an equal share of
     `max_tasks`."""
     share = max(1, options.max_tasks // len(options.kinds))
-    made = {
-        "class": lambda: _classes(sources, callers, options),
-        "feature": lambda: _features(sources, functions, callers),
-        "commit": lambda: _commits(repository, sources, functions, callers, modules),
+    made = {  # by generators: of other kinds, none is made
+        "class": _classes(sources, callers, options),
+        "feature": _features(sources, functions, callers),
+        "commit": _commits(repository, sources, functions, callers, modules),
     }
     changes: list[MultiFunctionChange] = []
-    for kind, make in made.items():
+    for kind, changes_of_kind in made.items():
         if kind in options.kinds:
-            candidates = list(make())
+            candidates = list(changes_of_kind)
             random.Random(f"{options.seed} {kind}").shuffle(candidates)
             changes += candidates[: 2 * share]
     return changes
@@ -103,11 +103,11 @@ def _commits(
 ) -> Iterator[MultiFunctionChange]:
     by_id = {function.id: function for function in functions}
     everything = {test for tests in callers.values() for test in tests}
-    for reversal in commits.reversals(repository, sources, functions, modules):
-        touched = {test for test in everything if test.split("::")[0] in reversal.tests}
-        own = touched & {test for id in reversal.members for test in callers.get(id, ())}
+    for program, tests, members in commits.reversals(repository, sources, functions, modules):
+        touched = {test for test in everything if test.split("::")[0] in tests}
+        own = touched & {test for id in members for test in callers.get(id, ())}
         if own:
-            yield _change(by_id[reversal.members[0]], reversal.program, reversal.members, own, callers)
+            yield _change(by_id[members[0]], program, members, own, callers)
 
 
 def find_heldout(eligible: Sequence[Unit], changes: Sequence[MultiFunctionChange], options: BuildConfig) -> set[str]:

@@ -65,7 +65,7 @@ async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, prog
     await _probe(bench, targets, programs, rejected, progress)
     tasks = await _prove(bench, targets, rejected, progress)
     fit = sum(len(target.telling) + len(target.spare) for target in targets)
-    return SearchResult(tasks=tasks, tried=fit + sum(rejected.values()), rejected=rejected, copies=copies)
+    return SearchResult(tasks=tasks, tried=fit + rejected.total(), rejected=rejected, copies=copies)
 
 
 async def _probe(

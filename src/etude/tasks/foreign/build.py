@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -23,10 +23,10 @@ from etude.sandbox import BoxError, Image, Sandbox
 from etude.tasks import dataset
 from etude.tasks.check import CheckReport
 from etude.tasks.dataset import Dataset
-from etude.tasks.foreign.dataset import FOREIGN, RECORDS, ForeignDataset, ForeignRecord, limits_of, read, tests_of
+from etude.tasks.foreign.dataset import RECORDS, ForeignDataset, limits_of, read, tests_of
 from etude.tasks.foreign.dataset import load_any_dataset as load_dataset
 from etude.tasks.foreign.dockerfile import FolderRefused
-from etude.tasks.foreign.folder import Folder, find_folders, load
+from etude.tasks.foreign.folder import FOREIGN, Folder, ForeignRecord, find_folders, load
 from etude.tasks.foreign.image import make
 from etude.tasks.gates import in_order
 from etude.tasks.search import Progress
@@ -51,7 +51,7 @@ class Trial:
 class Trials:
     """The results of all folders that were tried."""
 
-    trials: tuple[Trial, ...]
+    trials: Sequence[Trial]
 
     @cached_property
     def kept(self) -> list[ForeignRecord]:
@@ -68,7 +68,7 @@ class Trials:
 def try_folders(roots: Sequence[Path], bases: Sequence[str], progress: Progress) -> Trials:
     """Try every Harbor folder at and below `roots`, without writing a dataset. Raises UserError."""
     with tempfile.TemporaryDirectory(prefix="etude-harbor-") as work:
-        return asyncio.run(_try_all(find_folders(roots), Path(work), bases, 0.25, progress))
+        return asyncio.run(_try_all(find_folders(roots), Path(work), bases, progress))
 
 
 def build_foreign(
@@ -78,12 +78,12 @@ def build_foreign(
     folders = find_folders(roots)
     dataset.check_free(out)
     with dataset.unfinished(out) as work:
-        trials = asyncio.run(_try_all(folders, work, bases, heldout_fraction, progress))
+        trials = asyncio.run(_try_all(folders, work, bases, progress))
         if not trials.kept:
             first = trials.trials[0]
             raise UserError(f"no Harbor folder of {len(folders)} works here; the first, {first.folder}: {first.why}.")
         names = [re.sub(r"[^A-Za-z0-9]+", "-", root.resolve().name).strip("-") for root in roots]
-        _save(work, f"harbor-{'-'.join(names)[:80]}", trials, bases)
+        _save(work, f"harbor-{'-'.join(names)[:80]}", trials, bases, heldout_fraction)
     return load_dataset(out), trials
 
 
@@ -108,9 +108,7 @@ async def _failures(data: ForeignDataset, progress: Progress) -> dict[str, str]:
     return failures
 
 
-async def _try_all(
-    folders: Sequence[Path], work: Path, bases: Sequence[str], heldout_fraction: float, progress: Progress
-) -> Trials:
+async def _try_all(folders: Sequence[Path], work: Path, bases: Sequence[str], progress: Progress) -> Trials:
     ids, done = _ids(folders), 0
     async with open_sandbox(workers=WORKERS, memo=0) as sandbox:
 
@@ -128,23 +126,15 @@ async def _try_all(
             progress("trying folders", done, len(folders))
             return trial
 
-        return _divided(await in_order(one, folders, WORKERS), heldout_fraction)
+        return Trials(await in_order(one, folders, WORKERS))
 
 
-def _divided(trials: Sequence[Trial], heldout_fraction: float) -> Trials:
-    """The trials with a share of the tasks held out, chosen by a hash of their ids."""
-    kept = [trial.record.id for trial in trials if trial.record is not None]
-    ordered = sorted(kept, key=lambda id: blake3.blake3(id.encode()).digest())
-    count = max(1, round(heldout_fraction * len(kept))) if heldout_fraction and len(kept) > 1 else 0
-    heldout = frozenset(ordered[:count])
-    return Trials(
-        tuple(
-            replace(trial, record=msgspec.structs.replace(trial.record, split="heldout"))
-            if trial.record is not None and trial.record.id in heldout
-            else trial
-            for trial in trials
-        )
-    )
+def _divided(records: Sequence[ForeignRecord], heldout_fraction: float) -> list[ForeignRecord]:
+    """The records with a share of the tasks held out, chosen by a hash of their ids."""
+    ordered = sorted((record.id for record in records), key=lambda id: blake3.blake3(id.encode()).digest())
+    count = max(1, round(heldout_fraction * len(records))) if heldout_fraction and len(records) > 1 else 0
+    sides = dict.fromkeys(ordered[:count], "heldout")
+    return [msgspec.structs.replace(record, split=sides.get(record.id, "train")) for record in records]
 
 
 async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> ForeignRecord:
@@ -155,7 +145,9 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
         root = work / TRIED / f"{id}.{left}"
         root.mkdir(parents=True)
         try:
-            record = await _record(sandbox, folder, id, root)
+            image = await make(sandbox, folder, root, limits_of(folder.record.memory_mb))
+            record = msgspec.structs.replace(folder.record, id=id, environment=dict(image.environment))
+            record = await _gates(sandbox, record, folder.path, image)
         except (BoxError, TimeoutError) as e:
             if not left or (isinstance(e, BoxError) and e.payer == "agent"):
                 raise FolderRefused(f"its box was lost: {e or 'no answer in time'}") from None
@@ -165,24 +157,6 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
         shutil.copytree(folder.path, work / "tasks" / id, symlinks=True)
         return record
     raise AssertionError("unreachable")
-
-
-async def _record(sandbox: Sandbox, folder: Folder, id: str, root: Path) -> ForeignRecord:
-    image = await make(sandbox, folder, root, limits_of(folder.memory_mb))
-    record = ForeignRecord(
-        id=id,
-        source=folder.path.name,
-        split="train",
-        workdir=folder.layout.workdir,
-        places=folder.layout.places,
-        environment=dict(image.environment),
-        verifier_environment=folder.verifier_environment,
-        seconds=folder.seconds,
-        memory_mb=folder.memory_mb,
-        allowed=(),
-        licence=folder.licence,
-    )
-    return await _gates(sandbox, record, folder.path, image)
 
 
 async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, image: Image) -> ForeignRecord:
@@ -213,11 +187,12 @@ def _ids(folders: Sequence[Path]) -> dict[Path, str]:
     return ids
 
 
-def _save(work: Path, name: str, trials: Trials, bases: Sequence[str]) -> None:
+def _save(work: Path, name: str, trials: Trials, bases: Sequence[str], heldout_fraction: float) -> None:
+    records = _divided(trials.kept, heldout_fraction)
     shutil.rmtree(work / TRIED)
     (work / "hidden").mkdir()
-    (work / RECORDS).write_bytes(msgspec.json.format(msgspec.json.encode(trials.kept), indent=1) + b"\n")
-    splits = [record.split for record in trials.kept]
+    (work / RECORDS).write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
+    splits = [record.split for record in records]
     counts = {"tried": len(trials.trials), "tasks": len(splits), "train": splits.count("train")}
     manifest = dataset.Manifest(
         format=dataset.DATASET_FORMAT,
@@ -235,7 +210,7 @@ def _save(work: Path, name: str, trials: Trials, bases: Sequence[str]) -> None:
         warnings=(DECIDED_INSIDE,),
     )
     dataset.seal(work, manifest)
-    (work / "DATACARD.md").write_text(card(name, trials), encoding="utf-8")
+    (work / "DATACARD.md").write_text(_card(name, trials, records), encoding="utf-8")
 
 
 DECIDED_INSIDE = (
@@ -244,9 +219,9 @@ DECIDED_INSIDE = (
 )
 
 
-def card(name: str, trials: Trials) -> str:
+def _card(name: str, trials: Trials, records: Sequence[ForeignRecord]) -> str:
     """DATACARD.md: the folders in the dataset, and the reasons for which others were left out."""
-    kept = [(record.id, record.split, "decided inside", record.licence or "not stated") for record in trials.kept]
+    kept = [(record.id, record.split, "decided inside", record.licence or "not stated") for record in records]
     left = [(trial.folder, trial.why) for trial in trials.trials if trial.record is None]
     return "\n".join(
         [

@@ -15,31 +15,15 @@ import msgspec
 
 from etude.errors import UserError
 from etude.grading import Grade, HarborTests, grade_harbor
-from etude.records import CodeTask, Record
+from etude.records import CodeTask
 from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset, Manifest
+from etude.tasks.foreign.folder import FOREIGN, ForeignRecord
 from etude.tasks.foreign.image import image_of
 
-FOREIGN = "harbor"
 RECORDS = "harbor.json"
 PROCESSES, DISK_MB = 256, 256  # of a box
-
-
-class ForeignRecord(Record, frozen=True, kw_only=True):
-    """The facts about a foreign task that its folder does not hold."""
-
-    id: str
-    source: str  # the original name of the folder
-    split: str
-    workdir: str
-    places: dict[str, str]
-    environment: dict[str, str]
-    verifier_environment: dict[str, str]
-    seconds: float  # of the tests
-    memory_mb: int
-    allowed: tuple[str, ...]  # files that steer Python or pytest and belong to the solution
-    licence: str
 
 
 @dataclass(frozen=True, kw_only=True)

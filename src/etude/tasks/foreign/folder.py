@@ -9,8 +9,10 @@ from typing import Any
 
 from etude.code import toml_table
 from etude.errors import UserError
+from etude.records import Record
 from etude.tasks.foreign.dockerfile import FolderRefused, Layout, Recipe, layout, read
 
+FOREIGN = "harbor"
 MEMORY_MB = 4096  # of a box, at most
 MAX_SECONDS = 800.0  # of the tests: an episode's grade has 900
 _REQUIRED = {  # file -> why it is needed
@@ -21,19 +23,30 @@ _REQUIRED = {  # file -> why it is needed
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
 
 
-@dataclass(frozen=True)
-class Folder:
-    """The content of a folder, as far as etude uses it."""
+class ForeignRecord(Record, frozen=True, kw_only=True):
+    """The facts about a foreign task that its folder does not hold."""
 
-    path: Path
-    instruction: str
-    recipe: Recipe
-    layout: Layout
-    seconds: float  # of the tests
-    memory_mb: int
+    id: str
+    source: str  # the original name of the folder
+    split: str
+    workdir: str
+    places: dict[str, str]
     environment: dict[str, str]
     verifier_environment: dict[str, str]
+    seconds: float  # of the tests
+    memory_mb: int
+    allowed: tuple[str, ...]  # files that steer Python or pytest and belong to the solution
     licence: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The content of a folder, as far as etude uses it, and the record of its task, whose gates have not run yet."""
+
+    path: Path
+    recipe: Recipe
+    layout: Layout
+    record: ForeignRecord
 
     @property
     def tests(self) -> str:
@@ -90,17 +103,20 @@ def load(path: Path, bases: Sequence[str] = ()) -> Folder:
         raise FolderRefused(f"it names the image {image}" if image else "it has no environment/Dockerfile")
     recipe = read(docker.read_text("utf-8", "replace"), bases)
     where = layout(recipe, instruction)
-    return Folder(
-        path=path,
-        instruction=instruction,
-        recipe=recipe,
-        layout=where,
-        seconds=min(MAX_SECONDS, float(verifier.get("timeout_sec") or 600.0)),
-        memory_mb=_memory(environment),
+    record = ForeignRecord(
+        id=path.name,
+        source=path.name,
+        split="train",
+        workdir=where.workdir,
+        places=where.places,
         environment=_variables(environment),
         verifier_environment=_variables(verifier),
+        seconds=min(MAX_SECONDS, float(verifier.get("timeout_sec") or 600.0)),
+        memory_mb=_memory(environment),
+        allowed=(),
         licence=str(toml_table(config, "metadata").get("license") or toml_table(config, "task").get("license") or ""),
     )
+    return Folder(path, recipe, where, record)
 
 
 def _variables(table: dict[str, Any]) -> dict[str, str]:

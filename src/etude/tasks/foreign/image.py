@@ -54,7 +54,7 @@ async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> 
     install_wheels(_requirements(folder), root / "site", RUN_SECONDS * 5)
     _provide(root)
     declared = {name: value for name, value in folder.recipe.environment.items() if name != "PATH"}
-    image = image_of(root, folder.layout.places, declared | folder.environment | _search(folder))
+    image = image_of(root, folder.layout.places, declared | folder.record.environment | _search(folder))
     for number, step in enumerate(folder.recipe.steps):
         if isinstance(step, CopyStep):
             _copy(folder, step, tree)
