@@ -1,7 +1,7 @@
 """Calls of a user's functions inside the box: the function's module travels there as source, with the arguments.
 
-The box's Python executes the module (`boxed_runner.py`), so that a crash, a lack of memory or a loop costs the call.
-The result comes back in a line of its own; printed text goes nowhere. Nothing is written into the tree.
+The box's Python executes the module (`sandbox/guest/boxed_runner.py`), so that a crash, a lack of memory or a loop
+costs the call. The result comes back in a line of its own; printed text goes nowhere. Nothing is written into the tree.
 """
 
 import ast
@@ -21,14 +21,15 @@ from typing import Any
 import msgspec
 
 from etude.errors import UserError
-from etude.harness import boxed_runner
 from etude.renderers import ToolError, one_line
 from etude.sandbox import WORKSPACE, ExecResult
+from etude.sandbox.guest import boxed_runner
 
 MAX_SOURCE = 60_000  # bytes of the compressed modules in base64
 MAX_ORDER = 95_000  # of these and the arguments: a command line of a box has at most 100,000 bytes
 MAX_ERROR = 400  # characters
 
+_RUNNER = inspect.getsource(boxed_runner)
 # Modules of the tree that are called like the standard library's do not stand in the way of these imports.
 _START = """
 import sys
@@ -63,7 +64,6 @@ def refuse_inner(function: Callable[..., Any]) -> None:
 
 def module_of(function: Callable[..., Any]) -> tuple[str, str]:
     """The file name and the source of a function's module. Raises UserError if a box cannot execute it."""
-    refuse_inner(function)
     name, module = function.__name__, sys.modules.get(function.__module__)
     why = f"the tool {name} cannot run in a box: "
     if module is None or getattr(module, name, None) is not function:
@@ -101,13 +101,7 @@ def _alone(file: str) -> str:
 
 
 def _packed(**order: Any) -> str:
-    order["runner"] = _runner()
-    return base64.b64encode(zlib.compress(json.dumps(order).encode())).decode()
-
-
-@cache
-def _runner() -> str:
-    return inspect.getsource(boxed_runner)
+    return base64.b64encode(zlib.compress(json.dumps(order | {"runner": _RUNNER}).encode())).decode()
 
 
 async def call_boxed(
@@ -115,28 +109,21 @@ async def call_boxed(
 ) -> str:
     """The result of a function in a box, as text; `module` is of `module_of`. Raises ToolError, and BoxError."""
     mark = secrets.token_hex(16)
-    file, source = module
-    data = _packed(mark=mark, file=file, source=source, function=name, arguments=arguments)
+    data = _packed(mark=mark, file=module[0], source=module[1], function=name, arguments=arguments)
     if len(data) > MAX_ORDER:
         raise ToolError(f"the arguments of {name} are too long")
     done = await execute(_COMMAND + data, seconds)
-    report = _report(done.output, mark)
-    if report is not None and report.text is not None:
+    try:
+        report = msgspec.json.decode(done.output.partition(mark)[2].partition("\n")[0], type=_CallReport)
+    except (msgspec.MsgspecError, UnicodeError):
+        report = _CallReport()
+    if report.text is not None:
         return report.text
-    if report is not None and report.error is not None:
+    if report.error is not None:
         raise ToolError(one_line(report.error, MAX_ERROR))
     if done.timed_out:
         raise ToolError(f"{name} took longer than {seconds:.3g} seconds")
     raise ToolError(f"{name} ended without a result ({_end(done.rc)})")
-
-
-def _report(output: str, mark: str) -> _CallReport | None:
-    """The report behind the mark in the output of a box; None if there is none that can be read."""
-    line = output.partition(mark)[2].partition("\n")[0]
-    try:
-        return msgspec.json.decode(line, type=_CallReport)
-    except (msgspec.MsgspecError, UnicodeError):
-        return None
 
 
 def _end(code: int | None) -> str:

@@ -16,6 +16,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
 
@@ -23,12 +24,12 @@ import msgspec
 
 from etude.config import import_object
 from etude.errors import UserError
-from etude.harness.boxed_runner import cut_to, sentence_of, text_of
 from etude.harness.boxed_tools import Exec, call_boxed, module_of, refuse_inner
 from etude.harness.tools import TYPES, fault_of
 from etude.records import CodeTask, Task, ToolCall
 from etude.renderers import SCHEMAS, ToolError
 from etude.sandbox import Box, BoxError, ExecResult
+from etude.sandbox.guest.boxed_runner import cut_to, sentence_of, text_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,38 +78,23 @@ def tool(function: Any = None, *, boxed: bool = False, seconds: float = 30.0) ->
 async def call_python(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """The result of a user's function. One that is not `async` runs in a thread, so that it blocks nothing else.
     Cancelling does not end the thread, but nothing waits for it then, the end of the program included."""
-    if inspect.iscoroutinefunction(function):
-        return await _contained(function(*arguments, **named))
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if not future.done():
-            future.set_result(result) if error is None else future.set_exception(error)
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = function(*arguments, **named)
-        except StopIteration as e:  # a future refuses it
-            error = RuntimeError(sentence_of(e))
-        except Exception as e:
-            error = e
-        except BaseException as e:  # sys.exit, in a thread
-            error = RuntimeError(sentence_of(e))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, daemon=True).start()
-    result = await future
-    return await _contained(result) if inspect.isawaitable(result) else result
-
-
-async def _contained(result: Any) -> Any:
-    """The result of an awaitable. SystemExit, which would end the event loop, becomes an ordinary exception."""
     try:
-        return await result
-    except SystemExit as e:
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments, **named)
+        future = Future[Any]()
+        future.set_running_or_notify_cancel()  # so that it is not cancelled
+
+        def work() -> None:
+            try:
+                future.set_result(function(*arguments, **named))
+            except BaseException as e:  # sys.exit, too, which would end the thread alone
+                passes = isinstance(e, Exception) and not isinstance(e, StopIteration | CancelledError)
+                future.set_exception(e if passes else RuntimeError(sentence_of(e)))
+
+        threading.Thread(target=work, daemon=True).start()
+        result = await asyncio.wrap_future(future)
+        return await result if inspect.isawaitable(result) else result
+    except SystemExit as e:  # it would end the event loop
         raise RuntimeError(sentence_of(e)) from None
 
 
@@ -227,11 +213,11 @@ def python_tools(functions: Sequence[Callable[..., Any]], taken: Collection[str]
 def import_tools(paths: Sequence[str]) -> tuple[Callable[..., Any], ...]:
     """The functions at import paths, for agents on repositories. Raises UserError for what is no tool of theirs."""
     functions = tuple(import_object(path, _KEY) for path in paths)
-    if wrong := [path for path, function in zip(paths, functions, strict=True) if not callable(function)]:
-        raise UserError(f"{_KEY}: {wrong[0]} is no function")
     try:
-        tools = python_tools(functions, [schema["function"]["name"] for schema in SCHEMAS])
-        for tool in tools.values():
+        for path, function in zip(paths, functions, strict=True):
+            if not callable(function):
+                raise UserError(f"{path} is no function")
+        for tool in python_tools(functions, [schema["function"]["name"] for schema in SCHEMAS]).values():
             tool.refuse_kind(CodeTask)
     except UserError as e:
         raise UserError(f"{_KEY}: {e}") from None
