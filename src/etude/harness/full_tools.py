@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, cast
 
 import blake3
@@ -16,7 +17,7 @@ import blake3
 from etude.edits import Edit
 from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.focus import EditError, edit_file
-from etude.harness.lints import Lints, checked_paths
+from etude.harness.lints import Lints
 from etude.harness.python_tools import PythonTool, python_tools
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
@@ -30,6 +31,7 @@ SEARCH_FILES = 2000
 MAX_READ = 65536  # characters
 ROOM_SHARE = 1.5  # characters of a result for a token of room: about half of the room, at three characters a token
 MAX_ITEMS = 50  # of the list of work
+LINTED = 20  # files of a call
 MAX_COMMITS, HISTORY_SECONDS = 20, 10.0
 _SIGNS = {"open": "[ ]", "doing": "[~]", "done": "[x]"}
 _GIT = "GIT_OPTIONAL_LOCKS=0 git --no-pager -c core.fsmonitor=false -c core.quotePath=false -c safe.directory='*'"
@@ -74,6 +76,7 @@ class FullTools(Tools):
         built_in = named(names)
         self._functions = python_tools(functions, [schema["function"]["name"] for schema in built_in])
         self.schemas = (*built_in, *(tool.schema for tool in self._functions.values()))
+        self._parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in self.schemas}
         self.apply_edit = apply_edit
         self._edits: list[_MadeEdit] = []
         self._terminals = Terminals(self._exec)
@@ -88,8 +91,8 @@ class FullTools(Tools):
             "apply": self._apply,
             "undo": self._undo,
             "run": self._run,
-            "output": self._output,
-            "kill": self._kill,
+            "output": self._terminals.output,
+            "kill": self._terminals.kill,
             "test": self._test,
             "todo": self._todo,
             "lints": self._new_lints,
@@ -98,7 +101,7 @@ class FullTools(Tools):
         }
         for tool in self._functions.values():
             tool.refuse_without(box, task)
-            self._handlers[tool.name] = self._handler(tool)
+            self._handlers[tool.name] = partial(self._call_function, tool)
 
     def state(self) -> str:
         """The edited files, the list of work and the terminals."""
@@ -110,7 +113,7 @@ class FullTools(Tools):
 
     async def call(self, call: ToolCall) -> str:
         """See `Tools.call`. The results of a turn take about half of the room that the context has left, at most."""
-        if call.arguments is not None and call.name not in {schema["function"]["name"] for schema in self.schemas}:
+        if call.arguments is not None and call.name not in self._parameters:
             self.metrics["malformed"] += 1
             return f"error: unknown tool {one_line(call.name, 64)}"
         text, most = await super().call(call), self._most()
@@ -129,16 +132,11 @@ class FullTools(Tools):
 
     def invalid(self, call: ToolCall) -> str | None:
         """Why the arguments of a known tool cannot be taken; None when they can."""
-        if (tool := self._functions.get(call.name)) is not None:
-            return tool.fault(call)
-        schema = next(s["function"]["parameters"] for s in SCHEMAS if s["function"]["name"] == call.name)
-        return fault_of(call, schema)
+        tool = self._functions.get(call.name)
+        return fault_of(call, self._parameters[call.name]) if tool is None else tool.fault(call)
 
-    def _handler(self, tool: PythonTool) -> Callable[..., Awaitable[str]]:
-        async def handle(**arguments: Any) -> str:
-            return await tool.call(arguments, self.box, self.task, self._exec, self.deadline - time.monotonic())
-
-        return handle
+    async def _call_function(self, tool: PythonTool, /, **arguments: Any) -> str:
+        return await tool.call(arguments, self.box, self.task, self._exec, self.deadline - time.monotonic())
 
     async def _list(self, path: str = "") -> str:
         entries = await self.box.list(path)
@@ -233,12 +231,6 @@ class FullTools(Tools):
         places = await asyncio.to_thread(search, question, files, self.scorer)
         return places or "nothing found"
 
-    async def _output(self, id: int) -> str:
-        return await self._terminals.output(id)
-
-    async def _kill(self, id: int) -> str:
-        return await self._terminals.kill(id)
-
     async def _todo(self, items: list[object]) -> str:
         """Replaces the list of work as a whole; it is kept over summaries."""
         if len(items) > MAX_ITEMS:
@@ -257,7 +249,9 @@ class FullTools(Tools):
         return self._list_of_work or "the list is empty"
 
     async def _new_lints(self, paths: list[object]) -> str:
-        files = [(path, await self.text(path)) for path in checked_paths(paths)]
+        if not paths or len(paths) > LINTED or not all(isinstance(path, str) for path in paths):
+            raise ToolError(f"give one to {LINTED} paths")
+        files = [(path, await self.text(path)) for path in cast(list[str], paths)]
         return await self._lints.new(files, list(await self.box.changes()))
 
     async def _history(self, query: str = "", path: str = "", author: str = "", commit: str = "") -> str:

@@ -7,13 +7,11 @@ import shlex
 import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
 
 from etude.renderers import ToolError, one_line
 from etude.sandbox import ExecResult
 
 MOST = 100  # diagnostics
-FILES = 20
 SECONDS = 20.0  # for a linter and one file
 LONGEST = 60_000  # bytes of a file for the linter, which travel in a command
 
@@ -81,10 +79,3 @@ def _syntax(text: str) -> Diagnostics:
     except (ValueError, RecursionError, MemoryError, OverflowError) as e:
         return [(1, one_line(f"it cannot be compiled: {e}", 200))]
     return []
-
-
-def checked_paths(paths: Sequence[object]) -> list[str]:
-    """The paths of a call. Raises ToolError."""
-    if not paths or len(paths) > FILES or not all(isinstance(path, str) for path in paths):
-        raise ToolError(f"give one to {FILES} paths")
-    return cast(list[str], list(paths))

@@ -82,19 +82,16 @@ class Lexical:
         keys = tuple(chunk.key for chunk in chunks)
         with self._lock:
             if keys not in self._indices:
-                self._indices[keys] = _Postings([self._words(chunk) for chunk in chunks])
+                for chunk in chunks:
+                    if chunk.key not in self._read:
+                        self._read[chunk.key] = _words(chunk)
+                self._indices[keys] = _Postings([self._read[key] for key in keys])
+                while len(self._read) > KEPT:
+                    self._read.popitem(last=False)
             self._indices.move_to_end(keys)
             if len(self._indices) > INDICES:
                 self._indices.popitem(last=False)
             return self._indices[keys].scores(question).tolist()
-
-    def _words(self, chunk: CodeChunk) -> _Words:
-        chunk_words = self._read.get(chunk.key)
-        if chunk_words is None:
-            chunk_words = self._read[chunk.key] = _words(chunk)
-            if len(self._read) > KEPT:
-                self._read.popitem(last=False)
-        return chunk_words
 
 
 def _words(chunk: CodeChunk) -> _Words:

@@ -50,14 +50,13 @@ class Tools:
 
     def _count_edit(self, path: str, before: str, after: str) -> None:
         """Counts an edit; an edit that restores an earlier text of the file counts as a repeat, too."""
-        old, new = (
-            blake3.blake3(f"{path}\0{text}".encode("utf-8", "surrogatepass")).digest() for text in (before, after)
-        )
+        texts = (f"{path}\0{text}".encode("utf-8", "surrogatepass") for text in (before, after))
+        old, new = (blake3.blake3(text).digest() for text in texts)
         self._tried.add(old)
         self.metrics["edits"] += 1
-        self.visible_passed = False
         self.metrics["repeats"] += new in self._tried
         self._tried.add(new)
+        self.visible_passed = False
 
     async def call(self, call: ToolCall) -> str:
         """The result of a call as the model reads it. Raises only BoxError whose payer is "infra"."""
@@ -74,10 +73,8 @@ class Tools:
         self.metrics[f"calls/{call.name}"] += 1
         try:
             return printable(await handler(**call.arguments))
-        except (ToolError, grep.BadPattern) as e:
-            return printable(f"error: {e}")
-        except BoxError as e:
-            if e.payer == "infra":
+        except (ToolError, BoxError) as e:
+            if isinstance(e, BoxError) and e.payer == "infra":
                 raise
             return printable(f"error: {e}")
 
