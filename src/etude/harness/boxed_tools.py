@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from typing import Any
 import msgspec
 
 from etude.errors import UserError
+from etude.harness.tools import Exec
 from etude.renderers import ToolError, one_line
-from etude.sandbox import WORKSPACE, ExecResult
+from etude.sandbox import WORKSPACE
 from etude.sandbox.guest import boxed_runner
 
 MAX_SOURCE = 60_000  # bytes of the compressed modules in base64
@@ -42,8 +43,6 @@ names["run"](order)
 """
 # -B: bytecode would be a change of the tree.
 _COMMAND = f"( cd {WORKSPACE} && exec python3 -B -c {shlex.quote(_START)} 3>&1 >/dev/null 2>&1 ) <<< "
-
-Exec = Callable[[str, float], Awaitable[ExecResult]]
 
 
 class _CallReport(msgspec.Struct):
@@ -74,29 +73,25 @@ def module_of(function: Callable[..., Any]) -> tuple[str, str]:
         file = None
     if file is None or not Path(file).is_file():
         raise UserError(f"{why}its module {function.__module__} has no source file")
-    try:
-        source = _alone(file)
-    except UserError as e:
-        raise UserError(f"{why}its module {function.__module__} {e}") from None
-    return Path(file).name, source
+    return Path(file).name, _alone(file, f"{why}its module {function.__module__}")
 
 
 @cache
-def _alone(file: str) -> str:
-    """The source of a file that needs no module beside it. Raises UserError, the rest of a sentence."""
+def _alone(file: str, why: str) -> str:
+    """The source of a file that needs no module beside it. Raises UserError, whose message `why` begins."""
     try:
         source = Path(file).read_text("utf-8")
         tree = ast.parse(source)
     except (OSError, ValueError, SyntaxError) as e:
-        raise UserError(f"cannot be read: {e}") from None
+        raise UserError(f"{why} cannot be read: {e}") from None
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             raise UserError(
-                f"imports from its package (line {node.lineno}: {ast.unparse(node)}), which the box does not have: one "
-                "file travels there, with imports of the standard library, the repository and its packages"
+                f"{why} imports from its package (line {node.lineno}: {ast.unparse(node)}), which the box does not "
+                "have: one file travels there, with imports of the standard library, the repository and its packages"
             )
     if (size := len(_packed(source=source))) > MAX_SOURCE:
-        raise UserError(f"is too large: {size:,} bytes compressed, and {MAX_SOURCE:,} fit a command")
+        raise UserError(f"{why} is too large: {size:,} bytes compressed, and {MAX_SOURCE:,} fit a command")
     return source
 
 

@@ -73,8 +73,8 @@ class View:
 
     def _replace(self, first: int, old: Sequence[str], new: Sequence[str]) -> View:
         """Shown lines `old`, from shown line `first` on, become `new`; equal lines at both ends stay as they are."""
-        head = _common(old, new)
-        tail = _common(old[head:][::-1], new[head:][::-1])
+        head = common_prefix(old, new)
+        tail = common_prefix(old[head:][::-1], new[head:][::-1])
         new = new[head : len(new) - tail]
         where = [i for i, line in enumerate(self.lines) if line.shown is not None]
         a, b = first + head, first + len(old) - tail  # shown lines [a, b) are replaced
@@ -171,8 +171,13 @@ def _newline(text: str) -> str:
     return match.group() if match else "\n"
 
 
-def _common(a: Sequence[str], b: Sequence[str]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the longest common prefix, by halving: comparing slices is fast, a loop over bytes is not."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def _function(text: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -16,12 +16,12 @@ import blake3
 
 from etude.edits import Edit
 from etude.harness.edit_appliers import EditApplier, merge_applier
-from etude.harness.focus import EditError, edit_file
+from etude.harness.focus import EditError, common_prefix, edit_file
 from etude.harness.lints import Lints
 from etude.harness.python_tools import PythonTool, python_tools
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
-from etude.harness.tools import MAX_FILE, Tools, clean_failure, failures, fault_of, file_bytes
+from etude.harness.tools import MAX_FILE, Tools, clean_failure, fault_of, file_bytes
 from etude.records import Task, ToolCall
 from etude.renderers import SCHEMAS, ToolError, named, one_line
 from etude.sandbox import WORKSPACE, Box, BoxError, NotFound
@@ -50,8 +50,8 @@ class _MadeEdit:
 
     @staticmethod
     def between(path: str, before: bytes, after: bytes) -> _MadeEdit:
-        start = _common_prefix(before, after)
-        tail = _common_prefix(before[start:][::-1], after[start:][::-1])
+        start = common_prefix(before, after)
+        tail = common_prefix(before[start:][::-1], after[start:][::-1])
         removed = before[start : len(before) - tail]
         return _MadeEdit(path, start, removed, len(after) - tail - start, blake3.blake3(after).digest())
 
@@ -74,7 +74,7 @@ class FullTools(Tools):
     ) -> None:
         super().__init__(box, task)
         built_in = named(names)
-        self._functions = python_tools(functions, [schema["function"]["name"] for schema in built_in])
+        self._functions = python_tools(functions, built_in)
         self.schemas = (*built_in, *(tool.schema for tool in self._functions.values()))
         self._parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in self.schemas}
         self.apply_edit = apply_edit
@@ -87,8 +87,8 @@ class FullTools(Tools):
             "read": self._read,
             "grep": self._search,
             "search": self._find,
-            "edit": self._edit,
-            "apply": self._apply,
+            "edit": partial(self._change, self._edited),
+            "apply": partial(self._change, self._applied),
             "undo": self._undo,
             "run": self._run,
             "output": self._terminals.output,
@@ -165,15 +165,9 @@ class FullTools(Tools):
         hits, cut = await self._grep(pattern, [path], ignore_case, 200)
         return "\n".join([*hits, *(["[search cut short]"] if cut else [])]) or "no matches"
 
-    async def _edit(self, path: str, old: str, new: str) -> str:
-        return await self._change(path, self._edited(path, old, new))
-
-    async def _apply(self, path: str, sketch: str, instruction: str = "") -> str:
-        return await self._change(path, self._applied(path, sketch, instruction))
-
-    async def _change(self, path: str, edit: Awaitable[tuple[str, str]]) -> str:
+    async def _change(self, edited: Callable[..., Awaitable[tuple[str, str]]], /, path: str, **arguments: str) -> str:
         try:
-            before, after = await edit
+            before, after = await edited(path, **arguments)
         except (ToolError, BoxError):
             self.metrics["edit_errors"] += 1
             raise
@@ -200,7 +194,7 @@ class FullTools(Tools):
             near = _nearest(text, old) if str(e) == "no match" else ""
             raise ToolError(f"{e}{near}") from None
 
-    async def _applied(self, path: str, sketch: str, instruction: str) -> tuple[str, str]:
+    async def _applied(self, path: str, sketch: str, instruction: str = "") -> tuple[str, str]:
         text = await self.text(path)
         if not _proper(text) or not _proper(sketch):
             raise ToolError(f"{path} or the sketch is not UTF-8; use edit")
@@ -285,8 +279,7 @@ class FullTools(Tools):
     async def _test(self) -> str:
         if not self.task.visible_tests:
             raise ToolError("this task has no tests that you may see; check your work with `run`")
-        report = await self._run_tests()
-        failed = failures(report, self.task.visible_tests)
+        failed = await self._run_tests()
         total = len(self.task.visible_tests)
         return "\n".join([f"{total - len(failed)} of {total} passed", *(clean_failure(*f, 400) for f in failed[:10])])
 
@@ -294,15 +287,6 @@ class FullTools(Tools):
 def _proper(text: str) -> bool:
     """Whether a text can be sent to a server: no half of a surrogate pair, which represents a byte that is no UTF-8."""
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
-
-
-def _common_prefix(a: bytes, b: bytes) -> int:
-    """Length of the longest common prefix, by halving: comparing slices is fast, a loop over bytes is not."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low
 
 
 def _nearest(text: str, old: str) -> str:

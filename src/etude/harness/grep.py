@@ -27,8 +27,7 @@ def compile_pattern(pattern: str, ignore_case: bool = False) -> tuple[re.Pattern
     flags = re.IGNORECASE if ignore_case else 0
     try:
         # `.*` at an end changes nothing about which lines match.
-        trimmed = re.sub(r"^(?:\.\*)+(?![?+])", "", pattern)
-        trimmed = re.sub(r"(?<!\\)(?:\.\*)+$", "", trimmed)
+        trimmed = re.sub(r"^(?:\.\*)+(?![?+])|(?<!\\)(?:\.\*)+$", "", pattern)
         repeats, _ = _cost(parser.parse(trimmed, flags))
         return re.compile(trimmed, flags), _LINE_CHARACTERS[repeats]
     except (re.error, OverflowError, RecursionError) as e:

@@ -6,10 +6,10 @@ import re
 import shlex
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
+from etude.harness.tools import Exec
 from etude.renderers import ToolError, one_line
-from etude.sandbox import ExecResult
 
 MOST = 100  # diagnostics
 SECONDS = 20.0  # for a linter and one file
@@ -22,7 +22,6 @@ _COMMANDS = {
 }
 _DIAGNOSTIC = re.compile(r"^[^\n]*?:(\d+):(?:\d+:?)?\s+(.+)$", re.MULTILINE)
 
-Exec = Callable[[str, float], Awaitable[ExecResult]]
 Diagnostics = list[tuple[int, str]]  # line, message
 
 

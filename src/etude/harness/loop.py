@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -257,7 +256,7 @@ class _BudgetSpent(Exception):
         self.reason = reason
 
 
-class TurnSource(ABC):
+class _Turns:
     """The model's side of one episode. `turns` are its answers so far, summaries included; the loop adds calls and
     results to the last one. The episode ends at the tools' deadline."""
 
@@ -267,19 +266,6 @@ class TurnSource(ABC):
         self._opening = opening
         self._tools = opening.tools
 
-    @property
-    @abstractmethod
-    def length(self) -> int:
-        """The tokens of the context."""
-
-    @abstractmethod
-    async def sample(self) -> Sequence[ToolCall]:
-        """The calls of the next turn. Raises _BudgetSpent, Aborted or EngineError."""
-
-    @abstractmethod
-    async def show(self, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
-        """Shows the model the results of its last turn's calls."""
-
     def answer(self) -> str:
         """The text of the last turn, without thoughts and calls."""
         return self.turns[-1].text.strip() if self.turns else ""
@@ -287,10 +273,6 @@ class TurnSource(ABC):
     def segments(self) -> tuple[Segment, ...]:
         """The tokens of the episode, if there are any."""
         return ()
-
-    @abstractmethod
-    def metrics(self) -> dict[str, float]:
-        """Figures of the episode besides the counts of the tools."""
 
     def _seconds(self) -> float:
         """The seconds until the deadline. Raises _BudgetSpent."""
@@ -303,7 +285,7 @@ class TurnSource(ABC):
         self.turns.append(Turn(text=text, calls=(), results=(), seconds_model=seconds, seconds_tools=0.0))
 
 
-class _EngineTurns(TurnSource):
+class _EngineTurns(_Turns):
     """Turns as tokens on a ledger. `_next` are the tokens that the model reads next: the prompt, or the results of the
     turn before."""
 
@@ -334,9 +316,11 @@ class _EngineTurns(TurnSource):
 
     @property
     def length(self) -> int:
+        """The tokens of the context."""
         return len(self._ledger)
 
     async def sample(self) -> Sequence[ToolCall]:
+        """The calls of the next turn. Raises _BudgetSpent, Aborted or EngineError."""
         generation = await self._sample(self._sampling.max_tokens)
         self._acted += 1
         return self._renderer.parse(generation.ids, generation.finish_reason, self._tools.schemas).calls
@@ -414,6 +398,7 @@ class _EngineTurns(TurnSource):
         return self._ledger.segments()
 
     def metrics(self) -> dict[str, float]:
+        """Figures of the episode besides the counts of the tools."""
         ledger, sampling, tools = self._ledger, self._sampling, self._tools
         figures = {"turns": float(self._acted)} | ledger_figures([ledger], self.turns)
         if tools.visible_passed is not None:
@@ -441,7 +426,7 @@ def ledger_figures(ledgers: Sequence[TokenLedger], turns: Sequence[Turn]) -> dic
     }
 
 
-class _ChatTurns(TurnSource):
+class _ChatTurns(_Turns):
     """Turns as messages in an API's form. The API counts the tokens: a turn is bounded by the rest of the budget, and
     the conversation ends once prompt and answer reach the context. Time that busy servers took does not count."""
 
@@ -456,15 +441,11 @@ class _ChatTurns(TurnSource):
             self._talk.messages[-1]["content"] += PREFILL.format(prefill=opening.prefill.strip())
         self._last: ChatAnswer | None = None
         self._counts = Counter[str]()  # tokens over all turns
-        self._length = 0  # of prompt and answer of the last turn
-
-    @property
-    def length(self) -> int:
-        return self._length
+        self.length = 0  # tokens of prompt and answer of the last turn
 
     async def sample(self) -> Sequence[ToolCall]:
         budget, tools = self._spec.budget, self._tools
-        room = min(budget.tokens - self._counts["sampled_tokens"], budget.context - self._length)
+        room = min(budget.tokens - self._counts["sampled_tokens"], budget.context - self.length)
         if room <= 0:
             raise _BudgetSpent(StopReason.TOKENS)
         started, seconds = time.monotonic(), self._seconds()
@@ -478,16 +459,12 @@ class _ChatTurns(TurnSource):
         tools.deadline += answer.waited
         usage, self._last = answer.usage, answer
         self._counts.update(prompt_tokens=usage.prompt, cached_tokens=usage.cached, sampled_tokens=usage.sampled)
-        self._length = usage.prompt + usage.sampled
-        self._add_turn(self._text(answer), time.monotonic() - started - answer.waited, cut=answer.cut)
+        self.length = usage.prompt + usage.sampled
+        text, tag = answer.text, self._opening.prefill.rstrip("\n")
+        if tag and tag in text and not self.turns:  # the prefill is no part of the answer
+            text = text.partition(tag)[2].removeprefix("\n")
+        self._add_turn(text, time.monotonic() - started - answer.waited, cut=answer.cut)
         return answer.calls
-
-    def _text(self, answer: ChatAnswer) -> str:
-        """The text of an answer; of the first one, the text behind the opening's `prefill`."""
-        tag = self._opening.prefill.rstrip("\n")
-        if self.turns or not tag or tag not in answer.text:
-            return answer.text
-        return answer.text.partition(tag)[2].removeprefix("\n")
 
     async def show(self, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
         assert self._last is not None
@@ -495,3 +472,6 @@ class _ChatTurns(TurnSource):
 
     def metrics(self) -> dict[str, float]:
         return {name: float(count) for name, count in self._counts.items()} | {"turns": float(len(self.turns))}
+
+
+TurnSource = _EngineTurns | _ChatTurns

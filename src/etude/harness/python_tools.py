@@ -15,7 +15,7 @@ import math
 import threading
 import time
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
@@ -24,10 +24,10 @@ import msgspec
 
 from etude.config import import_object
 from etude.errors import UserError
-from etude.harness.boxed_tools import Exec, call_boxed, module_of, refuse_inner
-from etude.harness.tools import TYPES, fault_of
+from etude.harness.boxed_tools import call_boxed, module_of, refuse_inner
+from etude.harness.tools import TYPES, Exec, fault_of
 from etude.records import CodeTask, Task, ToolCall
-from etude.renderers import SCHEMAS, ToolError
+from etude.renderers import SCHEMAS, Tool, ToolError
 from etude.sandbox import Box, BoxError, ExecResult
 from etude.sandbox.guest.boxed_runner import cut_to, sentence_of, text_of
 
@@ -59,8 +59,7 @@ def tool(function: Any = None, *, boxed: bool = False, seconds: float = 30.0) ->
     Any other function runs in the controller; the episode's box and task are passed to its parameters with the
     annotations `Box` and `Task`. Raises UserError for a boxed function that is not at the top of a module.
     """
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not math.isfinite(seconds) or seconds <= 0:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise UserError(f"the seconds of a tool are a number above 0, and {seconds!r} is none")
 
     def mark(function: Any) -> Any:
@@ -174,7 +173,12 @@ class PythonTool:
             return await call_boxed(self.name, self.module, arguments, execute, seconds)
         own = _BoxOfCall(box, time.monotonic() + seconds)
         passed = {name: own if kind is Box else task for name, kind in self.passed.items()}
-        call = asyncio.ensure_future(_as_text(self.function, arguments | passed))
+
+        async def as_text() -> str:
+            result = await call_python(self.function, **arguments, **passed)
+            return result if type(result) is str else await call_python(text_of, result)  # `__str__` may be slow
+
+        call = asyncio.ensure_future(as_text())
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # it may have been given up
         try:
             await asyncio.wait({call}, timeout=seconds)
@@ -191,15 +195,10 @@ class PythonTool:
             raise ToolError(cut_to(sentence_of(e), MAX_RESULT)) from None
 
 
-async def _as_text(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
-    result = await call_python(function, **arguments)
-    return result if type(result) is str else await call_python(text_of, result)  # a user's `__str__` may be slow
-
-
-def python_tools(functions: Sequence[Callable[..., Any]], taken: Collection[str]) -> dict[str, PythonTool]:
-    """The functions as tools, by name. Raises UserError for functions that cannot be tools, and names that are `taken`
-    by built-in tools or by each other."""
-    tools = dict[str, PythonTool]()
+def python_tools(functions: Sequence[Callable[..., Any]], built_in: Sequence[Tool]) -> dict[str, PythonTool]:
+    """The functions as tools, by name. Raises UserError for functions that cannot be tools, and names that `built_in`
+    tools have, or several functions."""
+    tools, taken = dict[str, PythonTool](), {schema["function"]["name"] for schema in built_in}
     for function in functions:
         made = python_tool(function)
         if made.name in taken:
@@ -217,7 +216,7 @@ def import_tools(paths: Sequence[str]) -> tuple[Callable[..., Any], ...]:
         for path, function in zip(paths, functions, strict=True):
             if not callable(function):
                 raise UserError(f"{path} is no function")
-        for tool in python_tools(functions, [schema["function"]["name"] for schema in SCHEMAS]).values():
+        for tool in python_tools(functions, SCHEMAS).values():
             tool.refuse_kind(CodeTask)
     except UserError as e:
         raise UserError(f"{_KEY}: {e}") from None

@@ -5,17 +5,14 @@ damage their files in /tmp: then the terminal is lost.
 """
 
 import shlex
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from etude.harness.tools import Exec
 from etude.renderers import ToolError
-from etude.sandbox import ExecResult
 
 MOST = 8  # terminals of an episode
 KEEP = 16_000  # last bytes of output shown at a time
 SECONDS = 10.0  # for the shell to answer
-
-Exec = Callable[[str, float], Awaitable[ExecResult]]
 
 
 @dataclass

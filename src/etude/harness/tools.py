@@ -20,6 +20,8 @@ from etude.records import Task, ToolCall
 from etude.renderers import Tool, ToolError, one_line, printable
 from etude.sandbox import Box, BoxError, ExecResult, NotRegular, TestReport
 
+Exec = Callable[[str, float], Awaitable[ExecResult]]
+"""Executes a shell command in a box, for so many seconds at most."""
 READ_ONLY = frozenset({"list", "read", "grep", "search"})  # calls that may run at the same time
 TEST_SECONDS = 10.0
 MAX_FILE = 1 << 20  # bytes of a file that a tool reads or writes
@@ -130,13 +132,14 @@ class Tools:
             raise ToolError(f"a file has at most {MAX_FILE} bytes")
         await self.box.write(path, data)
 
-    async def _run_tests(self) -> TestReport:
-        report = await self.box.run_tests(self.task.visible_tests, TEST_SECONDS)
+    async def _run_tests(self) -> list[tuple[str, str]]:
+        """The `failures` of the visible tests."""
+        tests = self.task.visible_tests
+        failed = failures(await self.box.run_tests(tests, TEST_SECONDS), tests)
         self.metrics["tests_run"] += 1
-        failed = bool(failures(report, self.task.visible_tests))
-        self.metrics["tests_failed"] += failed
+        self.metrics["tests_failed"] += bool(failed)
         self.visible_passed = not failed
-        return report
+        return failed
 
     async def _grep(self, pattern: str, roots: Sequence[str], ignore_case: bool, limit: int) -> tuple[list[str], bool]:
         grep.compile_pattern(pattern, ignore_case)  # before any file is read
@@ -197,9 +200,8 @@ def failures(report: TestReport, tests: Sequence[str]) -> list[tuple[str, str]]:
     return [(t, report.messages.get(t) or default or outcome) for t, outcome in failed]
 
 
-def verdict(report: TestReport, tests: Sequence[str]) -> str:
-    """`passed`, or the first failure in at most 100 characters."""
-    failed = failures(report, tests)
+def verdict(failed: Sequence[tuple[str, str]]) -> str:
+    """`passed`, or the first of the `failures` in at most 100 characters."""
     return clean_failure(*failed[0], 100) if failed else "passed"
 
 

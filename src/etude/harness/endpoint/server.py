@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import secrets
-import shutil
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -160,11 +159,12 @@ def _no_number(name: str) -> float:
 @asynccontextmanager
 async def open_endpoint(*listeners: socket.socket) -> AsyncIterator[Endpoint]:
     """An endpoint on a unix socket in a folder of its own, and on `listeners`. Keys are its only access control."""
-    folder = Path(tempfile.mkdtemp(prefix="etude-"))
-    os.chmod(folder, 0o711)  # boxes run as other users
-    path = folder / "endpoint"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with (
+        tempfile.TemporaryDirectory(prefix="etude-", ignore_cleanup_errors=True) as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+    ):
+        os.chmod(folder, 0o711)  # boxes run as other users
+        path = Path(folder) / "endpoint"
         listener.bind(str(path))
         os.chmod(path, 0o666)
         listener.listen(_BACKLOG)
@@ -181,6 +181,3 @@ async def open_endpoint(*listeners: socket.socket) -> AsyncIterator[Endpoint]:
         finally:
             server.should_exit = True
             await asyncio.wait([serving], timeout=2 * STOP_SECONDS)
-    finally:
-        listener.close()
-        shutil.rmtree(folder, ignore_errors=True)
