@@ -533,7 +533,7 @@ def test_a_module_may_import_the_decorator_and_the_whole_of_etude(tmp_path: Path
             import etude
             import etude.config.run as run
             from etude.harness.python_tools import tool
-            from etude.rollout.environment import Environment
+            from etude import Environment
 
             class Mine(Environment):
                 pass

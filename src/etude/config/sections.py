@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+import tomllib
 import types
 import typing
 from collections.abc import Iterator
@@ -96,6 +97,18 @@ def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
         return kind.model_validate(data)
     except pydantic.ValidationError as e:
         raise UserError(error_sentence(e, data, where, kind=kind)) from None
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises UserError."""
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; give a TOML file, or continue a run with --resume {path}") from None
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give the path of a TOML configuration") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise UserError(f"{path} cannot be read as TOML: {e}") from None
 
 
 @dataclass(frozen=True)
@@ -201,6 +214,11 @@ def import_object(path: str, what: str) -> Any:
     except AttributeError:
         raise UserError(f"{what}: the module {module} has no {name}") from None
     except ModuleNotFoundError as e:
+        if (e.name or "").startswith("etude."):
+            raise UserError(
+                f"{what}: {module} imports {e.name}, which this etude does not have: take the names of `import etude` "
+                "(docs/environments.md)"
+            ) from None
         raise UserError(f"{what}: {path}: {e}; run etude in the folder of the module, or install it") from None
     except Exception as e:
         raise UserError(f"{what}: importing {module} raised {type(e).__name__}: {e}") from e

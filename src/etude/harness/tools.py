@@ -62,23 +62,23 @@ class Tools:
 
     async def call(self, call: ToolCall) -> str:
         """The result of a call as the model reads it. Raises only BoxError whose payer is "infra"."""
-        if call.arguments is None:
-            self.metrics["malformed"] += 1
-            return self.malformed(call.error)
         handler = self._handlers.get(call.name)
-        if handler is None:
-            self.metrics["malformed"] += 1
-            return f"error: unknown tool {one_line(call.name, 64)}"
-        if (wrong := self.invalid(call)) is not None:
-            self.metrics["malformed"] += 1
-            return self.malformed(wrong)
-        self.metrics[f"calls/{call.name}"] += 1
-        try:
-            return printable(await handler(**call.arguments))
-        except (ToolError, BoxError) as e:
-            if isinstance(e, BoxError) and e.payer == "infra":
-                raise
-            return printable(f"error: {e}")
+        if call.arguments is None:
+            refusal = self.malformed(call.error)
+        elif handler is None:
+            refusal = f"error: unknown tool {one_line(call.name, 64)}"
+        elif (wrong := self.invalid(call)) is not None:
+            refusal = self.malformed(wrong)
+        else:
+            self.metrics[f"calls/{call.name}"] += 1
+            try:
+                return printable(await handler(**call.arguments))
+            except (ToolError, BoxError) as e:
+                if isinstance(e, BoxError) and e.payer == "infra":
+                    raise
+                return printable(f"error: {e}")
+        self.metrics["malformed"] += 1
+        return refusal
 
     async def call_all(self, calls: Sequence[ToolCall]) -> tuple[list[str], bool]:
         """Results in the order of the calls, and whether the agent ended the episode: calls after `finish` are not run.

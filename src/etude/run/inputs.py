@@ -14,7 +14,6 @@ from etude.errors import UserError
 from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
 from etude.models import check_device, check_folder
-from etude.records import CodeTask
 from etude.renderers import Renderer, named, say_dropped
 from etude.rollout import ForeignTasks, TaskPart, Taskset, check_agent, custom_component, dataset_part
 from etude.run.engines import check_python
@@ -64,7 +63,7 @@ def check_inputs(config: RLConfig) -> None:
         raise UserError("agents of the compact dialect have no tool `apply`: drop rollout.apply")
     _check_tools(config)
     check_operators(tasks)
-    if tasks.edits is not None or tasks.environment is not None:
+    if not tasks.of_repositories:
         part = part_of(tasks, renderer, config.rollout.budget())
         _check_splits(part, config)
         if config.rollout.agent is not None and any(part.environment.image(task) is None for task in part.tasks):
@@ -96,8 +95,7 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
         raise UserError(f"{table}.sha256 is the digest of a package NAME==VERSION, and {source.where} is none: drop it")
     if source.dataset is not None:
         part = dataset_part(Path(source.dataset))
-        tasks = [task for task in part.tasks if isinstance(task, CodeTask)]
-        tests = [test for task in tasks for test in (*task.fail_to_pass, *task.pass_to_pass)]
+        tests = [test for task in part.tasks for test in task.hidden_tests]
         if sandbox.type != "namespace" and not all(map(is_script, tests)):
             raise _undecidable(sandbox)
         check_playable([part], renderer_of(config), sandbox)
@@ -118,11 +116,11 @@ def trainable(part: TaskPart, least: float) -> TaskPart:
     """The tasks without those for training with too few tests that are decided outside of the tested process, inside of
     which a reward can be forged; `least` is the least share of such tests. Tasks of unknown share stay. Prints the
     warnings of the environment. Raises UserError if no training task is left."""
-    for warning in part.environment.warnings:
+    for warning in part.warnings:
         print(f"warning: {part.name}: {warning}", file=sys.stderr)
     if not part.split("train"):
         raise UserError(f"{part.name} has no training tasks: build it anew, or leave the source out")
-    low = {task.id for task in part.split("train") if part.environment.decided(task) < least}
+    low = {task.id for task in part.split("train") if task.decided < least}
     if not low:
         return part
     kept = tuple(task for task in part.tasks if task.id not in low)
@@ -178,7 +176,7 @@ def _check_tools(config: RLConfig) -> None:
     schemas fill."""
     names, renderer = config.rollout.tools, renderer_of(config)
     named(names)
-    others = config.rollout.agent is not None or config.tasks.edits is not None or config.tasks.environment is not None
+    others = config.rollout.agent is not None or not config.tasks.of_repositories
     if names and others:
         raise UserError("rollout.tools chooses among the built-in tools, which this run's agent does not have: drop it")
     if names and renderer.dialect == "compact":
@@ -219,7 +217,11 @@ def build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[
 
 def _check_architecture(config: RLConfig) -> None:
     """Raises UserError for architectures that the trainer or the run's engine does not compute, by the model's
-    configuration. Their processes refuse what only a trial shows, before the first episode."""
+    configuration, and for weights of a dtype that the engines would round. Their processes refuse what only a trial
+    shows, before the first episode."""
+    import torch
+
+    from etude.models.dtypes import main_dtype
     from etude.models.loading import load_config
     from etude.models.support import Use, refusal
 
@@ -233,24 +235,15 @@ def _check_architecture(config: RLConfig) -> None:
     for use in uses:
         if why := refusal(model, use):
             raise UserError(f"{config.model.path}: {why}")
-    _check_types(config)
-    if own:
-        _check_cache(config, model)
-
-
-def _check_types(config: RLConfig) -> None:
-    """Raises UserError for weights of a dtype that the engines would round."""
-    import torch
-
-    from etude.models.dtypes import main_dtype
-
     inference, main = config.inference, main_dtype(Path(config.model.path))
     if inference.dtype == "bfloat16" and config.trainer.dtype == "float32" and main != torch.bfloat16:
-        kind, own = str(main).removeprefix("torch."), 'inference.dtype = "float32" or '
+        kind, key = str(main).removeprefix("torch."), 'inference.dtype = "float32" or ' if own else ""
         raise UserError(
             f"{config.model.path} is stored in {kind}, and engines that compute in bfloat16 would round its versions: "
-            f'set {own if inference.engine == "etude" else ""}trainer.dtype = "bfloat16"'
+            f'set {key}trainer.dtype = "bfloat16"'
         )
+    if own:
+        _check_cache(config, model)
 
 
 def _check_cache(config: RLConfig, model: PretrainedConfig) -> None:

@@ -62,7 +62,7 @@ def _problems(data: Dataset, changed: list[str]) -> list[str]:
 
 def _shown_tests(data: Dataset) -> list[str]:
     """Hidden tests that lie in the files of the agent."""
-    hidden = {split.base(test) for task in data.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)}
+    hidden = {split.base(test) for task in data.tasks for test in task.hidden_tests}
     shown = []
     for path in sorted({test.split("::")[0] for test in hidden}):
         file = data.repository / path

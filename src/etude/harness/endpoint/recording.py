@@ -177,7 +177,9 @@ class Recording:
         )
         metrics = {name: float(count) for name, count in counts.items()}
         tools = tuple(map(dict, self._tools.values()))
-        return UngradedEpisode(segments, turns, stop_reason, metrics, timed_out, tools=tools)
+        last = max((turn for branch in working for turn in branch.turns), key=lambda turn: turn.number, default=None)
+        answer = "" if last is None else last.parsed.text.strip()
+        return UngradedEpisode(segments, turns, stop_reason, metrics, timed_out, tools=tools, answer=answer)
 
     def _check_budget(self) -> None:
         if not self.ended.is_set():

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -111,6 +111,7 @@ class Environment(ABC, Generic[T]):
     that are not `async` run in threads.
     """
 
+    name: str = ""  # in reports, and in the ids of a mixture; "": that of the class
     system: str = ""  # the system prompt
     pass_mark: float = 1.0  # an episode with at least this reward has passed, in evaluations and for the curriculum
     repository: str | Path = ""  # a folder that every box begins with, as a repository of the agent
@@ -121,15 +122,16 @@ class Environment(ABC, Generic[T]):
     def tasks(self) -> Iterable[T]:
         """All tasks, the same ones at every call: a run that is resumed calls this again."""
 
-    async def reward(self, episode: EnvironmentEpisode[T]) -> float | Mapping[str, float]:
+    def reward(
+        self, episode: EnvironmentEpisode[T]
+    ) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]:
         """The reward of an ended episode: a number, or named parts that are summed. By default the methods that are
         marked as `@reward` are the parts.
 
         An exception counts as an infrastructure failure: the episode is repeated, twice at most. A BoxError that the
         agent caused, such as a missing file, is a reward of 0.
         """
-        marked = self._reward_parts()
-        return {name: weight * float(await call_python(getattr(self, name), episode)) for name, weight in marked}
+        return self._marked_parts(episode)
 
     def tools(self, episode: EnvironmentEpisode[T]) -> Sequence[Callable[..., Any]]:
         """Functions that the model may call in this episode; none: the model's first turn is its answer.
@@ -155,11 +157,6 @@ class Environment(ABC, Generic[T]):
 
     # Of an environment that plays its episodes in another way, or grades them elsewhere ------------------------------
 
-    @property
-    def name(self) -> str:
-        """The name of the environment in reports and in the ids of a mixture."""
-        return type(self).__name__
-
     def image(self, task: T) -> Image | None:
         """The image of a task's box; None for episodes without a box."""
         files = dict(self.files(task))
@@ -180,10 +177,11 @@ class Environment(ABC, Generic[T]):
         """
         episode = EnvironmentEpisode(cast(T, spec.task), spec.seed, box)
         await self._call(self.setup, episode)
-        if agent is not None and box is not None:
-            ungraded = await run_agent(spec, agent, box)
-        else:
+        if agent is None:
             ungraded = await run_agent_loop(spec, await self._open(spec, episode))
+        else:
+            assert box is not None, "check_inputs refuses an outside agent on tasks without a box"
+            ungraded = await run_agent(spec, agent, box)
         episode.answer, episode.turns, episode.stop_reason = ungraded.answer, ungraded.turns, ungraded.stop_reason
         return PlayedEpisode(ungraded, await self._graded(episode, ungraded))
 
@@ -192,29 +190,6 @@ class Environment(ABC, Generic[T]):
         return cast(GradedEpisode, played.evidence)
 
     # Of a run ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def project(self) -> str:
-        """The project that the tasks come from: a run has one source of it at most."""
-        return self.name
-
-    @property
-    def digest(self) -> str:
-        """The digest of the tasks, where they are files; "" otherwise."""
-        return ""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Limitations of the tasks, for people."""
-        return ()
-
-    def packages(self) -> set[str]:
-        """Names of packages that a package index in boxes leaves out, since they hold answers."""
-        return set()
-
-    def decided(self, task: T) -> float:
-        """The share of a task's tests that are decided outside of the tested process."""
-        return 1.0
 
     @classmethod
     def refusal(cls, compact: bool, sandbox: str) -> str:
@@ -232,6 +207,11 @@ class Environment(ABC, Generic[T]):
 
     # Calls of users' methods ------------------------------------------------------------------------------------------
 
+    @property
+    def title(self) -> str:
+        """The name, or that of the class."""
+        return self.name or type(self).__name__
+
     @cached_property
     def _failures(self) -> list[str]:
         """Failures of users' methods, in a row."""
@@ -242,10 +222,26 @@ class Environment(ABC, Generic[T]):
         marked = ((name, getattr(getattr(type(self), name), _REWARD, None)) for name in names)
         return [(name, weight) for name, weight in marked if weight is not None]
 
-    def has_reward(self) -> bool:
-        """Whether the class has a reward: its own method `reward`, methods marked as `@reward`, or a `grade`."""
+    async def _marked_parts(self, episode: EnvironmentEpisode[T]) -> dict[str, Any]:
+        """The marked parts of the reward, times their weights. One that is no number stays as it is."""
+        parts: dict[str, Any] = {}
+        for name, weight in self._reward_parts():
+            value = await call_python(getattr(self, name), episode)
+            try:
+                parts[name] = value if isinstance(value, str) else weight * float(value)
+            except (TypeError, ValueError):
+                parts[name] = value
+        return parts
+
+    def check_reward(self) -> None:
+        """Raises UserError for a class without a reward: neither a method `reward` of its own, nor methods marked as
+        `@reward`, nor a `grade`; and for a marked method with the name of another method of environments."""
+        kind, parts = type(self).__name__, [name for name, _ in self._reward_parts()]
+        if taken := [name for name in parts if hasattr(Environment, name)]:
+            raise UserError(f"{kind}.{taken[0]} is marked as @reward, and environments have another: rename it")
         own = {name for kind in type(self).__mro__ if kind is not Environment for name in vars(kind)}
-        return bool(own & {"reward", "grade"} or self._reward_parts())
+        if not own & {"reward", "grade"} and not parts:
+            raise UserError(f"{kind} has no reward: write the method `reward`, or mark methods as @reward")
 
     def messages(self, task: T, addition: str = "") -> list[dict[str, str]]:
         """The first messages of an episode, with `addition` below the prompt."""
@@ -271,7 +267,7 @@ class Environment(ABC, Generic[T]):
         """Raises UserError for a prompt that leaves no room for an answer."""
         if len(prompt) >= budget.context:
             raise UserError(
-                f"the prompt of {self.name}'s task {task.id} has {len(prompt)} tokens, and rollout.context is "
+                f"the prompt of {self.title}'s task {task.id} has {len(prompt)} tokens, and rollout.context is "
                 f"{budget.context}: raise it, or shorten the prompt"
             )
 
@@ -288,7 +284,8 @@ class Environment(ABC, Generic[T]):
         self._failures.clear()
         total = sum(parts.values())
         passed = total >= self.pass_mark - 1e-9
-        grade = Grade(Outcome.SCORED, total, passed, f"the environment's reward is {total:.4g}", None)
+        detail = "; ".join(filter(None, (f"the environment's reward is {total:.4g}", ungraded.note)))
+        grade = Grade(Outcome.SCORED, total, passed, detail, None)
         return GradedEpisode(grade, {f"environment/{name}": value for name, value in parts.items()})
 
     async def _call(self, method: Callable[[EnvironmentEpisode[T]], Any], episode: EnvironmentEpisode[T]) -> Any:
@@ -302,7 +299,7 @@ class Environment(ABC, Generic[T]):
             place = traceback.extract_tb(e.__traceback__)[-1]
             what = f"{type(e).__name__}: {e}" if not isinstance(e, TimeoutError) else f"no end in {CALL_SECONDS:.0f} s"
             sentence = (
-                f"{self.name}.{method.__name__} of task {episode.task.id}: {what} ({place.filename}:{place.lineno})"
+                f"{self.title}.{method.__name__} of task {episode.task.id}: {what} ({place.filename}:{place.lineno})"
             )
             self._failures.append(sentence)
             if len(self._failures) >= MAX_FAILURES:
@@ -318,7 +315,7 @@ class Environment(ABC, Generic[T]):
             numbers = {}
         if len(numbers) != len(parts) or not np.isfinite(list(numbers.values())).all():
             raise UserError(
-                f"{self.name}.reward returned {value!r} for task {episode.task.id}; it must return a finite number, or "
-                "a dict of finite numbers by name"
+                f"{self.title}.reward returned {value!r} for task {episode.task.id}; it must return a finite number, "
+                "or a dict of finite numbers by name"
             )
         return numbers

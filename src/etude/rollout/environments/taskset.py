@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import blake3
@@ -24,19 +25,34 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class TaskPart:
-    """An environment with its tasks, sorted by id."""
+    """An environment with its tasks, sorted by id. `project` is the origin of the tasks, of which a run has one part at
+    most, `digest` that of their files. `warnings` are limitations, for people. A package index in boxes leaves out
+    `packages`, since they hold answers."""
 
     environment: Environment[Any]
     tasks: tuple[Task, ...]
+    project: str = ""
+    digest: str = ""
+    warnings: tuple[str, ...] = ()
+    packages: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
         """The name of the environment."""
-        return self.environment.name
+        return self.environment.title
 
     def split(self, name: str) -> tuple[Task, ...]:
         """The tasks of split "train" or "heldout"."""
         return tuple(task for task in self.tasks if task.split == name)
+
+
+class _TasksById(dict[str, Task]):
+    def __init__(self, name: str, tasks: Mapping[str, Task]) -> None:
+        super().__init__(tasks)
+        self.name = name
+
+    def __missing__(self, id: str) -> Task:
+        raise UserError(f"{self.name} has no task {id} any more: the tasks must be the same at every start of a run")
 
 
 @dataclass(frozen=True)
@@ -78,9 +94,9 @@ class Taskset:
         return tuple(task for task, _, _ in self._places.values())
 
     @cached_property
-    def by_id(self) -> dict[str, Task]:
-        """The tasks by their ids."""
-        return {id: place[0] for id, place in self._places.items()}
+    def by_id(self) -> Mapping[str, Task]:
+        """The tasks by their ids. A lookup raises UserError for a task that an earlier start of the run had."""
+        return _TasksById(self.name, {id: place[0] for id, place in self._places.items()})
 
     def split(self, name: str) -> tuple[Task, ...]:
         """The tasks of split "train" or "heldout"."""
@@ -88,6 +104,8 @@ class Taskset:
 
     def of(self, task: Task) -> tuple[Environment[Any], Task]:
         """The environment of a task, and the task as the environment has it."""
+        if not self.mixed:
+            return self.parts[0].environment, task
         _, environment, own = self._places[task.id]
         return environment, own
 
@@ -102,13 +120,16 @@ def mix(parts: Sequence[TaskPart], weights: Sequence[float], *, more: bool = Fal
     """Mixes several environments; a single one stays as it is, unless `more` will join it. `weights` are positive
     numbers. Raises UserError for two sources of one project, since one would hold out functions that the other trains
     on."""
-    projects = Counter(part.environment.project for part in parts)
+    projects = Counter(part.project or part.name for part in parts)
     twice = next((name for name, count in projects.items() if count > 1), None)
     if twice is not None:
         raise UserError(
             f"two sources of tasks are of the project {twice}, and one would train on held-out functions of the "
             "other: keep one of them"
         )
+    names = Counter(part.name for part in parts)
+    if (name := next((name for name, count in names.items() if count > 1), None)) is not None:
+        raise UserError(f"two sources of tasks are called {name}: rename one")
     if len(parts) == 1 and not more:
         return Taskset(tuple(parts))
     total = sum(weights)
@@ -118,25 +139,24 @@ def mix(parts: Sequence[TaskPart], weights: Sequence[float], *, more: bool = Fal
 def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> TaskPart:
     """An environment with its tasks, which are checked. Tasks without a split are divided by a hash of their ids:
     `heldout_fraction` of them are held out. Raises UserError."""
-    name = environment.name
-    if not environment.has_reward():
-        raise UserError(f"{name} has no reward: write the method `reward`, or mark methods as @reward")
+    name = environment.title
+    environment.check_reward()
+    for key in ("repository", "site"):
+        if (folder := getattr(environment, key)) and not Path(folder).is_dir():
+            raise UserError(f"{name}.{key}: {folder} is not a folder")
     tasks = _checked(environment)
     free = sorted(
         (id for id, task in tasks.items() if not task.split), key=lambda id: blake3.blake3(id.encode()).digest()
     )
     held_out = max(1, round(heldout_fraction * len(free))) if heldout_fraction and len(free) > 1 else 0
     splits = {id: "heldout" if number < held_out else "train" for number, id in enumerate(free)}
-    ordered = (tasks[id] for id in sorted(tasks))
-    return TaskPart(
-        environment,
-        tuple(structs.replace(task, split=splits[task.id]) if task.id in splits else task for task in ordered),
-    )
+    ordered = tuple(structs.replace(tasks[id], split=splits.get(id, tasks[id].split)) for id in sorted(tasks))
+    return TaskPart(environment, ordered, digest=blake3.blake3(repr(ordered).encode()).hexdigest())
 
 
 def _checked(environment: Environment[Any]) -> dict[str, Task]:
     """The tasks by id. Raises UserError."""
-    name = environment.name
+    name = environment.title
     try:
         tasks: list[Any] = list(environment.tasks())
     except UserError:
@@ -157,5 +177,9 @@ def _checked(environment: Environment[Any]) -> dict[str, Task]:
             environment.validate(task)
         except Exception as e:
             raise UserError(f"{name}.validate refuses the task {task.id}: {type(e).__name__}: {e}") from e
+        try:
+            environment.image(task)
+        except Exception as e:
+            raise UserError(f"{name} gives no box for the task {task.id}: {type(e).__name__}: {e}") from e
         by_id[task.id] = task
     return by_id
