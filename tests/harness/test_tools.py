@@ -11,9 +11,10 @@ import pytest
 
 from etude.harness.compact_tools import CompactTools
 from etude.harness.full_tools import FullTools
-from etude.harness.grep import BadPattern, compile_pattern, search
-from etude.harness.tools import Tools, verdict
+from etude.harness.grep import compile_pattern, search
+from etude.harness.tools import Tools, failures, verdict
 from etude.records import ToolCall
+from etude.renderers import ToolError
 from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS
 from etude.sandbox.base import BoxDead, TestReport, TooLarge
 from tests.helpers.speakers import PATH, SOURCE, TEST, MemoryBox, a_box, a_task
@@ -206,11 +207,11 @@ def test_test_reports_in_one_line() -> None:
     def report(**outcomes: str) -> TestReport:
         return TestReport(outcomes, {"a.py::T::test_a[x::y]": "boom\nbang"}, 0.0, timed_out=True)
 
-    assert verdict(TestReport({"a::b": "passed"}, {}, 0.0), ["a::b"]) == "passed"
-    assert verdict(report(**{"a.py::T::test_a[x::y]": "failed"}), ["a.py::T::test_a[x::y]"]) == (
+    assert verdict(failures(TestReport({"a::b": "passed"}, {}, 0.0), ["a::b"])) == "passed"
+    assert verdict(failures(report(**{"a.py::T::test_a[x::y]": "failed"}), ["a.py::T::test_a[x::y]"])) == (
         "failed: test_a[x::y]: boom bang"
     )
-    assert verdict(report(), [TEST]) == "failed: doctest:Shop.price: timed out"
+    assert verdict(failures(report(), [TEST])) == "failed: doctest:Shop.price: timed out"
 
 
 def test_schemas_name_the_tools_of_the_compact_dialect_and_those_that_only_large_models_use() -> None:
@@ -228,7 +229,7 @@ def test_schemas_name_the_tools_of_the_compact_dialect_and_those_that_only_large
      r"(?:a|b|ab){9}" * 3, "x" * 501, r"(a{0,99}){99}"],
 )  # fmt: skip
 def test_patterns_that_may_take_too_long_are_refused(pattern: str) -> None:
-    with pytest.raises(BadPattern):
+    with pytest.raises(ToolError):
         compile_pattern(pattern)
 
 

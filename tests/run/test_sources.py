@@ -23,7 +23,6 @@ from etude.records import Episode, decode
 from etude.rollout import dataset_part
 from etude.run import inputs, launch, sources
 from etude.run.inputs import check_inputs, run_taskset, trainable
-from etude.run.loop import curriculum_of
 from etude.run.parts import built_beside, folders_of_tasks
 from etude.store import open_store
 from etude.tasks import dataset
@@ -75,7 +74,7 @@ def test_a_mixture_is_loaded_and_drawn_by_weight(tmp_path: Path) -> None:
     other = renamed(tmp_path / "other", "other-2.0")
     loaded = run_taskset(config({"dataset": str(TINY)}, {"dataset": str(other), "weight": 3}), tmp_path, print)
     assert loaded.mixed
-    curriculum = curriculum_of(loaded, 8, 1)
+    curriculum = sources.curriculum_of(loaded, 8, 1)
     drawn = Counter(loaded.by_id[curriculum.draw(index)].repository for index in range(40))
     assert drawn == {"tiny-1.0": 10, "other-2.0": 30}
 
@@ -118,7 +117,7 @@ def test_a_source_for_training_alone_joins_when_it_is_built(tmp_path: Path, monk
     pool = sources.TaskPool(run_taskset(found, folder, print), sources.missing(found, folder))
     assert (pool.waiting, sources.arrived(folder, pool)) == ((1, 2), [])
     assert all(task.id.startswith("tiny-1.0:") for task in pool.taskset.tasks)
-    curriculum = curriculum_of(pool.taskset, 8, 1)
+    curriculum = sources.curriculum_of(pool.taskset, 8, 1)
     assert {pool.taskset.by_id[curriculum.draw(i)].repository for i in range(8)} == {"tiny-1.0"}
 
     inputs.build_numbered(found, 2, folder, print)

@@ -51,7 +51,7 @@ async def _replay(episodes: StoredEpisodes, taskset: Taskset) -> list[EpisodeRep
     async with open_sandbox(
         config.sandbox, machine_profiles=parts.profiles_of(config), repeatable=config.deterministic
     ) as sandbox:
-        setting = parts.context_of(config, taskset, sandbox, nobody, parts.renderer_of(config), training=True)
+        setting = parts.context_of(config, taskset, sandbox, nobody, training=True)
 
         async def one(key: str) -> EpisodeReplay:
             async with free:

@@ -3,7 +3,7 @@
     loop, token_ledger                    the loop over turns of an engine or a chat API, and an engine's tokens
     prompts                               the opening of a coding task
     tools, full_tools, compact_tools      the tools: their common part, and the two sets
-    python_tools, boxed_tools, boxed_runner   functions of users as tools; their calls inside of the box
+    python_tools, boxed_tools             functions of users as tools; their calls inside of the box
     edit_appliers, focus, grep, ranking, chunks, lints, terminals   parts of single tools
     documents                             files and results as documents before the conversation
     endpoint/                             an HTTP endpoint through which outside agents are played and recorded
@@ -14,7 +14,6 @@ into `full_tools.py`, and its schema into `renderers/schemas.py`.
 """
 
 from etude.harness.atif import atif_document
-from etude.harness.boxed_runner import sentence_of
 from etude.harness.edit_appliers import merge_applier, server_applier
 from etude.harness.focus import EditError, view_of
 from etude.harness.full_tools import FullTools

@@ -10,7 +10,7 @@ The first turn of a segment has its whole prompt as token ids, every later one t
 from collections.abc import Iterator
 from typing import Any
 
-from etude.records import Episode, Segment, Turn
+from etude.records import Episode, Turn
 from etude.renderers import Renderer
 
 Step = dict[str, Any]
@@ -55,31 +55,26 @@ def atif_document(episode: Episode, renderer: Renderer, agent: dict[str, Any], s
 def _steps(episode: Episode, renderer: Renderer) -> Iterator[Step]:
     turns = iter(episode.turns)
     for number, segment in enumerate(episode.segments):
-        ids = segment.arrays()[0][: segment.prompt_length].tolist()
-        yield {"source": "user", "message": renderer.text(ids)} | ({"is_copied_context": True} if number else {})
-        end = 0
-        for span in segment.spans():
-            yield _spoken(next(turns), renderer, segment, end, *span)
-            end = span[1]
+        ids_T, _, logprobs_T, versions_T = segment.arrays()
+        prompt = renderer.text(ids_T[: segment.prompt_length].tolist())
+        yield {"source": "user", "message": prompt} | ({"is_copied_context": True} if number else {})
+        before = 0  # end of the turn before
+        for start, end in segment.spans():
+            sampled, added = ids_T[start:end].tolist(), ids_T[before:start].tolist()
+            parsed = renderer.parse(sampled, "stop" if sampled and sampled[-1] in renderer.stop_ids else "length")
+            metrics: dict[str, Any] = {
+                "prompt_tokens": start,
+                "completion_tokens": end - start,
+                "completion_token_ids": sampled,
+                "logprobs": logprobs_T[start:end].tolist(),
+                "extra": {"versions": versions_T[start:end].tolist()} | ({"added_token_ids": added} if before else {}),
+            }
+            metrics |= {} if before else {"prompt_token_ids": added}
+            reasoning = {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}
+            yield _agent(next(turns), parsed.text) | {"metrics": metrics} | reasoning
+            before = end
     for turn in turns:  # side turns of an outside agent: they are in no segment
         yield _agent(turn, turn.text) | {"extra": {"side_turn": True}}
-
-
-def _spoken(turn: Turn, renderer: Renderer, segment: Segment, before: int, start: int, end: int) -> Step:
-    """A turn whose tokens are [start, end) of its segment; the turn before it ended at `before`."""
-    ids_T, _, logprobs_T, versions_T = segment.arrays()
-    sampled = ids_T[start:end].tolist()
-    parsed = renderer.parse(sampled, "stop" if sampled and sampled[-1] in renderer.stop_ids else "length")
-    added = ids_T[before:start].tolist()
-    metrics: dict[str, Any] = {
-        "prompt_tokens": start,
-        "completion_tokens": end - start,
-        "completion_token_ids": sampled,
-        "logprobs": logprobs_T[start:end].tolist(),
-        "extra": {"versions": versions_T[start:end].tolist()} | ({"added_token_ids": added} if before else {}),
-    }
-    step = _agent(turn, parsed.text) | {"metrics": metrics | ({} if before else {"prompt_token_ids": added})}
-    return step | ({"reasoning_content": parsed.reasoning} if parsed.reasoning else {})
 
 
 def _agent(turn: Turn, message: str) -> Step:

@@ -1,7 +1,7 @@
 """Calls of a user's functions inside the box: the function's module travels there as source, with the arguments.
 
-The box's Python executes the module (`boxed_runner.py`), so that a crash, a lack of memory or a loop costs the call.
-The result comes back in a line of its own; printed text goes nowhere. Nothing is written into the tree.
+The box's Python executes the module (`sandbox/guest/boxed_runner.py`), so that a crash, a lack of memory or a loop
+costs the call. The result comes back in a line of its own; printed text goes nowhere. Nothing is written into the tree.
 """
 
 import ast
@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,16 @@ from typing import Any
 import msgspec
 
 from etude.errors import UserError
-from etude.harness import boxed_runner
+from etude.harness.tools import Exec
 from etude.renderers import ToolError, one_line
-from etude.sandbox import WORKSPACE, ExecResult
+from etude.sandbox import WORKSPACE
+from etude.sandbox.guest import boxed_runner
 
 MAX_SOURCE = 60_000  # bytes of the compressed modules in base64
 MAX_ORDER = 95_000  # of these and the arguments: a command line of a box has at most 100,000 bytes
 MAX_ERROR = 400  # characters
 
+_RUNNER = inspect.getsource(boxed_runner)
 # Modules of the tree that are called like the standard library's do not stand in the way of these imports.
 _START = """
 import sys
@@ -41,8 +43,6 @@ names["run"](order)
 """
 # -B: bytecode would be a change of the tree.
 _COMMAND = f"( cd {WORKSPACE} && exec python3 -B -c {shlex.quote(_START)} 3>&1 >/dev/null 2>&1 ) <<< "
-
-Exec = Callable[[str, float], Awaitable[ExecResult]]
 
 
 class _CallReport(msgspec.Struct):
@@ -63,7 +63,6 @@ def refuse_inner(function: Callable[..., Any]) -> None:
 
 def module_of(function: Callable[..., Any]) -> tuple[str, str]:
     """The file name and the source of a function's module. Raises UserError if a box cannot execute it."""
-    refuse_inner(function)
     name, module = function.__name__, sys.modules.get(function.__module__)
     why = f"the tool {name} cannot run in a box: "
     if module is None or getattr(module, name, None) is not function:
@@ -74,22 +73,18 @@ def module_of(function: Callable[..., Any]) -> tuple[str, str]:
         file = None
     if file is None or not Path(file).is_file():
         raise UserError(f"{why}its module {function.__module__} has no source file")
-    try:
-        source = _needed(file, name)
-    except UserError as e:
-        raise UserError(f"{why}its module {function.__module__} {e}") from None
-    return Path(file).name, source
+    return Path(file).name, _needed(file, name, f"{why}its module {function.__module__}")
 
 
 @cache
-def _needed(file: str, function: str) -> str:
+def _needed(file: str, function: str, why: str) -> str:
     """The statements of a file that a function needs, on their lines: its own, and those that define or change a name
-    that these read. Raises UserError, the rest of a sentence."""
+    that these read. Raises UserError, whose message `why` begins."""
     try:
         source = Path(file).read_text("utf-8")
         statements = ast.parse(source).body
     except (OSError, ValueError, SyntaxError) as e:
-        raise UserError(f"cannot be read: {e}") from None
+        raise UserError(f"{why} cannot be read: {e}") from None
     names, kept, count = {function, "annotations", "*"}, list[ast.stmt](), -1
     while len(kept) > count:
         count, kept = len(kept), [statement for statement in statements if _defined(statement) & names]
@@ -97,8 +92,9 @@ def _needed(file: str, function: str) -> str:
     for node in (node for statement in kept for node in ast.walk(statement)):
         if isinstance(node, ast.ImportFrom) and node.level:
             raise UserError(
-                f"imports from its package (line {node.lineno}: {ast.unparse(node)}), which the box does not have: a "
-                "part of one file travels there, with imports of the standard library, the repository and its packages"
+                f"{why} imports from its package (line {node.lineno}: {ast.unparse(node)}), which the box does not "
+                "have: a part of one file travels there, with imports of the standard library, the repository and its "
+                "packages"
             )
     lines, source_lines = set[int](), source.split("\n")
     for statement in kept:
@@ -106,7 +102,7 @@ def _needed(file: str, function: str) -> str:
         lines |= {*range(first, (statement.end_lineno or first) + 1)}
     source = "\n".join(line if number in lines else "" for number, line in enumerate(source_lines, 1))
     if (size := len(_packed(source=source))) > MAX_SOURCE:
-        raise UserError(f"is too large: {size:,} bytes compressed, and {MAX_SOURCE:,} fit a command")
+        raise UserError(f"{why} is too large: {size:,} bytes compressed, and {MAX_SOURCE:,} fit a command")
     return source
 
 
@@ -127,13 +123,7 @@ def _defined(statement: ast.stmt) -> set[str]:
 
 
 def _packed(**order: Any) -> str:
-    order["runner"] = _runner()
-    return base64.b64encode(zlib.compress(json.dumps(order).encode())).decode()
-
-
-@cache
-def _runner() -> str:
-    return inspect.getsource(boxed_runner)
+    return base64.b64encode(zlib.compress(json.dumps(order | {"runner": _RUNNER}).encode())).decode()
 
 
 async def call_boxed(
@@ -141,28 +131,21 @@ async def call_boxed(
 ) -> str:
     """The result of a function in a box, as text; `module` is of `module_of`. Raises ToolError, and BoxError."""
     mark = secrets.token_hex(16)
-    file, source = module
-    data = _packed(mark=mark, file=file, source=source, function=name, arguments=arguments)
+    data = _packed(mark=mark, file=module[0], source=module[1], function=name, arguments=arguments)
     if len(data) > MAX_ORDER:
         raise ToolError(f"the arguments of {name} are too long")
     done = await execute(_COMMAND + data, seconds)
-    report = _report(done.output, mark)
-    if report is not None and report.text is not None:
+    try:
+        report = msgspec.json.decode(done.output.partition(mark)[2].partition("\n")[0], type=_CallReport)
+    except (msgspec.MsgspecError, UnicodeError):
+        report = _CallReport()
+    if report.text is not None:
         return report.text
-    if report is not None and report.error is not None:
+    if report.error is not None:
         raise ToolError(one_line(report.error, MAX_ERROR))
     if done.timed_out:
         raise ToolError(f"{name} took longer than {seconds:.3g} seconds")
     raise ToolError(f"{name} ended without a result ({_end(done.rc)})")
-
-
-def _report(output: str, mark: str) -> _CallReport | None:
-    """The report behind the mark in the output of a box; None if there is none that can be read."""
-    line = output.partition(mark)[2].partition("\n")[0]
-    try:
-        return msgspec.json.decode(line, type=_CallReport)
-    except (msgspec.MsgspecError, UnicodeError):
-        return None
 
 
 def _end(code: int | None) -> str:

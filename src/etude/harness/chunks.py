@@ -9,12 +9,13 @@ from functools import lru_cache
 import blake3
 
 from etude.code import parse
+from etude.harness.focus import first_line_of
 
 WINDOW = 40  # lines of a chunk of text without a known syntax
 LONGEST = 120  # lines of a chunk; a longer function is cut, and each part bears its name
 MAX_LINE = 400  # characters of a line that count
 
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,6 @@ class CodeChunk:
     name: str
     text: str
     key: bytes = field(repr=False)  # blake3 of the chunk without line numbers: equal chunks are analysed once
-
-
-def chunk(path: str, first: int, last: int, name: str, text: str) -> CodeChunk:
-    """A chunk with the digest of its text as key."""
-    digest = blake3.blake3("\0".join((path, name, text)).encode("utf-8", "surrogatepass")).digest(16)
-    return CodeChunk(path, first, last, name, text, digest)
 
 
 @lru_cache(maxsize=4096)
@@ -48,7 +43,8 @@ def chunks(path: str, text: str) -> tuple[CodeChunk, ...]:
             end = min(start + size - 1, last)
             body = "\n".join(lines[start - 1 : end])
             if body.strip():
-                parts.append(chunk(path, start, end, name, body))
+                key = blake3.blake3("\0".join((path, name, body)).encode("utf-8", "surrogatepass")).digest(16)
+                parts.append(CodeChunk(path, start, end, name, body, key))
     return tuple(parts)
 
 
@@ -57,14 +53,14 @@ def _spans(body: Sequence[ast.stmt], first: int, last: int, inside: str) -> Iter
     Comments right above a definition belong to it."""
     begin = first  # of lines that belong to no definition yet
     for node in body:
-        if not isinstance(node, _DEFINITIONS):
+        if not isinstance(node, DEFINITIONS):
             continue
-        start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        start = first_line_of(node)
         end = node.end_lineno or node.lineno
         if start > begin:
             yield begin, start - 1, inside
         name = f"{inside}.{node.name}" if inside else node.name
-        if isinstance(node, ast.ClassDef) and any(isinstance(child, _DEFINITIONS) for child in node.body):
+        if isinstance(node, ast.ClassDef) and any(isinstance(child, DEFINITIONS) for child in node.body):
             yield from _spans(node.body, start, end, name)
         elif end >= max(start, begin):
             yield max(start, begin), end, name

@@ -12,7 +12,7 @@ class CompactTools(Tools):
 
     def __init__(self, box: Box, task: CodeTask) -> None:
         super().__init__(box, task)
-        self._roots = task.source_roots
+        self._roots, self._path = task.source_roots, task.focus.path
         self._views: list[View] = []
         self._stale = False  # a command ran: the file may have changed
         self._handlers = {
@@ -52,29 +52,29 @@ class CompactTools(Tools):
         except EditError as e:
             self.metrics["edit_errors"] += 1
             return f"error: {e}"
-        await self._write(self.task.focus.path, edited.file)
+        await self._write(self._path, edited.file)
         self._views.append(edited)
-        self._count_edit(self.task.focus.path, view.file, edited.file)
+        self._count_edit(self._path, view.file, edited.file)
         return "ok"
 
     async def _undo(self) -> str:
         await self._view()
         if len(self._views) < 2:
             raise ToolError("nothing to undo")
-        await self._write(self.task.focus.path, self._views[-2].file)
+        await self._write(self._path, self._views[-2].file)
         self._views.pop()
         self.metrics["undo"] += 1
         self.visible_passed = False
         return "undone"
 
     async def _test(self) -> str:
-        return verdict(await self._run_tests(), self.task.visible_tests)
+        return verdict(await self._run_tests())
 
     async def _read(self) -> str:
         return (await self._view()).source[:4000]
 
     async def _list(self) -> str:
-        return "\n".join(await self.box.list(self.task.focus.path.rpartition("/")[0]))[:1000]
+        return "\n".join(await self.box.list(self._path.rpartition("/")[0]))[:1000]
 
     async def _search(self, pattern: str) -> str:
         hits, _ = await self._grep(pattern, self._roots, False, 20)
@@ -89,7 +89,7 @@ class CompactTools(Tools):
     async def _view(self) -> View:
         """The current view of the function, located anew if a command has changed the file."""
         if self._stale:
-            text = await self.text(self.task.focus.path)
+            text = await self.text(self._path)
             if text != self._views[-1].file:
                 view = moved(self._views[-1], text)
                 if view is None:

@@ -6,19 +6,19 @@ A document is computed once for all episodes that show the same text, so a file 
 end: a task that breaks one function leaves all other pieces of its file equal to those of every other task.
 """
 
-import ast
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from etude.code import parse
+from etude.harness.chunks import DEFINITIONS
+from etude.harness.focus import first_line_of
 from etude.records import Focus, ToolCall
 from etude.renderers import TITLE, one_line
 
 MIN_RESULT = 64  # tokens; a shorter result costs less as text than as a new segment
 _CHARACTERS = 12  # of a token at most, as a rule: pieces that cannot fit are not encoded
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")  # as Python counts lines
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 Encode = Callable[[str, str], list[int]]  # title, text -> ids of the document
 
@@ -53,13 +53,13 @@ def _statements(text: str) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
     joins = False
     for node in tree.body if tree is not None else ():
-        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+        first = first_line_of(node)
         last = node.end_lineno or node.lineno
-        if spans and (first <= spans[-1][1] or (joins and not isinstance(node, _DEFINITIONS))):
+        if spans and (first <= spans[-1][1] or (joins and not isinstance(node, DEFINITIONS))):
             spans[-1] = spans[-1][0], max(spans[-1][1], last)
         else:
             spans.append((first, last))
-        joins = not isinstance(node, _DEFINITIONS)
+        joins = not isinstance(node, DEFINITIONS)
     return spans
 
 
@@ -90,7 +90,7 @@ def results_as_documents(
             continue
         document = encode(title, result)
         if len(document) >= MIN_RESULT:
-            shown[number] = pointer(title)
+            shown[number] = f"[see document {title}]"
             if document not in (*known, *new):
                 new.append(document)
     return shown, new
@@ -106,8 +106,3 @@ def title_of(call: ToolCall, focus: Focus) -> str | None:
         offset = arguments.get("offset", 1)
         return one_line(f"{path}" if offset == 1 else f"{path} from line {offset}", TITLE)
     return one_line(f"search for {arguments.get('pattern')}" + (f" in {path}" if path else ""), TITLE)
-
-
-def pointer(title: str) -> str:
-    """The text that replaces a result in the conversation when the result has become a document."""
-    return f"[see document {title}]"

@@ -73,8 +73,8 @@ class View:
 
     def _replace(self, first: int, old: Sequence[str], new: Sequence[str]) -> View:
         """Shown lines `old`, from shown line `first` on, become `new`; equal lines at both ends stay as they are."""
-        head = _common(old, new)
-        tail = _common(old[head:][::-1], new[head:][::-1])
+        head = common_prefix(old, new)
+        tail = common_prefix(old[head:][::-1], new[head:][::-1])
         new = new[head : len(new) - tail]
         where = [i for i, line in enumerate(self.lines) if line.shown is not None]
         a, b = first + head, first + len(old) - tail  # shown lines [a, b) are replaced
@@ -96,7 +96,7 @@ class View:
         node = _function("\n".join([*shown[:a], *new, *shown[b:]]))
         if node is None:
             return min(default, len(new))
-        first = _first_line(node.body[0])
+        first = first_line_of(node.body[0])
         if first == node.lineno:  # the body now stands on the line of `def`
             return None
         cut = min(max(first - 1 - a, 0), len(new))
@@ -108,32 +108,28 @@ class View:
 @lru_cache(maxsize=256)
 def view_of(text: str, first_line: int, last_line: int) -> View:
     """The view of lines first_line to last_line (1-based, inclusive) of a file: the function there, or all of them."""
-    pieces = [match for match in _LINE.finditer(text) if match.group()]
-    chosen = pieces[first_line - 1 : last_line]
-    if not chosen:
+    lines = [match.group() for match in _LINE.finditer(text)]
+    before, body, after = lines[: first_line - 1], lines[first_line - 1 : last_line], lines[last_line:]
+    if not any(body):
         return View(text, (Line("", "", ""),), "", "", _newline(text))
-    start, stop = chosen[0].start(), chosen[-1].end()
-    return view_of_body(text[:start], text[start:stop], text[stop:])
+    return view_of_body("".join(before), "".join(body), "".join(after))
 
 
 def view_of_body(before: str, body: str, after: str) -> View:
     """The view of the function in `body`, a run of whole lines, between the rest of the file."""
-    pieces = [match.groups() for match in _LINE.finditer(body) if match.group()]
+    pieces = [(text, end) for text, end in _LINE.findall(body) if text or end]
     texts = [text for text, _ in pieces]
-    hidden: range = range(0)
-    first = 0
     node = _function("\n".join(texts))
-    if node is not None:
-        first = node.lineno - 1  # decorators are not shown
-        hidden = _docstring_lines(node)
+    first = 0 if node is None else node.lineno - 1  # decorators are not shown
+    hidden = () if node is None else _docstring_lines(node)
     kept = [i for i in range(first, len(texts)) if i not in hidden]
     shown = textwrap.dedent("\n".join(texts[i] for i in kept)).split("\n")
     at = dict(zip(kept, shown, strict=True))
     text = next((i for i in kept if at[i]), first)
     margin = texts[text][: len(texts[text]) - len(at[text])] if kept else ""
     lines = tuple(Line(line, end, at.get(i)) for i, (line, end) in enumerate(pieces))
-    above = sum(len(line.text) + len(line.end) for line in lines[:first])
-    return View(before + body[:above], lines[first:], after, margin, _newline(body or before))
+    above = "".join(line + end for line, end in pieces[:first])
+    return View(before + above, lines[first:], after, margin, _newline(body or before))
 
 
 def edit_file(text: str, old: str, new: str) -> str:
@@ -175,8 +171,13 @@ def _newline(text: str) -> str:
     return match.group() if match else "\n"
 
 
-def _common(a: Sequence[str], b: Sequence[str]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the longest common prefix, by halving: comparing slices is fast, a loop over bytes is not."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def _function(text: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -192,19 +193,20 @@ def _function(text: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
-def _first_line(node: ast.stmt) -> int:
+def first_line_of(node: ast.stmt) -> int:
+    """The line at which a statement begins, decorators included."""
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
 
 
 def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> range:
     """Indices of the lines that hold nothing but the docstring; none when the body is only that."""
     first, *rest = node.body
-    match first:
-        case ast.Expr(value=ast.Constant(value=str())) if rest:
-            pass
-        case _:
-            return range(0)
     end = first.end_lineno or first.lineno
-    if first.lineno == node.lineno or _first_line(rest[0]) == end:
+    if (
+        not rest
+        or ast.get_docstring(node, clean=False) is None
+        or first.lineno == node.lineno
+        or first_line_of(rest[0]) == end
+    ):
         return range(0)
     return range(first.lineno - 1, end)

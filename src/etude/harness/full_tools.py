@@ -9,18 +9,19 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, cast
 
 import blake3
 
 from etude.edits import Edit
 from etude.harness.edit_appliers import EditApplier, merge_applier
-from etude.harness.focus import EditError, edit_file
-from etude.harness.lints import Lints, checked_paths
+from etude.harness.focus import EditError, common_prefix, edit_file
+from etude.harness.lints import Lints
 from etude.harness.python_tools import PythonTool, python_tools
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
-from etude.harness.tools import MAX_FILE, READ_ONLY, Tools, clean_failure, failures, fault_of, file_bytes
+from etude.harness.tools import MAX_FILE, READ_ONLY, Tools, clean_failure, fault_of, file_bytes
 from etude.records import Task, ToolCall
 from etude.renderers import SCHEMAS, ToolError, named, one_line
 from etude.sandbox import WORKSPACE, Box, BoxError, NotFound
@@ -30,6 +31,7 @@ SEARCH_FILES = 2000
 MAX_READ = 65536  # characters
 ROOM_SHARE = 1.5  # characters of a result for a token of room: about half of the room, at three characters a token
 MAX_ITEMS = 50  # of the list of work
+LINTED = 20  # files of a call
 MAX_COMMITS, HISTORY_SECONDS = 20, 10.0
 _SIGNS = {"open": "[ ]", "doing": "[~]", "done": "[x]"}
 _GIT = "GIT_OPTIONAL_LOCKS=0 git --no-pager -c core.fsmonitor=false -c core.quotePath=false -c safe.directory='*'"
@@ -48,8 +50,8 @@ class _MadeEdit:
 
     @staticmethod
     def between(path: str, before: bytes, after: bytes) -> _MadeEdit:
-        start = _common_prefix(before, after)
-        tail = _common_prefix(before[start:][::-1], after[start:][::-1])
+        start = common_prefix(before, after)
+        tail = common_prefix(before[start:][::-1], after[start:][::-1])
         removed = before[start : len(before) - tail]
         return _MadeEdit(path, start, removed, len(after) - tail - start, blake3.blake3(after).digest())
 
@@ -73,8 +75,9 @@ class FullTools(Tools):
         super().__init__(box, task)
         built_in = named(names)
         self._users_box = box  # that functions get
-        self._functions = python_tools(functions, [schema["function"]["name"] for schema in built_in])
+        self._functions = python_tools(functions, built_in)
         self.schemas = (*built_in, *(tool.schema for tool in self._functions.values()))
+        self._parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in self.schemas}
         self.apply_edit = apply_edit
         self._edits: list[_MadeEdit] = []
         self._terminals = Terminals(self._exec)
@@ -85,12 +88,12 @@ class FullTools(Tools):
             "read": self._read,
             "grep": self._search,
             "search": self._find,
-            "edit": self._edit,
-            "apply": self._apply,
+            "edit": partial(self._change, self._edited),
+            "apply": partial(self._change, self._applied),
             "undo": self._undo,
             "run": self._run,
-            "output": self._output,
-            "kill": self._kill,
+            "output": self._terminals.output,
+            "kill": self._terminals.kill,
             "test": self._test,
             "todo": self._todo,
             "lints": self._new_lints,
@@ -100,7 +103,7 @@ class FullTools(Tools):
         self.read_only = READ_ONLY - self._functions.keys()  # a user's function may have such a name, and change things
         for tool in self._functions.values():
             tool.refuse_without(box, task)
-            self._handlers[tool.name] = self._handler(tool)
+            self._handlers[tool.name] = partial(self._call_function, tool)
 
     def state(self) -> str:
         """The edited files, the list of work and the terminals."""
@@ -112,7 +115,7 @@ class FullTools(Tools):
 
     async def call(self, call: ToolCall) -> str:
         """See `Tools.call`. The results of a turn take about half of the room that the context has left, at most."""
-        if call.arguments is not None and call.name not in {schema["function"]["name"] for schema in self.schemas}:
+        if call.arguments is not None and call.name not in self._parameters:
             self.metrics["malformed"] += 1
             return f"error: unknown tool {one_line(call.name, 64)}"
         text, most = await super().call(call), self._most()
@@ -131,16 +134,11 @@ class FullTools(Tools):
 
     def invalid(self, call: ToolCall) -> str | None:
         """Why the arguments of a known tool cannot be taken; None when they can."""
-        if (tool := self._functions.get(call.name)) is not None:
-            return tool.fault(call)
-        schema = next(s["function"]["parameters"] for s in SCHEMAS if s["function"]["name"] == call.name)
-        return fault_of(call, schema)
+        tool = self._functions.get(call.name)
+        return fault_of(call, self._parameters[call.name]) if tool is None else tool.fault(call)
 
-    def _handler(self, tool: PythonTool) -> Callable[..., Awaitable[str]]:
-        async def handle(**arguments: Any) -> str:
-            return await tool.call(arguments, self._users_box, self.task, self._exec, self.deadline - time.monotonic())
-
-        return handle
+    async def _call_function(self, tool: PythonTool, /, **arguments: Any) -> str:
+        return await tool.call(arguments, self._users_box, self.task, self._exec, self.deadline - time.monotonic())
 
     async def _list(self, path: str = "") -> str:
         entries = await self.box.list(path)
@@ -169,15 +167,9 @@ class FullTools(Tools):
         hits, cut = await self._grep(pattern, [path], ignore_case, 200)
         return "\n".join([*hits, *(["[search cut short]"] if cut else [])]) or "no matches"
 
-    async def _edit(self, path: str, old: str, new: str) -> str:
-        return await self._change(path, self._edited(path, old, new))
-
-    async def _apply(self, path: str, sketch: str, instruction: str = "") -> str:
-        return await self._change(path, self._applied(path, sketch, instruction))
-
-    async def _change(self, path: str, edit: Awaitable[tuple[str, str]]) -> str:
+    async def _change(self, edited: Callable[..., Awaitable[tuple[str, str]]], /, path: str, **arguments: str) -> str:
         try:
-            before, after = await edit
+            before, after = await edited(path, **arguments)
         except (ToolError, BoxError):
             self.metrics["edit_errors"] += 1
             raise
@@ -204,7 +196,7 @@ class FullTools(Tools):
             near = _nearest(text, old) if str(e) == "no match" else ""
             raise ToolError(f"{e}{near}") from None
 
-    async def _applied(self, path: str, sketch: str, instruction: str) -> tuple[str, str]:
+    async def _applied(self, path: str, sketch: str, instruction: str = "") -> tuple[str, str]:
         text = await self.text(path)
         if not _proper(text) or not _proper(sketch):
             raise ToolError(f"{path} or the sketch is not UTF-8; use edit")
@@ -235,12 +227,6 @@ class FullTools(Tools):
         places = await asyncio.to_thread(search, question, files, self.scorer)
         return places or "nothing found"
 
-    async def _output(self, id: int) -> str:
-        return await self._terminals.output(id)
-
-    async def _kill(self, id: int) -> str:
-        return await self._terminals.kill(id)
-
     async def _todo(self, items: list[object]) -> str:
         """Replaces the list of work as a whole; it is kept over summaries."""
         if len(items) > MAX_ITEMS:
@@ -259,7 +245,9 @@ class FullTools(Tools):
         return self._list_of_work or "the list is empty"
 
     async def _new_lints(self, paths: list[object]) -> str:
-        files = [(path, await self.text(path)) for path in checked_paths(paths)]
+        if not paths or len(paths) > LINTED or not all(isinstance(path, str) for path in paths):
+            raise ToolError(f"give one to {LINTED} paths")
+        files = [(path, await self.text(path)) for path in cast(list[str], paths)]
         return await self._lints.new(files, list(await self.box.changes()))
 
     async def _history(self, query: str = "", path: str = "", author: str = "", commit: str = "") -> str:
@@ -293,8 +281,7 @@ class FullTools(Tools):
     async def _test(self) -> str:
         if not self.task.visible_tests:
             raise ToolError("this task has no tests that you may see; check your work with `run`")
-        report = await self._run_tests()
-        failed = failures(report, self.task.visible_tests)
+        failed = await self._run_tests()
         total = len(self.task.visible_tests)
         return "\n".join([f"{total - len(failed)} of {total} passed", *(clean_failure(*f, 400) for f in failed[:10])])
 
@@ -302,15 +289,6 @@ class FullTools(Tools):
 def _proper(text: str) -> bool:
     """Whether a text can be sent to a server: no half of a surrogate pair, which represents a byte that is no UTF-8."""
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
-
-
-def _common_prefix(a: bytes, b: bytes) -> int:
-    """Length of the longest common prefix, by halving: comparing slices is fast, a loop over bytes is not."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low
 
 
 def _nearest(text: str, old: str) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from re import _constants as op  # type: ignore[attr-defined]  # no public syntax tree exists
 from re import _parser as parser  # type: ignore[attr-defined]
 
+from etude.renderers import ToolError
+
 MAX_PATTERN = 500
 _MAX_CHOICES = 64
 _MAX_REPEATS = 2
@@ -18,34 +20,29 @@ _LINE_CHARACTERS = {0: 4000, 1: 1000, 2: 200}  # by unbounded repeats: a line co
 _SAME_WIDTH = {op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN, op.RANGE, op.CATEGORY, op.AT}
 
 
-class BadPattern(ValueError):
-    """A pattern that is not valid, or may take too long; the message is for the model."""
-
-
 def compile_pattern(pattern: str, ignore_case: bool = False) -> tuple[re.Pattern[str], int]:
-    """The compiled pattern and how many characters of a line it may read. Raises BadPattern."""
+    """The compiled pattern and how many characters of a line it may read. Raises ToolError."""
     if len(pattern) > MAX_PATTERN:
-        raise BadPattern(f"the pattern is longer than {MAX_PATTERN} characters")
+        raise ToolError(f"the pattern is longer than {MAX_PATTERN} characters")
     flags = re.IGNORECASE if ignore_case else 0
     try:
         # `.*` at an end changes nothing about which lines match.
-        trimmed = re.sub(r"^(?:\.\*)+(?![?+])", "", pattern)
-        trimmed = re.sub(r"(?<!\\)(?:\.\*)+$", "", trimmed)
+        trimmed = re.sub(r"^(?:\.\*)+(?![?+])|(?<!\\)(?:\.\*)+$", "", pattern)
         repeats, _ = _cost(parser.parse(trimmed, flags))
         return re.compile(trimmed, flags), _LINE_CHARACTERS[repeats]
     except (re.error, OverflowError, RecursionError) as e:
-        raise BadPattern(f"the pattern is not valid: {e}") from None
+        raise ToolError(f"the pattern is not valid: {e}") from None
 
 
 def _cost(tree: Iterable[tuple[int, object]]) -> tuple[int, int]:
-    """Unbounded repeats and choices of a syntax tree. Raises BadPattern when they may multiply too far."""
+    """Unbounded repeats and choices of a syntax tree. Raises ToolError when they may multiply too far."""
     repeats, choices = 0, 1
     for code, value in tree:
         inner, options = _node_cost(code, value)
         repeats += inner
         choices *= options
         if repeats > _MAX_REPEATS or choices > _MAX_CHOICES:
-            raise BadPattern("the pattern has too many repeats or alternatives; use a simpler one")
+            raise ToolError("the pattern has too many repeats or alternatives; use a simpler one")
     return repeats, choices
 
 
@@ -53,7 +50,7 @@ def _node_cost(code: int, value: object) -> tuple[int, int]:
     match code, value:
         case ((op.MAX_REPEAT | op.MIN_REPEAT | op.POSSESSIVE_REPEAT), (low, high, body)):  # type: ignore[misc]
             if high > 1 and not all(c in _SAME_WIDTH for c, _ in _flat(body)):
-                raise BadPattern("the pattern repeats a part that has repeats or alternatives; use a simpler one")
+                raise ToolError("the pattern repeats a part that has repeats or alternatives; use a simpler one")
             inner, options = _cost(body)
             return (inner + 1, options) if high > low + 8 else (inner, options * (high - low + 1))
         case op.BRANCH, (_, branches):
@@ -68,7 +65,7 @@ def _node_cost(code: int, value: object) -> tuple[int, int]:
         case _ if code in _SAME_WIDTH:
             return 0, 1
         case _:
-            raise BadPattern("back references and conditions are not supported; use a simpler pattern")
+            raise ToolError("back references and conditions are not supported; use a simpler pattern")
 
 
 def _flat(tree: Iterable[tuple[int, object]]) -> Iterator[tuple[int, object]]:
@@ -83,7 +80,7 @@ def _flat(tree: Iterable[tuple[int, object]]) -> Iterator[tuple[int, object]]:
 def search(
     files: Iterable[tuple[str, str]], pattern: str, *, ignore_case: bool, limit: int, seconds: float
 ) -> tuple[list[str], bool]:
-    """Matching lines as "path:line: text", at most `limit`, and whether the search was cut short. Raises BadPattern."""
+    """Matching lines as "path:line: text", at most `limit`, and whether the search was cut short. Raises ToolError."""
     compiled, width = compile_pattern(pattern, ignore_case)
     deadline = time.monotonic() + seconds
     hits: list[str] = []

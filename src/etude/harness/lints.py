@@ -6,14 +6,12 @@ import re
 import shlex
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
 
+from etude.harness.tools import Exec
 from etude.renderers import ToolError, one_line
-from etude.sandbox import ExecResult
 
 MOST = 100  # diagnostics
-FILES = 20
 SECONDS = 20.0  # for a linter and one file
 LONGEST = 60_000  # bytes of a file for the linter, which travel in a command
 
@@ -24,7 +22,6 @@ _COMMANDS = {
 }
 _DIAGNOSTIC = re.compile(r"^[^\n]*?:(\d+):(?:\d+:?)?\s+(.+)$", re.MULTILINE)
 
-Exec = Callable[[str, float], Awaitable[ExecResult]]
 Diagnostics = list[tuple[int, str]]  # line, message
 
 
@@ -81,10 +78,3 @@ def _syntax(text: str) -> Diagnostics:
     except (ValueError, RecursionError, MemoryError, OverflowError) as e:
         return [(1, one_line(f"it cannot be compiled: {e}", 200))]
     return []
-
-
-def checked_paths(paths: Sequence[object]) -> list[str]:
-    """The paths of a call. Raises ToolError."""
-    if not paths or len(paths) > FILES or not all(isinstance(path, str) for path in paths):
-        raise ToolError(f"give one to {FILES} paths")
-    return cast(list[str], list(paths))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -96,6 +95,39 @@ class EngineModel:
         """The source of an episode's turns."""
         prompt = await self.prompt(opening) + self.renderer.plain(opening.prefill)
         return _EngineTurns(self, spec, opening, prompt)
+
+    async def sample(
+        self,
+        ledger: TokenLedger,
+        max_tokens: int,
+        seed: int,
+        seconds: float,
+        session: str | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
+        cut: Callable[[Generation], Generation] = lambda generation: generation,
+    ) -> Generation:
+        """Samples a turn after the tokens of a ledger, and appends the turn as `cut` leaves it. Raises TimeoutError,
+        Aborted or EngineError."""
+        prompt, sampling = ledger.prompt(), self.sampling
+        request = GenerateRequest(
+            ids=prompt,
+            max_tokens=max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=tuple(self.renderer.stop_ids),
+            seed=seed,
+            session=session,
+            routes_from=ledger.routed if sampling.routes else None,
+            documents=ledger.documents,
+        )
+        # The policy has a deadline of its own, and can distinguish a lost engine from a slow one.
+        async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
+            generation = await self.policy.generate(request, seconds, on_tokens)
+        if generation.finish_reason == "abort":
+            raise Aborted("the engine aborted a turn")
+        generation = cut(generation)
+        ledger.add_turn(prompt, generation)
+        return generation
 
 
 @dataclass(frozen=True)
@@ -224,7 +256,7 @@ class _BudgetSpent(Exception):
         self.reason = reason
 
 
-class TurnSource(ABC):
+class _Turns:
     """The model's side of one episode. `turns` are its answers so far, summaries included; the loop adds calls and
     results to the last one. The episode ends at the tools' deadline."""
 
@@ -234,30 +266,13 @@ class TurnSource(ABC):
         self._opening = opening
         self._tools = opening.tools
 
-    @property
-    @abstractmethod
-    def length(self) -> int:
-        """The tokens of the context."""
-
-    @abstractmethod
-    async def sample(self) -> Sequence[ToolCall]:
-        """The calls of the next turn. Raises _BudgetSpent, Aborted or EngineError."""
-
-    @abstractmethod
-    async def show(self, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
-        """Shows the model the results of its last turn's calls."""
-
-    @abstractmethod
     def answer(self) -> str:
         """The text of the last turn, without thoughts and calls."""
+        return self.turns[-1].text.strip() if self.turns else ""
 
-    @abstractmethod
     def segments(self) -> tuple[Segment, ...]:
         """The tokens of the episode, if there are any."""
-
-    @abstractmethod
-    def metrics(self) -> dict[str, float]:
-        """Figures of the episode besides the counts of the tools."""
+        return ()
 
     def _seconds(self) -> float:
         """The seconds until the deadline. Raises _BudgetSpent."""
@@ -270,7 +285,7 @@ class TurnSource(ABC):
         self.turns.append(Turn(text=text, calls=(), results=(), seconds_model=seconds, seconds_tools=0.0))
 
 
-class _EngineTurns(TurnSource):
+class _EngineTurns(_Turns):
     """Turns as tokens on a ledger. `_next` are the tokens that the model reads next: the prompt, or the results of the
     turn before."""
 
@@ -295,46 +310,34 @@ class _EngineTurns(TurnSource):
         and takes no more than half of the context."""
         budget, focus, text = self._spec.budget, self._spec.task.focus, self._opening.text
         room = min(budget.context // 2, budget.context - budget.tokens - prompt)
-        if text is None or room <= 0:
+        if text is None:
             return ()
         return tuple(open_file(text, focus, self._renderer.document, room, shown=self._model.compact))
 
     @property
     def length(self) -> int:
+        """The tokens of the context."""
         return len(self._ledger)
 
     async def sample(self) -> Sequence[ToolCall]:
+        """The calls of the next turn. Raises _BudgetSpent, Aborted or EngineError."""
         generation = await self._sample(self._sampling.max_tokens)
         self._acted += 1
         return self._renderer.parse(generation.ids, generation.finish_reason, self._tools.schemas).calls
 
     async def _sample(self, max_tokens: int) -> Generation:
         """Appends `_next` to the ledger, and samples a turn after it. Raises _BudgetSpent or Aborted."""
-        ledger, budget, sampling = self._ledger, self._spec.budget, self._sampling
+        ledger, budget = self._ledger, self._spec.budget
         # A result that does not fit stays out: a segment is never longer than the budget.
         if len(ledger) + len(self._next) >= budget.context or ledger.sampled >= budget.tokens:
             raise _BudgetSpent(StopReason.TOKENS)
         ledger.add_environment(self._next)
-        prompt, started, seconds = ledger.prompt(), time.monotonic(), self._seconds()
-        request = GenerateRequest(
-            ids=prompt,
-            max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            stop=tuple(self._renderer.stop_ids),
-            seed=turn_seed(self._spec.seed, len(self.turns)),
-            routes_from=ledger.routed if sampling.routes else None,
-            documents=ledger.documents,
-        )
+        started, seconds = time.monotonic(), self._seconds()
+        most = min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger))
         try:
-            # The policy has a deadline of its own, and can distinguish a lost engine from a slow one.
-            async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
-                generation = await self._model.policy.generate(request, seconds)
+            generation = await self._model.sample(ledger, most, turn_seed(self._spec.seed, len(self.turns)), seconds)
         except TimeoutError:
             raise _BudgetSpent(StopReason.SECONDS) from None
-        if generation.finish_reason == "abort":
-            raise Aborted("the engine aborted a turn")
-        ledger.add_turn(prompt, generation)
         self._generation = generation
         self._document_tokens["document_tokens"] += sum(map(len, ledger.documents))
         self._document_tokens["cached_document_tokens"] += generation.cached_document_tokens
@@ -344,53 +347,42 @@ class _EngineTurns(TurnSource):
 
     async def show(self, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
         """Shows results as text or as documents; a segment that has grown too long is summarised."""
-        generation = self._generation
-        assert generation is not None
-        ids = self._renderer.bridge(generation.ids, generation.finish_reason, results)
-        if self._acted < self._spec.budget.turns and len(self._ledger) + len(ids) >= self._summary_at:
-            await self._summarise(generation, results)
+        ledger, budget = self._ledger, self._spec.budget
+        self._next = self._after_turn(results)
+        if self._acted < budget.turns and len(ledger) + len(self._next) >= self._summary_at:
+            await self._summarise(results)
         elif self._sampling.documents:
-            self._next = self._show_documents(generation, calls, results) or ids
-        else:
-            self._next = ids
+            focus, known = self._spec.task.focus, ledger.documents
+            shown, new = results_as_documents(calls, results, focus, self._renderer.document, known)
+            ids = self._after_turn(shown)
+            if len(ledger) + sum(map(len, new)) + len(ids) < budget.context:
+                self._next = ids
+                self._ledger = ledger.continued(new) if new else ledger
 
-    def _show_documents(
-        self, generation: Generation, calls: Sequence[ToolCall], results: Sequence[str]
-    ) -> list[int] | None:
-        """The results with long ones as documents, which begin a new segment; None if that does not fit."""
-        renderer, ledger = self._renderer, self._ledger
-        focus = self._spec.task.focus
-        shown, new = results_as_documents(calls, results, focus, renderer.document, ledger.documents)
-        ids = renderer.bridge(generation.ids, generation.finish_reason, shown)
-        if len(ledger) + sum(map(len, new)) + len(ids) >= self._spec.budget.context:
-            return None
-        if new:
-            self._ledger = ledger.continued(new)
-        return ids
+    def _after_turn(self, results: Sequence[str], request: str = "") -> list[int]:
+        """The tokens between the last turn and the next one."""
+        assert self._generation is not None
+        return self._renderer.bridge(self._generation.ids, self._generation.finish_reason, results, request)
 
-    async def _summarise(self, generation: Generation, results: Sequence[str]) -> None:
+    async def _summarise(self, results: Sequence[str]) -> None:
         """Requests a summary after the results, and opens a segment with it. Raises _BudgetSpent or Aborted. An empty
         or cut summary is requested once more. Both are kept and trained on, and the agent goes on with the last one, so
         a bad summary costs the agent its memory."""
-        renderer, sampling = self._renderer, self._sampling
-        self._next = renderer.bridge(generation.ids, generation.finish_reason, results, SUMMARISE)
-        needed = 2 * sampling.summary_tokens + self._request_tokens
-        if len(self._ledger) + len(self._next) + needed >= self._spec.budget.context:
-            left_out = [LEFT_OUT] * len(results)
-            self._next = renderer.bridge(generation.ids, generation.finish_reason, left_out, SUMMARISE)
+        most = self._sampling.summary_tokens
+        self._next = self._after_turn(results, SUMMARISE)
+        if len(self._ledger) + len(self._next) + 2 * most + self._request_tokens >= self._spec.budget.context:
+            self._next = self._after_turn([LEFT_OUT] * len(results), SUMMARISE)
         summary = ""
         for last in (False, True):
-            answer = await self._sample(sampling.summary_tokens)
-            text = renderer.parse(answer.ids, answer.finish_reason).text.strip()
+            answer = await self._sample(most)
+            text = self._renderer.parse(answer.ids, answer.finish_reason).text.strip()
             summary = text or summary
             fault = "cut off" if answer.finish_reason == "length" else "" if text else "empty"
             if not fault:
                 break
             self._tools.metrics["summary_errors"] += 1
             if not last:
-                self._next = renderer.bridge(
-                    answer.ids, answer.finish_reason, (), AGAIN.format(fault=fault) + SUMMARISE
-                )
+                self._next = self._after_turn((), AGAIN.format(fault=fault) + SUMMARISE)
         self._summaries += 1
         self._ledger = self._ledger.restarted(self._documents)
         memory = MEMORY.format(count=self._summaries, summary=summary or "(nothing)")
@@ -406,16 +398,9 @@ class _EngineTurns(TurnSource):
         return self._ledger.segments()
 
     def metrics(self) -> dict[str, float]:
+        """Figures of the episode besides the counts of the tools."""
         ledger, sampling, tools = self._ledger, self._sampling, self._tools
-        figures = {
-            "turns": float(self._acted),
-            "sampled_tokens": float(ledger.sampled),
-            "context_tokens": float(len(ledger)),
-            "kv_lag": float(ledger.kv_lag),
-            "tokens_prefix_property": float(ledger.checks),
-            "seconds_model": sum(turn.seconds_model for turn in self.turns),
-            "seconds_tools": sum(turn.seconds_tools for turn in self.turns),
-        }
+        figures = {"turns": float(self._acted)} | ledger_figures([ledger], self.turns)
         if tools.visible_passed is not None:
             figures["visible_passed"] = float(tools.visible_passed)
         if sampling.documents:
@@ -429,7 +414,19 @@ class _EngineTurns(TurnSource):
         return figures
 
 
-class _ChatTurns(TurnSource):
+def ledger_figures(ledgers: Sequence[TokenLedger], turns: Sequence[Turn]) -> dict[str, float]:
+    """Figures of an episode on these ledgers, with these turns."""
+    return {
+        "sampled_tokens": float(sum(ledger.sampled for ledger in ledgers)),
+        "context_tokens": float(max(map(len, ledgers), default=0)),
+        "kv_lag": float(max((ledger.kv_lag for ledger in ledgers), default=0)),
+        "tokens_prefix_property": float(sum(ledger.checks for ledger in ledgers)),
+        "seconds_model": sum(turn.seconds_model for turn in turns),
+        "seconds_tools": sum(turn.seconds_tools for turn in turns),
+    }
+
+
+class _ChatTurns(_Turns):
     """Turns as messages in an API's form. The API counts the tokens: a turn is bounded by the rest of the budget, and
     the conversation ends once prompt and answer reach the context. Time that busy servers took does not count."""
 
@@ -444,15 +441,11 @@ class _ChatTurns(TurnSource):
             self._talk.messages[-1]["content"] += PREFILL.format(prefill=opening.prefill.strip())
         self._last: ChatAnswer | None = None
         self._counts = Counter[str]()  # tokens over all turns
-        self._length = 0  # of prompt and answer of the last turn
-
-    @property
-    def length(self) -> int:
-        return self._length
+        self.length = 0  # tokens of prompt and answer of the last turn
 
     async def sample(self) -> Sequence[ToolCall]:
         budget, tools = self._spec.budget, self._tools
-        room = min(budget.tokens - self._counts["sampled_tokens"], budget.context - self._length)
+        room = min(budget.tokens - self._counts["sampled_tokens"], budget.context - self.length)
         if room <= 0:
             raise _BudgetSpent(StopReason.TOKENS)
         started, seconds = time.monotonic(), self._seconds()
@@ -466,26 +459,19 @@ class _ChatTurns(TurnSource):
         tools.deadline += answer.waited
         usage, self._last = answer.usage, answer
         self._counts.update(prompt_tokens=usage.prompt, cached_tokens=usage.cached, sampled_tokens=usage.sampled)
-        self._length = usage.prompt + usage.sampled
-        self._add_turn(self._text(answer), time.monotonic() - started - answer.waited, cut=answer.cut)
+        self.length = usage.prompt + usage.sampled
+        text, tag = answer.text, self._opening.prefill.rstrip("\n")
+        if tag and tag in text and not self.turns:  # the prefill is no part of the answer
+            text = text.partition(tag)[2].removeprefix("\n")
+        self._add_turn(text, time.monotonic() - started - answer.waited, cut=answer.cut)
         return answer.calls
-
-    def _text(self, answer: ChatAnswer) -> str:
-        """The text of an answer; of the first one, the text behind the opening's `prefill`."""
-        tag = self._opening.prefill.rstrip("\n")
-        if self.turns or not tag or tag not in answer.text:
-            return answer.text
-        return answer.text.partition(tag)[2].removeprefix("\n")
 
     async def show(self, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
         assert self._last is not None
         self._talk.messages += [self._last.message, *self._client.format.results(self._last, results)]
 
-    def answer(self) -> str:
-        return self.turns[-1].text.strip() if self.turns else ""
-
-    def segments(self) -> tuple[Segment, ...]:
-        return ()
-
     def metrics(self) -> dict[str, float]:
         return {name: float(count) for name, count in self._counts.items()} | {"turns": float(len(self.turns))}
+
+
+TurnSource = _EngineTurns | _ChatTurns

@@ -15,7 +15,8 @@ import math
 import threading
 import time
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
@@ -24,12 +25,12 @@ import msgspec
 
 from etude.config import import_object
 from etude.errors import UserError
-from etude.harness.boxed_runner import cut_to, sentence_of, text_of
-from etude.harness.boxed_tools import Exec, call_boxed, module_of, refuse_inner
-from etude.harness.tools import TYPES, fault_of
+from etude.harness.boxed_tools import call_boxed, module_of, refuse_inner
+from etude.harness.tools import TYPES, Exec, fault_of
 from etude.records import CodeTask, Task, ToolCall
-from etude.renderers import SCHEMAS, ToolError
+from etude.renderers import SCHEMAS, Tool, ToolError
 from etude.sandbox import Box, BoxError, ExecResult
+from etude.sandbox.guest.boxed_runner import cut_to, sentence_of, text_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,8 +60,7 @@ def tool(function: Any = None, *, boxed: bool = False, seconds: float = 30.0) ->
     Any other function runs in the controller; the episode's box and task are passed to its parameters with the
     annotations `Box` and `Task`. Raises UserError for a boxed function that is not at the top of a module.
     """
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not math.isfinite(seconds) or seconds <= 0:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise UserError(f"the seconds of a tool are a number above 0, and {seconds!r} is none")
 
     def mark(function: Any) -> Any:
@@ -84,38 +84,23 @@ async def call_until(until: float, function: Callable[..., Any], /, *arguments: 
 async def call_python(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """The result of a user's function. One that is not `async` runs in a thread, so that it blocks nothing else.
     Cancelling does not end the thread, but nothing waits for it then, the end of the program included."""
-    if inspect.iscoroutinefunction(function):
-        return await _contained(function(*arguments, **named))
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if not future.done():
-            future.set_result(result) if error is None else future.set_exception(error)
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = function(*arguments, **named)
-        except StopIteration as e:  # a future refuses it
-            error = RuntimeError(sentence_of(e))
-        except Exception as e:
-            error = e
-        except BaseException as e:  # sys.exit, in a thread
-            error = RuntimeError(sentence_of(e))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, daemon=True).start()
-    result = await future
-    return await _contained(result) if inspect.isawaitable(result) else result
-
-
-async def _contained(result: Any) -> Any:
-    """The result of an awaitable. SystemExit, which would end the event loop, becomes an ordinary exception."""
     try:
-        return await result
-    except SystemExit as e:
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments, **named)
+        future = Future[Any]()
+        future.set_running_or_notify_cancel()  # so that it is not cancelled
+
+        def work() -> None:
+            try:
+                future.set_result(function(*arguments, **named))
+            except BaseException as e:  # sys.exit, too, which would end the thread alone
+                passes = isinstance(e, Exception) and not isinstance(e, StopIteration | CancelledError)
+                future.set_exception(e if passes else RuntimeError(sentence_of(e)))
+
+        threading.Thread(target=work, daemon=True).start()
+        result = await asyncio.wrap_future(future)
+        return await result if inspect.isawaitable(result) else result
+    except SystemExit as e:  # it would end the event loop
         raise RuntimeError(sentence_of(e)) from None
 
 
@@ -229,14 +214,14 @@ async def _as_text(function: Callable[..., Any], arguments: dict[str, Any], unti
     return result if type(result) is str else await call_python(text_of, result)  # a user's `__str__` may be slow
 
 
-def python_tools(functions: Sequence[Callable[..., Any]], taken: Collection[str]) -> dict[str, PythonTool]:
-    """The functions as tools, by name. Raises UserError for functions that cannot be tools, and names that are `taken`
-    by built-in tools or by each other."""
+def python_tools(functions: Sequence[Callable[..., Any]], built_in: Sequence[Tool]) -> dict[str, PythonTool]:
+    """The functions as tools, by name. Raises UserError for functions that cannot be tools, and names that `built_in`
+    tools have, or several functions."""
     if not isinstance(functions, Iterable) or isinstance(functions, str | Mapping):
         raise UserError(
             f"tools are a list of functions, and {functions!r} is none: return a list, if need be an empty one"
         )
-    tools = dict[str, PythonTool]()
+    tools, taken = dict[str, PythonTool](), {schema["function"]["name"] for schema in built_in}
     for function in functions:
         made = python_tool(function)
         if made.name in taken:
@@ -250,11 +235,11 @@ def python_tools(functions: Sequence[Callable[..., Any]], taken: Collection[str]
 def import_tools(paths: Sequence[str]) -> tuple[Callable[..., Any], ...]:
     """The functions at import paths, for agents on repositories. Raises UserError for what is no tool of theirs."""
     functions = tuple(import_object(path, _KEY) for path in paths)
-    if wrong := [path for path, function in zip(paths, functions, strict=True) if not callable(function)]:
-        raise UserError(f"{_KEY}: {wrong[0]} is no function")
     try:
-        tools = python_tools(functions, [schema["function"]["name"] for schema in SCHEMAS])
-        for tool in tools.values():
+        for path, function in zip(paths, functions, strict=True):
+            if not callable(function):
+                raise UserError(f"{path} is no function")
+        for tool in python_tools(functions, SCHEMAS).values():
             tool.refuse_kind(CodeTask)
     except UserError as e:
         raise UserError(f"{_KEY}: {e}") from None

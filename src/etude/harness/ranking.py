@@ -82,19 +82,16 @@ class Lexical:
         keys = tuple(chunk.key for chunk in chunks)
         with self._lock:
             if keys not in self._indices:
-                self._indices[keys] = _Postings([self._words(chunk) for chunk in chunks])
+                for chunk in chunks:
+                    if chunk.key not in self._read:
+                        self._read[chunk.key] = _words(chunk)
+                self._indices[keys] = _Postings([self._read[key] for key in keys])
+                while len(self._read) > KEPT:
+                    self._read.popitem(last=False)
             self._indices.move_to_end(keys)
             if len(self._indices) > INDICES:
                 self._indices.popitem(last=False)
             return self._indices[keys].scores(question).tolist()
-
-    def _words(self, chunk: CodeChunk) -> _Words:
-        chunk_words = self._read.get(chunk.key)
-        if chunk_words is None:
-            chunk_words = self._read[chunk.key] = _words(chunk)
-            if len(self._read) > KEPT:
-                self._read.popitem(last=False)
-        return chunk_words
 
 
 def _words(chunk: CodeChunk) -> _Words:
@@ -175,20 +172,18 @@ def cosine(embed: Embed) -> Scorer:
 
 def best(question: str, chunks: Sequence[CodeChunk], scorer: Scorer, limit: int) -> list[tuple[CodeChunk, float]]:
     """The `limit` best chunks with their scores, those of score 0 left out; ties by path and line."""
-    scored = [(float(s), c) for s, c in zip(scorer(question, chunks), chunks, strict=True) if s > 0]
-    scored.sort(key=lambda pair: (-pair[0], pair[1].path, pair[1].first))
-    return [(c, s) for s, c in scored[:limit]]
+    scored = [(c, float(s)) for c, s in zip(chunks, scorer(question, chunks), strict=True) if s > 0]
+    return sorted(scored, key=lambda pair: (-pair[1], pair[0].path, pair[0].first))[:limit]
 
 
 def search(question: str, files: Sequence[tuple[str, str]], scorer: Scorer) -> str:
     """The best chunks of these files (path, text) as the model reads them; "" if none is related to the question."""
-    places = best(question, [chunk for path, text in files for chunk in chunks(path, text)], scorer, RESULTS)
-    return "\n\n".join(map(_shown, places))
-
-
-def _shown(hit: tuple[CodeChunk, float]) -> str:
-    chunk, score = hit
-    lines = [line for line in chunk.text.split("\n") if line.strip()]
-    text = "\n".join(lines[:SHOWN]) + ("\n..." if len(lines) > SHOWN else "")
-    name = f" {chunk.name}" if chunk.name else ""
-    return f"{chunk.path}:{chunk.first}-{chunk.last}{name} (score {score:.2f})\n{text}"
+    places: list[str] = []
+    every = [chunk for path, text in files for chunk in chunks(path, text)]
+    for chunk, score in best(question, every, scorer, RESULTS):
+        lines = [line for line in chunk.text.split("\n") if line.strip()]
+        shown = lines if len(lines) <= SHOWN else [*lines[:SHOWN], "..."]
+        name = f" {chunk.name}" if chunk.name else ""
+        head = f"{chunk.path}:{chunk.first}-{chunk.last}{name} (score {score:.2f})"
+        places.append("\n".join([head, *shown]))
+    return "\n\n".join(places)

@@ -5,20 +5,17 @@ damage their files in /tmp: then the terminal is lost.
 """
 
 import shlex
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from etude.harness.tools import Exec
 from etude.renderers import ToolError
-from etude.sandbox import ExecResult
 
 MOST = 8  # terminals of an episode
 KEEP = 16_000  # last bytes of output shown at a time
 SECONDS = 10.0  # for the shell to answer
 
-Exec = Callable[[str, float], Awaitable[ExecResult]]
 
-
-@dataclass(frozen=True)
+@dataclass
 class _Terminal:
     group: int  # process group
     seen: int = 0  # bytes of its output that were shown
@@ -52,9 +49,9 @@ class Terminals:
         self._terminals[number] = _Terminal(int(done.output))
         return f"started in terminal {number}"
 
-    async def output(self, number: int) -> str:
+    async def output(self, id: int) -> str:
         """The output of a command since the last call, after a line with the command's state. Raises ToolError."""
-        terminal, file = self._get(number), _file(number)
+        terminal, file = self._get(id), _file(id)
         alive = f"{{ kill -0 {terminal.group} 2>/dev/null && echo running || echo killed; }}"
         line = (
             # The status first: all that a command printed is there once it has ended.
@@ -65,18 +62,18 @@ class Terminals:
         status, _, rest = done.output.partition("\n")
         size, _, text = rest.partition("\n")
         if not size.isdigit() or not (status.isdigit() or status in ("running", "killed")):
-            raise ToolError(f"terminal {number} is lost")
+            raise ToolError(f"terminal {id} is lost")
         cut = max(0, int(size) - terminal.seen - KEEP)
-        self._terminals[number] = replace(terminal, seen=int(size))
+        terminal.seen = int(size)
         state = f"exit code {status}" if status.isdigit() else status
         return "\n".join(filter(None, [state, f"[{cut} bytes cut]" if cut else "", text])).rstrip()
 
-    async def kill(self, number: int) -> str:
+    async def kill(self, id: int) -> str:
         """Ends a command and its processes; returns the end of its output. Raises ToolError."""
-        group = self._get(number).group
+        group = self._get(id).group
         line = f"kill -TERM -- -{group}; {_wait(-group)}; kill -KILL -- -{group}; {_wait(group)}"
         await self._exec(f"{{ {line}; }} 2>/dev/null", SECONDS)
-        return await self.output(number)
+        return await self.output(id)
 
     def _get(self, number: int) -> _Terminal:
         if number not in self._terminals:

@@ -20,6 +20,8 @@ from etude.records import Task, ToolCall
 from etude.renderers import Tool, ToolError, one_line, printable
 from etude.sandbox import Box, BoxError, ExecResult, NotRegular, TestReport
 
+Exec = Callable[[str, float], Awaitable[ExecResult]]
+"""Executes a shell command in a box, for so many seconds at most."""
 READ_ONLY = frozenset({"list", "read", "grep", "search"})  # calls that may run at the same time
 TEST_SECONDS = 10.0
 MAX_FILE = 1 << 20  # bytes of a file that a tool reads or writes
@@ -51,36 +53,33 @@ class Tools:
 
     def _count_edit(self, path: str, before: str, after: str) -> None:
         """Counts an edit; an edit that restores an earlier text of the file counts as a repeat, too."""
-        old, new = (
-            blake3.blake3(f"{path}\0{text}".encode("utf-8", "surrogatepass")).digest() for text in (before, after)
-        )
+        texts = (f"{path}\0{text}".encode("utf-8", "surrogatepass") for text in (before, after))
+        old, new = (blake3.blake3(text).digest() for text in texts)
         self._tried.add(old)
         self.metrics["edits"] += 1
-        self.visible_passed = False
         self.metrics["repeats"] += new in self._tried
         self._tried.add(new)
+        self.visible_passed = False
 
     async def call(self, call: ToolCall) -> str:
         """The result of a call as the model reads it. Raises only BoxError whose payer is "infra"."""
-        if call.arguments is None:
-            self.metrics["malformed"] += 1
-            return self.malformed(call.error)
         handler = self._handlers.get(call.name)
-        if handler is None:
-            self.metrics["malformed"] += 1
-            return f"error: unknown tool {one_line(call.name, 64)}"
-        if (wrong := self.invalid(call)) is not None:
-            self.metrics["malformed"] += 1
-            return self.malformed(wrong)
-        self.metrics[f"calls/{call.name}"] += 1
-        try:
-            return printable(await handler(**call.arguments))
-        except (ToolError, grep.BadPattern) as e:
-            return printable(f"error: {e}")
-        except BoxError as e:
-            if e.payer == "infra":
-                raise
-            return printable(f"error: {e}")
+        if call.arguments is None:
+            refusal = self.malformed(call.error)
+        elif handler is None:
+            refusal = f"error: unknown tool {one_line(call.name, 64)}"
+        elif (wrong := self.invalid(call)) is not None:
+            refusal = self.malformed(wrong)
+        else:
+            self.metrics[f"calls/{call.name}"] += 1
+            try:
+                return printable(await handler(**call.arguments))
+            except (ToolError, BoxError) as e:
+                if isinstance(e, BoxError) and e.payer == "infra":
+                    raise
+                return printable(f"error: {e}")
+        self.metrics["malformed"] += 1
+        return refusal
 
     async def call_all(self, calls: Sequence[ToolCall]) -> tuple[list[str], bool]:
         """Results in the order of the calls, and whether the agent ended the episode: calls after `finish` are not run.
@@ -134,13 +133,14 @@ class Tools:
             raise ToolError(f"a file has at most {MAX_FILE} bytes")
         await self.box.write(path, data)
 
-    async def _run_tests(self) -> TestReport:
-        report = await self.box.run_tests(self.task.visible_tests, TEST_SECONDS)
+    async def _run_tests(self) -> list[tuple[str, str]]:
+        """The `failures` of the visible tests."""
+        tests = self.task.visible_tests
+        failed = failures(await self.box.run_tests(tests, TEST_SECONDS), tests)
         self.metrics["tests_run"] += 1
-        failed = bool(failures(report, self.task.visible_tests))
-        self.metrics["tests_failed"] += failed
+        self.metrics["tests_failed"] += bool(failed)
         self.visible_passed = not failed
-        return report
+        return failed
 
     async def _grep(self, pattern: str, roots: Sequence[str], ignore_case: bool, limit: int) -> tuple[list[str], bool]:
         grep.compile_pattern(pattern, ignore_case)  # before any file is read
@@ -201,9 +201,8 @@ def failures(report: TestReport, tests: Sequence[str]) -> list[tuple[str, str]]:
     return [(t, report.messages.get(t) or default or outcome) for t, outcome in failed]
 
 
-def verdict(report: TestReport, tests: Sequence[str]) -> str:
-    """`passed`, or the first failure in at most 100 characters."""
-    failed = failures(report, tests)
+def verdict(failed: Sequence[tuple[str, str]]) -> str:
+    """`passed`, or the first of the `failures` in at most 100 characters."""
     return clean_failure(*failed[0], 100) if failed else "passed"
 
 

@@ -58,16 +58,17 @@ def start_engines(
     """Starts the inference servers of a run with the API key `token`; returns their processes and URLs once all answer.
     With inference.urls there are no processes. Raises UserError if a server does not answer. The servers keep the
     descriptors `holds` open."""
-    inference = config.inference
+    inference, children = config.inference, list[processes.Child]()
     if inference.urls:
-        return [], list(inference.urls)
-    if inference.engine == "vllm":
-        return _start_vllm(config, logs, token, holds)
-    configs = [server_config(folder, config, i) for i in range(inference.servers)]
-    children = [spawn_engine(own, logs, i, token, holds=holds) for i, own in enumerate(configs)]
+        return children, list(inference.urls)
     try:
-        return children, [engine_url(child, logs, i) for i, child in enumerate(children)]
-    except UserError:
+        if inference.engine == "vllm":
+            return children, _start_vllm(config, logs, token, holds, children)
+        for number in range(inference.servers):
+            own = server_config(folder, config, number)
+            children.append(spawn_engine(own, logs, number, token, holds=holds))
+        return children, [engine_url(child, logs, number) for number, child in enumerate(children)]
+    except BaseException:
         for child in children:
             child.stop(1)
         raise
@@ -117,37 +118,36 @@ def _python(inference: InferenceConfig) -> str:
 
 
 def _start_vllm(
-    config: RLConfig, logs: Path, token: str, holds: Sequence[int]
-) -> tuple[list[processes.Child], list[str]]:
-    inference, children, urls = config.inference, list[processes.Child](), list[str]()
-    path = _package_alone(logs)
-    try:
-        for number in range(inference.servers):
-            port = inference.port + number if inference.port else _free_port()
-            env = {
-                "PYTHONPATH": os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH")))),
-                TOKEN_VARIABLE: token,
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_API_KEY": token,
-                "VLLM_SERVER_DEV_MODE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-            }
-            if config.trainer.router_replay:
-                env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # this runner returns experts
-            if inference.device.startswith("cuda"):
-                env["CUDA_VISIBLE_DEVICES"] = str(int(inference.device.partition(":")[2] or 0) + number)
-            log = logs / f"inference-{number}.log"
-            words, python = vllm_arguments(config, port), _python(inference)
-            children.append(processes.start("inference server", words, log, env, holds=holds, python=python))
-            urls.append(f"http://127.0.0.1:{port}")
-        deadline = time.monotonic() + VLLM_START_SECONDS
-        for child, url in zip(children, urls, strict=True):
-            _wait_for_health(child, url, deadline)
-    except BaseException:
-        for child in children:
-            child.stop(1)
-        raise
-    return children, urls
+    config: RLConfig, logs: Path, token: str, holds: Sequence[int], children: list[processes.Child]
+) -> list[str]:
+    """Starts servers of vLLM, which join `children`; returns their URLs once all answer."""
+    inference, urls, folder = config.inference, list[str](), logs / "package"
+    folder.mkdir(exist_ok=True)  # for PYTHONPATH: no other package of this environment is in it
+    link = folder.absolute() / "etude"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(etude.__file__).parent, target_is_directory=True)
+    for number in range(inference.servers):
+        port = inference.port + number if inference.port else _free_port()
+        env = {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(link.parent), os.environ.get("PYTHONPATH")))),
+            TOKEN_VARIABLE: token,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_API_KEY": token,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if config.trainer.router_replay:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # this runner returns experts
+        if inference.device.startswith("cuda"):
+            env["CUDA_VISIBLE_DEVICES"] = str(int(inference.device.partition(":")[2] or 0) + number)
+        log = logs / f"inference-{number}.log"
+        words, python = vllm_arguments(config, port), _python(inference)
+        children.append(processes.start("inference server", words, log, env, holds=holds, python=python))
+        urls.append(f"http://127.0.0.1:{port}")
+    deadline = time.monotonic() + VLLM_START_SECONDS
+    for child, url in zip(children, urls, strict=True):
+        _wait_for_health(child, url, deadline)
+    return urls
 
 
 def vllm_arguments(config: RLConfig, port: int) -> list[str]:
@@ -168,16 +168,6 @@ def vllm_arguments(config: RLConfig, port: int) -> list[str]:
         flags.append("--enable-return-routed-experts")
     words = [str(word) for pair in options.items() for word in pair]
     return ["vllm.entrypoints.cli.main", "serve", config.model.path, *words, *flags, *inference.args]
-
-
-def _package_alone(logs: Path) -> Path:
-    """A folder for PYTHONPATH that holds a link to the package etude and no other package of this environment."""
-    folder = logs / "package"
-    folder.mkdir(exist_ok=True)
-    link = folder / "etude"
-    link.unlink(missing_ok=True)
-    link.symlink_to(Path(etude.__file__).parent, target_is_directory=True)
-    return folder.absolute()
 
 
 def _free_port() -> int:

@@ -8,13 +8,11 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
-from etude.grading.cheats import Decoys
 from etude.ledger import EpisodeLease, blob_key, put_blob
 from etude.records import Episode, Outcome, Task
-from etude.rollout import EpisodeId, Taskset, run_episode
+from etude.rollout import EpisodeId, RolloutContext, Taskset, run_episode
 from etude.run.state import Run, check_processes
 
 STOP_SECONDS = 30.0  # until cancelled episodes have closed their boxes
@@ -38,7 +36,6 @@ def episode_seed(seed: int, group: int, member: int) -> int:
 
 async def play_leased(run: Run, lease: EpisodeLease) -> None:
     """Plays a leased episode, and records it when it ends."""
-    config = run.config
     taskset = run.pool.taskset
     task = taskset.by_id.get(lease.task_id)
     if task is None:
@@ -46,11 +43,9 @@ async def play_leased(run: Run, lease: EpisodeLease) -> None:
             f"group {lease.group_id} of the ledger is of task {lease.task_id}, which no source of {run.folder} has: "
             "restore its tasks, or start a new run"
         )
-    context, decoys = replace(run.training, taskset=taskset), _decoys(config, taskset, task)
-    seed = episode_seed(config.seed, lease.index, lease.member)
-    episode = await run_episode(context, task, EpisodeId(lease.group_id, lease.member, lease.attempt, seed), decoys)
-    if episode.outcome is Outcome.INFRA:
-        await _explain(run)
+    seed = episode_seed(run.config.seed, lease.index, lease.member)
+    episode_id = EpisodeId(lease.group_id, lease.member, lease.attempt, seed)
+    episode = await _play(run, replace(run.training, taskset=taskset), task, episode_id)
     await asyncio.to_thread(_record, run, lease, episode)  # a database that is away delays this episode alone
     run.progress.finished += 1
     failpoint("controller.finished")
@@ -64,10 +59,7 @@ async def play_impossible(run: Run, tasks: Taskset, number: int) -> None:
     seed = episode_seed(run.config.seed, number, -1)
     task = tasks.tasks[seed % len(tasks.tasks)]
     episode_id = EpisodeId(group_id=number, member=0, attempt=0, seed=seed)
-    context = replace(run.measuring, taskset=tasks)
-    episode = await run_episode(context, task, episode_id, _decoys(run.config, tasks, task))
-    if episode.outcome is Outcome.INFRA:
-        await _explain(run)
+    episode = await _play(run, replace(run.measuring, taskset=tasks), task, episode_id)
     if episode.outcome is Outcome.QUARANTINED:
         _alarm(run, episode)
     if episode.outcome.lost:
@@ -76,7 +68,7 @@ async def play_impossible(run: Run, tasks: Taskset, number: int) -> None:
     await asyncio.to_thread(lambda: run.ledger.add_impossible(number, episode, put_blob(run.rollouts, key, episode)))
     if episode.passed or episode.outcome is Outcome.TAMPERED:
         how = "passed" if episode.passed else f"tampered with ({episode.detail})"
-        print(f"cheating: impossible task {number}, made of {task.id}, was {how}", file=sys.stderr, flush=True)
+        print(f"cheating: impossible task {number}, made of {task.id}, was {how}", file=sys.stderr)
 
 
 async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
@@ -89,9 +81,16 @@ async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
             _ = task.cancelled() or task.exception()  # read, so that asyncio does not complain
 
 
-def _decoys(config: RLConfig, taskset: Taskset, task: Task) -> Decoys | None:
-    """The decoys of a task in this run, or None; its impossible version has the same."""
-    return taskset.of(task)[0].decoys(task, config.seed, config.cheats.decoys)
+async def _play(run: Run, context: RolloutContext, task: Task, episode_id: EpisodeId) -> Episode:
+    """Plays an episode with the task's decoys, which its impossible version has, too. Raises RunFailed if a process has
+    died, the cause of a lost episode: its retries would be lost as well."""
+    config = run.config
+    decoys = context.taskset.of(task)[0].decoys(task, config.seed, config.cheats.decoys)
+    episode = await run_episode(context, task, episode_id, decoys)
+    if episode.outcome is Outcome.INFRA:
+        await asyncio.sleep(NOTICE_SECONDS)
+        check_processes(run)
+    return episode
 
 
 def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
@@ -117,16 +116,10 @@ def _alarm(run: Run, episode: Episode) -> None:
     remaining episodes of the groups are no fair sample of the policy."""
     run.progress.quarantined += 1
     what = f"episode {episode.id} (task {episode.task_id}) is quarantined, not trained on: {episode.detail}"
-    print(what, file=sys.stderr, flush=True)
+    print(what, file=sys.stderr)
     count, of = run.progress.quarantined, max(run.progress.finished, 1)
     if count > max(FEW_QUARANTINED, QUARANTINED_SHARE * of):
         raise RunFailed(
             f"{count} of {of} episodes are quarantined, the last for {episode.detail}: this is a mistake in etude or "
             f"in your code that it calls; once it is mended, continue with --resume {run.folder}"
         )
-
-
-async def _explain(run: Run) -> None:
-    """Raises RunFailed if a process has died, the cause of a lost episode: its retries would be lost as well."""
-    await asyncio.sleep(NOTICE_SECONDS)
-    check_processes(run)

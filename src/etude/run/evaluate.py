@@ -232,6 +232,11 @@ def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Tasks
     folder = measurement.output / f"model-{number}"
     runfolder.make(folder)
     digests = [part.digest or part.name for part in taskset.parts]
+    if isinstance(model, Remote):
+        served = [model.chat.api, model.chat.temperature]
+    else:  # other weights in the same folder are another model
+        files = ((path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file())
+        served = [[name, status.st_size, status.st_mtime_ns] for name, status in files]
     settings = {
         "model": str(model),
         "suites": digests,
@@ -245,7 +250,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Tasks
             *measurement.tools,
             *measurement.custom_tools,
         ],
-        "served": [model.chat.api, model.chat.temperature] if isinstance(model, Remote) else _files(model),
+        "served": served,
     }
     path, text = folder / "measurement.json", json.dumps(settings, indent=1).encode()
     if path.exists() and path.read_bytes() != text:
@@ -253,12 +258,6 @@ def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Tasks
     if not path.exists():
         runfolder.write(path, text)
     return _Journal(folder)
-
-
-def _files(model: Path) -> list[list[object]]:
-    """Name, size and time of a model's files: other weights in the same folder are another model."""
-    files = ((path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file())
-    return [[name, status.st_size, status.st_mtime_ns] for name, status in files]
 
 
 async def _measure(

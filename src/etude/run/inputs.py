@@ -13,7 +13,7 @@ from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.errors import UserError
 from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
-from etude.models import check_folder
+from etude.models import check_device, check_folder
 from etude.renderers import Renderer, named, say_dropped
 from etude.rollout import TaskPart, Taskset, check_agent, custom_component, dataset_part, foreign_refusal
 from etude.run.engines import check_python
@@ -31,8 +31,10 @@ def check_inputs(config: RLConfig) -> None:
     """Raises UserError for mistakes in a configuration; called before a run folder is written."""
     from etude.trainer.rl.presets import loss_preset
 
+    tasks = config.tasks
     check_folder(Path(config.model.path))
-    say_dropped(renderer_of(config))  # or what is wrong with tokenizer and template
+    renderer = renderer_of(config)
+    say_dropped(renderer)  # or what is wrong with tokenizer and template
     check_python(config.inference)
     if config.ledger is not None:
         parse_database_url(config.ledger, "ledger")
@@ -42,9 +44,11 @@ def check_inputs(config: RLConfig) -> None:
     loss_preset(config.loss)
     if config.trainer.baseline == "given":
         raise UserError('trainer.baseline = "given" needs episodes that bring advantages: it is for `etude live train`')
-    if config.distill is not None and config.distill.teacher == "self":
-        raise UserError('distill.teacher = "self" needs episodes with hints, as `etude live train` has: name a folder')
     if config.distill is not None:
+        if config.distill.teacher == "self":
+            raise UserError(
+                'distill.teacher = "self" needs episodes with hints, as `etude live train` has: name a folder'
+            )
         check_folder(Path(config.distill.teacher))
     for path in config.reward.custom:
         custom_component(path)
@@ -55,21 +59,23 @@ def check_inputs(config: RLConfig) -> None:
             check_package_index(config.sandbox.index)
     if config.rollout.agent is not None:
         check_agent(config.rollout.agent)
-    if config.rollout.apply is not None and renderer_of(config).dialect == "compact":
+    if config.rollout.apply is not None and renderer.dialect == "compact":
         raise UserError("agents of the compact dialect have no tool `apply`: drop rollout.apply")
-    tasks = config.tasks
     _check_tools(config)
     check_operators(tasks)
     if not tasks.of_repositories:
-        part = part_of(tasks, renderer_of(config), config.rollout.budget())
+        part = part_of(tasks, renderer, config.rollout.budget())
         _check_splits(part, config)
-        _check_agent(part, config)
-        check_playable([part], renderer_of(config), config.sandbox)
+        if config.rollout.agent is not None and any(part.environment.image(task) is None for task in part.tasks):
+            raise UserError(f"rollout.agent plays in boxes, and tasks of {part.name} have none: give them a repository")
+        check_playable([part], renderer, config.sandbox)
     else:
         for source in tasks.sources or (tasks,):
             _check_source(source, "tasks.sources" if tasks.sources else "tasks", config)
     _check_architecture(config)  # last: it loads torch and transformers
-    _check_devices(config)
+    check_device(config.trainer.device, "trainer.device")
+    if config.inference.engine == "etude" and not config.inference.urls:  # others have a PyTorch of their own
+        check_device(config.inference.device, "inference.device")
     if config.rollout.documents:
         _check_documents(config)
 
@@ -84,19 +90,15 @@ def _check_splits(part: TaskPart, config: RLConfig) -> None:
         )
 
 
-def _check_agent(part: TaskPart, config: RLConfig) -> None:
-    """Raises UserError for an outside agent on tasks without a box."""
-    if config.rollout.agent is not None and any(part.environment.image(task) is None for task in part.tasks):
-        raise UserError(f"rollout.agent plays in boxes, and tasks of {part.name} have none: give them a repository")
-
-
 def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
     sandbox = config.sandbox
     if source.sha256 is not None and "==" not in source.repository:
         raise UserError(f"{table}.sha256 is the digest of a package NAME==VERSION, and {source.where} is none: drop it")
     if source.dataset is not None:
         part = dataset_part(Path(source.dataset))
-        _check_decidable(part, sandbox)
+        tests = [test for task in part.tasks for test in task.hidden_tests]
+        if sandbox.type != "namespace" and not all(map(is_script, tests)):
+            raise _undecidable(sandbox)
         check_playable([part], renderer_of(config), sandbox)
     elif source.harbor is not None:
         find_folders([Path(source.harbor)])
@@ -113,8 +115,10 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
 
 def trainable(part: TaskPart, least: float) -> TaskPart:
     """The tasks without those for training with too few tests that are decided outside of the tested process, inside of
-    which a reward can be forged; `least` is the least share of such tests. Tasks of unknown share stay. Raises
-    UserError if no training task is left."""
+    which a reward can be forged; `least` is the least share of such tests. Tasks of unknown share stay. Prints the
+    warnings of the environment. Raises UserError if no training task is left."""
+    for warning in part.warnings:
+        print(f"warning: {part.name}: {warning}", file=sys.stderr)
     if not part.split("train"):
         raise UserError(f"{part.name} has no training tasks: build it anew, or leave the source out")
     low = {task.id for task in part.split("train") if task.decided < least}
@@ -159,12 +163,6 @@ def build_numbered(config: RLConfig, number: int, folder: Path, note: Callable[[
         return source_part(source, built) or build_source(source, folder, built, note)
     except UserError as e:
         raise UserError(f"tasks.sources: {source.where} gives no tasks: {e}") from None
-
-
-def _check_decidable(part: TaskPart, sandbox: SandboxConfig) -> None:
-    """Raises UserError for hidden tests that boxes cannot decide: tests of Python need two isolated processes."""
-    if sandbox.type != "namespace" and any(not is_script(test) for task in part.tasks for test in task.hidden_tests):
-        raise _undecidable(sandbox)
 
 
 def _undecidable(sandbox: SandboxConfig) -> UserError:
@@ -224,7 +222,11 @@ def build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[
 
 def _check_architecture(config: RLConfig) -> None:
     """Raises UserError for architectures that the trainer or the run's engine does not compute, by the model's
-    configuration. Their processes refuse what only a trial shows, before the first episode."""
+    configuration, and for weights of a dtype that the engines would round. Their processes refuse what only a trial
+    shows, before the first episode."""
+    import torch
+
+    from etude.models.dtypes import main_dtype
     from etude.models.loading import load_config
     from etude.models.support import Use, refusal
 
@@ -238,33 +240,15 @@ def _check_architecture(config: RLConfig) -> None:
     for use in uses:
         if why := refusal(model, use):
             raise UserError(f"{config.model.path}: {why}")
-    _check_types(config)
-    if own:
-        _check_cache(config, model)
-
-
-def _check_devices(config: RLConfig) -> None:
-    """Raises UserError for devices that this machine's PyTorch lacks. vLLM and engines at URLs have their own."""
-    from etude.models import check_device
-
-    check_device(config.trainer.device, "trainer.device")
-    if config.inference.engine == "etude" and not config.inference.urls:
-        check_device(config.inference.device, "inference.device")
-
-
-def _check_types(config: RLConfig) -> None:
-    """Raises UserError for weights of a dtype that the engines would round."""
-    import torch
-
-    from etude.models.dtypes import main_dtype
-
     inference, main = config.inference, main_dtype(Path(config.model.path))
     if inference.dtype == "bfloat16" and config.trainer.dtype == "float32" and main != torch.bfloat16:
-        kind, own = str(main).removeprefix("torch."), 'inference.dtype = "float32" or '
+        kind, key = str(main).removeprefix("torch."), 'inference.dtype = "float32" or ' if own else ""
         raise UserError(
             f"{config.model.path} is stored in {kind}, and engines that compute in bfloat16 would round its versions: "
-            f'set {own if inference.engine == "etude" else ""}trainer.dtype = "bfloat16"'
+            f'set {key}trainer.dtype = "bfloat16"'
         )
+    if own:
+        _check_cache(config, model)
 
 
 def _check_cache(config: RLConfig, model: PretrainedConfig) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -55,7 +54,6 @@ Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]
 # prompt and its box, and many of its test runs are answered from memory.
 FASTER = 0.45
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,11 +84,11 @@ def train_rl(
         runfolder.create(folder, config, toml)
     with runfolder.lock(folder) as lock, LiveView(config.name, STAGES) as view:
         if runfolder.config_changed(folder):
-            print(f"etude: {folder / 'config.json'} has changed since the last attempt", file=sys.stderr, flush=True)
+            print(f"etude: {folder / 'config.json'} has changed since the last attempt", file=sys.stderr)
             (folder / "report.html").unlink(missing_ok=True)  # whatever stops this attempt: the run has not ended
         elif resume and (finished := _finished(config, folder)) is not None:
             more = f"raise trainer.steps or trainer.minutes in {folder / 'config.json'} to train on"
-            print(f"etude: {folder} has ended with version {finished.steps}: {more}", file=sys.stderr, flush=True)
+            print(f"etude: {folder} has ended with version {finished.steps}: {more}", file=sys.stderr)
             return _shown(finished, folder)
         logs = runfolder.new_attempt(folder)
         try:
@@ -116,9 +114,9 @@ def train_rl(
             )
             client = EngineClient(urls, token, backend_of(folder, config))
             states = [EngineState(url, engines.get(url)) for url in client.base_urls]
-            report = asyncio.run(
-                _run_stages(inputs, view, children, client, states, sandbox, started, _builder(folder, logs, lock))
-            )
+            command = ["etude.run.sources", str(folder)]
+            builder = partial(processes.start, BUILDER, command, logs / "tasks.log", holds=[lock])
+            report = asyncio.run(_run_stages(inputs, view, children, client, states, sandbox, started, builder))
         finally:
             for child in children:
                 child.stop(10)
@@ -151,9 +149,6 @@ def _taskset(config: RLConfig, folder: Path, view: LiveView) -> Taskset:
         print(f"sandbox.type = {config.sandbox.type!r} is for episodes; tasks are built in namespaces", file=sys.stderr)
     with _stage(folder, view, "build tasks"):
         taskset = run_taskset(config, folder, view.note)
-    for part in taskset.parts:
-        for warning in part.warnings:
-            print(f"warning: {part.name}: {warning}", file=sys.stderr)
     sources, later = config.tasks.sources or (config.tasks,), missing(config, folder)
     shares = (source.min_decided for n, source in enumerate(sources) if n not in later)
     parts = [trainable(part, share) for part, share in zip(taskset.parts, shares, strict=True)]
@@ -163,7 +158,7 @@ def _taskset(config: RLConfig, folder: Path, view: LiveView) -> Taskset:
 
 def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
     """Opens the ledger and the stores, recovers the ledger and stores the logprob probes, before a process leases or
-    trains."""
+    trains. Untrained episodes whose blobs are missing or damaged are played again."""
     root = config.store or str(folder)
     weights, answers = open_store(f"{root}/weights"), open_store(f"{root}/probes")
     length = min(PROBE_TOKENS, config.rollout.context)
@@ -172,18 +167,13 @@ def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
     ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
     ledger.recover(manifests(weights))
     rollouts = open_store(f"{root}/rollouts")
-    _play_damaged_again(ledger, rollouts)
-    return _Inputs(config, folder, pool, ledger, weights, rollouts, answers, sequences)
-
-
-def _play_damaged_again(ledger: Ledger, rollouts: Store) -> None:
-    """Has untrained episodes played again whose blobs are missing or damaged."""
     for group, member, blob in ledger.untrained():
         try:
             get_blob(rollouts, blob)
         except BlobDamaged as damage:
             ledger.play_again(group, member)
-            print(f"etude: {str(damage).partition(';')[0]}; it is played again", file=sys.stderr, flush=True)
+            print(f"etude: {str(damage).partition(';')[0]}; it is played again", file=sys.stderr)
+    return _Inputs(config, folder, pool, ledger, weights, rollouts, answers, sequences)
 
 
 async def _run_stages(
@@ -196,7 +186,8 @@ async def _run_stages(
     started: float,
     builder: Callable[[], Child],
 ) -> RunReport:
-    """Evaluates, trains, evaluates again and reports, once engines and trainer are started."""
+    """Evaluates, trains, evaluates again and reports, once engines and trainer are started. `builder` starts the
+    process that builds the sources for training alone."""
     config, folder = inputs.config, inputs.folder
     async with (
         boxes as sandbox,
@@ -206,7 +197,7 @@ async def _run_stages(
         open_agent(config.rollout.agent) as agent,
     ):
         taskset = inputs.pool.taskset
-        settings = config, taskset, sandbox, client, renderer_of(config), agent
+        settings = config, taskset, sandbox, client, agent
         run = Run(
             folder=folder,
             config=config,
@@ -239,12 +230,6 @@ def _impossible(taskset: Taskset, folder: Path) -> Taskset | None:
     return taskset.each(made)
 
 
-def _builder(folder: Path, logs: Path, lock: int) -> Callable[[], Child]:
-    """Starts the process that builds the sources for training alone."""
-    command = ["etude.run.sources", str(folder)]
-    return lambda: processes.start(BUILDER, command, logs / "tasks.log", holds=[lock])
-
-
 async def _evaluate_and_train(run: Run, view: LiveView, started: float, builder: Callable[[], Child]) -> RunReport:
     config, folder = run.config, run.folder
     await check_engines(run)
@@ -257,7 +242,10 @@ async def _evaluate_and_train(run: Run, view: LiveView, started: float, builder:
     with _stage(folder, view, "train"):
         left = config.trainer.steps - max(0, last_version(run.weights))
         if expected is not None and left > 0:
-            print(f"etude: {_plan(config, left, expected * left)}", file=sys.stderr, flush=True)
+            episodes, minutes = config.rollout.prompts * config.rollout.group, config.trainer.minutes
+            most = "" if minutes is None else f", {duration(minutes * 60)} at most"
+            plan = f"{left} steps of {episodes} episodes: about {duration(expected * left)} on this machine{most}"
+            print(f"etude: {plan}", file=sys.stderr)
         # The builder runs during training alone: neither evaluation shares the machine with it.
         building = [builder()] if run.pool.waiting and left > 0 else []
         run.children.extend(building)
@@ -279,12 +267,6 @@ def step_seconds(config: RLConfig, before: EvalResult | None) -> float | None:
     return before.seconds / played * FASTER * config.rollout.prompts * config.rollout.group
 
 
-def _plan(config: RLConfig, steps: int, seconds: float) -> str:
-    trainer, episodes = config.trainer, config.rollout.prompts * config.rollout.group
-    text = f"{steps} steps of {episodes} episodes: about {duration(seconds)} on this machine"
-    return text if trainer.minutes is None else f"{text}, {duration(trainer.minutes * 60)} at most"
-
-
 def _stage(folder: Path, view: LiveView, name: str):
     view.stage(name)
     return runfolder.timed(folder / "timeline.jsonl", "controller", name)
@@ -301,7 +283,7 @@ def measured(path: Path) -> EvalResult:
 
 async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
     """pass@1 on the held-out tasks with the served weights; read from the file of an earlier attempt if there is one,
-    after training only of the same version."""
+    after training only of the same version. Raises RunFailed as soon as a process or the last engine is gone."""
     path, served = run.folder / f"eval-{when}.json", last_version(run.weights)
     if path.exists():
         known = measured(path)
@@ -321,20 +303,14 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
             progress=view.evaluated,
             on_episode=keep,
         )
-        result = msgspec.structs.replace(await _watched(run, measure), version=served)
+        task = asyncio.ensure_future(measure)
+        try:
+            while not task.done():
+                check_processes(run)
+                await observe_versions(run)
+                await asyncio.wait([task], timeout=1.0)
+            result = msgspec.structs.replace(task.result(), version=served)
+        finally:
+            task.cancel()
     runfolder.write(path, msgspec.json.encode(result))
     return result
-
-
-async def _watched(run: Run, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, while processes and engines are watched. Raises RunFailed as soon as one of them is
-    gone."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not task.done():
-            check_processes(run)
-            await observe_versions(run)
-            await asyncio.wait([task], timeout=1.0)
-        return task.result()
-    finally:
-        task.cancel()

@@ -37,7 +37,6 @@ from etude.rollout import (
     MixedCurriculum,
     StallSnapshot,
     StallWatchdog,
-    Taskset,
     diagnose_stall,
     groups_to_admit,
 )
@@ -54,7 +53,7 @@ OWNER = "controller"
 async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
     """Admits and plays episodes until the trainer has published its last version. Raises RunFailed if a part dies."""
     rollout, progress = run.config.rollout, run.progress
-    curriculum = curriculum_of(run.pool.taskset, rollout.group, run.config.seed)
+    curriculum = sources.curriculum_of(run.pool.taskset, rollout.group, run.config.seed)
     learned = 0
     live: dict[asyncio.Task[None], LiveEpisode] = {}
     impossible = _ImpossibleTasks(run)
@@ -90,14 +89,6 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
                 del live[task]
     finally:
         await cancel([*live, *impossible.live])
-
-
-def curriculum_of(taskset: Taskset, group: int, seed: int) -> Curriculum | MixedCurriculum:
-    """The curriculum that draws the training tasks of `taskset`, for groups of `group` episodes."""
-    if not taskset.mixed:
-        return Curriculum([task.id for task in taskset.split("train")], group, seed)
-    parts = {name: Curriculum(ids, group, seed) for name, ids in sources.by_part(taskset).items()}
-    return MixedCurriculum(parts, taskset.weights)
 
 
 class _ImpossibleTasks:
@@ -164,9 +155,7 @@ def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisode]) ->
     marks = (progress.finished, progress.served, progress.trained, progress.engine.get("generated_tokens"), repeated)
     still = stall.observe(marks, now)
     if stall.warns(still):
-        print(
-            f"no progress for {still:.0f} s: {diagnose_stall(_snapshot(run, live, now))}", file=sys.stderr, flush=True
-        )
+        print(f"no progress for {still:.0f} s: {diagnose_stall(_snapshot(run, live, now))}", file=sys.stderr)
     if still > stall.seconds * STALL_LIMIT:
         raise RunFailed(
             f"no progress for {still:.0f} s: {diagnose_stall(_snapshot(run, live, now))}; see the logs in "

@@ -40,14 +40,12 @@ class Monitor:
         self._log, self._log_read = trainer, 0
         self._read = 0  # bytes of metrics.jsonl
         self._steps = 0
-        self._earlier = 0  # steps of earlier attempts
         self._spent = 0.0  # seconds of training, by the last step
-        self._stepped = runfolder.now()
-        self._started = self._last = runfolder.now()
+        self._started = self._last = self._stepped = runfolder.now()
         self._engine: dict[str, float] = {}
         self._finished = 0
         self._new_steps()
-        self._earlier = self._steps
+        self._earlier = self._steps  # of earlier attempts
 
     def tick(self, progress: Progress) -> None:
         """Shows the run's progress, at most every `SECONDS`."""
@@ -57,7 +55,10 @@ class Monitor:
         self._notes()
         self._new_steps()
         self._engine_busy(progress.engine, now)
-        self._memory(now)
+        if now - self._memory_read >= MEMORY_SECONDS:
+            self._memory_read = now
+            held = {f"memory/{name}": resident_bytes(pid) for name, pid in self._pids.items()}
+            runfolder.append_json(self._folder / "memory.jsonl", {"step": self._steps, "time": now, **held})
         rate = (progress.finished - self._finished) / (now - self._last)
         self._finished = progress.finished
         view = self._view
@@ -77,16 +78,16 @@ class Monitor:
         trainer = self._config.trainer
         elapsed = now - self._started
         taken, left = self._steps - self._earlier, trainer.steps - self._steps
-        by_steps = elapsed / taken * left if taken else None
-        if by_steps is None and self._expected is not None:
-            by_steps = self._expected * left - elapsed
+        by_steps = None if self._expected is None else self._expected * left - elapsed
+        if taken:
+            by_steps = elapsed / taken * left
         by_clock = trainer.minutes * 60 - self._spent - (now - self._stepped) if trainer.minutes else None
         known = [s for s in (by_steps, by_clock) if s is not None]
         return max(0.0, min(known)) if known else None  # a step that has begun is finished
 
     def _notes(self) -> None:
         """Prints the new notes in the trainer's log."""
-        if not self._log.exists() or self._log.stat().st_size == self._log_read:
+        if not self._log.exists():
             return
         with self._log.open("rb") as file:
             file.seek(self._log_read)
@@ -95,7 +96,7 @@ class Monitor:
         self._log_read += len(whole)
         for line in whole.decode(errors="replace").splitlines():
             if line.startswith(NOTE):
-                print(f"etude: {line.removeprefix(NOTE)}", file=sys.stderr, flush=True)
+                print(f"etude: {line.removeprefix(NOTE)}", file=sys.stderr)
 
     def _new_steps(self) -> None:
         path = self._folder / "metrics.jsonl"
@@ -112,21 +113,14 @@ class Monitor:
             reward=last["reward/all/mean"], pass_rate=last["rollout/pass_rate"], staleness=last["off_policy/mean"]
         )
 
-    def _memory(self, now: float) -> None:
-        if now - self._memory_read < MEMORY_SECONDS:
-            return
-        self._memory_read = now
-        held = {f"memory/{name}": resident_bytes(pid) for name, pid in self._pids.items()}
-        runfolder.append_json(self._folder / "memory.jsonl", {"step": self._steps, "time": now, **held})
-
     def _engine_busy(self, engine: dict[str, float], now: float) -> None:
         """Adds the engines' busy seconds since the last tick to the timeline, as one span: its length is exact, its
         place is not."""
         if not engine:
             return
-        busy = engine["busy_seconds"] - self._engine.get("busy_seconds", engine["busy_seconds"])
-        tokens = engine["generated_tokens"] - self._engine.get("generated_tokens", engine["generated_tokens"])
-        self._engine = dict(engine)
+        before, self._engine = self._engine or engine, dict(engine)
+        busy = engine["busy_seconds"] - before["busy_seconds"]
+        tokens = engine["generated_tokens"] - before["generated_tokens"]
         if busy > 0:
             span = {"process": "engine", "state": "generate", "start": self._last, "end": self._last + busy}
             runfolder.append_json(self._folder / "timeline.jsonl", span)

@@ -124,16 +124,15 @@ def context_of(
     taskset: Taskset,
     sandbox: Sandbox,
     policy: Policy,
-    renderer: Renderer,
     agent: Agent | None = None,
     *,
     training: bool = False,
 ) -> RolloutContext:
     """The common settings of a run's episodes. Those of `training` record experts for router replay, and pay the costs
-    of [reward]; others are graded alone."""
+    of [reward]; others are graded alone. Raises UserError."""
     rollout = config.rollout
     routes, reward = (config.trainer.router_replay, config.reward) if training else (False, None)
-    model = EngineModel(policy, renderer, sampling_of(rollout, routes=routes))
+    model = EngineModel(policy, renderer_of(config), sampling_of(rollout, routes=routes))
     apply_edit = server_applier(rollout.apply) if rollout.apply else merge_applier
     toolset = Toolset(rollout.tools, apply_edit, import_tools(rollout.custom_tools))
     return RolloutContext(taskset, sandbox, model, rollout.budget(), agent, toolset, reward)

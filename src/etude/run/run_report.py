@@ -141,7 +141,7 @@ def _mismatch(steps: list[dict[str, float]]) -> MismatchSummary:
     measured = [s for s in steps if s.get("mismatch/tokens")]
     tokens = sum(s["mismatch/tokens"] for s in measured)
     if not tokens:
-        return MismatchSummary(k2=None, k3=None, max_abs=None)
+        return MismatchSummary(None, None, None)
     return MismatchSummary(
         k2=sum(s["mismatch/k2"] * s["mismatch/tokens"] for s in measured) / tokens,
         k3=sum(s["mismatch/k3"] * s["mismatch/tokens"] for s in measured) / tokens,

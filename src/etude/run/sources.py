@@ -47,25 +47,27 @@ def join(config: RLConfig, folder: Path, pool: TaskPool, number: int) -> None:
     weights = [pool.taskset.weights[of.name] * known for of in pool.taskset.parts]
     pool.taskset = mix([*pool.taskset.parts, part], [*weights, sources[number].weight])
     pool.waiting = tuple(n for n in pool.waiting if n != number)
-    for warning in part.warnings:
-        print(f"warning: {part.name}: {warning}", file=sys.stderr)
     count = len(part.split("train"))
-    print(f"etude: {count} training tasks of {part.name} join the run", file=sys.stderr, flush=True)
+    print(f"etude: {count} training tasks of {part.name} join the run", file=sys.stderr)
+
+
+def curriculum_of(taskset: Taskset, group: int, seed: int) -> Curriculum | MixedCurriculum:
+    """The curriculum that draws the training tasks of `taskset`, for groups of `group` episodes."""
+    if not taskset.mixed:
+        return Curriculum([task.id for task in taskset.split("train")], group, seed)
+    ids: dict[str, list[str]] = {name: [] for name in taskset.weights}
+    for task in taskset.split("train"):
+        ids[task.repository].append(task.id)
+    return MixedCurriculum({name: Curriculum(own, group, seed) for name, own in ids.items()}, taskset.weights)
 
 
 def extend(curriculum: Curriculum | MixedCurriculum, taskset: Taskset, group: int, seed: int) -> None:
     """Adds the new parts of a mixture to a curriculum."""
+    whole = curriculum_of(taskset, group, seed)
     assert isinstance(curriculum, MixedCurriculum)
-    new = {name: Curriculum(ids, group, seed) for name, ids in by_part(taskset).items()}
-    curriculum.join({name: part for name, part in new.items() if name not in curriculum.parts}, taskset.weights)
-
-
-def by_part(taskset: Taskset) -> dict[str, list[str]]:
-    """The ids of the training tasks of each part of a mixture."""
-    ids: dict[str, list[str]] = {name: [] for name in taskset.weights}
-    for task in taskset.split("train"):
-        ids[task.repository].append(task.id)
-    return ids
+    assert isinstance(whole, MixedCurriculum)
+    new = {name: part for name, part in whole.parts.items() if name not in curriculum.parts}
+    curriculum.join(new, taskset.weights)
 
 
 def _place(folder: Path, number: int) -> Path:

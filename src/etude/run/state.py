@@ -65,6 +65,11 @@ class EngineState:
     fallen: bool = False  # an older version is served than before
     refused: int = 0  # failed updates in a row
 
+    @property
+    def version(self) -> int:
+        """The version of the last report; -1 before the first."""
+        return -1 if self.health is None else int(self.health["version"])
+
 
 @dataclass(frozen=True)
 class Engines:
@@ -84,14 +89,14 @@ class Engines:
         if not any(other is not state for other in self.serving):
             return False
         if not state.lost:
-            print(f"the engine at {state.url} is lost, the others play its turns: {why}", file=sys.stderr, flush=True)
+            print(f"the engine at {state.url} is lost, the others play its turns: {why}", file=sys.stderr)
         state.lost = why
         self.client.lose(state.url)
         return True
 
     def regain(self, state: EngineState) -> None:
         """Sends turns to an engine again."""
-        print(f"the engine at {state.url} is back", file=sys.stderr, flush=True)
+        print(f"the engine at {state.url} is back", file=sys.stderr)
         state.lost = ""
         self.client.regain(state.url)
 

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import blake3
 
@@ -89,26 +88,19 @@ async def _write(
         async with free:
             if name not in known:
                 seed = int.from_bytes(blake3.blake3(f"{options.seed}/{name}".encode()).digest(8))
-                row = await _row(sandbox, dataset, task, seed, options.tools)
-                if row is not None:
+                try:
+                    box = await sandbox.create(dataset.image(task), dataset.limits(task))
+                    try:
+                        row = await record_trace(task, box, seed, options.tools) or {}
+                    finally:
+                        await box.close()
                     runfolder.append_json(partial, {"name": name} | row)
+                except BoxError as e:
+                    if e.payer != "infra":  # of a lost box nothing is noted: another try may work
+                        runfolder.append_json(partial, {"name": name})
         done += 1
         progress("telling answers", done, len(wanted))
 
     async with open_sandbox() as sandbox, asyncio.TaskGroup() as group:
         for name, (dataset, task) in wanted.items():
             group.create_task(one(sandbox, name, dataset, task))
-
-
-async def _row(
-    sandbox: Sandbox, dataset: Dataset, task: CodeTask, seed: int, tools: Sequence[str]
-) -> dict[str, Any] | None:
-    """The row of a trace; {} if the trace did not work, None if its box was lost, so that another try may work."""
-    try:
-        box = await sandbox.create(dataset.image(task), dataset.limits(task))
-        try:
-            return await record_trace(task, box, seed, tools) or {}
-        finally:
-            await box.close()
-    except BoxError as e:
-        return None if e.payer == "infra" else {}

@@ -29,32 +29,29 @@ SUMMED = ("running", "waiting", "generated_tokens")  # figures of all engines to
 
 async def observe_versions(run: Run) -> None:
     """Reads every engine's version and load, compares the served digest with the published digest, and has new versions
-    scored by logprob probes. Raises RunFailed if no engine is left or an engine serves other tensors."""
+    scored by logprob probes. Prints, once each, the differences of the engines' configurations, and engines with a head
+    below float32. Raises RunFailed if no engine is left or an engine serves other tensors."""
     await _ask(run)
     if not run.engines.client.backend.follows:
         await _bring(run)
-    answers = {state.url: state.health for state in run.engines.serving if state.health is not None}
-    if not answers:
+    serving = run.engines.serving
+    healths = {state.url: state.health for state in serving if state.health is not None}
+    if not healths:
         return
-    for url, health in answers.items():
+    for url, health in healths.items():
         _check_digest(run, url, health)
-    _compare(run, {url: health["configuration"] for url, health in answers.items()})
-    healths = list(answers.values())
-    if len(healths) == len(run.engines.serving):
-        run.progress.served = min(int(health["version"]) for health in healths)
-    sums = {name: float(sum(health[name] for health in healths)) for name in SUMMED}
-    busy = sum(health["busy_seconds"] for health in healths) / len(healths)
-    run.progress.engine = sums | {"busy_seconds": busy}
-
-
-def _compare(run: Run, configurations: dict[str, EngineConfiguration]) -> None:
-    """Prints, once each, the differences of the engines' configurations, and engines with a head below float32."""
-    different, record = engine_differences(configurations), run.record
+    configurations: dict[str, EngineConfiguration] = {url: health["configuration"] for url, health in healths.items()}
+    different = engine_differences(configurations)
+    run.record.complaints.update(different)
     for sentence in (*precision_warnings(configurations), *different):
-        if sentence not in record.warned:
-            print(f"guard engines, warn: {sentence}", file=sys.stderr, flush=True)
-    record.complaints.update(different)
-    record.warned.update(precision_warnings(configurations), different)
+        if sentence not in run.record.warned:
+            print(f"guard engines, warn: {sentence}", file=sys.stderr)
+            run.record.warned.add(sentence)
+    if len(healths) == len(serving):
+        run.progress.served = min(state.version for state in serving)
+    sums = {name: float(sum(health[name] for health in healths.values())) for name in SUMMED}
+    busy = sum(health["busy_seconds"] for health in healths.values()) / len(healths)
+    run.progress.engine = sums | {"busy_seconds": busy}
 
 
 def _check_digest(run: Run, url: str, health: dict[str, Any]) -> None:
@@ -83,7 +80,7 @@ async def _ask(run: Run) -> None:
     await asyncio.wait([state.asking for state in run.engines.states if state.asking], timeout=_PATIENCE)
     for state in run.engines.states:
         why = _fault(state)
-        if state.lost and not why and state.health and int(state.health["version"]) >= run.progress.served:
+        if state.lost and not why and state.version >= run.progress.served:
             run.engines.regain(state)
         elif why and not state.lost and not run.engines.lose(state, why):
             raise RunFailed(f"the engine at {state.url} is lost: {why}; continue with --resume {run.folder}")
@@ -107,9 +104,8 @@ def _fault(state: EngineState) -> str:
 async def _health(run: Run, state: EngineState) -> None:
     try:
         health = await run.engines.client.health(state.url)
-        state.fallen |= state.health is not None and int(health["version"]) < int(state.health["version"])
-        state.fallen &= int(health["version"]) < run.progress.served
-        state.health, state.unanswered = health, None
+        before, state.health, state.unanswered = state.version, health, None
+        state.fallen = (state.fallen or state.version < before) and state.version < run.progress.served
     except EngineError as e:
         state.trouble = str(e)
 
@@ -123,10 +119,10 @@ async def _bring(run: Run) -> None:
     waiting = [state for state in run.engines.states if state.bringing is None and state.health is not None]
     if not waiting:
         return
-    least = min(int(state.health["version"]) for state in waiting if state.health)
+    least = min(state.version for state in waiting)
     newest = max(await asyncio.to_thread(lambda: list(published_versions(run.weights, after=least))), default=least)
     for state in waiting:
-        if state.health and int(state.health["version"]) < newest:
+        if state.version < newest:
             state.bringing = asyncio.create_task(_bring_one(run, state, newest))
 
 
@@ -136,7 +132,7 @@ async def _bring_one(run: Run, state: EngineState, version: int) -> None:
         state.refused = 0
     except EngineError as e:
         state.trouble, state.refused = str(e), state.refused + 1
-        print(f"{state.url} is not brought to version {version} yet: {e}", file=sys.stderr, flush=True)
+        print(f"{state.url} is not brought to version {version} yet: {e}", file=sys.stderr)
         await asyncio.sleep(1.0)
 
 
@@ -147,7 +143,7 @@ async def wait_for_version(run: Run, version: int) -> None:
     while time.monotonic() < deadline:
         check_processes(run)
         await observe_versions(run)
-        if all(state.health and int(state.health["version"]) >= version for state in run.engines.serving):
+        if all(state.version >= version for state in run.engines.serving):
             return
         await asyncio.sleep(0.1)
     raise RunFailed(f"the engines did not reach version {version} within {seconds:.0f} seconds")

@@ -47,7 +47,7 @@ from etude.tasks.settings import PytestSettings
 
 _TRACE_SECONDS = 600.0
 _RECORDED = BuildConfig.model_fields.keys() - {"write_tests"}  # options that a manifest holds
-_ADVICE = {
+_ADVICE: dict[str, str] = {
     Rejected.LEAK: "the repository holds this code twice: leave the copy out with `--exclude FOLDER`",
     Rejected.HANGS: "its tests are slow: give more time with `--hang-seconds 30`",
     Rejected.SILENT: "accept programs that no visible test notices with `--no-visible-failure`",

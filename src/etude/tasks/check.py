@@ -48,7 +48,7 @@ def _problems(data: Dataset, changed: list[str]) -> list[str]:
         if not p.is_dir() and not node.is_link(p)
     )
     problems += [f"repository/{path} may hold the answer" for path in extra if path not in clean]
-    hidden = {split.base(test) for task in data.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)}
+    hidden = {split.base(test) for task in data.tasks for test in task.hidden_tests}
     for path in sorted({test.split("::")[0] for test in hidden}):
         file = data.repository / path
         text = file.read_text(encoding="utf-8") if file.is_file() else ""

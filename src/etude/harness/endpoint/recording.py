@@ -12,16 +12,17 @@ import asyncio
 import secrets
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from jinja2 import TemplateError
 
-from etude.harness.loop import Aborted, EngineModel, EpisodeSpec, UngradedEpisode, turn_seed
+from etude.harness.loop import EngineModel, EpisodeSpec, UngradedEpisode, ledger_figures, turn_seed
 from etude.harness.token_ledger import TokenLedger
-from etude.protocol import GenerateRequest
 from etude.protocol.apis import AgentRequest, RequestRefused, SampledTurn, conversation_digest, conversation_digests
-from etude.records import Generation, Segment, StopReason, Turn
+from etude.records import Generation, StopReason, Turn
 from etude.renderers import LONGEST_TOKEN, Message, Renderer, Tool, content_text
 
 
@@ -52,6 +53,7 @@ class RecordedTurn(SampledTurn):
         self.branch = branch
         self.chain = chain  # digest of the conversation that it answers
         self.end = 0  # tokens of the ledger up to the end of the turn
+        self.cut = False  # the limit of tokens ended the turn
         self.results: tuple[str, ...] = ()  # results of its calls in the first request that continues it
         self.seconds_model = self.seconds_tools = 0.0
         self.finished = 0.0
@@ -96,22 +98,17 @@ class Recording:
         self._check_budget()
         at = next((i for i in range(len(chain) - 1, -1, -1) if chain[i] in self._turns), 0)
         tip = self._turns.get(chain[at])
-        if sum(len(content_text(m)) for m in request.messages[at:]) > LONGEST_TOKEN * self._spec.budget.context:
-            raise self._too_long()
-        try:
-            if tip is None or tip.generation is None:
-                kept, added = 0, await asyncio.to_thread(self.renderer.prompt, request.messages, request.tools)
-            else:
-                ids, new = tip.generation.ids, request.messages[at:]
-                kept, added = tip.end, await asyncio.to_thread(self.renderer.follow, ids, new)
-        except (ValueError, TemplateError) as e:
-            raise RequestRefused("invalid", str(e), "messages") from None
+        new = request.messages[at:]
+        if tip is None:
+            kept, added = 0, await self._encoded(new, partial(self.renderer.prompt, new, request.tools))
+        else:
+            kept, added = tip.end, await self._encoded(new, partial(self.renderer.follow, tip.ids, new))
         self._check_budget()
         if kept + len(added) >= self._spec.budget.context:
-            raise self._too_long(kept + len(added))
+            raise self._too_long(f"{kept + len(added)}")
         for tool in request.tools:
             self._tools.setdefault(tool["function"]["name"], tool)
-        branch = self._branch(tip, request.messages[at:], bool(request.tools))
+        branch = self._branch(tip, new, bool(request.tools))
         branch.ledger.add_environment(added)
         turn = RecordedTurn(self.renderer, len(self._requested), branch, chain[-1], request)
         self._requested[key] = turn
@@ -122,10 +119,15 @@ class Recording:
 
     async def count(self, request: AgentRequest) -> int:
         """Tokens of a conversation as a prompt; nothing is recorded."""
-        if sum(len(content_text(m)) for m in request.messages) > LONGEST_TOKEN * self._spec.budget.context:
-            raise self._too_long()
+        messages = request.messages
+        return len(await self._encoded(messages, partial(self.renderer.prompt, messages, request.tools)))
+
+    async def _encoded(self, messages: tuple[Message, ...], encode: Callable[[], list[int]]) -> list[int]:
+        """The ids that `encode` makes of messages, in a thread. Raises RequestRefused."""
+        if sum(len(content_text(m)) for m in messages) > LONGEST_TOKEN * self._spec.budget.context:
+            raise self._too_long("far more")
         try:
-            return len(await asyncio.to_thread(self.renderer.prompt, request.messages, request.tools))
+            return await asyncio.to_thread(encode)
         except (ValueError, TemplateError) as e:
             raise RequestRefused("invalid", str(e), "messages") from None
 
@@ -147,8 +149,10 @@ class Recording:
         its turns but in no segment, so they are not trained on."""
         working = [b for b in self._branches if b.tools] or self._branches
         side = [b for b in self._branches if b not in working]
-        segments = [segment for branch in working for segment in branch.ledger.segments()]
-        turns = [
+        ledgers = [branch.ledger for branch in working]
+        segments = tuple(segment for ledger in ledgers for segment in ledger.segments())
+        recorded = [turn for branch in (*working, *side) for turn in branch.turns]
+        turns = tuple(
             Turn(
                 text=self.renderer.text(turn.ids),
                 calls=turn.parsed.calls,
@@ -156,19 +160,26 @@ class Recording:
                 seconds_model=turn.seconds_model,
                 seconds_tools=turn.seconds_tools,
             )
-            for branch in (*working, *side)
-            for turn in branch.turns
-        ]
-        last = max((turn for branch in working for turn in branch.turns), key=lambda turn: turn.number, default=None)
-        return UngradedEpisode(
-            tuple(segments),
-            tuple(turns),
-            stop_reason,
-            self._metrics(working, side, segments),
-            timed_out,
-            tools=tuple(map(dict, self._tools.values())),
-            answer="" if last is None else last.parsed.text.strip(),
+            for turn in recorded
         )
+        counts = (
+            {"turns": len(turns)}
+            | ledger_figures(ledgers, turns)
+            | {
+                "malformed": sum(call.arguments is None for turn in turns for call in turn.calls),
+                "truncated": sum(turn.cut for turn in recorded),
+                "segments": len(segments),
+                "requests": self.requests,
+                "repeated_requests": self.repeats,
+                "forks": len(self.forks),
+                "side_turns": sum(len(branch.turns) for branch in side),
+            }
+        )
+        metrics = {name: float(count) for name, count in counts.items()}
+        tools = tuple(map(dict, self._tools.values()))
+        last = max((turn for branch in working for turn in branch.turns), key=lambda turn: turn.number, default=None)
+        answer = "" if last is None else last.parsed.text.strip()
+        return UngradedEpisode(segments, turns, stop_reason, metrics, timed_out, tools=tools, answer=answer)
 
     def _check_budget(self) -> None:
         if not self.ended.is_set():
@@ -182,11 +193,9 @@ class Recording:
             why = "the engine was lost" if self.failure is not None else f"its budget of {self.stop_reason} is spent"
             raise RequestRefused("spent", f"the episode has ended: {why}")
 
-    def _too_long(self, tokens: int | None = None) -> RequestRefused:
-        length = f"{tokens} tokens" if tokens is not None else "far more tokens"
-        return RequestRefused(
-            "context", f"prompt is too long: {length} > {self._spec.budget.context - 1} maximum", "messages"
-        )
+    def _too_long(self, count: str) -> RequestRefused:
+        most = self._spec.budget.context - 1
+        return RequestRefused("context", f"prompt is too long: {count} tokens > {most} maximum", "messages")
 
     def _branch(self, tip: RecordedTurn | None, new: tuple[Message, ...], tools: bool) -> _RecordedBranch:
         """The branch of the next turn: that of `tip` if `tip` is its last turn, else a new one."""
@@ -206,8 +215,19 @@ class Recording:
 
     async def _sample(self, turn: RecordedTurn, max_tokens: int | None) -> None:
         started = time.monotonic()
+        ledger, sampling, budget = turn.branch.ledger, self._model.sampling, self._spec.budget
+        left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
+        limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
         try:
-            generation = await self._generate(turn, max_tokens, self._deadline - started)
+            generation = await self._model.sample(
+                ledger,
+                max(1, min(limits)),
+                turn_seed(self._spec.seed, turn.number),
+                self._deadline - started,
+                self._session,
+                turn.grow,
+                partial(self._cut, turn.stops),
+            )
         except TimeoutError:
             self.end(StopReason.SECONDS)
             turn.refuse(RequestRefused("spent", "the episode has ended: its time is up"))
@@ -222,37 +242,14 @@ class Recording:
             return
         turn.finished = time.monotonic()
         turn.seconds_model = turn.finished - started
-        turn.end = len(turn.branch.ledger)
+        turn.cut = generation.finish_reason == "length"
+        turn.end = len(ledger)
         turn.branch.turns.append(turn)
         turn.branch.tip = turn
         turn.settle(generation)
         self._turns[conversation_digest(turn.chain, turn.message)] = turn
 
-    async def _generate(self, turn: RecordedTurn, max_tokens: int | None, seconds: float) -> Generation:
-        """Samples a turn into its ledger."""
-        ledger, sampling, budget = turn.branch.ledger, self._model.sampling, self._spec.budget
-        prompt = ledger.prompt()
-        left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
-        limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
-        request = GenerateRequest(
-            ids=prompt,
-            max_tokens=max(1, min(limits)),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            stop=tuple(self.renderer.stop_ids),
-            seed=turn_seed(self._spec.seed, turn.number),
-            session=self._session,
-            routes_from=ledger.routed if sampling.routes else None,
-        )
-        async with asyncio.timeout(seconds + 1.0):  # the policy keeps its own deadline
-            generation = await self._model.policy.generate(request, seconds, turn.grow)
-        if generation.finish_reason == "abort":
-            raise Aborted("the engine aborted a turn")
-        generation = self._cut(generation, turn.stops, len(prompt))
-        ledger.add_turn(prompt, generation)
-        return generation
-
-    def _cut(self, generation: Generation, stops: tuple[str, ...], prompt: int) -> Generation:
+    def _cut(self, stops: tuple[str, ...], generation: Generation) -> Generation:
         """The generation up to the token that completes a stop string: the agent never sees the rest."""
         ids = generation.ids
 
@@ -266,7 +263,8 @@ class Recording:
         routes = generation.routes
         if routes is not None:
             size = routes.layers * routes.slots * (2 if routes.wide else 1)
-            routes = msgspec.structs.replace(routes, ids=routes.ids[: (prompt + count - 1 - routes.first) * size])
+            kept = len(routes.ids) - (len(ids) - count) * size
+            routes = msgspec.structs.replace(routes, ids=routes.ids[:kept])
         return msgspec.structs.replace(
             generation,
             ids=ids[:count],
@@ -275,28 +273,3 @@ class Recording:
             finish_reason="stop",
             routes=routes,
         )
-
-    def _metrics(
-        self, working: list[_RecordedBranch], side: list[_RecordedBranch], segments: list[Segment]
-    ) -> dict[str, float]:
-        turns = [turn for branch in self._branches for turn in branch.turns]
-        ledgers = [branch.ledger for branch in working]
-        counts = {
-            "turns": len(turns),
-            "sampled_tokens": sum(ledger.sampled for ledger in ledgers),
-            "context_tokens": max(map(len, ledgers), default=0),
-            "kv_lag": max((ledger.kv_lag for ledger in ledgers), default=0),
-            "tokens_prefix_property": sum(ledger.checks for ledger in ledgers),
-            "seconds_model": sum(turn.seconds_model for turn in turns),
-            "seconds_tools": sum(turn.seconds_tools for turn in turns),
-            "malformed": sum(call.arguments is None for turn in turns for call in turn.parsed.calls),
-            "truncated": sum(
-                turn.generation is not None and turn.generation.finish_reason == "length" for turn in turns
-            ),
-            "segments": len(segments),
-            "requests": self.requests,
-            "repeated_requests": self.repeats,
-            "forks": len(self.forks),
-            "side_turns": sum(len(branch.turns) for branch in side),
-        }
-        return {name: float(count) for name, count in counts.items()}

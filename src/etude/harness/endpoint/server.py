@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import secrets
-import shutil
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -73,12 +72,15 @@ class Endpoint:
 
     def authorise(self, scope: Scope) -> None:
         """Raises Refusal for a request without the key of an open episode; its body is not read then."""
-        if _session(self._episodes, scope) is None:
+        if self._session(scope) is None:
             raise Refusal(401, _NO_KEY, "invalid_api_key")
+
+    def _session(self, scope: Scope) -> _AgentSession | None:
+        return next((self._episodes[key] for key in bearers(scope) if key in self._episodes), None)
 
     def _route(self, dialect: ModuleType, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def handle(http: Request) -> Response:
-            session = _session(self._episodes, http.scope)
+            session = self._session(http.scope)
             try:
                 if session is None:  # closed while the body came
                     raise RequestRefused("key", _NO_KEY)
@@ -123,10 +125,6 @@ async def _count(episode: _AgentSession, body: dict[str, Any]) -> Response:
     return JSONResponse({"input_tokens": await episode.recording.count(request)})
 
 
-def _session(episodes: dict[str, _AgentSession], scope: Scope) -> _AgentSession | None:
-    return next((episodes[key] for key in bearers(scope) if key in episodes), None)
-
-
 async def _body(http: Request) -> dict[str, Any]:
     """The JSON object of a request. Raises RequestRefused."""
     data = await http.body()
@@ -161,40 +159,25 @@ def _no_number(name: str) -> float:
 @asynccontextmanager
 async def open_endpoint(*listeners: socket.socket) -> AsyncIterator[Endpoint]:
     """An endpoint on a unix socket in a folder of its own, and on `listeners`. Keys are its only access control."""
-    folder = Path(tempfile.mkdtemp(prefix="etude-"))
-    os.chmod(folder, 0o711)  # boxes run as other users
-    path = folder / "endpoint"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with (
+        tempfile.TemporaryDirectory(prefix="etude-", ignore_cleanup_errors=True) as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+    ):
+        os.chmod(folder, 0o711)  # boxes run as other users
+        path = Path(folder) / "endpoint"
         listener.bind(str(path))
         os.chmod(path, 0o666)
         listener.listen(_BACKLOG)
         endpoint = Endpoint(path)
         guarded = Guarded(endpoint.app, Access(), authorise=endpoint.authorise, refuse=shaped_refusal)
-        server = _EndpointServer(server_config(guarded))
-        serving = asyncio.create_task(server.serve(sockets=[listener, *listeners]))
+        server = uvicorn.Server(server_config(guarded))
+        # `serve` would take the signals of this process.
+        serving = asyncio.create_task(server._serve([listener, *listeners]))
         try:
             async with asyncio.timeout(START_SECONDS):
-                await server.ready.wait()
+                while not server.started:
+                    await asyncio.sleep(0.01)
             yield endpoint
         finally:
             server.should_exit = True
             await asyncio.wait([serving], timeout=2 * STOP_SECONDS)
-    finally:
-        listener.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-class _EndpointServer(uvicorn.Server):
-    """A server that leaves the handling of signals to its process."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._serve(sockets)  # without capturing signals, which `serve` would do

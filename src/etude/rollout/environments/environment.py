@@ -34,7 +34,6 @@ from etude.harness import (
     UsersBox,
     call_until,
     run_agent_loop,
-    sentence_of,
 )
 from etude.records import MAX_REWARD, Budget, Outcome, StopReason, Task, Turn
 from etude.renderers import printable
@@ -42,6 +41,7 @@ from etude.rollout.environments.agent import Agent, run_agent
 from etude.rollout.environments.environment_tools import BOX_TOOLS, PythonTools
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.sandbox.egress import EgressRequest
+from etude.sandbox.guest.boxed_runner import sentence_of
 
 BOX_SECONDS = 120.0  # to make a box, and to read the changes from it
 CALL_SECONDS = 60.0  # that `setup`, `tools` or `reward` may take; their commands in the box end by then

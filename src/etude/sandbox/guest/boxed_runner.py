@@ -1,4 +1,4 @@
-"""The program that calls a function inside a box; `boxed_tools.py` sends it there with the function's module.
+"""The program that calls a function inside a box; `harness/boxed_tools.py` sends it there with the function's module.
 
 It needs the standard library alone, of a Python from 3.8 on, and writes one line to descriptor 3: the order's mark,
 then a report as JSON.
