@@ -18,13 +18,13 @@ from typing import Any
 
 import httpx2
 
-from etude.code import install_wheels
 from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
 from etude.grading import TestRunner, open_sandbox
 from etude.sandbox import Image, Limits, Sandbox
 from etude.tasks import requirements
 from etude.tasks.coverage import last_lines
+from etude.tasks.environment import Install
 
 MAX_GOALS = 10
 TRIES = 5
@@ -77,21 +77,16 @@ class Kit:
     rules: Callable[[Sequence[Try]], tuple[str, ...] | None]  # the next try's requirements
     usable: Callable[[Iterable[str]], Iterable[str]]  # the plain ones among a model's requirements
     installer: str  # "pip" or "npm"
-    install: Callable[[Sequence[str], Path], None]  # requirements into a folder; raises UserError
+    install: Install
     miss: Callable[[TestRunner, Path, Goal], Awaitable[str | None]]  # see `miss`
 
 
 async def find(
-    repository: Path, layout: RepositoryLayout, work: Path, how: str, finish: Callable[[Path], None], named: Path
+    repository: Path, layout: RepositoryLayout, work: Path, how: str, install: Install, named: Path
 ) -> BootstrapRecipe:
     """Install the requirements of a Python repository into `work`/site. `how` is "rules" or the URL of a model;
-    `finish` adds files that packages do not bring; `named` is the path of the repository in messages. Raises UserError
-    with the reason of the last try if none of TRIES reaches the goals."""
-
-    def install(wanted: Sequence[str], site: Path) -> None:
-        install_wheels(wanted, site)
-        finish(site)
-
+    `named` is the path of the repository in messages. Raises UserError with the reason of the last try if none of TRIES
+    reaches the goals."""
     kit = Kit(
         repository=named,
         language="Python",
@@ -110,9 +105,8 @@ async def find(
 async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> BootstrapRecipe:
     """Returns the first of up to TRIES proposals that reaches the goals; its packages are in `work`/site. Raises
     UserError with the reason of the last try if none does."""
-    goals = kit.goals
-    if how != "rules":
-        goals = (*_goals_of_model(how, repository, kit)[: MAX_GOALS - 1], goals[-1])
+    named = kit.goals[:-1] if how == "rules" else _goals_of_model(how, repository, kit)[: MAX_GOALS - 1]
+    goals = (*named, kit.goals[-1])
     tries: list[Try] = []
     try:
         while len(tries) < TRIES:

@@ -6,12 +6,12 @@ discover functions -> trace which tests call them -> choose visible and hidden t
 import asyncio
 import random
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from etude.code import OPERATORS, find_licence, is_script, project_name
+from etude.code import OPERATORS, find_licence, install_wheels, is_script, project_name
 from etude.code import functions as discover
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig
@@ -42,7 +42,7 @@ from etude.tasks.inventory import Inventory
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.multi_function import MultiFunctionChange
-from etude.tasks.search import Progress, SearchResult, Target, search
+from etude.tasks.search import Progress, Target, search
 from etude.tasks.settings import PytestSettings
 
 _TRACE_SECONDS = 600.0
@@ -195,7 +195,10 @@ async def _run(plan: _BuildPlan) -> None:
     shutil.rmtree(work / "written", ignore_errors=True)
     shutil.rmtree(plan.tree)  # not earlier, since folders of an open sandbox must not change
     if not tasks:
-        raise _nothing_fit(plan, searched)
+        reasons = searched.rejected.most_common(3)
+        advice = _ADVICE.get(reasons[0][0], "add tests") if reasons else "add tests"
+        listed = ", ".join(f"{reason}: {n}" for reason, n in reasons)
+        raise UserError(f"no broken program of {plan.repo} passed the gates ({listed}); {advice}.")
     commits = histories.build(plan.past, bench.repository, tasks, work)
     fit = searched.tried - searched.rejected.total()
     history = card.TaskBuildLog(
@@ -234,13 +237,6 @@ async def _run(plan: _BuildPlan) -> None:
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
 
 
-def _nothing_fit(plan: _BuildPlan, searched: SearchResult) -> UserError:
-    reasons = ", ".join(f"{reason}: {n}" for reason, n in searched.rejected.most_common(3))
-    commonest = searched.rejected.most_common(1)
-    advice = _ADVICE.get(commonest[0][0], "add tests") if commonest else "add tests"
-    return UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); {advice}.")
-
-
 @dataclass(frozen=True)
 class _Prepared:
     """The result of the first runs of the suite, and the packages that they needed."""
@@ -262,16 +258,17 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     facts, options = plan.facts, plan.options
     name = project_name(plan.repo).removesuffix(f"-{facts.version}")
 
-    def finish(site: Path) -> None:
+    def install(wanted: Sequence[str], site: Path) -> None:
+        install_wheels(wanted, site)
         environment.finish(site, plan.tree, name, facts.version, facts.pytest)
 
     if options.bootstrap == "declared":
         result = await environment.find(
-            plan.tree, plan.work, options.requires, finish, lambda site: _trace(plan, sandbox, site)
+            plan.tree, plan.work, options.requires, install, lambda site: _trace(plan, sandbox, site)
         )
         recipe = None
     else:
-        recipe = await bootstrap.find(plan.tree, facts.layout, plan.work, options.bootstrap, finish, plan.repo)
+        recipe = await bootstrap.find(plan.tree, facts.layout, plan.work, options.bootstrap, install, plan.repo)
         result = environment.PythonEnvironment(recipe.requirements, await _trace(plan, sandbox, plan.work / "site"))
     trace = result.trace
     if not trace.passed:
@@ -308,25 +305,22 @@ async def _write_tests(
 def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
     """Write repository/ and hidden/. Returns the policy ("doctests" or "half") and the visible test functions. Tests
     that fail on the unbroken tree are not visible either."""
-    callers = prepared.callers
+    callers, layout, repository = prepared.callers, plan.facts.layout, plan.work / "repository"
     policy = plan.options.visible
     if policy == "auto":
         covered = [f for f in plan.eligible if f.id in callers]
         policy = "doctests" if 2 * sum(f.doctest for f in covered) >= len(covered) > 0 else "half"
-    tests = set(plan.facts.layout.tests)
-    discover.copy(plan.tree, plan.work / "repository", [f for f in plan.facts.layout.files if f not in tests])
-    discover.copy(plan.tree, plan.work / "hidden", plan.facts.layout.tests)
+    discover.copy(plan.tree, repository, sorted({*layout.files} - {*layout.tests}))
+    discover.copy(plan.tree, plan.work / "hidden", layout.tests)
     shown: set[str] = set()
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}
         shown = split.visible_half(callers, plan.options.seed) | _uncuttable(plan, everything)
-        hidden = everything - shown
         # Snapshots hold values that hidden tests expect.
-        visible = [path for path in plan.facts.layout.tests if not path.endswith(".snap")]
-        discover.copy(plan.tree, plan.work / "repository", visible)
-        _cut_out(plan.work / "repository", hidden | {split.base(test) for test in prepared.failed})
+        discover.copy(plan.tree, repository, [path for path in layout.tests if not path.endswith(".snap")])
+        _cut_out(repository, everything - shown | {split.base(test) for test in prepared.failed})
     if plan.facts.script:
-        (plan.work / "repository" / node.LINK[0]).symlink_to(node.LINK[1])
+        (repository / node.LINK[0]).symlink_to(node.LINK[1])
     return policy, shown
 
 
@@ -380,7 +374,10 @@ async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, polic
     python = [f for f in plan.functions if isinstance(f, Function)]
     modules = plan.facts.layout.modules
     changes = multi_function.find(plan.repo, plan.sources, python, callers, modules, options) if python else []
-    heldout = multi_function.find_heldout(eligible, changes, options)
+    members: dict[str, list[frozenset[str]]] = defaultdict(list)  # of each kind, so that all have held-out tasks
+    for change in changes:
+        members[change.program.kind].append(change.members)
+    heldout = split.heldout_functions(eligible, options.heldout_fraction, options.seed, members)
     drafts: list[Target] = []  # with all their tests
     for f in eligible:
         ranked = sorted(callers[f.id], key=lambda test: (breadth[test], test))

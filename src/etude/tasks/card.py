@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from etude.code import table
 from etude.config import BuildConfig
@@ -38,7 +38,7 @@ class TaskBuildLog:
     straddling: Mapping[str, int]  # kind -> changes left out, since they touch functions of both sides
     copies: Mapping[str, int]  # file -> programs dropped, since it holds their answer
     refused: str = ""  # why requirements for tests were not installed
-    requirements: Sequence[str] = field(default_factory=tuple)
+    requirements: Sequence[str] = ()
     recipe: BootstrapRecipe | None = None  # the requirements that a search reached the goals with, if there was one
 
 

@@ -18,7 +18,6 @@ from etude.code import (
     clone_around,
     declared_requirements,
     functions,
-    install_wheels,
     project_name,
     read_pyproject,
     toml_table,
@@ -38,6 +37,7 @@ _VERSION_FILES = (  # keys below [tool] that name a file with the version
     ("setuptools-git-versioning", "version_file"),
 )
 UNKNOWN = "0+unknown"  # the version of a clone without tags
+Install = Callable[[Sequence[str], Path], None]  # requirements into a folder; raises UserError
 Run = Callable[[Path], Awaitable[SuiteTrace]]  # the suite, with the packages of a folder
 
 
@@ -50,17 +50,14 @@ class PythonEnvironment:
     refused: str = ""
 
 
-async def find(
-    tree: Path, work: Path, more: Sequence[str], finish: Callable[[Path], None], run: Run
-) -> PythonEnvironment:
+async def find(tree: Path, work: Path, more: Sequence[str], install: Install, run: Run) -> PythonEnvironment:
     """Install into `work`/site the requirements with which most tests of the repository in `tree` pass. `more` are
-    requirements from the user; `finish` adds files that packages do not bring. Raises UserError if the declared ones
-    cannot be installed."""
+    requirements from the user. Raises UserError if the declared ones cannot be installed."""
     tried: list[PythonEnvironment] = []
     for wanted in _proposals(tree, more, tried):
         site = work / f"site-{len(tried)}"
         try:
-            install_wheels(wanted, site)
+            install(wanted, site)
         except UserError as e:
             shutil.rmtree(site, ignore_errors=True)
             if not tried and isinstance(e, NoWheel):
@@ -69,7 +66,6 @@ async def find(
                 raise
             tried.append(PythonEnvironment(wanted, SuiteTrace({}, 0, {}, {}, ""), str(e)))
             continue
-        finish(site)
         tried.append(PythonEnvironment(wanted, await run(site)))
         if len(tried) == TRIES or not any(tried[-1].trace.missing):
             break

@@ -161,16 +161,15 @@ def _changed(repository: Path, clone: Clone, below: str, names: Sequence[str]) -
     listed = {path.removeprefix(below): entry for path, entry in tree.items() if path.startswith(below)}
     known = {path: name for path, (mode, name) in listed.items() if mode.startswith("100")}
     modules = [path for path, (mode, _) in listed.items() if mode == SUBMODULE]
-    inside = [path for path in {*names, *known} if not (repository / path).is_dir()]
-    submodules = {path for path in inside if path not in known and any(path.startswith(f"{name}/") for name in modules)}
 
     def differs(path: str) -> bool:
         file = repository / path
-        if file.is_symlink():
+        of_submodule = path not in known and any(path.startswith(f"{name}/") for name in modules)
+        if of_submodule or file.is_dir() or file.is_symlink():
             return False
         return not file.is_file() or git_history.object_id(file.read_bytes()) != known.get(path)
 
-    return tuple(sorted(path for path in inside if path not in submodules and differs(path)))
+    return tuple(sorted(filter(differs, {*names, *known})))
 
 
 def _is_pointer(file: Path) -> bool:

@@ -48,6 +48,7 @@ _BRANCHES = ("if_statement", "for_statement", "for_in_statement", "while_stateme
              "catch_clause", "ternary_expression")  # fmt: skip
 _STATEMENTS = ("_statement", "_declaration")
 _ASSIGNMENTS = ("assignment_expression", "augmented_assignment_expression", "update_expression")
+_TEST_FOLDERS = frozenset(("test", "tests", "__tests__", "spec", "__mocks__", "__snapshots__", "__fixtures__"))
 _NOT_CODE = frozenset(
     ("docs", "doc", "examples", "example", "benchmark", "benchmarks", "bench", "scripts", "tools", "types")
 )
@@ -89,8 +90,7 @@ def layout(repository: Path, listed: Sequence[str]) -> RepositoryLayout:
     parser for it."""
     need("JavaScript", "apply")
     files = _without_builds(repository, listed)
-    tests = tuple(f for f in files if _belongs_to_tests(f))
-    sources = tuple(f for f in files if f not in set(tests) and _is_source(f))
+    tests, sources = tuple(filter(_belongs_to_tests, files)), tuple(filter(_is_source, files))
     if not sources:
         raise UserError(f"{repository} has no JavaScript sources; give the root of a package.")
     roots = tuple(sorted({PurePosixPath(f).parts[0] for f in sources}))
@@ -120,8 +120,8 @@ def typed(path: str) -> bool:
 def _without_builds(repository: Path, files: Sequence[str]) -> tuple[str, ...]:
     """The files without source maps, caches and compiled TypeScript, from which answers could be copied. A compiled
     file lies in a folder that package.json exports or a tsconfig compiles into, or has the name of a source file."""
-    kept = [f for f in files if not f.endswith(".map") and not _CACHES.intersection(PurePosixPath(f).parts)]
-    code = {f for f in kept if typed(f) and _is_source(f) and not _belongs_to_tests(f)}
+    kept = [f for f in files if not f.endswith(".map") and _CACHES.isdisjoint(f.split("/"))]
+    code = {f for f in kept if typed(f) and _is_source(f)}
     if not code:
         return tuple(kept)
     targets = [target for target in _targets(repository, kept) if not target.startswith("..")]
@@ -148,10 +148,15 @@ def _targets(repository: Path, files: Sequence[str]) -> Iterator[str]:
         about.get(key) for key in ("main", "module", "browser", "types", "typings", "bin", "exports")
     ]
     while pending:
-        value = pending.pop()
-        pending += list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-        if isinstance(value, str) and "*" not in value and value != "./package.json":
-            yield posixpath.normpath(value)
+        match pending.pop():
+            case dict(values):
+                pending += values.values()
+            case list(values):
+                pending += values
+            case str(path) if "*" not in path and path != "./package.json":
+                yield posixpath.normpath(path)
+            case _:
+                pass
     for path in files:
         if re.fullmatch(r"tsconfig[\w.-]*\.json", path):
             text = (repository / path).read_text("utf-8", "replace")
@@ -160,17 +165,13 @@ def _targets(repository: Path, files: Sequence[str]) -> Iterator[str]:
 
 
 def _belongs_to_tests(path: str) -> bool:
-    folders = {"test", "tests", "__tests__", "spec", "__mocks__", "__snapshots__", "__fixtures__"}
-    return is_test_file(path) or bool(folders.intersection(PurePosixPath(path).parts[:-1]))
+    return is_test_file(path) or not _TEST_FOLDERS.isdisjoint(path.split("/")[:-1])
 
 
 def _is_source(path: str) -> bool:
-    pure = PurePosixPath(path)
-    return (
-        path.endswith(SCRIPT_SUFFIXES)
-        and not _NOT_CODE.intersection(pure.parts[:-1])
-        and not _NOT_FILES.search(pure.name)
-    )
+    *folders, name = path.split("/")
+    code = name.endswith(SCRIPT_SUFFIXES) and _NOT_CODE.isdisjoint(folders) and not _NOT_FILES.search(name)
+    return code and not _belongs_to_tests(path)
 
 
 def tree(path: str, text: str) -> Any:

@@ -145,7 +145,7 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
         root = work / TRIED / f"{id}.{left}"
         root.mkdir(parents=True)
         try:
-            image = await make(sandbox, folder, root, limits_of(folder.record.memory_mb))
+            image = await make(sandbox, folder, root, limits_of(folder.record))
             record = msgspec.structs.replace(folder.record, id=id, environment=dict(image.environment))
             record = await _gates(sandbox, record, folder.path, image)
         except (BoxError, TimeoutError) as e:
@@ -162,7 +162,7 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
 async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, image: Image) -> ForeignRecord:
     """The record with the files that grading must accept from a solution. Raises FolderRefused, and BoxError if a box
     is lost."""
-    limits, tests = limits_of(record.memory_mb), folder / "tests"
+    limits, tests = limits_of(record), folder / "tests"
     nothing = await grade_harbor(sandbox, tests_of(record, tests), image, {}, limits)
     if nothing.score > 0:
         raise FolderRefused(f"doing nothing scores {nothing.score:.3g}")
