@@ -93,7 +93,6 @@ class Survey:
     pytest: PytestSettings
     version: str
     generated: Mapping[str, str]
-    modules: tuple[str, ...]  # files that define tests
 
 
 def survey_repository(repo: Path, exclude: Sequence[str]) -> Survey:
@@ -102,8 +101,8 @@ def survey_repository(repo: Path, exclude: Sequence[str]) -> Survey:
     version = environment.version_of(repo)
     if javascript.is_repository(repo):
         layout = javascript.layout(repo, taken.files)
-        modules = tuple(javascript.test_modules(repo, layout.tests))
-        return Survey(taken, layout, True, PytestSettings(), version, {}, modules)
+        layout = replace(layout, modules=tuple(javascript.test_modules(repo, layout.tests)))
+        return Survey(taken, layout, True, PytestSettings(), version, {})
     generated = environment.version_files(repo, taken, version)
     pytest = settings.read(repo)
     layout = discover.layout(repo, (*taken.files, *generated), pytest.is_module, pytest.pythonpath)
@@ -113,7 +112,7 @@ def survey_repository(repo: Path, exclude: Sequence[str]) -> Survey:
         rooted = any((above / name).is_file() for name in ("pyproject.toml", "setup.py", "setup.cfg"))
         cure = f"go to the project's folder, {above}" if rooted else "add tests"
         raise UserError(f"{repo} has no test modules (test_*.py){where}, and doctests alone could be edited; {cure}.")
-    return Survey(taken, layout, False, pytest, version, generated, layout.modules)
+    return Survey(taken, layout, False, pytest, version, generated)
 
 
 def read_functions(repo: Path, facts: Survey) -> tuple[dict[str, str], list[Unit]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from email.parser import Parser
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from operator import eq
 from pathlib import Path
 
@@ -146,16 +146,15 @@ def build(past: Past, repository: Path, tasks: Sequence[CodeTask], out: Path) ->
     present = _files(repository)
     past = _without_credentials(_without_tests(past, present, out / "hidden"), present)
     secrets = _secrets(past, tasks, present)
-    trees: list[dict[str, tuple[str, str] | None]] = []
-    before: GitTree = {}
-    for commit in past.commits:
-        changed = {path: at for path, at in commit.tree.items() if before.get(path) != at}
-        trees.append({path: None for path in before if path not in commit.tree} | changed)
-        before = commit.tree
+    changes = [
+        {path: None for path in before if path not in tree}
+        | {path: at for path, at in tree.items() if before.get(path) != at}
+        for before, tree in pairwise([{}, *(commit.tree for commit in past.commits)])
+    ]
     stored = _Stored(
         people=tuple(commit.people for commit in past.commits),
         messages=tuple(commit.message for commit in past.commits),
-        trees=tuple(trees),
+        trees=tuple(changes),
         entries=dict(past.entries),
         branch=past.branch,
         origin=past.origin,

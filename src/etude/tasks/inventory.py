@@ -59,6 +59,27 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     """List the files of `repository` that go into a dataset. `exclude` are paths, folders or patterns (`*.pem`). Raises
     UserError if git cannot list the files, if a file looks like a secret, or if a pointer of Git LFS stands in place of
     code."""
+    inventory = _listed(repository, exclude)
+    pointers = tuple(path for path in inventory.files if _is_pointer(repository / path))
+    if code := [path for path in pointers if language_of(path) not in (None, "json", "markdown")]:
+        raise UserError(
+            f"{code[0]} of {repository} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`, or leave "
+            f"it out with `--exclude {code[0]!r}`."
+        )
+    inventory = replace(inventory, pointers=pointers)
+    secrets = {path: kind for path in inventory.files if (kind := _kind(repository / path)) is not None}
+    if not secrets:
+        return inventory
+    shown = ", ".join(f"{path} ({what})" for path, what in list(secrets.items())[:_SHOWN])
+    more = f" and {len(secrets) - _SHOWN} more" if len(secrets) > _SHOWN else ""
+    option = " ".join(f"'{path}'" for path in secrets)
+    raise UserError(
+        f"{repository} holds likely secrets, which a dataset would pass on: {shown}{more}; "
+        f"remove them, or leave these files out with `--exclude {option}`."
+    )
+
+
+def _listed(repository: Path, exclude: Sequence[str]) -> Inventory:
     clone = clone_around(repository)
     place = repository.resolve().relative_to(clone.root).as_posix() if clone is not None else "."
     below = "" if place == "." else f"{place}/"
@@ -68,22 +89,19 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
         files = functions.clean_files(repository)
         runs = [f"outputs/{path.parent.name}" for path in repository.glob("outputs/*/config.json")]  # of etude
         excluded = tuple(path for path in files if excludes(path, (*exclude, *runs)))
-        return _checked(repository, Inventory(tuple(sorted({*files} - {*excluded})), excluded=excluded))
+        return Inventory(tuple(sorted({*files} - {*excluded})), excluded=excluded)
     tracked = [path for path in names if not functions.is_junk(path) and _is_plain(repository, path)]
     excluded = tuple(path for path in tracked if excludes(path, exclude))
     modules = [path for path in names if staged[path][0] == SUBMODULE]
     options = ("ls-files", "-z", "--others", "--directory", "--no-empty-directory")
     others = clone.demand(*options, within=repository.resolve()).split(b"\0")
-    return _checked(
-        repository,
-        Inventory(
-            files=tuple(sorted({*tracked} - {*excluded})),
-            tracked=True,
-            untracked=tuple(sorted(_named(name.decode("utf-8", "surrogateescape") for name in others if name))),
-            changed=_changed(repository, clone, below, names),
-            absent=tuple(sorted(modules)),
-            excluded=excluded,
-        ),
+    return Inventory(
+        files=tuple(sorted({*tracked} - {*excluded})),
+        tracked=True,
+        untracked=tuple(sorted(_named(name.decode("utf-8", "surrogateescape") for name in others if name))),
+        changed=_changed(repository, clone, below, names),
+        absent=tuple(sorted(modules)),
+        excluded=excluded,
     )
 
 
@@ -121,28 +139,6 @@ def secret(data: bytes) -> str | None:
     """The kind of secret that a file seems to hold ("a private key"); None if it seems to hold none."""
     match = _ANY.search(data, 0, _MAX_BYTES)
     return _SECRET_TEXTS[match.lastindex - 1][1] if match and match.lastindex else None
-
-
-def _checked(repository: Path, inventory: Inventory) -> Inventory:
-    """Returns the inventory. Raises UserError, with the option that leaves the files out, if files look like secrets or
-    code was not fetched."""
-    pointers = tuple(path for path in inventory.files if _is_pointer(repository / path))
-    if code := [path for path in pointers if language_of(path) not in (None, "json", "markdown")]:
-        raise UserError(
-            f"{code[0]} of {repository} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`, or leave "
-            f"it out with `--exclude {code[0]!r}`."
-        )
-    inventory = replace(inventory, pointers=pointers)
-    secrets = {path: kind for path in inventory.files if (kind := _kind(repository / path)) is not None}
-    if not secrets:
-        return inventory
-    shown = ", ".join(f"{path} ({what})" for path, what in list(secrets.items())[:_SHOWN])
-    more = f" and {len(secrets) - _SHOWN} more" if len(secrets) > _SHOWN else ""
-    option = " ".join(f"'{path}'" for path in secrets)
-    raise UserError(
-        f"{repository} holds likely secrets, which a dataset would pass on: {shown}{more}; "
-        f"remove them, or leave these files out with `--exclude {option}`."
-    )
 
 
 def _kind(file: Path) -> str | None:

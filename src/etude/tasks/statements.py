@@ -36,6 +36,7 @@ class Determined:
         self._texts = dict(texts_below(repository))
         # Word -> number of files.
         self._files = Counter(word for text in self._texts.values() for word in set(_WORD.findall(text)))
+        # File of hidden tests -> its functions, and the names that it imports.
         self._wanted: dict[str, tuple[dict[str, FunctionNode], set[str]]] = {}
 
     def guesses(
@@ -50,7 +51,16 @@ class Determined:
         return {test for test in tests if self._wants(test, lost, gold, shown, changes)}
 
     def _wants(self, test: str, lost: set[str], gold: str, shown: str, changes: Mapping[str, str]) -> bool:
-        node, imports = self._test(test)
+        """Whether a hidden test needs a name that is `lost`, or a text of `gold` that occurs nowhere else."""
+        path, _, name = test.partition("::")
+        if path not in self._wanted:
+            file = self._hidden / path
+            tree = parse(file.read_text("utf-8", "replace")) if file.is_file() and path.endswith(".py") else None
+            body = tree.body if tree is not None else []
+            imports = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+            self._wanted[path] = dict(functions_of(body, "")), imports
+        functions, imports = self._wanted[path]
+        node = functions.get(name.partition("[")[0])
         if node is None:
             return False
         names, texts = set(imports), list[str]()
@@ -71,18 +81,6 @@ class Determined:
             if there and not any(text in other for path, other in self._texts.items() if path not in changes):
                 return True
         return False
-
-    def _test(self, test: str) -> tuple[FunctionNode | None, set[str]]:
-        """(syntax tree of a hidden test, names that its file imports)"""
-        path, _, name = test.partition("::")
-        if path not in self._wanted:
-            file = self._hidden / path
-            tree = parse(file.read_text("utf-8", "replace")) if file.is_file() and path.endswith(".py") else None
-            body = tree.body if tree is not None else []
-            imports = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
-            self._wanted[path] = dict(functions_of(body, "")), imports
-        functions, imports = self._wanted[path]
-        return functions.get(name.partition("[")[0]), imports
 
 
 def failing(report: TestReport, tests: Iterable[str]) -> list[str]:

@@ -61,8 +61,8 @@ async def write(
         path = f"tests/test_written_{blake3.blake3(function.id.encode()).hexdigest()[:12]}.py"
         tree = parse(text)
         nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef)] if tree is not None else []
-        if names := [node.name for node in nodes if node.name.startswith("test")]:
-            written[function.id] = [f"{path}::{name}" for name in names]
+        if tests := [f"{path}::{node.name}" for node in nodes if node.name.startswith("test")]:
+            written[function.id] = tests
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
     kept: dict[str, set[str]] = {}
