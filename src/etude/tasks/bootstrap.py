@@ -174,11 +174,11 @@ async def miss(repository: Path, sandbox: Sandbox, site: Path, goal: Goal) -> st
 def _by_rules(repository: Path, tries: Sequence[Try]) -> tuple[str, ...] | None:
     """The requirements of the next try: one more source of the repository, then the packages that the last try
     lacked."""
-    wanted: list[str] = []
+    wanted: tuple[str, ...] = ()
     for source in requirements.sources(repository):
-        wanted = list(dict.fromkeys([*wanted, *source]))
-        if all(tuple(wanted) != old.requirements for old in tries):
-            return tuple(wanted)
+        wanted = tuple(dict.fromkeys((*wanted, *source)))
+        if all(wanted != old.requirements for old in tries):
+            return wanted
     output = "\n".join(text for _, text in tries[-1].missed)
     names = re.findall(r"No module named '(\w+)|fixture '(\w+)' not found", output)
     missing = [requirements.MISSING[name] for pair in names for name in pair if name in requirements.MISSING]
@@ -221,9 +221,10 @@ def _by_model(url: str, repository: Path, tries: Sequence[Try], kit: Kit) -> tup
     stage."""
     failed = tries[-1].missed[:3] if tries else ()
     goals = "\n".join(f"$ {command}\nIt printed:\n{output[-1000:]}" for command, output in failed) or "the test suite"
-    described = _described(repository, kit.files)
-    description = f"{described}\nTried: {', '.join(tries[-1].requirements)}" if tries else described
-    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, note=kit.note, goals=goals, text=description))
+    text = _described(repository, kit.files)
+    if tries:
+        text += f"\nTried: {', '.join(tries[-1].requirements)}"
+    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, note=kit.note, goals=goals, text=text))
     return tuple(kit.usable(str(line) for line in answer.get("requirements", ())))
 
 

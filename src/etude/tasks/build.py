@@ -70,7 +70,14 @@ def build_dataset(
     if writer is None and options.write_tests is not None:
         writer = synthesis.by_command(options.write_tests)
     facts = survey_repository(repo, options.exclude)
-    _check_place(repo, out, facts.inventory, options)
+    root, place = repo.resolve(), out.resolve()
+    if not facts.inventory.tracked and place.is_relative_to(root):
+        path = place.relative_to(root).as_posix()
+        if not inventory.excludes(f"{path}/_", options.exclude):  # the next build would count the dataset as a part
+            raise UserError(
+                f"{out} lies inside the repository and would become part of it; choose a folder outside, or leave it "
+                f"out with `--exclude {path.partition('/')[0]}`."
+            )
     sources, functions = read_functions(repo, facts)
     past = histories.read(repo, project_name(repo), facts.inventory.files)
     with dataset.unfinished(out) as work:
@@ -133,20 +140,6 @@ def check_operators(options: BuildConfig) -> None:
         raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(known))}")
 
 
-def _check_place(repo: Path, out: Path, taken: Inventory, options: BuildConfig) -> None:
-    """Raises UserError if `out` lies where the next build would count the dataset as a part of the repository."""
-    root, place = repo.resolve(), out.resolve()
-    if taken.tracked or not place.is_relative_to(root):
-        return
-    path = place.relative_to(root).as_posix()
-    if not inventory.excludes(f"{path}/_", options.exclude):
-        first = path.partition("/")[0]
-        raise UserError(
-            f"{out} lies inside the repository and would become part of it; choose a folder outside, or leave it out "
-            f"with `--exclude {first}`."
-        )
-
-
 @dataclass(frozen=True)
 class _BuildPlan:
     repo: Path
@@ -171,9 +164,6 @@ async def _run(plan: _BuildPlan) -> None:
     async with open_sandbox(workers=options.workers, memo=0) as sandbox:
         prepared = await _prepare(plan, sandbox)
         policy, shown = _write_trees(plan, prepared)
-        callers = prepared.callers
-        if plan.writer is not None:
-            callers = await _write_tests(plan, sandbox, callers, plan.writer)
         bench = Bench(
             sandbox=sandbox,
             name=project_name(plan.repo),
@@ -184,9 +174,12 @@ async def _run(plan: _BuildPlan) -> None:
             licence=licence_name,
             options=options,
         )
+        callers = prepared.callers
+        if plan.writer is not None:
+            callers = await _write_tests(plan, bench, callers, plan.writer)
         drawn = await _targets(plan, bench, callers, policy, shown)
         searched = await search(bench, drawn.targets, LeakIndex(bench.repository), plan.progress)
-    _cut_out(work / "repository", drawn.unstable)
+    _cut_out(bench.repository, drawn.unstable)
     copied = leaks.stored({"repository": bench.repository, "site": bench.site}, searched.tasks)
     if copied:
         searched.rejected[Rejected.LEAK] += len(copied)
@@ -250,11 +243,11 @@ class _Prepared:
 async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     """Install the requirements of the tests into `work`/site, and run the suite."""
     plan.progress("installing dependencies", 0, 1)
+    facts, options = plan.facts, plan.options
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
-        recipe, callers = await node.prepare(plan.tree, plan.facts.layout, plan.work, scripts, plan.options, plan.repo)
+        recipe, callers = await node.prepare(plan.tree, facts.layout, plan.work, scripts, options, plan.repo)
         return _Prepared(callers, recipe.requirements, {}, recipe)
-    facts, options = plan.facts, plan.options
     name = project_name(plan.repo).removesuffix(f"-{facts.version}")
 
     def install(wanted: Sequence[str], site: Path) -> None:
@@ -278,8 +271,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
 async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.SuiteTrace:
     """Run the whole suite once on the unchanged repository."""
     plan.progress("running the test suite", 0, 1)
-    limits = Limits(seconds=_TRACE_SECONDS)
-    box = await sandbox.create(Image(repository=plan.tree, site=site, changes={}), limits)
+    box = await sandbox.create(Image(plan.tree, site, {}), Limits(seconds=_TRACE_SECONDS))
     try:
         return await coverage.trace(box, plan.facts.layout.source_roots, plan.facts.layout.modules, _TRACE_SECONDS)
     finally:
@@ -287,17 +279,18 @@ async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.Sui
 
 
 async def _write_tests(
-    plan: _BuildPlan, sandbox: Sandbox, callers: split.Callers, writer: synthesis.Writer
+    plan: _BuildPlan, bench: Bench, callers: split.Callers, writer: synthesis.Writer
 ) -> split.Callers:
     """Returns `callers` together with the tests written for functions without tests; their files join the hidden
     ones."""
     plan.progress("writing tests", 0, 1)
-    image = Image(repository=plan.work / "repository", site=plan.work / "site", changes={})
     missing = [f for f in plan.eligible if f.id not in callers and isinstance(f, Function)]
     folder = plan.work / "written"
-    kept = await synthesis.write(sandbox, image, missing, plan.sources, writer, folder, plan.options.seed)
+    kept = await synthesis.write(
+        bench.sandbox, bench.image({}), missing, plan.sources, writer, folder, plan.options.seed
+    )
     files = {test.split("::")[0] for tests in kept.values() for test in tests}
-    discover.copy(folder, plan.work / "hidden", sorted(files))
+    discover.copy(folder, bench.hidden, sorted(files))
     return {**callers, **kept}
 
 

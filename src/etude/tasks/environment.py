@@ -87,8 +87,8 @@ def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironmen
             wanted = longer
             yield tuple(wanted)
     ran = [one for one in tried if not one.refused]
-    names = [name for pair in ran[-1].trace.missing for name in pair]
-    known = [requirements.MISSING[name] for name in names if name in requirements.MISSING]
+    missing = (name for pair in ran[-1].trace.missing for name in pair)
+    known = [requirements.MISSING[name] for name in missing if name in requirements.MISSING]
     if set(known) - set(ran[-1].requirements):
         yield tuple(dict.fromkeys([*ran[-1].requirements, *known]))
 
@@ -113,9 +113,7 @@ def finish(site: Path, tree: Path, name: str, version: str, pytest: PytestSettin
 
 def version_of(repository: Path) -> str:
     """The version of a repository: declared, from its PKG-INFO, from the last tag, or UNKNOWN."""
-    name = project_name(repository)
-    match = re.search(r"-(\d[\w.+!]*)$", name)
-    if match:
+    if match := re.search(r"-(\d[\w.+!]*)$", project_name(repository)):
         return match[1]
     clone = clone_around(repository)
     described = clone.output("describe", "--tags", "--abbrev=0") if clone is not None else None
@@ -151,14 +149,10 @@ def explained(repository: Path, trace: SuiteTrace, refused: str) -> UserError:
     lacking = [requirements.MISSING.get(name, name.replace("_", "-")) for name in (*modules, *fixtures)]
     own = {name: place for name in modules if (place := _place_of(repository, name)) is not None}
     lacking = [name for name in lacking if name.replace("-", "_") not in own]
-    links = [
-        f"{place} is a link, and links are left out: put a copy in its place"
-        for place in own.values()
-        if (repository / place).is_symlink()
-    ]
+    links = [place for place in own.values() if (repository / place).is_symlink()]
     message = last_lines(next(iter([*trace.broken.values(), *trace.failed.values()]), trace.printed))
     if links:
-        advice = links[0]
+        advice = f"{links[0]} is a link, and links are left out: put a copy in its place"
     elif lacking:
         advice = f"name the missing packages: add `--requires {' '.join(lacking[:5])}` to the command"
     else:

@@ -73,7 +73,7 @@ def write_task(task: CodeTask, folder: Path) -> None:
     folder.mkdir(parents=True)
     image = image_name(task.repository)
     command = "node /verifier/grade.mjs" if is_script(task.function) else "python /verifier/grade.py"
-    tests = {"fail_to_pass": list(task.fail_to_pass), "pass_to_pass": list(task.pass_to_pass)}
+    tests = {"fail_to_pass": task.fail_to_pass, "pass_to_pass": task.pass_to_pass}
     files = {
         "task.toml": _task_toml(task),
         "instruction.md": f"{task.prompt}\n",

@@ -70,11 +70,10 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     secrets = {path: kind for path in inventory.files if (kind := _kind(repository / path)) is not None}
     if not secrets:
         return inventory
-    shown = ", ".join(f"{path} ({what})" for path, what in list(secrets.items())[:_SHOWN])
-    more = f" and {len(secrets) - _SHOWN} more" if len(secrets) > _SHOWN else ""
+    shown = shortened([f"{path} ({what})" for path, what in secrets.items()], _SHOWN)
     option = " ".join(f"'{path}'" for path in secrets)
     raise UserError(
-        f"{repository} holds likely secrets, which a dataset would pass on: {shown}{more}; "
+        f"{repository} holds likely secrets, which a dataset would pass on: {shown}; "
         f"remove them, or leave these files out with `--exclude {option}`."
     )
 
@@ -103,6 +102,12 @@ def _listed(repository: Path, exclude: Sequence[str]) -> Inventory:
         absent=tuple(sorted(modules)),
         excluded=excluded,
     )
+
+
+def shortened(names: Sequence[str], most: int) -> str:
+    """Up to `most` names, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def files_below(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -73,6 +73,7 @@ async def prepare(
         few = not ran or passed < goal.share * ran
         return f"{printed}\n{passed} of {ran} tests pass" if few else None
 
+    how = "rules" if options.bootstrap == "declared" else options.bootstrap
     kit = Kit(
         repository=named,
         language="JavaScript",
@@ -85,7 +86,6 @@ async def prepare(
         install=lambda wanted, site: _install(wanted, site, read_package(repository).get("name")),
         miss=miss,
     )
-    how = "rules" if options.bootstrap == "declared" else options.bootstrap
     return await bootstrap.try_out(repository, work, how, kit), callers
 
 
@@ -117,8 +117,8 @@ def _by_rules(whole: Path, layout: RepositoryLayout, tries: Sequence[Try]) -> tu
 
 def _proposals(whole: Path, layout: RepositoryLayout) -> Iterator[dict[str, str]]:
     about = read_package(whole)
-    needed = {**about.get("dependencies", {}), **about.get("peerDependencies", {})}
-    development: dict[str, str] = about.get("devDependencies", {})
+    needed = about.get("dependencies", {}) | about.get("peerDependencies", {})
+    development = about.get("devDependencies", {})
     read = [
         f for f in layout.files if (f in set(layout.tests) and f.endswith(SCRIPT_SUFFIXES)) or _SETTINGS.fullmatch(f)
     ]

@@ -128,7 +128,7 @@ def _programs(
     """Broken programs of a function in the order in which they are tried. Programs whose answer can be copied, and
     those that mean the same as one that was `seen`, are left out and counted."""
     for broken in target.programs or _broken(target, options):
-        parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
+        parts = [broken.mutant, *dict(broken.elsewhere).values()]
         leak, worst = max(
             ((leaks.share(part.original_body, part.body), part) for part in parts), key=lambda pair: pair[0]
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 from etude.code import parse
 from etude.code.functions import FunctionNode
 from etude.sandbox import TestReport
+from etude.tasks.inventory import shortened
 from etude.tasks.leaks import texts_below
 from etude.tasks.split import functions_of
 
@@ -72,8 +73,6 @@ class Determined:
                     names.add(name)
                 case ast.Constant(value=str(text)):
                     texts.append(text)
-                case _:
-                    pass
         if lost & names:
             return True
         for text in texts:
@@ -93,11 +92,10 @@ def with_symptom(request: str, report: TestReport, visible: Sequence[str], hidde
     errors in which hidden tests end. The statement tells nothing else about hidden tests."""
     request = request if request.endswith((".", "!", "?")) or "\n" in request else f"{request}."
     if shown := failing(report, visible):
-        names = ", ".join(f"`{test}`" for test in shown[:_SHOWN])
-        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        names = shortened([f"`{test}`" for test in shown], _SHOWN)
         message = " ".join(report.messages.get(shown[0], "").split())
         verb = "tests fail" if len(shown) > 1 else "test fails"
-        return f"{request}\n\nThe {verb}: {names}{more}." + (f" The first says: {message}" if message else "")
+        return f"{request}\n\nThe {verb}: {names}." + (f" The first says: {message}" if message else "")
     kinds = Counter(_kind(report.messages.get(test, "")) for test in failing(report, hidden))
     listed = ", ".join(f"{kind} ({count})" for kind, count in sorted(kinds.items()))
     return f"{request}\n\nNo visible test fails. Of {len(hidden)} other tests, these fail: {listed}."

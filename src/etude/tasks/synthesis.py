@@ -67,8 +67,8 @@ async def write(
             (folder / path).write_text(text, encoding="utf-8")
     kept: dict[str, set[str]] = {}
     for function in functions:
-        tests = written.get(function.id, [])
-        if good := await _kept(sandbox, image, function, sources[function.path], tests, folder, seed):
+        tests = written.get(function.id)
+        if tests and (good := await _kept(sandbox, image, function, sources[function.path], tests, folder, seed)):
             kept[function.id] = good
     return kept
 

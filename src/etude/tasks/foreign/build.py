@@ -141,7 +141,9 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
     """The record of a folder whose image can be made and whose gates hold. Boxes that infrastructure loses are made
     again, in another folder, since a sandbox keeps the content of a folder that it has read. Raises FolderRefused or
     UserError."""
-    for left in reversed(range(TRIES)):
+    left = TRIES
+    while True:
+        left -= 1
         root = work / TRIED / f"{id}.{left}"
         root.mkdir(parents=True)
         try:
@@ -156,7 +158,6 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
         root.rename(work / "images" / id)
         shutil.copytree(folder.path, work / "tasks" / id, symlinks=True)
         return record
-    raise AssertionError("unreachable")
 
 
 async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, image: Image) -> ForeignRecord:
@@ -193,7 +194,7 @@ def _save(work: Path, name: str, trials: Trials, bases: Sequence[str], heldout_f
     (work / "hidden").mkdir()
     (work / RECORDS).write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
     splits = [record.split for record in records]
-    counts = {"tried": len(trials.trials), "tasks": len(splits), "train": splits.count("train")}
+    counts = {"tried": len(trials.trials), "tasks": len(splits)}
     manifest = dataset.Manifest(
         format=dataset.DATASET_FORMAT,
         name=name,
@@ -204,7 +205,7 @@ def _save(work: Path, name: str, trials: Trials, bases: Sequence[str], heldout_f
         source_roots=(),
         visible="",
         options={"base": list(bases)},
-        counts=counts | {"heldout": splits.count("heldout")},
+        counts=counts | {side: splits.count(side) for side in ("train", "heldout")},
         digests={},
         kind=FOREIGN,
         warnings=(DECIDED_INSIDE,),
