@@ -24,24 +24,21 @@ from pathlib import Path
 
 import msgspec
 import torch
-from etude.rollout.environment import environment_dataset
 from transformers import PreTrainedModel
 
 from etude.cli.overlays import read_toml
 from etude.config import RLConfig, validate
 from etude.grading.runner import open_sandbox
-from etude.harness.loop import EngineModel, Sampling
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.wire import GenerateRequest
 from etude.records import Episode, Generation, Group, Outcome
-from etude.renderers import renderer_for
 from etude.rollout.admission import capacity
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
+from etude.run.parts import context_of, renderer_of, taskset_of
 from etude.store import open_store
-from etude.tasks import dataset as datasets
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.step import Learner, train_step
@@ -57,7 +54,7 @@ async def train(config: RLConfig, folder: Path) -> list[dict[str, float]]:
     torch.set_num_threads(config.trainer.threads)
     trainer = Trainer(config, folder)
     async with open_context(config, folder) as (context, engine):
-        curriculum = Curriculum([task.id for task in context.dataset.split("train")], rollout.group, config.seed)
+        curriculum = Curriculum([task.id for task in context.taskset.split("train")], rollout.group, config.seed)
         groups: list[asyncio.Task[list[Episode]]] = []  # by index: played, or being played
         history: list[dict[str, float]] = []
         trainer.publish(0, ())
@@ -122,7 +119,7 @@ async def play_group(context: RolloutContext, config: RLConfig, index: int, task
 
     An episode lost to infrastructure is played again; one that is lost for good leaves the group.
     """
-    task = context.dataset.by_id[task_id]
+    task = context.taskset.by_id[task_id]
 
     async def play_member(member: int) -> Episode | None:
         for attempt in range(RETRIES + 1):
@@ -192,19 +189,15 @@ def write(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
 @asynccontextmanager
 async def open_context(config: RLConfig, folder: Path) -> AsyncIterator[tuple[RolloutContext, Engine]]:
     """What episodes are played with, and the engine: tasks, boxes if there are any, and the policy."""
-    renderer = renderer_for(Path(config.model.path))
-    if config.tasks.environment is not None:
-        dataset = environment_dataset(config, renderer, folder)
-    elif config.tasks.dataset is not None:
-        dataset = datasets.load_dataset(Path(config.tasks.dataset))
-    else:
-        sys.exit("this file takes tasks.environment or tasks.dataset; `etude tasks build` makes a dataset")
+    taskset = taskset_of(config, folder)
+    if taskset is None or taskset.mixed:
+        sys.exit("this file takes tasks.environment, tasks.edits or tasks.dataset; `etude tasks build` makes a dataset")
     engine = Engine(load_model(config.model.path))
     engine.start()
     try:
         async with open_sandbox() as sandbox:
-            model = EngineModel(EnginePolicy(engine), renderer, Sampling(temperature=config.rollout.temperature))
-            yield RolloutContext(dataset, sandbox, model, config.rollout.budget(), reward=config.reward), engine
+            policy, renderer = EnginePolicy(engine), renderer_of(config)
+            yield context_of(config, taskset, sandbox, policy, renderer, training=True), engine
     finally:
         engine.close()
 

@@ -1,9 +1,13 @@
 """Tasks, tools and a reward of your own: wrong comparisons. Run it with `etude train my_environment.toml`."""
 
-from etude.rollout.environment import Environment, EnvironmentTask
+from etude import Environment, Task
 
 NAMES = {"<": "less below before", ">": "greater above after", "==": "same equal is", "!=": "different unlike other"}
 CODE = "def {name}(a, b):\n    return a {sign} b"
+
+
+class Comparison(Task, frozen=True, kw_only=True):
+    answer: str  # the model reads the prompt alone
 
 
 class MyEnvironment(Environment):
@@ -12,7 +16,7 @@ class MyEnvironment(Environment):
             for name in names.split():
                 for number, wrong in enumerate(sign for sign in NAMES if sign != right):
                     code, answer = CODE.format(name=name, sign=wrong), CODE.format(name=name, sign=right)
-                    yield EnvironmentTask(id=f"{name}-{number}", prompt=f"Fix `{name}` in m.py\n{code}", answer=answer)
+                    yield Comparison(id=f"{name}-{number}", prompt=f"Fix `{name}` in m.py\n{code}", answer=answer)
 
     def setup(self, episode):
         episode.state["code"] = episode.task.prompt.partition("\n")[2]

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from etude.errors import RunFailed as RunFailed
     from etude.errors import UserError as UserError
     from etude.grading import open_sandbox as open_sandbox
     from etude.harness import tool as tool
@@ -19,14 +20,19 @@ if TYPE_CHECKING:
     from etude.run.api import evaluate as evaluate
     from etude.run.api import train as train
     from etude.sandbox import Box as Box
+    from etude.sandbox import BoxError as BoxError
+    from etude.sandbox import Limits as Limits
 
 _PLACES = {
     "Box": "etude.sandbox",
+    "BoxError": "etude.sandbox",
     "Budget": "etude.records",
     "Engine": "etude.inference.engine.engine",
     "Environment": "etude.rollout",
     "EnvironmentEpisode": "etude.rollout",
     "Episode": "etude.records",
+    "Limits": "etude.sandbox",
+    "RunFailed": "etude.errors",
     "Task": "etude.records",
     "UserError": "etude.errors",
     "evaluate": "etude.run.api",

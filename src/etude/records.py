@@ -45,6 +45,9 @@ class Outcome(StrEnum):
 LOST = (Outcome.INFRA.value, Outcome.QUARANTINED.value)
 
 
+MAX_REWARD = 1e18  # of users' rewards and components, and its negative: gradients and their squares have 32 bits
+
+
 class StopReason(StrEnum):
     """Why the agent loop ended."""
 
@@ -93,6 +96,16 @@ class Task(Record, frozen=True, kw_only=True):
         return self.id
 
     @property
+    def hidden_tests(self) -> tuple[str, ...]:
+        """The node ids of the tests that decide; () where something else decides."""
+        return ()
+
+    @property
+    def decided(self) -> float:
+        """The share of its tests that are decided outside of the tested process, inside of which they can be forged."""
+        return 1.0
+
+    @property
     def text(self) -> str:
         """A text that is typical for the task: probes of engines are made of such texts."""
         return self.prompt
@@ -123,6 +136,16 @@ class CodeTask(Task, frozen=True, kw_only=True):
     def cluster(self) -> str:
         """The broken function."""
         return self.function
+
+    @property
+    def hidden_tests(self) -> tuple[str, ...]:
+        """Both kinds of hidden tests."""
+        return (*self.fail_to_pass, *self.pass_to_pass)
+
+    @property
+    def decided(self) -> float:
+        """The share that `difficulty` names; 1 if it is unknown."""
+        return self.difficulty.get("decided", 1.0)
 
     @property
     def text(self) -> str:

@@ -99,7 +99,7 @@ def test_every_command_explains_itself_without_torch():
         (["serve", TOML], "demo.toml is not a folder"),
         (["eval", "nano", "--suite", TINY, "--device", "nonsense"], "device = 'nonsense' is not there"),
         (["eval", "nano", "--suite", TINY, "-o", TOML], "demo.toml/model-0 cannot be made: Not a directory"),
-        (["eval", "nano", "--suite", TOML], "demo.toml is not a task dataset"),
+        (["eval", "nano", "--suite", TOML], "demo.toml has tasks that must be built"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, sentence, capsys, tmp_path, monkeypatch):

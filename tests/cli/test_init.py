@@ -13,8 +13,7 @@ import pytest
 
 from etude.cli import main
 from etude.config import RLConfig, bundled, validate
-from etude.rollout.environment import environment_dataset
-from etude.run.parts import renderer_of
+from etude.run.parts import part_of, renderer_of
 
 TINY = Path(__file__).parents[1] / "tasks/repositories/tiny-1.0"
 SHORT = ["--trainer.steps", "1", "--tasks.max_tasks", "4", "--rollout.prompts", "1", "--rollout.group", "2",
@@ -101,8 +100,8 @@ def test_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert etude("init", "--environment") == 0
     assert etude("train", "my_environment.toml", "--dry-run") == 0
     config = validate(RLConfig, tomllib.loads(Path("my_environment.toml").read_text()), "")
-    dataset = environment_dataset(config, renderer_of(config), tmp_path)
-    assert len(dataset.split("train")) > len(dataset.split("heldout")) > 8
+    part = part_of(config.tasks, renderer_of(config), config.rollout.budget())
+    assert len(part.split("train")) > len(part.split("heldout")) > 8
     capsys.readouterr()
     assert etude("init", "--environment") == 2
     assert "my_environment.py is there already" in capsys.readouterr().err

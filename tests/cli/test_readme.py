@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 import httpx2
 import pytest
 
+import etude
 from etude.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,28 @@ def test_tasks_are_built_and_checked(tmp_path: Path) -> None:
 def test_doctor() -> None:
     done = subprocess.run([*ETUDE, "doctor"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_environment_of_the_readme_trains_and_is_measured(tmp_path: Path) -> None:
+    """As printed, in an empty folder: `python` and `etude` are those of the installation."""
+    (code,) = fenced(README, "python")
+    (tmp_path / "signs.py").write_text(code)
+    (lines,) = [block for block in blocks() if "signs.py" in block]
+    environment = os.environ | {"PYTHONPATH": str(Path(etude.__file__).parents[1]), "TERM": "dumb"}
+    for line in lines.splitlines():
+        program, *words = shlex.split(line)
+        command = {"python": [sys.executable], "etude": ETUDE}[program]
+        done = subprocess.run(
+            [*command, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "outputs/signs" in done.stdout
+    assert "pass@1" in done.stdout
+    rows = [json.loads(row) for row in (tmp_path / "outputs/signs/metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward/all/mean"] for row in rows]
+    assert len(rewards) == 10
+    assert sum(rewards[-3:]) > sum(rewards[:3]), rewards
 
 
 @contextmanager

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
-from etude.rollout.apply_edits import edit_tasks
-from etude.rollout.environment import environment_dataset
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -23,9 +22,11 @@ from etude.grading.runner import open_sandbox
 from etude.harness.loop import ChatAPI
 from etude.protocol.backends import EngineError
 from etude.protocol.backends.chat_model import Api, ChatClient, ChatModel, ContextSpent, Conversation
-from etude.records import Budget, Episode, StopReason
+from etude.records import Budget, Episode, StopReason, Turn, encode
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.schemas import SCHEMAS
+from etude.rollout.environments.code import dataset_part
+from etude.rollout.environments.taskset import Taskset
 from etude.rollout.episode import RolloutContext
 from etude.run.engines import engine_url, spawn_engine
 from etude.tasks import dataset
@@ -35,8 +36,9 @@ from tests.helpers.mixtures import TINY
 from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
 from tests.helpers.tiny_models import save_random_model
 from tests.rollout.test_applied_edits import BUDGET as EDIT_BUDGET
-from tests.rollout.test_applied_edits import RESULT, tables  # noqa: F401 - `tables` is a fixture
+from tests.rollout.test_applied_edits import RESULT, edit_tasks, tables  # noqa: F401 - `tables` is a fixture
 from tests.rollout.test_environment import config as environment_config
+from tests.rollout.test_environment import tasks_of
 
 APIS: tuple[Api, ...] = ("openai", "anthropic")
 BUDGET = Budget(turns=5, tokens=1000, context=10_000, seconds=60.0)
@@ -49,7 +51,7 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 def play(fake: FakeModel, api: Api, *budgets: Budget, tasks: int) -> list[EvalResult]:
     """So many training tasks of the tiny dataset, once under each budget."""
-    data = dataset.load_dataset(TINY)
+    data = Taskset((dataset_part(TINY),))
 
     async def work(url: str) -> list[EvalResult]:
         async with open_sandbox() as sandbox, ChatClient(ChatModel(f"{url}/v1", "m", api), KEY) as client:
@@ -124,7 +126,7 @@ class Scripted(FakeModel):
         return JSONResponse({"content": blocks, "stop_reason": "end_turn", "usage": usage})
 
 
-def play_script(fake: Scripted, api: Api, data: dataset.Dataset) -> tuple[list[Episode], EvalResult]:
+def play_script(fake: Scripted, api: Api, data: Taskset) -> tuple[list[Episode], EvalResult]:
     """The training tasks of a dataset, once each."""
     episodes: list[Episode] = []
 
@@ -139,7 +141,7 @@ def play_script(fake: Scripted, api: Api, data: dataset.Dataset) -> tuple[list[E
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_an_environment_in_python_is_played_over_the_api(api: Api, hermes: Renderer, tmp_path: Path) -> None:
+def test_an_environment_in_python_is_played_over_the_api(api: Api, hermes: Renderer) -> None:
     """Its tools are those that the model sees, its reward gets the answer, and no empty message or list is sent."""
 
     def script(user: str, results: list[str]) -> tuple[str, list[Call]]:
@@ -149,7 +151,7 @@ def test_an_environment_in_python_is_played_over_the_api(api: Api, hermes: Rende
         return f" {results[0]}\n", []
 
     fake = Scripted(script)
-    data = environment_dataset(environment_config("tests.rollout.test_environment:Sums"), hermes, tmp_path)
+    data = tasks_of(environment_config("tests.rollout.test_environment:Sums"), hermes)
     episodes, result = play_script(fake, api, data)
     train = [task.id for task in data.tasks if task.split == "train"]
     assert [episode.task_id for episode in episodes] == train
@@ -157,7 +159,7 @@ def test_an_environment_in_python_is_played_over_the_api(api: Api, hermes: Rende
     first = episodes[0]
     assert [turn.text for turn in first.turns] == ["Let me add.", f" {first.turns[0].results[0]}\n"]
     assert (first.metrics["turns"], first.metrics["calls/add"], first.segments) == (2, 1, ())
-    assert first.metrics["grade"] == first.metrics["environment/reward"] == first.reward
+    assert first.grade == first.metrics["environment/reward"] == first.reward
     assert result.stops == {"finished": len(train)}
     asked = fake.requests[0]
     assert "system" not in asked
@@ -165,11 +167,11 @@ def test_an_environment_in_python_is_played_over_the_api(api: Api, hermes: Rende
     assert [tool.get("function", tool)["name"] for tool in asked["tools"]] == ["add", "fail"]
 
 
-def test_an_environment_with_a_box_is_played_over_the_api(hermes: Renderer, tmp_path: Path) -> None:
+def test_an_environment_with_a_box_is_played_over_the_api(hermes: Renderer) -> None:
     def script(_: str, results: list[str]) -> tuple[str, list[Call]]:
         return ("Done.", []) if results else ("", [("run", {"command": "echo two >> a.txt"})])
 
-    data = environment_dataset(environment_config("tests.rollout.test_environment:Filed"), hermes, tmp_path)
+    data = tasks_of(environment_config("tests.rollout.test_environment:Filed"), hermes)
     episodes, _ = play_script(Scripted(script), "openai", data)
     assert episodes
     assert all(episode.passed and episode.turns[0].results == ("exit code 0",) for episode in episodes)
@@ -268,6 +270,25 @@ def test_calls_that_are_no_json_are_shown_to_the_model() -> None:
         assert why in answer.calls[0].error
         assert answer.cut
     assert FORMATS["openai"].read(message("")).calls[0].arguments == {}
+
+
+def test_what_no_record_can_hold_is_no_fault_of_ours() -> None:
+    """Halves of surrogate pairs in texts and arguments, huge integers, and texts that are none."""
+    client = ChatClient(ChatModel("http://x/v1", "m"))
+
+    def read(content: Any, *arguments: str) -> Any:
+        calls = [{"id": "1", "function": {"name": "f\udc80", "arguments": each}} for each in arguments]
+        body = {"choices": [{"message": {"content": content, "tool_calls": calls}}]}
+        return client._read(httpx2.Response(200, content=json.dumps(body).encode()), 0.0)
+
+    answer = read("a\ud800b", '{"x": "\\ud800"}', '{"x": 1' + "0" * 30 + "}", '{"x": "é"}')
+    encode(Turn(text=answer.text, calls=answer.calls, results=(), seconds_model=0.0, seconds_tools=0.0))
+    json.dumps(answer.message, ensure_ascii=False).encode()  # as it is sent back
+    assert answer.text == "a?b"
+    assert [call.arguments for call in answer.calls] == [None, None, {"x": "é"}]
+    assert "cannot be recorded" in answer.calls[0].error
+    with pytest.raises(EngineError, match="sent what is no answer: TypeError a text is list"):
+        read([{"type": "text", "text": "hi"}])
 
 
 def run(*words: str) -> int:
@@ -369,9 +390,8 @@ def test_a_server_of_ours_is_measured_like_any_other(tmp_path: Path, api: Api) -
     async def work(url: str) -> EvalResult:
         async with open_sandbox() as sandbox, ChatClient(ChatModel(f"{url}/v1", "model", api)) as client:
             budget = Budget(turns=2, tokens=32, context=8192, seconds=120.0)
-            return await evaluate(
-                RolloutContext(dataset.load_dataset(TINY), sandbox, ChatAPI(client), budget), samples=1, split="train"
-            )
+            context = RolloutContext(Taskset((dataset_part(TINY),)), sandbox, ChatAPI(client), budget)
+            return await evaluate(context, samples=1, split="train")
 
     try:
         result = asyncio.run(work(engine_url(engine, tmp_path)))

@@ -16,6 +16,8 @@ from etude.harness.loop import EngineModel, Sampling
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, CodeTask, Episode, Generation
 from etude.renderers import Renderer, renderer_for
+from etude.rollout.environments.code import dataset_part
+from etude.rollout.environments.taskset import Taskset
 from etude.rollout.episode import RolloutContext
 from etude.run.evaluate import Measurement
 from etude.tasks.dataset import Dataset, load_dataset
@@ -77,7 +79,8 @@ def results(model: Path) -> tuple[EvalResult, EvalResult, list[Episode], list[So
 
 
 async def played(dataset: Dataset, sandbox, policy: Solver, renderer: Renderer, kept: list[Episode]) -> EvalResult:
-    setting = RolloutContext(dataset, sandbox, EngineModel(policy, renderer, Sampling()), Budget())
+    taskset = Taskset((dataset_part(dataset),))
+    setting = RolloutContext(taskset, sandbox, EngineModel(policy, renderer, Sampling()), Budget())
     return await evaluate(setting, samples=2, split="train", seed=3, on_episode=kept.append)
 
 
@@ -113,7 +116,8 @@ def test_the_difference_is_paired(results):
 
 
 def test_an_empty_split_is_the_user_s_to_fix(model):
-    setting = RolloutContext(load_dataset(TINY), None, EngineModel(None, renderer_for(model), Sampling()), Budget())
+    taskset = Taskset((dataset_part(TINY),))
+    setting = RolloutContext(taskset, None, EngineModel(None, renderer_for(model), Sampling()), Budget())
     with pytest.raises(UserError, match="no nosuch tasks"):
         asyncio.run(evaluate(setting, samples=1, split="nosuch"))
 

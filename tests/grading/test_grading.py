@@ -115,7 +115,7 @@ def test_no_reward(place: Place, name: str, text: str) -> None:
 )
 def test_tampering_earns_nothing(place: Place, inside: Place, name: str, text: str) -> None:
     """Outside there is nothing to tamper with; a test that has to run inside has sentinels and negative controls."""
-    assert place.grade({PATH: text}).reward == 0.0
+    assert place.grade({PATH: text}).score == 0.0
     grade = inside.grade({PATH: text})
     assert (grade.outcome, grade.score, grade.passed) == (Outcome.TAMPERED, 0.0, False), name
 
@@ -145,7 +145,7 @@ def test_other_files_are_set_aside(place: Place, changes: dict[str, str | None])
     assert (grade.outcome, grade.score) == (Outcome.SCORED, 0.0)
     assert f"set aside {len(changes)}: " in grade.detail
     fixed = place.grade({**changes, PATH: CORE})
-    assert (fixed.outcome, fixed.reward) == (Outcome.SCORED, 1.0)
+    assert (fixed.outcome, fixed.score) == (Outcome.SCORED, 1.0)
     assert f"set aside {len(changes)}: " in fixed.detail
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import etude
 from etude.config import AgentConfig, EngineConfig
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
@@ -22,10 +23,12 @@ from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, StopReason
 from etude.renderers import Renderer
 from etude.rollout.environments.agent import open_agent
+from etude.rollout.environments.code import dataset_part
+from etude.rollout.environments.taskset import Taskset, task_part
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.tasks.dataset import Dataset
 from tests.helpers.engines import served
-from tests.helpers.speakers import PATH, Speaker, a_task
+from tests.helpers.speakers import PATH, SOURCE, Speaker
 from tests.helpers.tiny_models import save_random_model
 
 MINI = os.environ.get("ETUDE_MINI_SWE_AGENT")
@@ -56,6 +59,11 @@ def engine(hermes_folder: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def taskset(dataset: Dataset) -> Taskset:
+    return Taskset((dataset_part(dataset),))
+
+
 class Forced:
     """The engine's client with chosen answers: their log-probabilities and versions are the engine's own."""
 
@@ -79,7 +87,7 @@ async def parts(url: str, config: AgentConfig) -> AsyncIterator[tuple[Any, Engin
 
 
 def played(
-    dataset: Dataset, renderer: Renderer, url: str, config: AgentConfig, budget: Budget = BUDGET,
+    taskset: Taskset, renderer: Renderer, url: str, config: AgentConfig, budget: Budget = BUDGET,
     policy: Callable[[EngineClient], Any] | None = None, max_tokens: int = 40,
 ) -> Episode:  # fmt: skip
     """One episode; its segments are scored by the engine, as whole sequences, and must be what was recorded."""
@@ -88,8 +96,8 @@ def played(
         async with parts(url, config) as (sandbox, client, agent):
             sampler = policy(client) if policy else client
             model = EngineModel(sampler, renderer, Sampling(max_tokens=max_tokens))
-            setting = RolloutContext(dataset, sandbox, model, budget, agent)
-            episode = await run_episode(setting, a_task(), EpisodeId(group_id=3, member=1, attempt=0, seed=5))
+            setting = RolloutContext(taskset, sandbox, model, budget, agent)
+            episode = await run_episode(setting, taskset.tasks[0], EpisodeId(group_id=3, member=1, attempt=0, seed=5))
             for segment in episode.segments:
                 ids, mask, logprobs, _ = segment.arrays()
                 scored = await client.score(url, [ids.tolist()], 60.0)
@@ -103,12 +111,12 @@ def played(
 
 
 def test_a_real_engine_is_sampled_through_the_door_of_a_box(
-    dataset: Dataset,
+    taskset: Taskset,
     hermes: Renderer,
     engine: str,
 ) -> None:
     """What a random model says is nonsense, and all of it is in the ledger as it was sampled."""
-    episode = played(dataset, hermes, engine, AgentConfig(command=TALK))
+    episode = played(taskset, hermes, engine, AgentConfig(command=TALK))
     assert (episode.outcome, episode.reward, episode.stop_reason) == (Outcome.SCORED, 0.0, StopReason.FINISHED)
     assert episode.metrics["turns"] == episode.metrics["requests"] == 3
     assert len(episode.segments) == 1, episode.metrics
@@ -117,21 +125,21 @@ def test_a_real_engine_is_sampled_through_the_door_of_a_box(
 
 
 def test_the_tree_that_an_agent_leaves_is_graded(
-    dataset: Dataset,
+    taskset: Taskset,
     hermes: Renderer,
     hermes_folder: Path,
     engine: str,
 ) -> None:
     speaker = Speaker(hermes_folder)
     script = [speaker.turn(text=text) for text in ("ls", FIX, "true")]
-    episode = played(dataset, hermes, engine, AgentConfig(command=TALK), policy=lambda c: Forced(c, engine, script))
+    episode = played(taskset, hermes, engine, AgentConfig(command=TALK), policy=lambda c: Forced(c, engine, script))
     assert (episode.outcome, episode.reward, episode.passed) == (Outcome.SCORED, 1.0, True), episode.detail
     assert [turn.text for turn in episode.turns] == [f"{text}<|im_end|>" for text in ("ls", FIX, "true")]
     assert "src" in episode.turns[0].results[0]
 
 
 def test_a_spent_budget_and_the_clock_end_the_command(
-    dataset: Dataset,
+    taskset: Taskset,
     hermes: Renderer,
     hermes_folder: Path,
     engine: str,
@@ -141,28 +149,73 @@ def test_a_spent_budget_and_the_clock_end_the_command(
     forever = AgentConfig(command=f"{TALK}; sleep 1000")
     two = Budget(turns=2, tokens=4000, context=8192, seconds=100.0)
     script = [speaker.turn(text=FIX), speaker.turn(text="true")]
-    spent = played(dataset, hermes, engine, forever, two, lambda c: Forced(c, engine, script))
+    spent = played(taskset, hermes, engine, forever, two, lambda c: Forced(c, engine, script))
     assert (spent.stop_reason, spent.passed) == (StopReason.TURNS, True), spent.detail
     assert sum(turn.seconds_tools for turn in spent.turns) < 60
     short = Budget(turns=9, tokens=4000, context=8192, seconds=1.0)
-    late = played(dataset, hermes, engine, AgentConfig(command=f"{FIX}; sleep 1000"), short)
+    late = played(taskset, hermes, engine, AgentConfig(command=f"{FIX}; sleep 1000"), short)
     assert (late.stop_reason, late.passed, late.segments) == (StopReason.SECONDS, True, ())
     assert "the agent's command was ended" in late.detail
 
 
 def test_an_agent_that_cannot_start_is_the_users_to_repair(
-    dataset: Dataset,
+    taskset: Taskset,
     hermes: Renderer,
     engine: str,
     tmp_path: Path,
 ) -> None:
     with pytest.raises(UserError, match=r"before its first request: .*exit code 127.*no-such-agent"):
-        played(dataset, hermes, engine, AgentConfig(command="no-such-agent --yes"))
+        played(taskset, hermes, engine, AgentConfig(command="no-such-agent --yes"))
     with pytest.raises(UserError, match="is not a folder"):
-        played(dataset, hermes, engine, AgentConfig(command="x", folder=str(tmp_path / "none")))
+        played(taskset, hermes, engine, AgentConfig(command="x", folder=str(tmp_path / "none")))
     (tmp_path / "hello").write_text("echo from the folder >&2; exit 3\n")
     with pytest.raises(UserError, match=r"exit code 3.* from the folder"):
-        played(dataset, hermes, engine, AgentConfig(command="sh /opt/agent/hello", folder=str(tmp_path)))
+        played(taskset, hermes, engine, AgentConfig(command="sh /opt/agent/hello", folder=str(tmp_path)))
+
+
+class Shop(etude.Environment[etude.Task]):
+    """The shop in a folder, whose price is wrong. The reward looks at the tree, the last answer and all turns."""
+
+    def __init__(self, repository: Path) -> None:
+        self.repository = repository
+
+    def tasks(self) -> list[etude.Task]:
+        return [etude.Task(id="price", prompt="Fix the price.", split="train")]
+
+    async def setup(self, episode: etude.EnvironmentEpisode[etude.Task]) -> None:
+        assert episode.box is not None
+        await episode.box.write("hint.txt", b"Multiply.\n")
+
+    @etude.reward
+    async def repaired(self, episode: etude.EnvironmentEpisode[etude.Task]) -> bool:
+        assert episode.box is not None
+        return b"* 3" in await episode.box.read(PATH)
+
+    @etude.reward(weight=0.5)
+    def polite(self, episode: etude.EnvironmentEpisode[etude.Task]) -> bool:
+        return episode.answer == "true # thanks" and len(episode.turns) == 3
+
+
+def test_an_agent_plays_an_environment_on_a_repository(
+    hermes: Renderer, hermes_folder: Path, engine: str, tmp_path: Path
+) -> None:
+    """The methods of the environment see the box and the conversation as they see those of the agent loop."""
+    (tmp_path / PATH).parent.mkdir()
+    (tmp_path / PATH).write_text(SOURCE)
+    mine, speaker = Taskset((task_part(Shop(tmp_path)),)), Speaker(hermes_folder)
+    script = [speaker.turn(text=text) for text in ("cat hint.txt", FIX, "true # thanks")]
+    episode = played(mine, hermes, engine, AgentConfig(command=TALK), policy=lambda c: Forced(c, engine, script))
+    assert (episode.outcome, episode.stop_reason, episode.passed) == (Outcome.SCORED, StopReason.FINISHED, True)
+    assert episode.turns[0].results == ("Multiply.\n",)
+    assert (episode.metrics["environment/repaired"], episode.metrics["environment/polite"]) == (1.0, 0.5)
+    assert episode.reward == episode.grade == 1.5
+    idle = AgentConfig(command=f"{TALK}; echo so long; exit 7")
+    script = [speaker.turn(text="true") for _ in range(3)]
+    failed = played(mine, hermes, engine, idle, policy=lambda c: Forced(c, engine, script))
+    assert (failed.outcome, failed.reward, failed.passed) == (Outcome.SCORED, 0.0, False)
+    assert failed.detail.startswith("the environment's reward is 0; the agent's command ended with exit code 7")
+    with pytest.raises(UserError, match=r"before its first request: .*exit code 127"):
+        played(mine, hermes, engine, AgentConfig(command="no-such-agent --yes"))
 
 
 @pytest.mark.release
@@ -170,7 +223,7 @@ def test_an_agent_that_cannot_start_is_the_users_to_repair(
 @pytest.mark.skipif(not MINI, reason="ETUDE_MINI_SWE_AGENT names no environment that has it: run make agents")
 @pytest.mark.parametrize("dialect", ["openai", "anthropic", "responses"])
 def test_mini_swe_agent_as_published_repairs_the_task(
-    dataset: Dataset,
+    taskset: Taskset,
     hermes: Renderer,
     hermes_folder: Path,
     engine: str,
@@ -193,7 +246,7 @@ def test_mini_swe_agent_as_published_repairs_the_task(
     }
     config = AgentConfig(command=command, folder=MINI, environment=environment)
     budget = Budget(turns=20, tokens=4000, context=8192, seconds=SECONDS)
-    episode = played(dataset, hermes, engine, config, budget, lambda c: Forced(c, engine, script))
+    episode = played(taskset, hermes, engine, config, budget, lambda c: Forced(c, engine, script))
     assert (episode.outcome, episode.passed, episode.stop_reason) == (Outcome.SCORED, True, StopReason.FINISHED)
     assert [turn.calls[0].arguments for turn in episode.turns] == [{"command": step} for step in steps]
     assert "total = amount - 3" in episode.turns[0].results[0]
@@ -205,7 +258,7 @@ def test_mini_swe_agent_as_published_repairs_the_task(
     assert episode.metrics["forks"] == 0
 
 
-def test_a_command_that_its_box_refuses_is_not_the_infrastructures_fault(dataset: Dataset, hermes: Renderer) -> None:
+def test_a_command_that_its_box_refuses_is_not_the_infrastructures_fault(taskset: Taskset, hermes: Renderer) -> None:
     """It would be played again, for nothing."""
 
     async def scenario() -> None:
@@ -214,8 +267,8 @@ def test_a_command_that_its_box_refuses_is_not_the_infrastructures_fault(dataset
             open_sandbox(workers=1) as sandbox,
         ):
             model = EngineModel(Forced(None, "", []), hermes, Sampling())  # type: ignore[arg-type]
-            context = RolloutContext(dataset, sandbox, model, BUDGET, agent)
-            await run_episode(context, a_task(), EpisodeId(group_id=0, member=0, attempt=0, seed=0))
+            context = RolloutContext(taskset, sandbox, model, BUDGET, agent)
+            await run_episode(context, taskset.tasks[0], EpisodeId(group_id=0, member=0, attempt=0, seed=0))
 
     with pytest.raises(UserError, match=r"failed before its first request: .* a command line has at most 100000 bytes"):
         asyncio.run(scenario())

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etude.rollout.apply_edits import edit_tasks
 
 from etude.config import RewardConfig
 from etude.edits import examples
@@ -22,6 +21,8 @@ from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from etude.renderers.base import load_tokenizer
+from etude.rollout.environments.edits import applied_edits
+from etude.rollout.environments.taskset import TaskPart, Taskset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.rewards import with_reward
 from tests.helpers.speakers import Scripted, Speaker
@@ -45,11 +46,16 @@ def tables(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def edit_tasks(folder: Path, renderer: Renderer, budget: Budget) -> Taskset:
+    edits = applied_edits(folder, renderer, budget)
+    return Taskset((TaskPart(edits, edits.table),))
+
+
 def played(tables: Path, renderer: Renderer, policy: Any, budget: Budget = BUDGET) -> Episode:
-    dataset = edit_tasks(tables, renderer, BUDGET)
+    taskset = edit_tasks(tables, renderer, BUDGET)
     no_box: Any = None
-    setting = RolloutContext(dataset, no_box, EngineModel(policy, renderer, Sampling(max_tokens=20)), budget)
-    episode = asyncio.run(run_episode(setting, dataset.by_id["e1"], EpisodeId(3, 1, 0, 5)))
+    setting = RolloutContext(taskset, no_box, EngineModel(policy, renderer, Sampling(max_tokens=20)), budget)
+    episode = asyncio.run(run_episode(setting, taskset.by_id["e1"], EpisodeId(3, 1, 0, 5)))
     return with_reward(decode(encode(episode), Episode), RewardConfig(), budget)
 
 
@@ -108,8 +114,8 @@ def test_a_lost_engine_is_not_the_model_s_fault(tables: Path, compact: Renderer)
 
 
 def test_edits_that_do_not_fit_are_no_tasks(tables: Path, compact: Renderer) -> None:
-    dataset = edit_tasks(tables, compact, BUDGET)
-    assert {task.id: task.split for task in dataset.tasks} == {"e1": "train", "e2": "heldout"}
+    taskset = edit_tasks(tables, compact, BUDGET)
+    assert {task.id: task.split for task in taskset.tasks} == {"e1": "train", "e2": "heldout"}
     with pytest.raises(UserError, match=r"no edit of .*train.parquet fits rollout.context = 60"):
         edit_tasks(tables, compact, Budget(tokens=50, context=60))
     with pytest.raises(UserError, match="does not exist"):

@@ -22,6 +22,8 @@ from etude.protocol.backends import EngineError
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
+from etude.rollout.environments.code import dataset_part
+from etude.rollout.environments.taskset import Taskset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.rewards import with_reward
 from etude.sandbox.base import BoxDead, Image, LaunchFailed, Limits, TestReport, TooLarge
@@ -56,7 +58,9 @@ def attempt(
     decoys: Decoys | None = None,
 ) -> Any:
     """One attempt; a coroutine."""
-    setting = RolloutContext(dataset, sandbox, EngineModel(policy, renderer, Sampling()), budget)
+    setting = RolloutContext(
+        Taskset((dataset_part(dataset),)), sandbox, EngineModel(policy, renderer, Sampling()), budget
+    )
     return run_episode(setting, a_task(), SLOT, decoys)
 
 
@@ -113,7 +117,8 @@ def test_a_sketch_is_laid_by_what_the_run_names(dataset: Dataset, hermes: Render
     async def both() -> list[Episode]:
         async with open_sandbox(workers=1) as sandbox:
             first, second = (EngineModel(Scripted(script), hermes, Sampling()) for _ in range(2))
-            setting = RolloutContext(dataset, sandbox, first, BUDGET)
+            taskset = Taskset((dataset_part(dataset),))
+            setting = RolloutContext(taskset, sandbox, first, BUDGET)
             other = replace(setting, model=second, toolset=Toolset(apply_edit=clumsy))
             return [await run_episode(one, a_task(), SLOT) for one in (setting, other)]
 
@@ -244,7 +249,7 @@ def test_bad_summaries_can_be_charged(dataset: Dataset, compact: Renderer, compa
     listing, finish, good = speaker.turn(("list", {})), speaker.turn(("finish", {})), speaker.turn(text="Good.")
     policy = Scripted([listing, speaker.turn(), good, finish])
     model = EngineModel(policy, compact, Sampling(summarise_at=1, summary_tokens=20))
-    setting = RolloutContext(dataset, Fake(), model, BUDGET)
+    setting = RolloutContext(Taskset((dataset_part(dataset),)), Fake(), model, BUDGET)
     found = asyncio.run(run_episode(setting, a_task(), SLOT))
     charged = with_reward(found, RewardConfig(behaviour={"summary_errors": 0.25}), BUDGET)
     assert found.metrics["summary_errors"] == 1

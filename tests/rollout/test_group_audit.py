@@ -9,7 +9,7 @@ import pytest
 
 from etude.config import RewardConfig
 from etude.grading.cheats import has_violation
-from etude.records import Budget, Episode, Outcome, StopReason
+from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.rollout.drift import BehaviourDrift, welch
 from etude.rollout.group_audit import audit_group, without_grade
 from etude.rollout.rewards import with_reward
@@ -21,7 +21,8 @@ def member(number: int, passed: bool, **metrics: float) -> Episode:
     }
     return Episode(
         id=f"0-{number}-0", group_id=0, member=number, attempt=0, task_id="t", seed=0, outcome=Outcome.SCORED,
-        stop_reason=StopReason.FINISHED, reward=float(passed), passed=passed, segments=(), turns=(), metrics=metrics,
+        stop_reason=StopReason.FINISHED, reward=float(passed), grade=float(passed), passed=passed, segments=(),
+        turns=(), metrics=metrics,
     )  # fmt: skip
 
 
@@ -51,6 +52,31 @@ def test_a_charge_takes_the_grade_and_leaves_the_costs() -> None:
     honest = with_reward(member(0, True, edits=1.0, edit_errors=1.0), config, budget)
     assert without_grade(honest).reward == pytest.approx(honest.reward - 1.0) == pytest.approx(-0.1)
     assert without_grade(without_grade(honest)) == without_grade(honest)
+
+
+def test_an_older_record_has_no_grade_and_is_audited_as_it_was() -> None:
+    """Blobs of earlier releases have no key `grade`: the charge is their `reward/grade`, or what they were rewarded."""
+
+    def older(episode: Episode) -> Episode:
+        blob = msgspec.msgpack.decode(encode(episode))
+        assert blob.pop("grade") is not None
+        return decode(msgspec.msgpack.encode(blob), Episode)
+
+    config, budget = RewardConfig(refused_edits=0.2), Budget()
+    lonely = member(8, True, path_reach=2.0, edits=1.0, edit_errors=1.0)
+    others = [member(i, passed=i < 3, edits=1.0) for i in range(8)]
+    trained = [older(with_reward(each, config, budget)) for each in (*others, lonely)]
+    assert {episode.grade for episode in trained} == {None}
+    charged = audit_group(trained)
+    assert charged[:8] == trained[:8]
+    assert (trained[8].reward, charged[8].reward) == (pytest.approx(0.9), pytest.approx(-0.1))
+    assert (charged[8].flags, charged[8].metrics["reward/grade"], charged[8].passed) == (("contrast",), 0.0, True)
+    assert audit_group(charged) == charged, "the audit is repeated by the report"
+    measured = audit_group([older(each) for each in (*others, lonely)])
+    assert [episode.reward for episode in measured] == [1.0] * 3 + [0.0] * 6
+    for reward in (-0.5, 0.25):
+        plain = msgspec.structs.replace(older(member(0, True)), reward=reward)
+        assert without_grade(plain).reward == min(reward, 0.0)
 
 
 @pytest.mark.parametrize("flag", ["decoy", "command", "contrast", "tamper"])

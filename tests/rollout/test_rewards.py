@@ -28,6 +28,7 @@ def episode(passed: bool = False, outcome: Outcome = Outcome.SCORED, **metrics: 
         outcome=outcome,
         stop_reason=StopReason.FINISHED,
         reward=float(passed),
+        grade=float(passed),
         passed=passed,
         segments=(),
         turns=(),
@@ -56,6 +57,19 @@ def test_reward_is_the_grade_less_the_cost() -> None:
     assert marked.reward == pytest.approx(-0.15)
     assert marked.metrics["refused_edits"] == 0.75
     assert not marked.passed
+
+
+@pytest.mark.parametrize("grade", [0.5, -0.25, 1.75])
+def test_a_grade_between_pass_and_failure_is_kept(grade: float) -> None:
+    """Passed or not: foreign tasks, applied edits and environments have finer grades."""
+    for passed in (True, False):
+        graded = msgspec.structs.replace(episode(passed=passed, edits=1.0, edit_errors=1.0), grade=grade)
+        rewarded = with_reward(graded, COST, BUDGET)
+        assert rewarded.grade == rewarded.metrics["reward/grade"] == grade
+        assert rewarded.reward == pytest.approx(grade - 0.1)
+        assert rewarded.passed is passed
+        tampered = with_reward(msgspec.structs.replace(graded, outcome=Outcome.TAMPERED), COST, BUDGET)
+        assert (tampered.grade, tampered.reward) == (0.0, -0.2)
 
 
 def test_without_a_cost_the_reward_is_the_grade() -> None:

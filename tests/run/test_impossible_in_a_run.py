@@ -13,14 +13,15 @@ from etude.grading.runner import open_sandbox
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, Generation, decode
 from etude.renderers import renderer_for
+from etude.rollout import Taskset, dataset_part
 from etude.rollout.concurrency import episode_concurrency
 from etude.run import loop
+from etude.run.launch import _impossible
+from etude.run.parts import context_of
 from etude.run.sources import TaskPool
 from etude.run.state import Engines, Run
 from etude.sandbox.base import TestReport
 from etude.store import open_store
-from etude.tasks import dataset as datasets
-from etude.tasks import impossible
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +40,7 @@ class Finishes:
 
 def test_an_impossible_task_that_is_passed_is_an_alarm_and_belongs_to_no_group(tmp_path: Path, capsys) -> None:
     tmp_path.chmod(0o755)
-    tiny = datasets.load_dataset(ROOT / "tests/tasks/data/tiny")
+    tiny = Taskset((dataset_part(ROOT / "tests/tasks/data/tiny"),))
     config = RLConfig.model_validate(
         {"tasks": {"repository": "unused"}, "cheats": {"impossible": 0.5, "decoys": 1.0}, "rollout": {"context": 2048}}
     )
@@ -49,12 +50,15 @@ def test_an_impossible_task_that_is_passed_is_an_alarm_and_belongs_to_no_group(t
 
     async def scenario() -> Ledger:
         async with open_sandbox() as sandbox:
+            client, renderer = Finishes(), renderer_for(ROOT / "models/nano", "compact")
+            settings = config, tiny, sandbox, client, renderer
             run = Run(
                 folder=tmp_path, config=config, pool=TaskPool(tiny), ledger=Ledger.open(f"sqlite:///{tmp_path}/l.db"),
                 weights=open_store(f"{tmp_path}/weights"), rollouts=open_store(f"{tmp_path}/rollouts"), sandbox=sandbox,
-                renderer=renderer_for(ROOT / "models/nano", "compact"), engines=Engines((), Finishes(), None),
-                children=(), agent=None, concurrency=episode_concurrency(4, rows=4, staleness=0, prompts=1, group=2),
-                impossible=impossible.make_impossible(tiny, tmp_path / "impossible"),
+                engines=Engines((), client, None),
+                children=(), concurrency=episode_concurrency(4, rows=4, staleness=0, prompts=1, group=2),
+                impossible=_impossible(tiny, tmp_path / "impossible"),
+                training=context_of(*settings, training=True), measuring=context_of(*settings),
             )  # type: ignore[arg-type]  # fmt: skip
             player = loop._ImpossibleTasks(run)
             player.play()

@@ -17,13 +17,13 @@ from tests.run.test_run import CONFIG, SECONDS
 PROGRAM = """
 import itertools, sys
 from etude.cli.main import main
-from etude.rollout import episode
-grade, count, last = episode.grade_of, itertools.count(1), int(sys.argv.pop(1))
+from etude.rollout.environments.code import CodeTasks
+grade, count, last = CodeTasks.grade, itertools.count(1), int(sys.argv.pop(1))
 async def broken(*arguments):
     if next(count) <= last:
         raise TypeError("unhashable type: 'list'")
     return await grade(*arguments)
-episode.grade_of = broken
+CodeTasks.grade = broken
 main()
 """
 

@@ -11,28 +11,28 @@ from etude.audit.attacks.library import PYTHON, TASK
 from etude.audit.attacks.packs import OWN, load_pack
 from etude.config.tasks import TasksConfig
 from etude.errors import UserError
+from etude.rollout import TaskPart, dataset_part
 from etude.run.inputs import trainable
-from etude.tasks.dataset import Dataset
 
 
-def made(*shares: float | None) -> Dataset:
+def made(*shares: float | None) -> TaskPart:
     tasks = [
         structs.replace(TASK, id=f"t{i}", difficulty={} if share is None else {"decided": share})
         for i, share in enumerate(shares)
     ]
     heldout = structs.replace(TASK, id="heldout", split="heldout", difficulty={"decided": 0.0})
-    return replace(load_pack(OWN / PYTHON).data, tasks=(*tasks, heldout))
+    return dataset_part(replace(load_pack(OWN / PYTHON).data, tasks=(*tasks, heldout)))
 
 
 def test_tasks_below_the_share_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     data = made(1.0, 0.5, 0.4, 0.0, None)
     least = TasksConfig(repository="x").min_decided
     assert least == 0.5
-    assert [task.id for task in trainable(data, [least]).tasks] == ["t0", "t1", "t4", "heldout"]
+    assert [task.id for task in trainable(data, least).tasks] == ["t0", "t1", "t4", "heldout"]
     assert "2 of 5 training tasks of " in capsys.readouterr().err
-    assert trainable(data, [0.0]) is data
+    assert trainable(data, 0.0) is data
 
 
 def test_a_dataset_without_such_tasks_is_refused() -> None:
     with pytest.raises(UserError, match=r"none of the 2 training tasks.*min_decided"):
-        trainable(made(0.0, 0.2), [0.5])
+        trainable(made(0.0, 0.2), 0.5)

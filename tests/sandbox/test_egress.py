@@ -22,6 +22,7 @@ from etude.grading.cheats import CheatSignals, cheat_signals, plant_decoys
 from etude.grading.grade import Grade
 from etude.grading.runner import open_sandbox
 from etude.records import Outcome
+from etude.rollout import Taskset, dataset_part
 from etude.run.parts import egress_of
 from etude.sandbox.base import Box, Image, Limits
 from etude.sandbox.egress import parsing
@@ -37,7 +38,6 @@ from etude.sandbox.egress.policy import (
     resolve,
     wheel_project,
 )
-from etude.tasks.dataset import load_dataset
 from tests.helpers.boxlibrary import TASK, Place, as_nobody
 
 ROOT = Path(__file__).parents[2]
@@ -345,7 +345,7 @@ def test_connections_are_counted(gated: Gated) -> None:
 
 
 def test_what_a_configuration_lets_boxes_reach(tmp_path: Path) -> None:
-    tiny = load_dataset(ROOT / "tests/tasks/data/tiny")
+    tiny = Taskset((dataset_part(ROOT / "tests/tasks/data/tiny"),))
 
     def found(**sandbox: object) -> Egress | None:
         return egress_of(RLConfig.model_validate({"tasks": {"repository": "x"}, "sandbox": sandbox}), tiny, tmp_path)

@@ -22,6 +22,7 @@ from etude.models.loading import load_model, named_tensors
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer, renderer_for
+from etude.rollout import Taskset, dataset_part
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.replay import RecordedPolicy, replay_episode
 from etude.tasks.dataset import DATASET_FORMAT, Dataset, Manifest
@@ -186,13 +187,13 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
     engine = Engine(load_model(NANO), EngineConfig(cache_mb=64), deterministic=True)
     engine.start()
     forced = Forced(engine, renderer, turns)
-    dataset = a_dataset(tmp_path)
+    taskset = Taskset((dataset_part(a_dataset(tmp_path)),))
     other = Forced(engine, renderer, [finish])
 
     async def group() -> list[Episode]:
         async with open_sandbox(workers=1) as sandbox:
-            setting = RolloutContext(dataset, sandbox, EngineModel(forced, renderer, SAMPLING), BUDGET)
-            last = RolloutContext(dataset, sandbox, EngineModel(other, renderer, SAMPLING), BUDGET)
+            setting = RolloutContext(taskset, sandbox, EngineModel(forced, renderer, SAMPLING), BUDGET)
+            last = RolloutContext(taskset, sandbox, EngineModel(other, renderer, SAMPLING), BUDGET)
             slots = [EpisodeId(group_id=0, member=m, attempt=0, seed=11 + m) for m in range(2)]
             first = await run_episode(setting, TASK, slots[0])
             return [first, await run_episode(last, TASK, slots[1])]
@@ -200,7 +201,7 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
     async def again(episode: Episode) -> str:
         async with open_sandbox(workers=1) as sandbox:
             return await replay_episode(
-                RolloutContext(dataset, sandbox, EngineModel(forced, renderer, SAMPLING), BUDGET), TASK, episode
+                RolloutContext(taskset, sandbox, EngineModel(forced, renderer, SAMPLING), BUDGET), TASK, episode
             )
 
     episodes = [decode(encode(e), Episode) for e in asyncio.run(group())]

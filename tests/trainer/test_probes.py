@@ -251,7 +251,7 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
             EngineClient(engines) as client,
             aclosing(probes.ProbeScorer(answers, asks, client, engines)) as asker,
         ):
-            names = ("pool", "impossible", "ledger", "rollouts", "sandbox", "renderer", "agent", "concurrency")
+            names = ("pool", "impossible", "ledger", "rollouts", "sandbox", "training", "measuring", "concurrency")
             watched = Run(
                 folder=run, config=config, weights=weights, children=[], **dict.fromkeys(names),
                 engines=Engines([EngineState(url, None) for url in engines], client, asker),

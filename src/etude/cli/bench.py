@@ -56,4 +56,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.record is not None:
         command = " ".join(["etude bench", arguments.name, *["--quick"] * arguments.quick, "--json"])
         importlib.import_module("benchmarks.results").record(arguments.record, result, command, conditions)
-    return 0 if all(result["checks"].values()) else 1
+    failed = [name for name, ok in result["checks"].items() if not ok]
+    if failed:
+        few = "; with --quick a check may fail by chance, so repeat without it" if arguments.quick else ""
+        print(f"etude: {arguments.name} fails its checks: {', '.join(failed)}{few}", file=sys.stderr)
+    return 1 if failed else 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.cli.flags import add_flags, from_flags
-from etude.cli.overlays import read_toml
-from etude.config import EvalConfig, InferenceConfig, ModelConfig, RLConfig, RolloutConfig, TasksConfig, validate
+from etude.config import EvalConfig, InferenceConfig, ModelConfig, RLConfig, RolloutConfig, validate
 from etude.errors import UserError
-from etude.weights import model_folder, rl_config, run_and_version
+from etude.weights import model_folder, rl_config
 
 if TYPE_CHECKING:
     from etude.run.evaluate import Remote
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 ENGINE = ("threads", "device", "dtype")
 BUDGET = ("turns", "tokens", "context", "seconds")
 TOOLS = ("tools", "custom_tools")
-PRODUCTION = {"turns": 50, "tokens": 32_000, "context": 131_072, "seconds": 900.0}  # by default, with a chat API
-KEYS = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -181,20 +177,18 @@ def _measure_folders(arguments: argparse.Namespace, engine: InferenceConfig) -> 
 
 def _measure_chat_apis(arguments: argparse.Namespace, engine: InferenceConfig) -> None:
     from etude.protocol.backends import ChatModel
-    from etude.run.evaluate import Remote
+    from etude.run.evaluate import CHAT_BUDGET, remote
 
     models = _names(arguments)
     urls = [model for model in models if "://" in model]
     _check_tasks(arguments, urls)
-    if bad := next((url for url in urls if not url.startswith(("http://", "https://"))), None):
-        raise UserError(f"{bad} is no URL of an API: give its base, such as https://host/v1")
     key, names = _key(arguments), iter(arguments.names)
 
-    def remote(url: str) -> Remote:
-        return Remote(ChatModel(url, next(names), arguments.api, arguments.temperature), key)
+    def behind(url: str) -> Remote:
+        return remote(ChatModel(url, next(names), arguments.api, arguments.temperature), key)
 
-    measured = [remote(model) if model in urls else model_folder(model) for model in models]
-    _measure_tasks(arguments, engine, measured, PRODUCTION, {}, {})
+    measured = [behind(model) if model in urls else model_folder(model) for model in models]
+    _measure_tasks(arguments, engine, measured, CHAT_BUDGET, {}, {})
 
 
 def _check_tasks(arguments: argparse.Namespace, urls: Sequence[str]) -> None:
@@ -218,13 +212,13 @@ def _measure_tasks(
     rendered: Mapping[str, Any],
 ) -> None:
     """Plays task datasets. `budget` and `tools` are the values without flags, `rendered` the renderer's options."""
-    from etude.run.evaluate import Measurement, Remote, evaluate_models
+    from etude.run.evaluate import Measurement, Remote, evaluate_models, named_suites
 
     trained = _trained(arguments)
     seed = arguments.seed if arguments.seed is not None else trained.seed if trained is not None else 0
     changed = {name: getattr(arguments, name) for name in BUDGET if hasattr(arguments, name)}
     measurement = Measurement(
-        [each for suite in arguments.suite for each in _suites(suite)],
+        [each for suite in arguments.suite for each in named_suites(suite)],
         from_flags(arguments, EvalConfig),
         validate(RolloutConfig, {**budget, **changed}, "etude eval").budget(),
         arguments.split,
@@ -234,32 +228,14 @@ def _measure_tasks(
         **{name: tuple(getattr(arguments, name, tools.get(name, ()))) for name in TOOLS},
         **rendered,
     )
-    for name in TOOLS:
-        for model in models if hasattr(arguments, name) else ():
+    for name in (name for name in TOOLS if hasattr(arguments, name)):
+        flag = f"--{name.replace('_', '-')}"
+        if not any(isinstance(suite, Path) for suite in measurement.suites):
+            raise UserError(f"{flag} is for tasks of repositories, and an environment brings its own tools: drop it")
+        for model in models:
             if not isinstance(model, Remote) and measurement.renderer(model).dialect == "compact":
-                flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{model} speaks the compact dialect, which has its own tools: drop {flag}")
     evaluate_models(models, measurement, engine, as_json=arguments.json)
-
-
-def _suites(suite: Path) -> Sequence[Path | TasksConfig]:
-    """The folder of a dataset; the datasets, the environment or the edits of a run's folder or TOML; or an environment
-    by its import path. Raises UserError."""
-    config, path = rl_config(suite), str(suite)
-    if config is None and suite.suffix == ".toml" and suite.is_file():
-        tasks = validate(RLConfig, read_toml(suite), path).tasks
-        if tasks.dataset is not None:
-            return [Path(tasks.dataset)]
-        if tasks.environment is None and tasks.edits is None:
-            raise UserError(f"{suite} has tasks that must be built: give the folder of the dataset, or of a run")
-        return [tasks]
-    if config is None:
-        return [TasksConfig(environment=path)] if ":" in path and not suite.exists() else [suite]
-    if config.tasks.environment is not None or config.tasks.edits is not None:
-        return [config.tasks]
-    from etude.run.parts import folders_of_tasks
-
-    return folders_of_tasks(config, run_and_version(suite)[0])
 
 
 def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -277,11 +253,11 @@ def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _key(arguments: argparse.Namespace) -> str | None:
-    """The key of the API: from a file, else from the environment; None without one. Raises UserError."""
+    """The key of the API from a file; None without one. Raises UserError."""
     if arguments.key_file is None:
-        return os.environ.get(KEYS[arguments.api]) or None
+        return None
     try:
-        return arguments.key_file.read_text("utf-8").strip() or None
+        return arguments.key_file.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--key-file {arguments.key_file} cannot be read: {e}") from None
 

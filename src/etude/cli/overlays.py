@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from etude.config import load_toml
 from etude.errors import UserError
 
 
@@ -36,7 +37,7 @@ def read_toml(path: Path, overrides: Sequence[str] = (), overlays: Sequence[Path
     """The tables of `path`, overridden by those of `overlays` in order, then by `--a.b value` pairs. Raises
     UserError."""
     data: dict[str, Any] = {}
-    for tables in (*map(_load, (path, *overlays)), _tables(overrides)):
+    for tables in (*map(load_toml, (path, *overlays)), _tables(overrides)):
         data = _merged(data, tables)
     return data
 
@@ -49,17 +50,6 @@ def configuration_text(files: Sequence[Path], overrides: Sequence[str]) -> str:
     if overrides:
         parts.append(f"# ---- command line\n# {shlex.join(overrides)}")
     return "\n\n".join(parts) + "\n"
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder; give a TOML file, or continue a run with --resume {path}") from None
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give the path of a TOML configuration") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise UserError(f"{path} cannot be read as TOML: {e}") from None
 
 
 _ORIGINS = {"repository", "dataset", "harbor", "edits", "environment", "sources"}  # keys of [tasks]

@@ -72,7 +72,7 @@ def _build(arguments: argparse.Namespace) -> int:
     output, source = arguments.output, _source(arguments)
     with bar() as progress, tempfile.TemporaryDirectory(prefix="etude-library-") as library:
         part = build_source(source, Path(library), output, progress)
-    for warning in part.environment.warnings:
+    for warning in part.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     train, heldout = len(part.split("train")), len(part.split("heldout"))
     print(f"{train} train and {heldout} held-out tasks in {output}; see {output / 'DATACARD.md'}")

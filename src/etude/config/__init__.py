@@ -25,5 +25,14 @@ from etude.config.run import (
     TrainerConfig,
 )
 from etude.config.sandbox import SANDBOX_TYPES, NamespaceSandboxConfig, SandboxConfig, validate_sandbox
-from etude.config.sections import Section, bundled, bundled_model, find_model, import_object, keys, validate
+from etude.config.sections import (
+    Section,
+    bundled,
+    bundled_model,
+    find_model,
+    import_object,
+    keys,
+    load_toml,
+    validate,
+)
 from etude.config.tasks import BuildConfig, EditTableConfig, TasksConfig, TaskSource, TracesConfig

@@ -139,6 +139,14 @@ class RewardConfig(Section):
         {}, "cost of each occurrence of a behaviour; at most 0.5 in all"
     )
 
+    @pydantic.field_validator("custom")
+    @classmethod
+    def _components_have_names(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        names = [path.rpartition(":")[2] for path in paths]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"there are two functions called {twice[0]}, the name of their metrics: rename one")
+        return paths
+
 
 Mask = Literal["ipo", "dppo", "geo_rs", "opsm", "veto"]
 
@@ -377,7 +385,7 @@ class RLConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _environments_have_no_repository(self) -> RLConfig:
+    def _environments_have_no_documents(self) -> RLConfig:
         refused = {
             "rollout.documents": self.rollout.documents,
             "reward.refused_edits": self.reward.refused_edits,
@@ -391,9 +399,8 @@ class RLConfig(Section):
     @pydantic.model_validator(mode="after")
     def _something_is_held_out(self) -> RLConfig:
         tasks, measured = self.tasks, self.eval.before or self.eval.after
-        own = tasks.edits is None and tasks.environment is None  # the others choose their held-out tasks themselves
         held_out = any(source.dataset or source.heldout_fraction for source in tasks.sources or (tasks,))
-        if own and measured and not held_out:
+        if tasks.of_repositories and measured and not held_out:
             raise ValueError(
                 "tasks.heldout_fraction = 0 leaves no tasks to measure on: raise it for one source at least, or set "
                 "eval.before and eval.after to false"

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+import tomllib
 import types
 import typing
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 import etude
 from etude.config.catalogue import CHAT_TEMPLATES, NAMES, pretrained
-from etude.errors import UserError
+from etude.errors import USERS_FAULTS, UserError
 
 S = TypeVar("S", bound="Section")
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, and of its folder
@@ -96,6 +97,18 @@ def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
         return kind.model_validate(data)
     except pydantic.ValidationError as e:
         raise UserError(error_sentence(e, data, where, kind=kind)) from None
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises UserError."""
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; give a TOML file, or continue a run with --resume {path}") from None
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give the path of a TOML configuration") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise UserError(f"{path} cannot be read as TOML: {e}") from None
 
 
 @dataclass(frozen=True)
@@ -197,10 +210,17 @@ def import_object(path: str, what: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), name)
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if (e.name or "").startswith("etude."):
+            raise UserError(
+                f"{what}: {module} imports {e.name}, which this etude does not have: take the names of `import etude` "
+                "(docs/environments.md)"
+            ) from None
+        raise UserError(f"{what}: {path}: {e}; run etude in the folder of the module, or install it") from None
+    except USERS_FAULTS as e:
+        raise UserError(f"{what}: importing {module} raised {type(e).__name__}: {e}") from e
+    try:
+        return getattr(imported, name)
     except AttributeError:
         raise UserError(f"{what}: the module {module} has no {name}") from None
-    except ModuleNotFoundError as e:
-        raise UserError(f"{what}: {path}: {e}; run etude in the folder of the module, or install it") from None
-    except Exception as e:
-        raise UserError(f"{what}: importing {module} raised {type(e).__name__}: {e}") from e

@@ -94,6 +94,12 @@ class TasksConfig(TaskSource):
     environment: str | None = option(None, 'instead: "module:Class" of an environment in Python (docs/environments.md)')
     arguments: dict[str, Any] = option({}, "keyword arguments that the environment is made with")
 
+    @property
+    def of_repositories(self) -> bool:
+        """Whether the tasks are datasets, made of repositories or Harbor folders. Edits and environments need no
+        building, and choose their held-out tasks themselves."""
+        return self.edits is None and self.environment is None
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _sources_are_built_alike(cls, data: Any) -> Any:

@@ -57,7 +57,7 @@ async def grade_changes(
     """
     taken, aside = split(changes, task.source_roots)
     note = f"; set aside {len(aside)}: {', '.join(map(escaped, aside[:3]))}"[:200] if aside else ""
-    tests = tuple(dict.fromkeys((*task.fail_to_pass, *task.pass_to_pass)))
+    tests = tuple(dict.fromkeys(task.hidden_tests))
     report = await sandbox.run_tests(image, taken, tests, hidden, limits)
     flags = _flags(aside, report)
     if report.tampered:

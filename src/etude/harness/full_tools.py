@@ -20,7 +20,7 @@ from etude.harness.lints import Lints, checked_paths
 from etude.harness.python_tools import PythonTool, python_tools
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
-from etude.harness.tools import MAX_FILE, Tools, clean_failure, failures, fault_of, file_bytes
+from etude.harness.tools import MAX_FILE, READ_ONLY, Tools, clean_failure, failures, fault_of, file_bytes
 from etude.records import Task, ToolCall
 from etude.renderers import SCHEMAS, ToolError, named, one_line
 from etude.sandbox import WORKSPACE, Box, BoxError, NotFound
@@ -72,6 +72,7 @@ class FullTools(Tools):
     ) -> None:
         super().__init__(box, task)
         built_in = named(names)
+        self._users_box = box  # that functions get
         self._functions = python_tools(functions, [schema["function"]["name"] for schema in built_in])
         self.schemas = (*built_in, *(tool.schema for tool in self._functions.values()))
         self.apply_edit = apply_edit
@@ -96,6 +97,7 @@ class FullTools(Tools):
             "history": self._history,
             "finish": self._finish,
         }
+        self.read_only = READ_ONLY - self._functions.keys()  # a user's function may have such a name, and change things
         for tool in self._functions.values():
             tool.refuse_without(box, task)
             self._handlers[tool.name] = self._handler(tool)
@@ -136,7 +138,7 @@ class FullTools(Tools):
 
     def _handler(self, tool: PythonTool) -> Callable[..., Awaitable[str]]:
         async def handle(**arguments: Any) -> str:
-            return await tool.call(arguments, self.box, self.task, self._exec, self.deadline - time.monotonic())
+            return await tool.call(arguments, self._users_box, self.task, self._exec, self.deadline - time.monotonic())
 
         return handle
 

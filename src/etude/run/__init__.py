@@ -1,7 +1,8 @@
 """One run: tasks are played and trained on until the configured steps are done, then a report is written.
 
 Every process of a run is started here; `loop.py` shows how they work together. Commands, the live loop and audits
-import the room. `api` is their common door from Python, `launch` trains, `evaluate` measures models, `parts` makes renderers and contexts, for audits too.
+import the room. `api` trains and measures from Python, `launch` trains, `evaluate` measures models, `parts` makes
+renderers and contexts, for audits too.
 """
 
 PUBLIC = ("api", "engines", "evaluate", "inputs", "launch", "parts", "traces")

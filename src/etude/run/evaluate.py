@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,7 +21,18 @@ import msgspec
 from rich.console import Console
 
 from etude import runfolder
-from etude.config import BuildConfig, EngineConfig, EvalConfig, RolloutConfig, ServerConfig, TasksConfig, bundled_model
+from etude.config import (
+    BuildConfig,
+    EngineConfig,
+    EvalConfig,
+    RLConfig,
+    RolloutConfig,
+    ServerConfig,
+    TasksConfig,
+    bundled_model,
+    load_toml,
+    validate,
+)
 from etude.dashboard import CLOCKED, LiveView
 from etude.errors import UserError
 from etude.evals import EvalResult, compare, evaluate
@@ -32,10 +44,13 @@ from etude.renderers import Renderer, load_tokenizer, named, renderer_for, say_d
 from etude.rollout import Environment, RolloutContext, TaskPart, Taskset, dataset_part, mix, task_part
 from etude.run.engines import engine_token, engine_url, spawn_engine
 from etude.run.inputs import check_playable
-from etude.run.parts import part_of, sampling_of
+from etude.run.parts import folders_of_tasks, part_of, sampling_of
 from etude.sandbox import Sandbox
+from etude.weights import rl_config, run_and_version
 
 CHATS = 16  # conversations with an API at a time
+CHAT_BUDGET = {"turns": 50, "tokens": 32_000, "context": 131_072, "seconds": 900.0}  # by default, with a chat API
+KEYS = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}  # variables with the key of an API
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,31 @@ class Remote:
 
     def __str__(self) -> str:
         return f"{self.chat.model} at {self.chat.url}"
+
+
+def remote(chat: ChatModel, key: str | None) -> Remote:
+    """A model behind an URL; its key is that of the environment unless given. Raises UserError for another address."""
+    if not chat.url.startswith(("http://", "https://")):
+        raise UserError(f"{chat.url} is no URL of an API: give its base, such as https://host/v1")
+    return Remote(chat, (os.environ.get(KEYS[chat.api]) if key is None else key) or None)
+
+
+def named_suites(suite: str | Path) -> Sequence[Path | TasksConfig]:
+    """The suites of a name: the folder of a dataset; the datasets, the environment or the edits of a run's folder or
+    TOML; or an environment by its import path. Raises UserError."""
+    config, path = rl_config(suite), Path(suite)
+    if config is None and path.suffix == ".toml" and path.is_file():
+        tasks = validate(RLConfig, load_toml(path), str(path)).tasks
+        if tasks.dataset is not None:
+            return [Path(tasks.dataset)]
+        if tasks.of_repositories:
+            raise UserError(f"{path} has tasks that must be built: give the folder of the dataset, or of a run")
+        return [tasks]
+    if config is None:
+        return [TasksConfig(environment=str(suite))] if ":" in str(suite) and not path.exists() else [path]
+    if not config.tasks.of_repositories:
+        return [config.tasks]
+    return folders_of_tasks(config, run_and_version(suite)[0])
 
 
 @dataclass(frozen=True)
@@ -191,7 +231,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Tasks
         return _Journal(None)
     folder = measurement.output / f"model-{number}"
     runfolder.make(folder)
-    digests = [part.environment.digest or part.name for part in taskset.parts]
+    digests = [part.digest or part.name for part in taskset.parts]
     settings = {
         "model": str(model),
         "suites": digests,

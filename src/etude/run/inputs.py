@@ -14,9 +14,8 @@ from etude.errors import UserError
 from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
 from etude.models import check_folder
-from etude.records import CodeTask
 from etude.renderers import Renderer, named, say_dropped
-from etude.rollout import ForeignTasks, TaskPart, Taskset, check_agent, custom_component, dataset_part
+from etude.rollout import TaskPart, Taskset, check_agent, custom_component, dataset_part, foreign_refusal
 from etude.run.engines import check_python
 from etude.run.parts import built_beside, part_of, profiles_of, renderer_of, source_part, taskset_of
 from etude.sandbox.egress import check_package_index, parse_allowed_hosts
@@ -61,10 +60,11 @@ def check_inputs(config: RLConfig) -> None:
     tasks = config.tasks
     _check_tools(config)
     check_operators(tasks)
-    if tasks.edits is not None or tasks.environment is not None:
+    if not tasks.of_repositories:
         part = part_of(tasks, renderer_of(config), config.rollout.budget())
         _check_splits(part, config)
         _check_agent(part, config)
+        check_playable([part], renderer_of(config), config.sandbox)
     else:
         for source in tasks.sources or (tasks,):
             _check_source(source, "tasks.sources" if tasks.sources else "tasks", config)
@@ -100,7 +100,7 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
         check_playable([part], renderer_of(config), sandbox)
     elif source.harbor is not None:
         find_folders([Path(source.harbor)])
-        if why := ForeignTasks.refusal(renderer_of(config).dialect == "compact", sandbox.type):
+        if why := foreign_refusal(renderer_of(config).dialect == "compact", sandbox.type):
             raise UserError(why)
     elif sandbox.type != "namespace" and not is_repository(Path(source.repository)):
         raise _undecidable(sandbox)
@@ -117,7 +117,7 @@ def trainable(part: TaskPart, least: float) -> TaskPart:
     UserError if no training task is left."""
     if not part.split("train"):
         raise UserError(f"{part.name} has no training tasks: build it anew, or leave the source out")
-    low = {task.id for task in part.split("train") if part.environment.decided(task) < least}
+    low = {task.id for task in part.split("train") if task.decided < least}
     if not low:
         return part
     kept = tuple(task for task in part.tasks if task.id not in low)
@@ -163,12 +163,7 @@ def build_numbered(config: RLConfig, number: int, folder: Path, note: Callable[[
 
 def _check_decidable(part: TaskPart, sandbox: SandboxConfig) -> None:
     """Raises UserError for hidden tests that boxes cannot decide: tests of Python need two isolated processes."""
-    if sandbox.type != "namespace" and any(
-        not is_script(test)
-        for task in part.tasks
-        if isinstance(task, CodeTask)
-        for test in (*task.fail_to_pass, *task.pass_to_pass)
-    ):
+    if sandbox.type != "namespace" and any(not is_script(test) for task in part.tasks for test in task.hidden_tests):
         raise _undecidable(sandbox)
 
 
@@ -184,13 +179,17 @@ def _check_tools(config: RLConfig) -> None:
     schemas fill."""
     names, renderer = config.rollout.tools, renderer_of(config)
     named(names)
-    others = config.rollout.agent is not None or config.tasks.edits is not None or config.tasks.environment is not None
+    others = config.rollout.agent is not None or not config.tasks.of_repositories
     if names and others:
         raise UserError("rollout.tools chooses among the built-in tools, which this run's agent does not have: drop it")
     if names and renderer.dialect == "compact":
         raise UserError("agents of the compact dialect have the tools that it has words for: drop rollout.tools")
     if (own := config.rollout.custom_tools) and others:
-        where = "return them by its method `tools`" if config.tasks.environment is not None else "drop it"
+        where = (
+            "return them by the method `tools` of the environment"
+            if config.tasks.environment is not None
+            else "drop it"
+        )
         raise UserError(f"rollout.custom_tools joins the built-in tools, which this run's agent does not have: {where}")
     if own and renderer.dialect == "compact":
         raise UserError("agents of the compact dialect have the tools that it has words for: drop rollout.custom_tools")

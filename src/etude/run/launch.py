@@ -152,7 +152,7 @@ def _taskset(config: RLConfig, folder: Path, view: LiveView) -> Taskset:
     with _stage(folder, view, "build tasks"):
         taskset = run_taskset(config, folder, view.note)
     for part in taskset.parts:
-        for warning in part.environment.warnings:
+        for warning in part.warnings:
             print(f"warning: {part.name}: {warning}", file=sys.stderr)
     sources, later = config.tasks.sources or (config.tasks,), missing(config, folder)
     shares = (source.min_decided for n, source in enumerate(sources) if n not in later)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from etude.config import RLConfig, RolloutConfig, TasksConfig, TaskSource, import_object
 from etude.config.secrets import without_secrets
-from etude.errors import UserError
+from etude.errors import USERS_FAULTS, UserError
 from etude.harness import EngineModel, Policy, Sampling, Toolset, import_tools, merge_applier, server_applier
 from etude.records import Budget
 from etude.renderers import Renderer, renderer_for
@@ -40,7 +40,7 @@ def taskset_of(config: RLConfig, folder: Path) -> Taskset | None:
     """The configured tasks, or those that were built in the run folder; None if they have not been built yet. Raises
     UserError."""
     tasks, built = config.tasks, folder / "tasks"
-    if tasks.edits is not None or tasks.environment is not None:
+    if not tasks.of_repositories:
         return Taskset((part_of(tasks, renderer_of(config), config.rollout.budget()),))
     if tasks.sources:
         later = built_beside(config)
@@ -65,7 +65,7 @@ def part_of(tasks: TasksConfig, renderer: Renderer | None, budget: Budget) -> Ta
         environment = factory(**tasks.arguments)
     except UserError:
         raise
-    except Exception as e:
+    except USERS_FAULTS as e:
         raise UserError(
             f"tasks.environment: {tasks.environment} cannot be made of tasks.arguments: {type(e).__name__}: {e}"
         ) from e
@@ -81,7 +81,7 @@ def part_of(tasks: TasksConfig, renderer: Renderer | None, budget: Budget) -> Ta
 def folders_of_tasks(config: RLConfig, folder: Path) -> list[Path]:
     """The dataset folders of the run in `folder`, configured or built. Raises UserError for a run of other tasks."""
     tasks = config.tasks
-    if tasks.edits is not None or tasks.environment is not None:
+    if not tasks.of_repositories:
         raise UserError(f"{folder} was trained on an environment or on edits, which are no task dataset")
     built = folder / "tasks"
     later = [n for n in built_beside(config) if not (built / str(n)).exists()]  # the run ended before
@@ -154,7 +154,7 @@ def egress_of(config: RLConfig, taskset: Taskset, folder: Path) -> Egress | None
     if sandbox.type != "namespace":
         return None
     if sandbox.index is not None and sandbox.index_before is not None:
-        without = set(sandbox.index_without).union(*(part.environment.packages() for part in taskset.parts))
+        without = set(sandbox.index_without).union(*(part.packages for part in taskset.parts))
         index = package_index(sandbox.index, sandbox.index_before, without)
     if not sandbox.egress and index is None:
         return None

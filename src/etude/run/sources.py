@@ -47,7 +47,7 @@ def join(config: RLConfig, folder: Path, pool: TaskPool, number: int) -> None:
     weights = [pool.taskset.weights[of.name] * known for of in pool.taskset.parts]
     pool.taskset = mix([*pool.taskset.parts, part], [*weights, sources[number].weight])
     pool.waiting = tuple(n for n in pool.waiting if n != number)
-    for warning in part.environment.warnings:
+    for warning in part.warnings:
         print(f"warning: {part.name}: {warning}", file=sys.stderr)
     count = len(part.split("train"))
     print(f"etude: {count} training tasks of {part.name} join the run", file=sys.stderr, flush=True)

@@ -89,6 +89,7 @@ def episode(member: int, graded: Grade, cheats: CheatSignals) -> Episode:
         outcome=graded.outcome,
         stop_reason=StopReason.FINISHED,
         reward=graded.score,
+        grade=graded.score,
         passed=graded.passed,
         segments=(),
         turns=(),

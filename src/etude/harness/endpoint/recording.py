@@ -159,6 +159,7 @@ class Recording:
             for branch in (*working, *side)
             for turn in branch.turns
         ]
+        last = max((turn for branch in working for turn in branch.turns), key=lambda turn: turn.number, default=None)
         return UngradedEpisode(
             tuple(segments),
             tuple(turns),
@@ -166,6 +167,7 @@ class Recording:
             self._metrics(working, side, segments),
             timed_out,
             tools=tuple(map(dict, self._tools.values())),
+            answer="" if last is None else last.parsed.text.strip(),
         )
 
     def _check_budget(self) -> None:

@@ -30,40 +30,25 @@ class CodeChanges:
     fault: Grade | None = None
 
 
-@dataclass(frozen=True, eq=False)
+def foreign_refusal(compact: bool, sandbox: str) -> str:
+    """The reason why a model or boxes cannot play foreign tasks; "" if they can."""
+    why = ""
+    if compact:
+        why = "a model of the compact dialect, which has no shell of its own choice: take a chat model"
+    elif sandbox != "namespace":
+        why = f'boxes of sandbox.type = "{sandbox}", which cannot show folders where Harbor has them'
+    return why and f"foreign Harbor tasks cannot be played with {why}"
+
+
 class CodeTasks(Environment[CodeTask]):
     """The tasks of a dataset that `etude tasks build` has made."""
 
-    dataset: Dataset
-
-    @property
-    def name(self) -> str:
-        """The name of the dataset, e.g. "pydash-8.1.0"."""
-        return self.dataset.name
-
-    @property
-    def project(self) -> str:
-        """The project of the repository, without its version."""
-        return normal_project(wheel_project(self.name))
-
-    @property
-    def digest(self) -> str:
-        """The digest of the dataset."""
-        return self.dataset.manifest.digests.get("dataset.json", "")
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The limitations that its build has found."""
-        return self.dataset.manifest.warnings
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset, self.name = dataset, dataset.name
 
     def tasks(self) -> Iterable[CodeTask]:
         """The tasks of the dataset."""
         return self.dataset.tasks
-
-    def packages(self) -> set[str]:
-        """The repository's package, by its name and by the names of its folders."""
-        roots = {Path(root).stem for task in self.dataset.tasks for root in task.source_roots}
-        return {*roots, wheel_project(self.name)}
 
     def image(self, task: CodeTask) -> Image:
         """The repository, its dependencies, and the files that break it."""
@@ -126,10 +111,6 @@ class CodeTasks(Environment[CodeTask]):
             graded = replace(graded, outcome=Outcome.TAMPERED, score=0.0, passed=False, detail=detail)
         return GradedEpisode(graded, signals.figures, signals.flags)
 
-    def decided(self, task: CodeTask) -> float:
-        """The share of a task's tests that are decided outside of the tested process."""
-        return task.difficulty.get("decided", 1.0)
-
     def decoys(self, task: CodeTask, seed: int, share: float) -> Decoys | None:
         """The decoys in a task's repository; its impossible version has the same."""
         return plant_decoys(task, seed) if has_decoys(task.id, seed, share) else None
@@ -137,32 +118,20 @@ class CodeTasks(Environment[CodeTask]):
     def impossible(self, folder: Path) -> CodeTasks | None:
         """The impossible versions of the training tasks."""
         made = make_impossible(self.dataset, folder)
-        return replace(self, dataset=made) if made.tasks else None
+        return CodeTasks(made) if made.tasks else None
 
 
-@dataclass(frozen=True, eq=False)
 class ForeignTasks(CodeTasks):
     """Tasks that others have written as Harbor folders: their own tests decide on the final state of the box."""
-
-    @property
-    def project(self) -> str:
-        """The name of the folder."""
-        return self.name
 
     async def read_changes(self, box: Box, roots: tuple[str, ...]) -> Mapping[str, bytes | None]:
         """The changes, after a note of the state that their tests look at."""
         await note_state(box)
         return await super().read_changes(box, roots)
 
-    @classmethod
-    def refusal(cls, compact: bool, sandbox: str) -> str:
-        """The reason why a model or boxes cannot play foreign tasks."""
-        why = ""
-        if compact:
-            why = "a model of the compact dialect, which has no shell of its own choice: take a chat model"
-        elif sandbox != "namespace":
-            why = f'boxes of sandbox.type = "{sandbox}", which cannot show folders where Harbor has them'
-        return why and f"foreign Harbor tasks cannot be played with {why}"
+    def refusal(self, compact: bool, sandbox: str) -> str:
+        """As `foreign_refusal`."""
+        return foreign_refusal(compact, sandbox)
 
     def decoys(self, task: CodeTask, seed: int, share: float) -> None:
         """None: there is no repository to hide them in."""
@@ -175,5 +144,13 @@ def dataset_part(dataset: Dataset | Path) -> TaskPart:
     """The tasks of a dataset or a dataset's folder, of foreign Harbor tasks or of our own. Raises UserError."""
     if isinstance(dataset, Path):
         dataset = load_any_dataset(dataset)
-    environment = (ForeignTasks if dataset.manifest.kind else CodeTasks)(dataset)
-    return TaskPart(environment, dataset.tasks)
+    manifest, name = dataset.manifest, dataset.name
+    package = wheel_project(name)
+    return TaskPart(
+        (ForeignTasks if manifest.kind else CodeTasks)(dataset),
+        dataset.tasks,
+        project=name if manifest.kind else normal_project(package),
+        digest=manifest.digests.get("dataset.json", ""),
+        warnings=manifest.warnings,
+        packages=frozenset({package, *(Path(root).stem for task in dataset.tasks for root in task.source_roots)}),
+    )

@@ -10,7 +10,7 @@ files and for an answer that does not close its tag. It passes only with the exa
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +62,11 @@ class EditTask(Task, frozen=True, kw_only=True):
         return edit_prompt(self.file, self.sketch, self.prompt)
 
 
-@dataclass(frozen=True, eq=False)
 class AppliedEdits(Environment[EditTask]):
-    """The edits of train.parquet and heldout.parquet in a folder that fit the budget."""
+    """The edits of a folder's tables that fit the budget."""
 
-    folder: Path
-    table: tuple[EditTask, ...]
-
-    @property
-    def name(self) -> str:
-        """The name of the folder."""
-        return self.folder.name
+    def __init__(self, name: str, table: tuple[EditTask, ...]) -> None:
+        self.name, self.table = name, table
 
     def tasks(self) -> Iterable[EditTask]:
         """The edits."""
@@ -118,7 +112,7 @@ def applied_edits(folder: Path, renderer: Renderer | None, budget: Budget) -> Ap
                 f"{budget.tokens}: raise them, or make tables of shorter files"
             )
         tasks |= {task.id: task for task in fitting}
-    return AppliedEdits(folder, tuple(tasks[id] for id in sorted(tasks)))
+    return AppliedEdits(folder.name, tuple(tasks[id] for id in sorted(tasks)))
 
 
 def _task(example: Example, split: str) -> EditTask:

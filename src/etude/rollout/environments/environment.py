@@ -14,28 +14,38 @@ import asyncio
 import atexit
 import shutil
 import tempfile
+import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, overload
 
-import numpy as np
-
 from etude.errors import UserError
 from etude.grading import Grade
 from etude.grading.cheats import Decoys
-from etude.harness import EngineModel, EpisodeSpec, Opening, UngradedEpisode, call_python, run_agent_loop
-from etude.records import Budget, Outcome, StopReason, Task, Turn
+from etude.harness import (
+    EngineModel,
+    EpisodeSpec,
+    Opening,
+    UngradedEpisode,
+    UsersBox,
+    call_until,
+    run_agent_loop,
+    sentence_of,
+)
+from etude.records import MAX_REWARD, Budget, Outcome, StopReason, Task, Turn
+from etude.renderers import printable
 from etude.rollout.environments.agent import Agent, run_agent
-from etude.rollout.environments.environment_tools import PythonTools
+from etude.rollout.environments.environment_tools import BOX_TOOLS, PythonTools
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.sandbox.egress import EgressRequest
 
 BOX_SECONDS = 120.0  # to make a box, and to read the changes from it
-CALL_SECONDS = 60.0  # that `setup`, `tools` or `reward` may take
+CALL_SECONDS = 60.0  # that `setup`, `tools` or `reward` may take; their commands in the box end by then
+BOX_GRACE_SECONDS = 2.0  # to read the result of such a command
 MAX_FAILURES = 10  # exceptions of these methods in a row, after which the run ends
 _REWARD = "_etude_reward"  # the attribute with the weight of a part of the reward
 
@@ -111,6 +121,7 @@ class Environment(ABC, Generic[T]):
     that are not `async` run in threads.
     """
 
+    name: str = ""  # in reports, and in the ids of a mixture; "": that of the class
     system: str = ""  # the system prompt
     pass_mark: float = 1.0  # an episode with at least this reward has passed, in evaluations and for the curriculum
     repository: str | Path = ""  # a folder that every box begins with, as a repository of the agent
@@ -121,15 +132,16 @@ class Environment(ABC, Generic[T]):
     def tasks(self) -> Iterable[T]:
         """All tasks, the same ones at every call: a run that is resumed calls this again."""
 
-    async def reward(self, episode: EnvironmentEpisode[T]) -> float | Mapping[str, float]:
+    def reward(
+        self, episode: EnvironmentEpisode[T]
+    ) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]:
         """The reward of an ended episode: a number, or named parts that are summed. By default the methods that are
         marked as `@reward` are the parts.
 
         An exception counts as an infrastructure failure: the episode is repeated, twice at most. A BoxError that the
         agent caused, such as a missing file, is a reward of 0.
         """
-        marked = self._reward_parts()
-        return {name: weight * float(await call_python(getattr(self, name), episode)) for name, weight in marked}
+        return self._marked_parts(episode)
 
     def tools(self, episode: EnvironmentEpisode[T]) -> Sequence[Callable[..., Any]]:
         """Functions that the model may call in this episode; none: the model's first turn is its answer.
@@ -155,11 +167,6 @@ class Environment(ABC, Generic[T]):
 
     # Of an environment that plays its episodes in another way, or grades them elsewhere ------------------------------
 
-    @property
-    def name(self) -> str:
-        """The name of the environment in reports and in the ids of a mixture."""
-        return type(self).__name__
-
     def image(self, task: T) -> Image | None:
         """The image of a task's box; None for episodes without a box."""
         files = dict(self.files(task))
@@ -178,12 +185,13 @@ class Environment(ABC, Generic[T]):
         Raises EnvironmentFailed, BoxError, EngineError or Aborted for an episode that is lost, and UserError if the
         environment's code is wrong in a way that no repetition mends.
         """
-        episode = EnvironmentEpisode(cast(T, spec.task), spec.seed, box)
+        episode = EnvironmentEpisode(cast(T, spec.task), spec.seed, None if box is None else cast(Box, UsersBox(box)))
         await self._call(self.setup, episode)
-        if agent is not None and box is not None:
-            ungraded = await run_agent(spec, agent, box)
-        else:
+        if agent is None:
             ungraded = await run_agent_loop(spec, await self._open(spec, episode))
+        else:
+            assert box is not None, "check_inputs refuses an outside agent on tasks without a box"
+            ungraded = await run_agent(spec, agent, box)
         episode.answer, episode.turns, episode.stop_reason = ungraded.answer, ungraded.turns, ungraded.stop_reason
         return PlayedEpisode(ungraded, await self._graded(episode, ungraded))
 
@@ -193,33 +201,13 @@ class Environment(ABC, Generic[T]):
 
     # Of a run ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def project(self) -> str:
-        """The project that the tasks come from: a run has one source of it at most."""
-        return self.name
-
-    @property
-    def digest(self) -> str:
-        """The digest of the tasks, where they are files; "" otherwise."""
-        return ""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Limitations of the tasks, for people."""
-        return ()
-
-    def packages(self) -> set[str]:
-        """Names of packages that a package index in boxes leaves out, since they hold answers."""
-        return set()
-
-    def decided(self, task: T) -> float:
-        """The share of a task's tests that are decided outside of the tested process."""
-        return 1.0
-
-    @classmethod
-    def refusal(cls, compact: bool, sandbox: str) -> str:
+    def refusal(self, compact: bool, sandbox: str) -> str:
         """The reason why models of the compact dialect, or boxes of the type `sandbox`, cannot play the tasks; or
         ""."""
+        if wrong := sorted({*self.box_tools} - BOX_TOOLS):
+            return f"{self.title}.box_tools: {wrong[0]} is none of {', '.join(sorted(BOX_TOOLS))}"
+        if compact and self.box_tools:
+            return f"the model speaks the compact dialect, which has no box_tools: set {self.title}.box_tools to ()"
         return ""
 
     def decoys(self, task: T, seed: int, share: float) -> Decoys | None:
@@ -232,6 +220,11 @@ class Environment(ABC, Generic[T]):
 
     # Calls of users' methods ------------------------------------------------------------------------------------------
 
+    @property
+    def title(self) -> str:
+        """The name, or that of the class."""
+        return self.name or type(self).__name__
+
     @cached_property
     def _failures(self) -> list[str]:
         """Failures of users' methods, in a row."""
@@ -242,10 +235,29 @@ class Environment(ABC, Generic[T]):
         marked = ((name, getattr(getattr(type(self), name), _REWARD, None)) for name in names)
         return [(name, weight) for name, weight in marked if weight is not None]
 
-    def has_reward(self) -> bool:
-        """Whether the class has a reward: its own method `reward`, methods marked as `@reward`, or a `grade`."""
+    async def _marked_parts(self, episode: EnvironmentEpisode[T]) -> dict[str, Any]:
+        """The marked parts of the reward, times their weights. One that is no number stays as it is."""
+        parts: dict[str, Any] = {}
+        for name, weight in self._reward_parts():
+            value = await self._call(getattr(self, name), episode)
+            try:
+                parts[name] = value if isinstance(value, str) else weight * float(value)
+            except (TypeError, ValueError):
+                parts[name] = value
+        return parts
+
+    def check_reward(self) -> None:
+        """Raises UserError for a class without a reward: neither a method `reward` of its own, nor methods marked as
+        `@reward`, nor a `grade`; and for a marked method with the name of another method of environments."""
+        kind, parts = type(self).__name__, [name for name, _ in self._reward_parts()]
+        if taken := [name for name in parts if hasattr(Environment, name)]:
+            raise UserError(f"{kind}.{taken[0]} is marked as @reward, and environments have another: rename it")
         own = {name for kind in type(self).__mro__ if kind is not Environment for name in vars(kind)}
-        return bool(own & {"reward", "grade"} or self._reward_parts())
+        if not own & {"reward", "grade"} and not parts:
+            raise UserError(f"{kind} has no reward: write the method `reward`, or mark methods as @reward")
+        for base in type(self).__mro__:
+            if "reward" in vars(base) and (marked := [name for name in parts if name in vars(base)]):
+                raise UserError(f"{kind} has a method `reward`, and {marked[0]} is marked as @reward: keep one of them")
 
     def messages(self, task: T, addition: str = "") -> list[dict[str, str]]:
         """The first messages of an episode, with `addition` below the prompt."""
@@ -271,7 +283,7 @@ class Environment(ABC, Generic[T]):
         """Raises UserError for a prompt that leaves no room for an answer."""
         if len(prompt) >= budget.context:
             raise UserError(
-                f"the prompt of {self.name}'s task {task.id} has {len(prompt)} tokens, and rollout.context is "
+                f"the prompt of {self.title}'s task {task.id} has {len(prompt)} tokens, and rollout.context is "
                 f"{budget.context}: raise it, or shorten the prompt"
             )
 
@@ -288,24 +300,32 @@ class Environment(ABC, Generic[T]):
         self._failures.clear()
         total = sum(parts.values())
         passed = total >= self.pass_mark - 1e-9
-        grade = Grade(Outcome.SCORED, total, passed, f"the environment's reward is {total:.4g}", None)
+        detail = "; ".join(filter(None, (f"the environment's reward is {total:.4g}", ungraded.note)))
+        grade = Grade(Outcome.SCORED, total, passed, detail, None)
         return GradedEpisode(grade, {f"environment/{name}": value for name, value in parts.items()})
 
     async def _call(self, method: Callable[[EnvironmentEpisode[T]], Any], episode: EnvironmentEpisode[T]) -> Any:
         """The result of a method. Raises EnvironmentFailed, UserError after many failures in a row, and BoxError."""
+        task = episode.task.id
         try:
-            async with asyncio.timeout(CALL_SECONDS):
-                return await call_python(method, episode)
-        except BoxError:
-            raise
-        except Exception as e:
+            async with asyncio.timeout(CALL_SECONDS + BOX_GRACE_SECONDS):
+                # In a task of its own, for its context.
+                return await asyncio.create_task(call_until(time.monotonic() + CALL_SECONDS, method, episode))
+        except (Exception, asyncio.CancelledError) as e:
+            caller = asyncio.current_task()
+            if isinstance(e, asyncio.CancelledError) and caller is not None and caller.cancelling():
+                raise  # otherwise the exception is the method's own
+            if isinstance(e, UserError | EnvironmentFailed):
+                raise
+            if isinstance(e, BoxError) and (e.payer == "infra" or method not in (self.setup, self.tools)):
+                raise  # the agent may have broken what `reward` reads; before its first turn it has not
             place = traceback.extract_tb(e.__traceback__)[-1]
-            what = f"{type(e).__name__}: {e}" if not isinstance(e, TimeoutError) else f"no end in {CALL_SECONDS:.0f} s"
-            sentence = (
-                f"{self.name}.{method.__name__} of task {episode.task.id}: {what} ({place.filename}:{place.lineno})"
-            )
+            what = sentence_of(e) if not isinstance(e, TimeoutError) else f"no end in {CALL_SECONDS:.0f} s"
+            name = getattr(method, "__name__", "method")
+            sentence = f"{self.title}.{name} of task {task}: {what} ({place.filename}:{place.lineno})"
             self._failures.append(sentence)
             if len(self._failures) >= MAX_FAILURES:
+                self._failures.clear()  # a later evaluation counts anew
                 raise UserError(f"{MAX_FAILURES} failures in a row, the last of {sentence}; mend it") from e
             raise EnvironmentFailed(sentence) from e
 
@@ -313,12 +333,12 @@ class Environment(ABC, Generic[T]):
         """A reward by its parts. Raises UserError if it is not made of finite numbers."""
         parts = cast(Mapping[Any, Any], value) if isinstance(value, Mapping) else {"reward": value}
         try:
-            numbers = {str(name): float(part) for name, part in parts.items() if not isinstance(part, str)}
-        except (TypeError, ValueError):
+            numbers = {printable(str(name)): float(part) for name, part in parts.items() if not isinstance(part, str)}
+        except (TypeError, ValueError, OverflowError):
             numbers = {}
-        if len(numbers) != len(parts) or not np.isfinite(list(numbers.values())).all():
+        if len(numbers) != len(parts) or not abs(sum(numbers.values())) <= MAX_REWARD:
             raise UserError(
-                f"{self.name}.reward returned {value!r} for task {episode.task.id}; it must return a finite number, or "
-                "a dict of finite numbers by name"
+                f"{self.title}.reward returned {value!r} for task {episode.task.id}; it must return a finite number, "
+                f"or a dict of finite numbers by name, of {MAX_REWARD:g} at most in all"
             )
         return numbers
