@@ -206,9 +206,7 @@ def test_the_next_try_drops_what_npm_has_not_and_adds_what_was_missing(tmp_path:
     about = json.loads((repository / "package.json").read_text())
     about["devDependencies"] |= {"gone": "^9", "linter": "1", "helper": "2"}
     (repository / "package.json").write_text(json.dumps(about))
-    layout = replace(
-        javascript.layout(repository, functions.clean_files(repository)), modules=("src/index.test.ts",)
-    )
+    layout = replace(javascript.layout(repository, functions.clean_files(repository)), modules=("src/index.test.ts",))
     said = "npm error code ETARGET; npm error notarget No matching version found for gone@^9."
     tries: list[bootstrap.Try] = []
     first = node._by_rules(repository, layout, tries)
