@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 
-from etude.code import functions
+from etude.code import functions, install_wheels
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.tasks import bootstrap, requirements
@@ -54,7 +54,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _find(repository: Path, work: Path, how: str) -> bootstrap.BootstrapRecipe:
     work.mkdir()
     layout = functions.layout(repository)
-    return asyncio.run(bootstrap.find(repository, layout, work, how, lambda _: None, repository))
+    return asyncio.run(bootstrap.find(repository, layout, work, how, install_wheels, repository))
 
 
 def test_the_second_try_installs_what_the_tests_need(repository: Path, index: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from etude.errors import UserError
 from etude.grading import leaks
 from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image, Limits
-from etude.tasks import histories
+from etude.tasks import git_history, histories
 from etude.tasks.histories import Damage
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
@@ -109,7 +109,7 @@ def test_what_holds_no_answer_is_told_as_it_was(source: Path, tmp_path: Path) ->
 def test_a_history_is_as_deep_as_asked_and_must_be_readable(source: Path, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     shutil.copytree(source, repository, ignore=shutil.ignore_patterns(".git"))
-    past = histories.read(source, "lib-1", REPOSITORY, depth=2)
+    past = git_history.read(source, "HEAD", REPOSITORY, 2)
     assert histories.build(past, repository, [TASK], tmp_path) == 2
     (tmp_path / histories.FILE).write_bytes(b"no")
     with pytest.raises(UserError, match="build the dataset again"):

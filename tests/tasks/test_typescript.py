@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -205,19 +206,19 @@ def test_the_next_try_drops_what_npm_has_not_and_adds_what_was_missing(tmp_path:
     about = json.loads((repository / "package.json").read_text())
     about["devDependencies"] |= {"gone": "^9", "linter": "1", "helper": "2"}
     (repository / "package.json").write_text(json.dumps(about))
-    layout = javascript.layout(repository, functions.clean_files(repository))
+    layout = replace(javascript.layout(repository, functions.clean_files(repository)), modules=("src/index.test.ts",))
     said = "npm error code ETARGET; npm error notarget No matching version found for gone@^9."
     tries: list[bootstrap.Try] = []
-    first = node._by_rules(repository, layout, ["src/index.test.ts"], tries)
+    first = node._by_rules(repository, layout, tries)
     assert first == ("mocha@^11", "tsx@*")
     tries.append(bootstrap.Try(first, (("tests", "Error: Cannot find package 'helper' imported from a"),)))
-    second = node._by_rules(repository, layout, ["src/index.test.ts"], tries)
+    second = node._by_rules(repository, layout, tries)
     assert second == ("mocha@^11", "tsx@*", "helper@2")
     tries.append(bootstrap.Try(second, (("tests", "0 of 3 tests pass"),)))
-    third = node._by_rules(repository, layout, ["src/index.test.ts"], tries)
+    third = node._by_rules(repository, layout, tries)
     assert third == ("mocha@^11", "gone@^9", "linter@1", "helper@2", "tsx@*")
     tries.append(bootstrap.Try(third, (("npm install", said),)))
-    fourth = node._by_rules(repository, layout, ["src/index.test.ts"], tries)
+    fourth = node._by_rules(repository, layout, tries)
     assert fourth == ("mocha@^11", "linter@1", "helper@2", "tsx@*")
 
 

@@ -56,9 +56,11 @@ def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
         raise UserError(f"{repository} has no function of 1 to 20 lines: there is nothing that could be broken")
     kind = "JavaScript" if surveyed.script else "Python"
     code = ", ".join(surveyed.layout.source_roots[:3]) + (", ..." if len(surveyed.layout.source_roots) > 3 else "")
-    tests = sorted({path.rpartition("/")[0] or path for path in surveyed.modules}, key=lambda path: path.count("/"))
+    tests = sorted(
+        {path.rpartition("/")[0] or path for path in surveyed.layout.modules}, key=lambda path: path.count("/")
+    )
     summary = (
-        f"{kind}: {len(fit)} functions of 1 to 20 lines in {code}; {len(surveyed.modules)} test files in "
+        f"{kind}: {len(fit)} functions of 1 to 20 lines in {code}; {len(surveyed.layout.modules)} test files in "
         f"{', '.join(tests[:3])}{', ...' if len(tests) > 3 else ''}"
     )
     name = re.sub(r"-\d[^-]*$", "", project_name(repository)).lstrip("._-") or "run"

@@ -18,13 +18,13 @@ from typing import Any
 
 import httpx2
 
-from etude.code import install_wheels
 from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
 from etude.grading import TestRunner, open_sandbox
 from etude.sandbox import Image, Limits, Sandbox
 from etude.tasks import requirements
 from etude.tasks.coverage import last_lines
+from etude.tasks.environment import Install
 
 MAX_GOALS = 10
 TRIES = 5
@@ -77,21 +77,16 @@ class Kit:
     rules: Callable[[Sequence[Try]], tuple[str, ...] | None]  # the next try's requirements
     usable: Callable[[Iterable[str]], Iterable[str]]  # the plain ones among a model's requirements
     installer: str  # "pip" or "npm"
-    install: Callable[[Sequence[str], Path], None]  # requirements into a folder; raises UserError
+    install: Install
     miss: Callable[[TestRunner, Path, Goal], Awaitable[str | None]]  # see `miss`
 
 
 async def find(
-    repository: Path, layout: RepositoryLayout, work: Path, how: str, finish: Callable[[Path], None], named: Path
+    repository: Path, layout: RepositoryLayout, work: Path, how: str, install: Install, named: Path
 ) -> BootstrapRecipe:
     """Install the requirements of a Python repository into `work`/site. `how` is "rules" or the URL of a model;
-    `finish` adds files that packages do not bring; `named` is the path of the repository in messages. Raises UserError
-    with the reason of the last try if none of TRIES reaches the goals."""
-
-    def install(wanted: Sequence[str], site: Path) -> None:
-        install_wheels(wanted, site)
-        finish(site)
-
+    `named` is the path of the repository in messages. Raises UserError with the reason of the last try if none of TRIES
+    reaches the goals."""
     kit = Kit(
         repository=named,
         language="Python",
@@ -110,9 +105,8 @@ async def find(
 async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> BootstrapRecipe:
     """Returns the first of up to TRIES proposals that reaches the goals; its packages are in `work`/site. Raises
     UserError with the reason of the last try if none does."""
-    goals = kit.goals
-    if how != "rules":
-        goals = (*_goals_of_model(how, repository, kit)[: MAX_GOALS - 1], goals[-1])
+    named = kit.goals[:-1] if how == "rules" else _goals_of_model(how, repository, kit)[: MAX_GOALS - 1]
+    goals = (*named, kit.goals[-1])
     tries: list[Try] = []
     try:
         while len(tries) < TRIES:
@@ -180,11 +174,11 @@ async def miss(repository: Path, sandbox: Sandbox, site: Path, goal: Goal) -> st
 def _by_rules(repository: Path, tries: Sequence[Try]) -> tuple[str, ...] | None:
     """The requirements of the next try: one more source of the repository, then the packages that the last try
     lacked."""
-    wanted: list[str] = []
+    wanted: tuple[str, ...] = ()
     for source in requirements.sources(repository):
-        wanted = list(dict.fromkeys([*wanted, *source]))
-        if all(tuple(wanted) != old.requirements for old in tries):
-            return tuple(wanted)
+        wanted = tuple(dict.fromkeys((*wanted, *source)))
+        if all(wanted != old.requirements for old in tries):
+            return wanted
     output = "\n".join(text for _, text in tries[-1].missed)
     names = re.findall(r"No module named '(\w+)|fixture '(\w+)' not found", output)
     missing = [requirements.MISSING[name] for pair in names for name in pair if name in requirements.MISSING]
@@ -227,9 +221,10 @@ def _by_model(url: str, repository: Path, tries: Sequence[Try], kit: Kit) -> tup
     stage."""
     failed = tries[-1].missed[:3] if tries else ()
     goals = "\n".join(f"$ {command}\nIt printed:\n{output[-1000:]}" for command, output in failed) or "the test suite"
-    described = _described(repository, kit.files)
-    description = f"{described}\nTried: {', '.join(tries[-1].requirements)}" if tries else described
-    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, note=kit.note, goals=goals, text=description))
+    text = _described(repository, kit.files)
+    if tries:
+        text += f"\nTried: {', '.join(tries[-1].requirements)}"
+    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, note=kit.note, goals=goals, text=text))
     return tuple(kit.usable(str(line) for line in answer.get("requirements", ())))
 
 

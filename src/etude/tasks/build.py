@@ -6,12 +6,12 @@ discover functions -> trace which tests call them -> choose visible and hidden t
 import asyncio
 import random
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from etude.code import OPERATORS, find_licence, is_script, project_name
+from etude.code import OPERATORS, find_licence, install_wheels, is_script, project_name
 from etude.code import functions as discover
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig
@@ -42,7 +42,7 @@ from etude.tasks.inventory import Inventory
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.multi_function import MultiFunctionChange
-from etude.tasks.search import Progress, SearchResult, Target, search
+from etude.tasks.search import Progress, Target, search
 from etude.tasks.settings import PytestSettings
 
 _TRACE_SECONDS = 600.0
@@ -70,7 +70,14 @@ def build_dataset(
     if writer is None and options.write_tests is not None:
         writer = synthesis.by_command(options.write_tests)
     facts = survey_repository(repo, options.exclude)
-    _check_place(repo, out, facts.inventory, options)
+    root, place = repo.resolve(), out.resolve()
+    if not facts.inventory.tracked and place.is_relative_to(root):
+        path = place.relative_to(root).as_posix()
+        if not inventory.excludes(f"{path}/_", options.exclude):  # the next build would count the dataset as a part
+            raise UserError(
+                f"{out} lies inside the repository and would become part of it; choose a folder outside, or leave it "
+                f"out with `--exclude {path.partition('/')[0]}`."
+            )
     sources, functions = read_functions(repo, facts)
     past = histories.read(repo, project_name(repo), facts.inventory.files)
     with dataset.unfinished(out) as work:
@@ -93,7 +100,6 @@ class Survey:
     pytest: PytestSettings
     version: str
     generated: Mapping[str, str]
-    modules: tuple[str, ...]  # files that define tests
 
 
 def survey_repository(repo: Path, exclude: Sequence[str]) -> Survey:
@@ -102,8 +108,8 @@ def survey_repository(repo: Path, exclude: Sequence[str]) -> Survey:
     version = environment.version_of(repo)
     if javascript.is_repository(repo):
         layout = javascript.layout(repo, taken.files)
-        modules = tuple(javascript.test_modules(repo, layout.tests))
-        return Survey(taken, layout, True, PytestSettings(), version, {}, modules)
+        layout = replace(layout, modules=tuple(javascript.test_modules(repo, layout.tests)))
+        return Survey(taken, layout, True, PytestSettings(), version, {})
     generated = environment.version_files(repo, taken, version)
     pytest = settings.read(repo)
     layout = discover.layout(repo, (*taken.files, *generated), pytest.is_module, pytest.pythonpath)
@@ -113,7 +119,7 @@ def survey_repository(repo: Path, exclude: Sequence[str]) -> Survey:
         rooted = any((above / name).is_file() for name in ("pyproject.toml", "setup.py", "setup.cfg"))
         cure = f"go to the project's folder, {above}" if rooted else "add tests"
         raise UserError(f"{repo} has no test modules (test_*.py){where}, and doctests alone could be edited; {cure}.")
-    return Survey(taken, layout, False, pytest, version, generated, layout.modules)
+    return Survey(taken, layout, False, pytest, version, generated)
 
 
 def read_functions(repo: Path, facts: Survey) -> tuple[dict[str, str], list[Unit]]:
@@ -132,20 +138,6 @@ def check_operators(options: BuildConfig) -> None:
     known = {**OPERATORS, **classes.OPERATORS}
     if unknown := sorted(set(options.operators) - known.keys()):
         raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(known))}")
-
-
-def _check_place(repo: Path, out: Path, taken: Inventory, options: BuildConfig) -> None:
-    """Raises UserError if `out` lies where the next build would count the dataset as a part of the repository."""
-    root, place = repo.resolve(), out.resolve()
-    if taken.tracked or not place.is_relative_to(root):
-        return
-    path = place.relative_to(root).as_posix()
-    if not inventory.excludes(f"{path}/_", options.exclude):
-        first = path.partition("/")[0]
-        raise UserError(
-            f"{out} lies inside the repository and would become part of it; choose a folder outside, or leave it out "
-            f"with `--exclude {first}`."
-        )
 
 
 @dataclass(frozen=True)
@@ -172,9 +164,6 @@ async def _run(plan: _BuildPlan) -> None:
     async with open_sandbox(workers=options.workers, memo=0) as sandbox:
         prepared = await _prepare(plan, sandbox)
         policy, shown = _write_trees(plan, prepared)
-        callers = prepared.callers
-        if plan.writer is not None:
-            callers = await _write_tests(plan, sandbox, callers, plan.writer)
         bench = Bench(
             sandbox=sandbox,
             name=project_name(plan.repo),
@@ -185,9 +174,12 @@ async def _run(plan: _BuildPlan) -> None:
             licence=licence_name,
             options=options,
         )
+        callers = prepared.callers
+        if plan.writer is not None:
+            callers = await _write_tests(plan, bench, callers, plan.writer)
         drawn = await _targets(plan, bench, callers, policy, shown)
         searched = await search(bench, drawn.targets, LeakIndex(bench.repository), plan.progress)
-    _cut_out(work / "repository", drawn.unstable)
+    _cut_out(bench.repository, drawn.unstable)
     copied = leaks.stored({"repository": bench.repository, "site": bench.site}, searched.tasks)
     if copied:
         searched.rejected[Rejected.LEAK] += len(copied)
@@ -195,7 +187,10 @@ async def _run(plan: _BuildPlan) -> None:
     shutil.rmtree(work / "written", ignore_errors=True)
     shutil.rmtree(plan.tree)  # not earlier, since folders of an open sandbox must not change
     if not tasks:
-        raise _nothing_fit(plan, searched)
+        reasons = searched.rejected.most_common(3)
+        advice = _ADVICE.get(reasons[0][0], "add tests") if reasons else "add tests"
+        listed = ", ".join(f"{reason}: {n}" for reason, n in reasons)
+        raise UserError(f"no broken program of {plan.repo} passed the gates ({listed}); {advice}.")
     commits = histories.build(plan.past, bench.repository, tasks, work)
     fit = searched.tried - searched.rejected.total()
     history = card.TaskBuildLog(
@@ -234,13 +229,6 @@ async def _run(plan: _BuildPlan) -> None:
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
 
 
-def _nothing_fit(plan: _BuildPlan, searched: SearchResult) -> UserError:
-    reasons = ", ".join(f"{reason}: {n}" for reason, n in searched.rejected.most_common(3))
-    commonest = searched.rejected.most_common(1)
-    advice = _ADVICE.get(commonest[0][0], "add tests") if commonest else "add tests"
-    return UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); {advice}.")
-
-
 @dataclass(frozen=True)
 class _Prepared:
     """The result of the first runs of the suite, and the packages that they needed."""
@@ -255,23 +243,24 @@ class _Prepared:
 async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     """Install the requirements of the tests into `work`/site, and run the suite."""
     plan.progress("installing dependencies", 0, 1)
+    facts, options = plan.facts, plan.options
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
-        recipe, callers = await node.prepare(plan.tree, plan.facts.layout, plan.work, scripts, plan.options, plan.repo)
+        recipe, callers = await node.prepare(plan.tree, facts.layout, plan.work, scripts, options, plan.repo)
         return _Prepared(callers, recipe.requirements, {}, recipe)
-    facts, options = plan.facts, plan.options
     name = project_name(plan.repo).removesuffix(f"-{facts.version}")
 
-    def finish(site: Path) -> None:
+    def install(wanted: Sequence[str], site: Path) -> None:
+        install_wheels(wanted, site)
         environment.finish(site, plan.tree, name, facts.version, facts.pytest)
 
     if options.bootstrap == "declared":
         result = await environment.find(
-            plan.tree, plan.work, options.requires, finish, lambda site: _trace(plan, sandbox, site)
+            plan.tree, plan.work, options.requires, install, lambda site: _trace(plan, sandbox, site)
         )
         recipe = None
     else:
-        recipe = await bootstrap.find(plan.tree, facts.layout, plan.work, options.bootstrap, finish, plan.repo)
+        recipe = await bootstrap.find(plan.tree, facts.layout, plan.work, options.bootstrap, install, plan.repo)
         result = environment.PythonEnvironment(recipe.requirements, await _trace(plan, sandbox, plan.work / "site"))
     trace = result.trace
     if not trace.passed:
@@ -282,8 +271,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
 async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.SuiteTrace:
     """Run the whole suite once on the unchanged repository."""
     plan.progress("running the test suite", 0, 1)
-    limits = Limits(seconds=_TRACE_SECONDS)
-    box = await sandbox.create(Image(repository=plan.tree, site=site, changes={}), limits)
+    box = await sandbox.create(Image(plan.tree, site, {}), Limits(seconds=_TRACE_SECONDS))
     try:
         return await coverage.trace(box, plan.facts.layout.source_roots, plan.facts.layout.modules, _TRACE_SECONDS)
     finally:
@@ -291,42 +279,40 @@ async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.Sui
 
 
 async def _write_tests(
-    plan: _BuildPlan, sandbox: Sandbox, callers: split.Callers, writer: synthesis.Writer
+    plan: _BuildPlan, bench: Bench, callers: split.Callers, writer: synthesis.Writer
 ) -> split.Callers:
     """Returns `callers` together with the tests written for functions without tests; their files join the hidden
     ones."""
     plan.progress("writing tests", 0, 1)
-    image = Image(repository=plan.work / "repository", site=plan.work / "site", changes={})
     missing = [f for f in plan.eligible if f.id not in callers and isinstance(f, Function)]
     folder = plan.work / "written"
-    kept = await synthesis.write(sandbox, image, missing, plan.sources, writer, folder, plan.options.seed)
+    kept = await synthesis.write(
+        bench.sandbox, bench.image({}), missing, plan.sources, writer, folder, plan.options.seed
+    )
     files = {test.split("::")[0] for tests in kept.values() for test in tests}
-    discover.copy(folder, plan.work / "hidden", sorted(files))
+    discover.copy(folder, bench.hidden, sorted(files))
     return {**callers, **kept}
 
 
 def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
     """Write repository/ and hidden/. Returns the policy ("doctests" or "half") and the visible test functions. Tests
     that fail on the unbroken tree are not visible either."""
-    callers = prepared.callers
+    callers, layout, repository = prepared.callers, plan.facts.layout, plan.work / "repository"
     policy = plan.options.visible
     if policy == "auto":
         covered = [f for f in plan.eligible if f.id in callers]
         policy = "doctests" if 2 * sum(f.doctest for f in covered) >= len(covered) > 0 else "half"
-    tests = set(plan.facts.layout.tests)
-    discover.copy(plan.tree, plan.work / "repository", [f for f in plan.facts.layout.files if f not in tests])
-    discover.copy(plan.tree, plan.work / "hidden", plan.facts.layout.tests)
+    discover.copy(plan.tree, repository, sorted({*layout.files} - {*layout.tests}))
+    discover.copy(plan.tree, plan.work / "hidden", layout.tests)
     shown: set[str] = set()
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}
         shown = split.visible_half(callers, plan.options.seed) | _uncuttable(plan, everything)
-        hidden = everything - shown
         # Snapshots hold values that hidden tests expect.
-        visible = [path for path in plan.facts.layout.tests if not path.endswith(".snap")]
-        discover.copy(plan.tree, plan.work / "repository", visible)
-        _cut_out(plan.work / "repository", hidden | {split.base(test) for test in prepared.failed})
+        discover.copy(plan.tree, repository, [path for path in layout.tests if not path.endswith(".snap")])
+        _cut_out(repository, everything - shown | {split.base(test) for test in prepared.failed})
     if plan.facts.script:
-        (plan.work / "repository" / node.LINK[0]).symlink_to(node.LINK[1])
+        (repository / node.LINK[0]).symlink_to(node.LINK[1])
     return policy, shown
 
 
@@ -380,7 +366,10 @@ async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, polic
     python = [f for f in plan.functions if isinstance(f, Function)]
     modules = plan.facts.layout.modules
     changes = multi_function.find(plan.repo, plan.sources, python, callers, modules, options) if python else []
-    heldout = multi_function.find_heldout(eligible, changes, options)
+    members: dict[str, list[frozenset[str]]] = defaultdict(list)  # of each kind, so that all have held-out tasks
+    for change in changes:
+        members[change.program.kind].append(change.members)
+    heldout = split.heldout_functions(eligible, options.heldout_fraction, options.seed, members)
     drafts: list[Target] = []  # with all their tests
     for f in eligible:
         ranked = sorted(callers[f.id], key=lambda test: (breadth[test], test))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from etude.code import table
 from etude.config import BuildConfig
@@ -11,7 +11,7 @@ from etude.tasks import split
 from etude.tasks.bootstrap import BootstrapRecipe
 from etude.tasks.dataset import Manifest
 from etude.tasks.gates import MAX_TESTS
-from etude.tasks.inventory import Inventory
+from etude.tasks.inventory import Inventory, shortened
 from etude.tasks.settings import PytestSettings
 
 FEW_TASKS = 50  # to teach
@@ -38,7 +38,7 @@ class TaskBuildLog:
     straddling: Mapping[str, int]  # kind -> changes left out, since they touch functions of both sides
     copies: Mapping[str, int]  # file -> programs dropped, since it holds their answer
     refused: str = ""  # why requirements for tests were not installed
-    requirements: Sequence[str] = field(default_factory=tuple)
+    requirements: Sequence[str] = ()
     recipe: BootstrapRecipe | None = None  # the requirements that a search reached the goals with, if there was one
 
 
@@ -96,6 +96,7 @@ def _wider(options: BuildConfig) -> str:
 
 def datacard(manifest: Manifest, tasks: Sequence[CodeTask], history: TaskBuildLog) -> str:
     """The card as Markdown. It holds no times: equal builds give equal cards."""
+    count = Counter(task.split for task in tasks)
     operators = Counter((task.kind, task.operator, task.split) for task in tasks)
     kinds = sorted({(kind, operator) for kind, operator, _ in operators})
     train, heldout = (len(split.touched_by_all(t for t in tasks if t.split == side)) for side in ("train", "heldout"))
@@ -111,7 +112,7 @@ def datacard(manifest: Manifest, tasks: Sequence[CodeTask], history: TaskBuildLo
         table(
             ("kind", "operator", "train", "held-out"),
             [(k, o, operators[k, o, "train"], operators[k, o, "heldout"]) for k, o in kinds]
-            + [("all", "", sum(t.split == "train" for t in tasks), sum(t.split == "heldout" for t in tasks))],
+            + [("all", "", count["train"], count["heldout"])],
         ),
         f"Functions: {train} in train, {heldout} held out; no function is in both, "
         "nor are functions with equal bodies.\n",
@@ -167,8 +168,7 @@ def _files(taken: Inventory) -> list[str]:
 
 def _named(what: str, names: Sequence[str]) -> str:
     """A sentence with up to ten names; empty if there are no names."""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{what} ({len(names)}): {', '.join(f'`{name}`' for name in names[:10])}{more}." if names else ""
+    return f"{what} ({len(names)}): {shortened([f'`{name}`' for name in names], 10)}." if names else ""
 
 
 def _environment(log: TaskBuildLog) -> list[str]:

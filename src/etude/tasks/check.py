@@ -58,8 +58,7 @@ def _problems(data: Dataset, changed: list[str]) -> list[str]:
     problems += [f"{place} holds the answer of {task}" for task, place in sorted(copied.items())]
     both = split.touched_by_all(data.split("train")) & split.touched_by_all(data.split("heldout"))
     problems += [f"{function} is both trained on and held out" for function in sorted(both)]
-    texts = {frozenset(task.changes.items()) for task in data.tasks}
-    if len(texts) < len(data.tasks):
+    if len({frozenset(task.changes.items()) for task in data.tasks}) < len(data.tasks):
         problems.append("two tasks have the same broken text")
     return problems
 

@@ -7,6 +7,7 @@ from etude.code import SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator
 from etude.code.functions import FunctionNode
 from etude.tasks.split import first_line
 
+_Edits = Iterator[tuple[ByteEdit, ...]]
 MIN_COMPLEXITY = 10  # of a class, as in SWE-smith
 MAX_LINES = 40  # of a method that is removed
 
@@ -20,7 +21,7 @@ def _span(place: FunctionBytes, method: FunctionNode) -> tuple[int, int]:
     return place.line_start(first_line(method)) + method.col_offset, place.end(method)
 
 
-def _remove_base(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
+def _remove_base(place: FunctionBytes) -> _Edits:
     node = place.function.node
     assert isinstance(node, ast.ClassDef)
     listed = sorted([*node.bases, *node.keywords], key=place.start)
@@ -38,7 +39,7 @@ def _remove_base(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
         yield (ByteEdit(start, end, b""),)
 
 
-def _shuffle_methods(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
+def _shuffle_methods(place: FunctionBytes) -> _Edits:
     spans = [_span(place, method) for method in _methods(place)]
     order = list(spans)
     place.rng.shuffle(order)
@@ -50,7 +51,7 @@ def _shuffle_methods(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
         )
 
 
-def _remove_method(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
+def _remove_method(place: FunctionBytes) -> _Edits:
     for method in _methods(place):
         start, end = _span(place, method)
         long = method.end_lineno - method.lineno > MAX_LINES  # type: ignore[operator]

@@ -12,8 +12,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from etude.code import ByteEdit, Clone, Mutant, MutationCandidate, clone_around
-from etude.code import functions as discover
-from etude.code.functions import Function
+from etude.code.functions import Function, is_test
 from etude.grading import answer_fingerprint
 
 MAX_COMMITS = 300  # looked at, newest first
@@ -45,8 +44,7 @@ def reversals(
     """Reversible commits of a git clone, newest first; none for a folder without history. `modules` are the test files.
     Raises UserError if git objects are missing."""
     clone = clone_around(repository) if (repository / ".git").exists() else None
-    head = clone.id_of("HEAD") if clone is not None else ""
-    if clone is None or not head:
+    if clone is None or not (head := clone.id_of("HEAD")):
         return
     tested = frozenset(modules)
     listed = clone.demand("rev-list", "--first-parent", f"--max-count={MAX_COMMITS}", head, "--")
@@ -66,9 +64,7 @@ def _reversal(
     words = raw.decode("utf-8", "replace").split("\0")[:-1]
     entries = {path: entry.split()[2:] for entry, path in zip(words[::2], words[1::2], strict=True)}
     tests = frozenset(path for path, (_, _, status) in entries.items() if path in modules and status in "AM")
-    code = sorted(
-        p for p in entries if p.endswith(".py") and not (discover.is_test(p) or p in modules) and p != "setup.py"
-    )
+    code = sorted(p for p in entries if p.endswith(".py") and not (is_test(p) or p in modules) and p != "setup.py")
     if not tests or not 1 <= len(code) <= MAX_FILES or any(p not in sources or entries[p][2] != "M" for p in code):
         return None
     changed: dict[str, Mutant] = {}
@@ -85,8 +81,7 @@ def _reversal(
     if not changed or not members or sum(m.original.count("\n") for m in changed.values()) > MAX_LINES:
         return None
     message = clone.demand("log", "-1", "--format=%s%n%n%b", commit, "--").decode("utf-8", "replace")
-    request = _request(message)
-    if not request:
+    if not (request := _request(message)):
         return None
     answers = [answer_fingerprint(mutant.source, mutant.text) for mutant in changed.values()]
     notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in entries if _CHANGES.search(p))]
@@ -125,13 +120,13 @@ def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
     for line in old:
         offsets.append(offsets[-1] + len(line.encode()))
     blocks = [op for op in SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if op[0] != "equal"]
-    edits = [ByteEdit(offsets[i], offsets[j], "".join(new[k:n]).encode()) for _, i, j, k, n in blocks]
+    edits = tuple(ByteEdit(offsets[i], offsets[j], "".join(new[k:n]).encode()) for _, i, j, k, n in reversed(blocks))
     lines = [line for _, i, j, _, _ in blocks for line in range(i + 1, max(j, i + 1) + 1)]
     first = blocks[0][3] + 1
     mutant = Mutant(
         operator="commit",
         source=source,
-        edits=tuple(reversed(edits)),
+        edits=edits,
         original="".join("".join(old[i:j]) for _, i, j, _, _ in blocks),
         snippet="".join("".join(new[k:n]) for _, _, _, k, n in blocks),
         first_line=first,

@@ -114,7 +114,7 @@ async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeo
     """Run the suite in `box`: the tests that call each function, and the tests that fail. Raises UserError if the run
     does not end, or if its result file is malformed."""
     values = (list(roots), list(test_files), f"{SITE}/{SETTINGS}", RESULT)
-    arguments = ", ".join(json.dumps(value) for value in values)
+    arguments = ", ".join(map(json.dumps, values))
     script = f"from __future__ import annotations\n\n\n{inspect.getsource(record)}\n\nrecord({arguments})\n"
     await box.write(SCRIPT, script.encode())
     done = await box.exec(f"python {SCRIPT}", timeout)

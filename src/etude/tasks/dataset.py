@@ -153,12 +153,8 @@ def read_dataset_manifest(root: Path) -> Manifest:
 
 def changes(root: Path, manifest: Manifest) -> list[str]:
     """The files and folders that have changed since the dataset was built."""
-    current = {_OWN: _own_digest(manifest)} | {name: _digest(root / name) for name in _parts(manifest)}
+    current = {_OWN: _own_digest(manifest)} | _digests(root, manifest)
     return [name for name, digest in current.items() if digest != manifest.digests.get(name)]
-
-
-def _parts(manifest: Manifest) -> Sequence[str]:
-    return ("tasks", "images", "harbor.json") if manifest.kind else _PARTS
 
 
 def _read(root: Path, manifest: Manifest) -> Dataset:
@@ -189,7 +185,7 @@ def save(root: Path, manifest: Manifest, tasks: Sequence[CodeTask]) -> Dataset:
 
 def seal(root: Path, manifest: Manifest) -> Manifest:
     """Write dataset.json with the digests of the files and folders beside it."""
-    digests = {name: _digest(root / name) for name in _parts(manifest)}
+    digests = _digests(root, manifest)
     manifest = msgspec.structs.replace(manifest, digests=digests)
     manifest = msgspec.structs.replace(manifest, digests=digests | {_OWN: _own_digest(manifest)})
     (root / "dataset.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
@@ -205,8 +201,13 @@ def tree_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def _digests(root: Path, manifest: Manifest) -> dict[str, str]:
+    """The digests of the files and folders beside the manifest, which may be missing."""
+    names = ("tasks", "images", "harbor.json") if manifest.kind else _PARTS
+    return {name: _digest(root / name) for name in names}
+
+
 def _digest(path: Path) -> str:
-    """The digest of a file, or of all files below a folder; the path may be missing."""
     return blake3.blake3(path.read_bytes()).hexdigest() if path.is_file() else tree_digest(path)
 
 

@@ -18,7 +18,6 @@ from etude.code import (
     clone_around,
     declared_requirements,
     functions,
-    install_wheels,
     project_name,
     read_pyproject,
     toml_table,
@@ -38,6 +37,7 @@ _VERSION_FILES = (  # keys below [tool] that name a file with the version
     ("setuptools-git-versioning", "version_file"),
 )
 UNKNOWN = "0+unknown"  # the version of a clone without tags
+Install = Callable[[Sequence[str], Path], None]  # requirements into a folder; raises UserError
 Run = Callable[[Path], Awaitable[SuiteTrace]]  # the suite, with the packages of a folder
 
 
@@ -50,17 +50,14 @@ class PythonEnvironment:
     refused: str = ""
 
 
-async def find(
-    tree: Path, work: Path, more: Sequence[str], finish: Callable[[Path], None], run: Run
-) -> PythonEnvironment:
+async def find(tree: Path, work: Path, more: Sequence[str], install: Install, run: Run) -> PythonEnvironment:
     """Install into `work`/site the requirements with which most tests of the repository in `tree` pass. `more` are
-    requirements from the user; `finish` adds files that packages do not bring. Raises UserError if the declared ones
-    cannot be installed."""
+    requirements from the user. Raises UserError if the declared ones cannot be installed."""
     tried: list[PythonEnvironment] = []
     for wanted in _proposals(tree, more, tried):
         site = work / f"site-{len(tried)}"
         try:
-            install_wheels(wanted, site)
+            install(wanted, site)
         except UserError as e:
             shutil.rmtree(site, ignore_errors=True)
             if not tried and isinstance(e, NoWheel):
@@ -69,7 +66,6 @@ async def find(
                 raise
             tried.append(PythonEnvironment(wanted, SuiteTrace({}, 0, {}, {}, ""), str(e)))
             continue
-        finish(site)
         tried.append(PythonEnvironment(wanted, await run(site)))
         if len(tried) == TRIES or not any(tried[-1].trace.missing):
             break
@@ -91,8 +87,8 @@ def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironmen
             wanted = longer
             yield tuple(wanted)
     ran = [one for one in tried if not one.refused]
-    names = [name for pair in ran[-1].trace.missing for name in pair]
-    known = [requirements.MISSING[name] for name in names if name in requirements.MISSING]
+    missing = (name for pair in ran[-1].trace.missing for name in pair)
+    known = [requirements.MISSING[name] for name in missing if name in requirements.MISSING]
     if set(known) - set(ran[-1].requirements):
         yield tuple(dict.fromkeys([*ran[-1].requirements, *known]))
 
@@ -117,9 +113,7 @@ def finish(site: Path, tree: Path, name: str, version: str, pytest: PytestSettin
 
 def version_of(repository: Path) -> str:
     """The version of a repository: declared, from its PKG-INFO, from the last tag, or UNKNOWN."""
-    name = project_name(repository)
-    match = re.search(r"-(\d[\w.+!]*)$", name)
-    if match:
+    if match := re.search(r"-(\d[\w.+!]*)$", project_name(repository)):
         return match[1]
     clone = clone_around(repository)
     described = clone.output("describe", "--tags", "--abbrev=0") if clone is not None else None
@@ -155,14 +149,10 @@ def explained(repository: Path, trace: SuiteTrace, refused: str) -> UserError:
     lacking = [requirements.MISSING.get(name, name.replace("_", "-")) for name in (*modules, *fixtures)]
     own = {name: place for name in modules if (place := _place_of(repository, name)) is not None}
     lacking = [name for name in lacking if name.replace("-", "_") not in own]
-    links = [
-        f"{place} is a link, and links are left out: put a copy in its place"
-        for place in own.values()
-        if (repository / place).is_symlink()
-    ]
+    links = [place for place in own.values() if (repository / place).is_symlink()]
     message = last_lines(next(iter([*trace.broken.values(), *trace.failed.values()]), trace.printed))
     if links:
-        advice = links[0]
+        advice = f"{links[0]} is a link, and links are left out: put a copy in its place"
     elif lacking:
         advice = f"name the missing packages: add `--requires {' '.join(lacking[:5])}` to the command"
     else:

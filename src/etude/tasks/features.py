@@ -34,8 +34,7 @@ def slices(functions: Sequence[Function], callers: Mapping[str, set[str]]) -> It
                 helper = inner.pop(name, None)
                 if helper is not None:
                     members.append(helper)
-        fits = len(members) <= MAX_MEMBERS and sum(f.body_lines for f in members) <= MAX_LINES
-        if len(members) > 1 and fits:
+        if 1 < len(members) <= MAX_MEMBERS and sum(f.body_lines for f in members) <= MAX_LINES:
             yield tuple(members)
 
 

@@ -101,7 +101,7 @@ class Bench:
 
     def image(self, changes: dict[str, str]) -> Image:
         """The repository with `changes` (path -> text), and its dependencies."""
-        return Image(repository=self.repository, site=self.site, changes=changes)
+        return Image(self.repository, self.site, changes)
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,13 @@ async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
 
 
 def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequence[str], statement: str) -> CodeTask:
-    function, broken, cap = candidate.function, candidate.broken, MAX_TESTS
-    f2p = tuple(sorted(failed[:cap]))
-    p2p = tuple(sorted([test for test in candidate.hidden if report.outcomes.get(test) == "passed"][:cap]))
+    function, broken = candidate.function, candidate.broken
+    f2p = tuple(sorted(failed[:MAX_TESTS]))
+    p2p = tuple(sorted([test for test in candidate.hidden if report.outcomes.get(test) == "passed"][:MAX_TESTS]))
     # Lines of the original that the broken text lacks; at least 1, since moved lines occur in both.
     lost = (Counter(m.original.split("\n")) - Counter(m.snippet.split("\n")) for m in candidate.mutants.values())
+    outside = report.outside.intersection((*f2p, *p2p))
+    decided = len(outside) / len((*f2p, *p2p)) if outside.intersection(f2p) else 0.0
     difficulty = {
         "lines": float(function.body_lines),
         "complexity": float(function.complexity),
@@ -208,10 +210,8 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
         "p2p": float(len(p2p)),
         "visible_fails": float(bool(failing(report, candidate.visible))),
         "leak": round(candidate.leak, 3),
+        "decided": round(decided, 3),
     }
-    outside = report.outside.intersection((*f2p, *p2p))
-    decided = len(outside) / len((*f2p, *p2p)) if outside.intersection(f2p) else 0.0
-    difficulty["decided"] = round(decided, 3)
     if is_script(function.path):
         difficulty["covered"] = round(report.covered, 3)
     return CodeTask(

@@ -19,6 +19,7 @@ from pathlib import Path
 from etude.code import Clone, GitTree, clone_around
 from etude.errors import UserError
 
+Files = Mapping[str, bytes]  # path -> content
 SILENT = b"Update\n"  # in place of a message that gives the answer away
 _KINDS = {"commit": 1, "tree": 2, "blob": 3}
 _FILE = "100644"
@@ -60,8 +61,7 @@ def read(source: Path, base: str, paths: Iterable[str], depth: int) -> Past:
     or objects are missing."""
     wanted = set(paths)
     clone = clone_around(source)
-    tip = clone.id_of(base) if clone is not None else ""
-    if clone is None or not tip:
+    if clone is None or not (tip := clone.id_of(base)):
         raise UserError(f"{base!r} is no commit of {source}; name one that `git log` shows.")
     listed = clone.demand("rev-list", "--first-parent", "--reverse", f"--max-count={depth}", tip, "--")
     names = listed.decode().split()
@@ -83,9 +83,7 @@ def single(people: bytes, message: bytes) -> Past:
     return Past((Commit(people, message, {}),), {})
 
 
-def folder(
-    past: Past, files: Mapping[str, bytes], shown: Shown = lambda *_: None, silent: Collection[int] = ()
-) -> dict[str, bytes]:
+def folder(past: Past, files: Files, shown: Shown = lambda *_: None, silent: Collection[int] = ()) -> dict[str, bytes]:
     """The files of a `.git` folder, by their paths in the box; the work tree is clean if it holds `files`.
 
     `shown` gives the content of versions in a box, `silent` the commits (by place) that lose their message. Empty
@@ -121,7 +119,7 @@ def object_id(data: bytes, kind: str = "blob") -> str:
     return hashlib.sha1(f"{kind} {len(data)}\0".encode() + data).hexdigest()
 
 
-def packed(files: Mapping[str, bytes]) -> dict[str, bytes]:
+def packed(files: Files) -> dict[str, bytes]:
     """Files as `Past.entries` holds them."""
     return {object_id(data): _entry("blob", data) for data in files.values()}
 

@@ -73,7 +73,7 @@ def write_task(task: CodeTask, folder: Path) -> None:
     folder.mkdir(parents=True)
     image = image_name(task.repository)
     command = "node /verifier/grade.mjs" if is_script(task.function) else "python /verifier/grade.py"
-    tests = {"fail_to_pass": list(task.fail_to_pass), "pass_to_pass": list(task.pass_to_pass)}
+    tests = {"fail_to_pass": task.fail_to_pass, "pass_to_pass": task.pass_to_pass}
     files = {
         "task.toml": _task_toml(task),
         "instruction.md": f"{task.prompt}\n",
@@ -103,7 +103,15 @@ def read_harbor_task(folder: Path) -> CodeTask:
         raise UserError(f"{folder} cannot be read ({e}); repair it or build the dataset again.") from None
     metadata = toml_table(config, "metadata").get("etude")
     if metadata is None:
-        raise UserError(_foreign(folder, config))
+        image = toml_table(config, "environment").get("docker_image")
+        container = next((f for f in _CONTAINER_FILES if (folder / "environment" / f).exists()), None)
+        if image or container:
+            what = f"the image {image}" if image else f"environment/{container}"
+            how = "`etude tasks harbor` takes such folders as far as boxes can"
+            raise UserError(f"{folder} is made for Docker ({what}); {how}.")
+        raise UserError(
+            f"{folder} has no [metadata.etude] in task.toml, so its tests have no ids; use `etude tasks harbor`."
+        )
     try:
         etude = msgspec.convert(metadata, _Etude)
         tests = msgspec.json.decode((folder / "tests/tests.json").read_bytes(), type=_Tests)
@@ -168,15 +176,6 @@ def _write(path: Path, text: str) -> None:
 
 def _read_files(folder: Path) -> dict[str, str]:
     return {path: sys.intern(file.read_bytes().decode()) for path, file in files_below(folder)}
-
-
-def _foreign(folder: Path, config: Mapping[str, object]) -> str:
-    image = toml_table(config, "environment").get("docker_image")
-    container = next((f for f in _CONTAINER_FILES if (folder / "environment" / f).exists()), None)
-    if image or container:
-        what = f"the image {image}" if image else f"environment/{container}"
-        return f"{folder} is made for Docker ({what}); `etude tasks harbor` takes such folders as far as boxes can."
-    return f"{folder} has no [metadata.etude] in task.toml, so its tests have no ids; use `etude tasks harbor`."
 
 
 def _task_toml(task: CodeTask) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from email.parser import Parser
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from operator import eq
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from etude.errors import UserError
 from etude.grading import LEAK_SHARE, answer_runs
 from etude.records import CodeTask
 from etude.tasks import git_history, inventory
-from etude.tasks.git_history import Commit, Past
+from etude.tasks.git_history import Commit, Files, Past
 from etude.tasks.leaks import answers_of
 
 FILE = "history.msgpack"
@@ -132,11 +132,11 @@ def _damages(task: CodeTask) -> dict[str, Damage]:
     return {path: Damage.of(task.solution[path], text) for path, text in task.changes.items()}
 
 
-def read(source: Path, name: str, paths: Iterable[str], depth: int = DEPTH) -> Past:
+def read(source: Path, name: str, paths: Iterable[str]) -> Past:
     """Read the last commits of `source`, restricted to `paths`; for a release, the one commit that imports it. Raises
     UserError if `source` has a history that cannot be read."""
     if (source / ".git").exists():
-        return git_history.read(source, "HEAD", paths, depth)
+        return git_history.read(source, "HEAD", paths, DEPTH)
     return git_history.single(*_imported(source, name))
 
 
@@ -146,16 +146,15 @@ def build(past: Past, repository: Path, tasks: Sequence[CodeTask], out: Path) ->
     present = _files(repository)
     past = _without_credentials(_without_tests(past, present, out / "hidden"), present)
     secrets = _secrets(past, tasks, present)
-    trees: list[dict[str, tuple[str, str] | None]] = []
-    before: GitTree = {}
-    for commit in past.commits:
-        changed = {path: at for path, at in commit.tree.items() if before.get(path) != at}
-        trees.append({path: None for path in before if path not in commit.tree} | changed)
-        before = commit.tree
+    changes = [
+        {path: None for path in before if path not in tree}
+        | {path: at for path, at in tree.items() if before.get(path) != at}
+        for before, tree in pairwise([{}, *(commit.tree for commit in past.commits)])
+    ]
     stored = _Stored(
         people=tuple(commit.people for commit in past.commits),
         messages=tuple(commit.message for commit in past.commits),
-        trees=tuple(trees),
+        trees=tuple(changes),
         entries=dict(past.entries),
         branch=past.branch,
         origin=past.origin,
@@ -169,7 +168,7 @@ def _files(repository: Path) -> dict[str, bytes]:
     return {path: file.read_bytes() for path, file in inventory.files_below(repository) if not file.is_symlink()}
 
 
-def _without_tests(past: Past, present: Mapping[str, bytes], hidden: Path) -> Past:
+def _without_tests(past: Past, present: Files, hidden: Path) -> Past:
     """The history of the files that are `present`, with only today's version of each test file, since earlier versions
     may hold tests that are hidden now."""
     today = {p: data for p, data in present.items() if functions.is_test(p) or (hidden / p).is_file()}
@@ -179,7 +178,7 @@ def _without_tests(past: Past, present: Mapping[str, bytes], hidden: Path) -> Pa
     return replace(past, commits=commits, entries={blob: entry for blob, entry in entries.items() if blob in kept})
 
 
-def _without_credentials(past: Past, present: Mapping[str, bytes]) -> Past:
+def _without_credentials(past: Past, present: Files) -> Past:
     """The history without versions and messages that look like secrets where today's files do not; today's version
     replaces them."""
     bad = {blob for blob in past.entries if inventory.secret(past.text(blob))}
@@ -191,9 +190,7 @@ def _without_credentials(past: Past, present: Mapping[str, bytes]) -> Past:
     return replace(past, commits=commits, entries={b: entry for b, entry in entries.items() if b not in bad})
 
 
-def _with_versions(
-    past: Past, present: Mapping[str, bytes], replaced: Callable[[str, str], bool]
-) -> tuple[Commit, ...]:
+def _with_versions(past: Past, present: Files, replaced: Callable[[str, str], bool]) -> tuple[Commit, ...]:
     """The commits, cut to the files that are `present`, with today's version in place of those (path, blob) that are
     `replaced`."""
     now = {path: git_history.object_id(data) for path, data in present.items()}
@@ -226,7 +223,7 @@ def load(root: Path, repository: Path) -> Histories | None:
     return Histories(Past(tuple(commits), stored.entries, stored.branch, stored.origin), stored.secrets, repository)
 
 
-def _secrets(past: Past, tasks: Sequence[CodeTask], present: Mapping[str, bytes]) -> dict[str, Secrets]:
+def _secrets(past: Past, tasks: Sequence[CodeTask], present: Files) -> dict[str, Secrets]:
     """The secrets of every task, found in one pass over all versions."""
     holders, twice = _holders(past, tasks)
     named: dict[bytes, list[str]] = defaultdict(list)
@@ -300,5 +297,5 @@ def _imported(source: Path, name: str) -> tuple[bytes, bytes]:
     author = re.sub(r"[<>\n]", "", str(about.get("Author") or project))
     mail = re.search(r"[\w.+-]+@[\w.-]+", str(about.get("Author-email") or ""))
     newest = max((path.stat().st_mtime for path in source.rglob("*") if path.is_file()), default=0.0)
-    who = f"{author} <{mail.group() if mail else project}> {int(newest)} +0000"
+    who = f"{author} <{mail[0] if mail else project}> {int(newest)} +0000"
     return f"author {who}\ncommitter {who}\n".encode(), f"Import {name}\n".encode()

@@ -59,6 +59,26 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     """List the files of `repository` that go into a dataset. `exclude` are paths, folders or patterns (`*.pem`). Raises
     UserError if git cannot list the files, if a file looks like a secret, or if a pointer of Git LFS stands in place of
     code."""
+    inventory = _listed(repository, exclude)
+    pointers = tuple(path for path in inventory.files if _is_pointer(repository / path))
+    if code := [path for path in pointers if language_of(path) not in (None, "json", "markdown")]:
+        raise UserError(
+            f"{code[0]} of {repository} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`, or leave "
+            f"it out with `--exclude {code[0]!r}`."
+        )
+    inventory = replace(inventory, pointers=pointers)
+    secrets = {path: kind for path in inventory.files if (kind := _kind(repository / path)) is not None}
+    if not secrets:
+        return inventory
+    shown = shortened([f"{path} ({what})" for path, what in secrets.items()], _SHOWN)
+    option = " ".join(f"'{path}'" for path in secrets)
+    raise UserError(
+        f"{repository} holds likely secrets, which a dataset would pass on: {shown}; "
+        f"remove them, or leave these files out with `--exclude {option}`."
+    )
+
+
+def _listed(repository: Path, exclude: Sequence[str]) -> Inventory:
     clone = clone_around(repository)
     place = repository.resolve().relative_to(clone.root).as_posix() if clone is not None else "."
     below = "" if place == "." else f"{place}/"
@@ -68,23 +88,26 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
         files = functions.clean_files(repository)
         runs = [f"outputs/{path.parent.name}" for path in repository.glob("outputs/*/config.json")]  # of etude
         excluded = tuple(path for path in files if excludes(path, (*exclude, *runs)))
-        return _checked(repository, Inventory(tuple(sorted({*files} - {*excluded})), excluded=excluded))
+        return Inventory(tuple(sorted({*files} - {*excluded})), excluded=excluded)
     tracked = [path for path in names if not functions.is_junk(path) and _is_plain(repository, path)]
     excluded = tuple(path for path in tracked if excludes(path, exclude))
     modules = [path for path in names if staged[path][0] == SUBMODULE]
     options = ("ls-files", "-z", "--others", "--directory", "--no-empty-directory")
     others = clone.demand(*options, within=repository.resolve()).split(b"\0")
-    return _checked(
-        repository,
-        Inventory(
-            files=tuple(sorted({*tracked} - {*excluded})),
-            tracked=True,
-            untracked=tuple(sorted(_named(name.decode("utf-8", "surrogateescape") for name in others if name))),
-            changed=_changed(repository, clone, below, names),
-            absent=tuple(sorted(modules)),
-            excluded=excluded,
-        ),
+    return Inventory(
+        files=tuple(sorted({*tracked} - {*excluded})),
+        tracked=True,
+        untracked=tuple(sorted(_named(name.decode("utf-8", "surrogateescape") for name in others if name))),
+        changed=_changed(repository, clone, below, names),
+        absent=tuple(sorted(modules)),
+        excluded=excluded,
     )
+
+
+def shortened(names: Sequence[str], most: int) -> str:
+    """Up to `most` names, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -123,28 +146,6 @@ def secret(data: bytes) -> str | None:
     return _SECRET_TEXTS[match.lastindex - 1][1] if match and match.lastindex else None
 
 
-def _checked(repository: Path, inventory: Inventory) -> Inventory:
-    """Returns the inventory. Raises UserError, with the option that leaves the files out, if files look like secrets or
-    code was not fetched."""
-    pointers = tuple(path for path in inventory.files if _is_pointer(repository / path))
-    if code := [path for path in pointers if language_of(path) not in (None, "json", "markdown")]:
-        raise UserError(
-            f"{code[0]} of {repository} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`, or leave "
-            f"it out with `--exclude {code[0]!r}`."
-        )
-    inventory = replace(inventory, pointers=pointers)
-    secrets = {path: kind for path in inventory.files if (kind := _kind(repository / path)) is not None}
-    if not secrets:
-        return inventory
-    shown = ", ".join(f"{path} ({what})" for path, what in list(secrets.items())[:_SHOWN])
-    more = f" and {len(secrets) - _SHOWN} more" if len(secrets) > _SHOWN else ""
-    option = " ".join(f"'{path}'" for path in secrets)
-    raise UserError(
-        f"{repository} holds likely secrets, which a dataset would pass on: {shown}{more}; "
-        f"remove them, or leave these files out with `--exclude {option}`."
-    )
-
-
 def _kind(file: Path) -> str | None:
     """The kind of secret that a file seems to be, by its name or its content."""
     kind = _SECRET_NAMES.get(file.name)
@@ -161,16 +162,15 @@ def _changed(repository: Path, clone: Clone, below: str, names: Sequence[str]) -
     listed = {path.removeprefix(below): entry for path, entry in tree.items() if path.startswith(below)}
     known = {path: name for path, (mode, name) in listed.items() if mode.startswith("100")}
     modules = [path for path, (mode, _) in listed.items() if mode == SUBMODULE]
-    inside = [path for path in {*names, *known} if not (repository / path).is_dir()]
-    submodules = {path for path in inside if path not in known and any(path.startswith(f"{name}/") for name in modules)}
 
     def differs(path: str) -> bool:
         file = repository / path
-        if file.is_symlink():
+        of_submodule = path not in known and any(path.startswith(f"{name}/") for name in modules)
+        if of_submodule or file.is_dir() or file.is_symlink():
             return False
         return not file.is_file() or git_history.object_id(file.read_bytes()) != known.get(path)
 
-    return tuple(sorted(path for path in inside if path not in submodules and differs(path)))
+    return tuple(sorted(filter(differs, {*names, *known})))
 
 
 def _is_pointer(file: Path) -> bool:

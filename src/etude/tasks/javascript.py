@@ -4,11 +4,11 @@ Every mutant parses, has another syntax tree, and differs from the original only
 """
 
 import posixpath
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from random import Random
 from typing import Any
 
 from etude.code import (
@@ -48,6 +48,7 @@ _BRANCHES = ("if_statement", "for_statement", "for_in_statement", "while_stateme
              "catch_clause", "ternary_expression")  # fmt: skip
 _STATEMENTS = ("_statement", "_declaration")
 _ASSIGNMENTS = ("assignment_expression", "augmented_assignment_expression", "update_expression")
+_TEST_FOLDERS = frozenset(("test", "tests", "__tests__", "spec", "__mocks__", "__snapshots__", "__fixtures__"))
 _NOT_CODE = frozenset(
     ("docs", "doc", "examples", "example", "benchmark", "benchmarks", "bench", "scripts", "tools", "types")
 )
@@ -89,11 +90,10 @@ def layout(repository: Path, listed: Sequence[str]) -> RepositoryLayout:
     parser for it."""
     need("JavaScript", "apply")
     files = _without_builds(repository, listed)
-    tests = tuple(f for f in files if _belongs_to_tests(f))
-    sources = tuple(f for f in files if f not in set(tests) and _is_source(f))
+    tests, sources = tuple(filter(_belongs_to_tests, files)), tuple(filter(_is_source, files))
     if not sources:
         raise UserError(f"{repository} has no JavaScript sources; give the root of a package.")
-    roots = tuple(sorted({PurePosixPath(f).parts[0] for f in sources}))
+    roots = tuple(sorted({f.partition("/")[0] for f in sources}))
     return RepositoryLayout(python_path=(), source_roots=roots, sources=sources, tests=tests, files=files)
 
 
@@ -120,19 +120,19 @@ def typed(path: str) -> bool:
 def _without_builds(repository: Path, files: Sequence[str]) -> tuple[str, ...]:
     """The files without source maps, caches and compiled TypeScript, from which answers could be copied. A compiled
     file lies in a folder that package.json exports or a tsconfig compiles into, or has the name of a source file."""
-    kept = [f for f in files if not f.endswith(".map") and not _CACHES.intersection(PurePosixPath(f).parts)]
-    code = {f for f in kept if typed(f) and _is_source(f) and not _belongs_to_tests(f)}
+    kept = [f for f in files if not f.endswith(".map") and _CACHES.isdisjoint(f.split("/"))]
+    code = {f for f in kept if typed(f) and _is_source(f)}
     if not code:
         return tuple(kept)
     targets = [target for target in _targets(repository, kept) if not target.startswith("..")]
     folders = {t.partition("/")[0] for t in targets if "/" in t or "." not in t}
-    folders -= {PurePosixPath(f).parts[0] for f in kept if typed(f)}
+    folders -= {f.partition("/")[0] for f in kept if typed(f)}
     # Beside their sources; or in the root, where the tree of the sources is repeated.
     stems = {_stem(f) for f in code} | {_stem(f).partition("/")[2] for f in code}
 
     def built(path: str) -> bool:
         script = re.search(r"\.([cm]?jsx?|d\.[cm]?ts)$", path) is not None
-        return PurePosixPath(path).parts[0] in folders or (script and _stem(path) in stems)
+        return path.partition("/")[0] in folders or (script and _stem(path) in stems)
 
     return tuple(f for f in kept if not built(f))
 
@@ -148,10 +148,13 @@ def _targets(repository: Path, files: Sequence[str]) -> Iterator[str]:
         about.get(key) for key in ("main", "module", "browser", "types", "typings", "bin", "exports")
     ]
     while pending:
-        value = pending.pop()
-        pending += list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-        if isinstance(value, str) and "*" not in value and value != "./package.json":
-            yield posixpath.normpath(value)
+        match pending.pop():
+            case dict(values):
+                pending += values.values()
+            case list(values):
+                pending += values
+            case str(path) if "*" not in path and path != "./package.json":
+                yield posixpath.normpath(path)
     for path in files:
         if re.fullmatch(r"tsconfig[\w.-]*\.json", path):
             text = (repository / path).read_text("utf-8", "replace")
@@ -160,17 +163,13 @@ def _targets(repository: Path, files: Sequence[str]) -> Iterator[str]:
 
 
 def _belongs_to_tests(path: str) -> bool:
-    folders = {"test", "tests", "__tests__", "spec", "__mocks__", "__snapshots__", "__fixtures__"}
-    return is_test_file(path) or bool(folders.intersection(PurePosixPath(path).parts[:-1]))
+    return is_test_file(path) or not _TEST_FOLDERS.isdisjoint(path.split("/")[:-1])
 
 
 def _is_source(path: str) -> bool:
-    pure = PurePosixPath(path)
-    return (
-        path.endswith(SCRIPT_SUFFIXES)
-        and not _NOT_CODE.intersection(pure.parts[:-1])
-        and not _NOT_FILES.search(pure.name)
-    )
+    *folders, name = path.split("/")
+    code = name.endswith(SCRIPT_SUFFIXES) and _NOT_CODE.isdisjoint(folders) and not _NOT_FILES.search(name)
+    return code and not _belongs_to_tests(path)
 
 
 def tree(path: str, text: str) -> Any:
@@ -246,7 +245,7 @@ def walk(node: Any) -> Iterator[Any]:
 
 
 Edits = tuple[ByteEdit, ...]
-Operator = Callable[[Any, random.Random], Edits]  # node of one of the operator's types -> edits; none: not applicable
+Operator = Callable[[Any, Random], Edits]  # node of one of the operator's types -> edits; none: not applicable
 
 
 def _edit(node: Any, text: bytes) -> ByteEdit:
@@ -258,39 +257,39 @@ def _swap(one: Any, two: Any) -> Edits:
 
 
 def _binary(table: dict[str, str]) -> Operator:
-    def operator(node: Any, rng: random.Random) -> Edits:
+    def operator(node: Any, rng: Random) -> Edits:
         sign = node.child_by_field_name("operator")
         return (_edit(sign, table[sign.type].encode()),) if sign.type in table else ()
 
     return operator
 
 
-def _op_swap(node: Any, rng: random.Random) -> Edits:
+def _op_swap(node: Any, rng: Random) -> Edits:
     return _swap(node.child_by_field_name("left"), node.child_by_field_name("right"))
 
 
-def _op_break_chain(node: Any, rng: random.Random) -> Edits:
+def _op_break_chain(node: Any, rng: Random) -> Edits:
     return (_edit(node, node.child_by_field_name(rng.choice(("left", "right"))).text),) if _is_logic(node) else ()
 
 
-def _op_const(node: Any, rng: random.Random) -> Edits:
+def _op_const(node: Any, rng: Random) -> Edits:
     if not re.fullmatch(rb"0|[1-9]\d*", node.text):
         return ()
     value = int(node.text)
     return (_edit(node, b"%d" % (value + rng.choice((1, -1)) if value else 1)),)
 
 
-def _bool_flip(node: Any, rng: random.Random) -> Edits:
+def _bool_flip(node: Any, rng: Random) -> Edits:
     return (_edit(node, b"false" if node.type == "true" else b"true"),)
 
 
-def _negate_cond(node: Any, rng: random.Random) -> Edits:
+def _negate_cond(node: Any, rng: Random) -> Edits:
     test = node.child_by_field_name("condition")
     negation = b"(!%b)" if test.type == "parenthesized_expression" else b"!(%b)"
     return (_edit(test, negation % test.text),)
 
 
-def _invert_if(node: Any, rng: random.Random) -> Edits:
+def _invert_if(node: Any, rng: Random) -> Edits:
     one, two = node.child_by_field_name("consequence"), node.child_by_field_name("alternative")
     if two is not None and two.type == "else_clause":
         two = two.named_children[-1]
@@ -299,12 +298,12 @@ def _invert_if(node: Any, rng: random.Random) -> Edits:
     return _swap(one, two) if two is not None else ()
 
 
-def _remove(node: Any, rng: random.Random) -> Edits:
+def _remove(node: Any, rng: Random) -> Edits:
     plain = node.type == "expression_statement" and node.named_children[0].type not in _ASSIGNMENTS
     return () if plain or node.parent.type != "statement_block" else (_edit(node, b""),)
 
 
-def _shuffle_lines(node: Any, rng: random.Random) -> Edits:
+def _shuffle_lines(node: Any, rng: Random) -> Edits:
     after = node.next_named_sibling if node.parent.type == "statement_block" else None
     if after is None or not after.type.endswith(_STATEMENTS) or node.type == "return_statement":
         return ()
@@ -332,7 +331,7 @@ OPERATORS: dict[str, tuple[Operator, tuple[str, ...]]] = {
 
 def broken(source: str, function: JsFunction, options: BuildConfig) -> list[MutationCandidate]:
     """Broken versions of a function in a seeded order in which operators take turns, its removal among them."""
-    rng = random.Random(f"{options.seed} {function.id}")
+    rng = Random(f"{options.seed} {function.id}")
     whole = tree(function.path, source)
     assert whole is not None
     inside = [n for n in walk(whole.root_node) if function.body[0] < n.start_byte and n.end_byte < function.body[1]]
@@ -352,17 +351,13 @@ def broken(source: str, function: JsFunction, options: BuildConfig) -> list[Muta
     while any(tables):
         rng.shuffle(tables)
         programs += [made.pop() for made in tables if made]
-    removed = _removal(source, function) if "removal" in options.kinds else None
+    before = source.encode()[: function.start].rpartition(b"\n")[2]
+    space = before.removesuffix(before.lstrip(b" \t"))
+    empty = ByteEdit(*function.body, b"{\n%b  throw new Error('not implemented')\n%b}" % (space, space))
+    removed = _apply(source, function, "removal", (empty,)) if "removal" in options.kinds else None
     if removed is not None:
         programs.insert(rng.randrange(options.wanted), MutationCandidate("removal", removed))
     return programs
-
-
-def _removal(source: str, function: JsFunction) -> Mutant | None:
-    before = source.encode()[: function.start].rpartition(b"\n")[2]
-    space = before.removesuffix(before.lstrip(b" \t"))
-    text = b"{\n" + space + b"  throw new Error('not implemented')\n" + space + b"}"
-    return _apply(source, function, "removal", (ByteEdit(*function.body, text),))
 
 
 def _apply(source: str, function: JsFunction, operator: str, edits: Edits) -> Mutant | None:

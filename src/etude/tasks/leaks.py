@@ -1,6 +1,6 @@
 """Finds answers that an agent could copy: text that a task removed and that occurs elsewhere in the tree."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -19,14 +19,13 @@ class LeakIndex:
 
     def __init__(self, root: Path) -> None:
         self._counts: Counter[tuple[str, ...]] = Counter()
-        self._files: dict[tuple[str, ...], tuple[str, ...]] = {}  # the first two that hold a shingle
+        self._files: dict[tuple[str, ...], list[str]] = defaultdict(list)  # the first two that hold a shingle
         for file, text in texts_below(root):
             counts = text_shingles(text, SHINGLE)
             self._counts.update(counts)
             for shingle in counts:
-                held = self._files.get(shingle, ())
-                if len(held) < 2:
-                    self._files[shingle] = (*held, file)
+                if len(self._files[shingle]) < 2:
+                    self._files[shingle].append(file)
 
     def share(self, original: str, broken: str) -> float:
         """The share (0..1) of the shingles lost from a body that the rest of the tree still holds. Pass bodies, not

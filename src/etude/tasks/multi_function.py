@@ -1,7 +1,6 @@
 """Changes of more than one function: broken classes, deleted features, reversed commits, and the tests that decide."""
 
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,11 +107,3 @@ def _commits(
         own = touched & {test for id in members for test in callers.get(id, ())}
         if own:
             yield _change(by_id[members[0]], program, members, own, callers)
-
-
-def find_heldout(eligible: Sequence[Unit], changes: Sequence[MultiFunctionChange], options: BuildConfig) -> set[str]:
-    """The functions to hold out, chosen so that every kind has tasks that touch held-out functions only."""
-    sets: dict[str, list[frozenset[str]]] = defaultdict(list)
-    for change in changes:
-        sets[change.program.kind].append(change.members)
-    return split.heldout_functions(eligible, options.heldout_fraction, options.seed, sets)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -61,53 +62,50 @@ async def prepare(
     function id -> tests that call it. Raises UserError with the reason if in no try SHARE of the tests pass; `named` is
     the path of the repository in messages."""
     (repository / LINK[0]).symlink_to(LINK[1])
-    modules = javascript.test_modules(repository, layout.tests)
     callers: dict[str, set[str]] = {}
 
     async def miss(sandbox: TestRunner, site: Path, goal: Goal) -> str | None:
         if goal.share is None:
             return await bootstrap.miss(repository, sandbox, site, goal)
-        passed, ran, printed, called = await _trace(sandbox, Image(repository, site, {}), modules, functions)
+        passed, ran, printed, called = await _trace(sandbox, Image(repository, site, {}), layout.modules, functions)
         callers.clear()
         callers.update(called)
         few = not ran or passed < goal.share * ran
         return f"{printed}\n{passed} of {ran} tests pass" if few else None
 
+    how = "rules" if options.bootstrap == "declared" else options.bootstrap
     kit = Kit(
         repository=named,
         language="JavaScript",
         files=layout.files,
         note="packages of npm are meant, as name@range; their scripts do not run",
-        goals=tuple(_goals(repository, layout, modules)),
-        rules=lambda tries: _by_rules(repository, layout, modules, tries),
+        goals=tuple(_goals(repository, layout)),
+        rules=lambda tries: _by_rules(repository, layout, tries),
         usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)],
         installer="npm",
         install=lambda wanted, site: _install(wanted, site, read_package(repository).get("name")),
         miss=miss,
     )
-    how = "rules" if options.bootstrap == "declared" else options.bootstrap
     return await bootstrap.try_out(repository, work, how, kit), callers
 
 
-def _goals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) -> Iterator[Goal]:
+def _goals(whole: Path, layout: RepositoryLayout) -> Iterator[Goal]:
     """The exports of the package can be imported, unless they are built files; and the suite passes."""
     entry = str(read_package(whole).get("main", "index.js")).removeprefix("./")
     if entry in layout.sources and not javascript.typed(entry):
         yield Goal(f"node -e \"import('./{entry}')\"")
-    used = sorted({_framework(whole, path) for path in modules})
-    yield Goal(f"{len(modules)} test files under {', '.join(used)}", share=SHARE)
+    used = sorted({_framework(whole, path) for path in layout.modules})
+    yield Goal(f"{len(layout.modules)} test files under {', '.join(used)}", share=SHARE)
 
 
 def _framework(whole: Path, path: str) -> str:
     return test_framework((whole / path).read_text("utf-8", "replace"), read_package(whole))
 
 
-def _by_rules(
-    whole: Path, layout: RepositoryLayout, modules: Sequence[str], tries: Sequence[Try]
-) -> tuple[str, ...] | None:
+def _by_rules(whole: Path, layout: RepositoryLayout, tries: Sequence[Try]) -> tuple[str, ...] | None:
     """The packages of the next try: those of the last one without names that npm lacks, plus those that a run could not
     find; else those that tests and settings name; else all."""
-    proposals = list(_proposals(whole, layout, modules))
+    proposals = list(_proposals(whole, layout))
     if tries:
         proposals.insert(0, _mended(whole, layout, tries[-1]))
     for wanted in proposals:
@@ -117,18 +115,18 @@ def _by_rules(
     return None
 
 
-def _proposals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) -> Iterator[dict[str, str]]:
+def _proposals(whole: Path, layout: RepositoryLayout) -> Iterator[dict[str, str]]:
     about = read_package(whole)
-    needed = {**about.get("dependencies", {}), **about.get("peerDependencies", {})}
-    development: dict[str, str] = about.get("devDependencies", {})
+    needed = about.get("dependencies", {}) | about.get("peerDependencies", {})
+    development = about.get("devDependencies", {})
     read = [
         f for f in layout.files if (f in set(layout.tests) and f.endswith(SCRIPT_SUFFIXES)) or _SETTINGS.fullmatch(f)
     ]
     text = "\n".join((whole / path).read_text("utf-8", "replace") for path in read)
     own = json.dumps({key: value for key, value in about.items() if key in ("jest", "babel", "mocha")})
     named = set(_QUOTED.findall(text + own))
-    used = {_framework(whole, path) for path in modules} - {"node"}
-    if not used & {"jest", "vitest"} and any(map(javascript.typed, (*layout.sources, *modules))):
+    used = {_framework(whole, path) for path in layout.modules} - {"node"}
+    if not used & {"jest", "vitest"} and any(map(javascript.typed, (*layout.sources, *layout.modules))):
         used.add("tsx")
     if "jest" in used and any(re.fullmatch(r"jest\.config\.[cm]?ts", path) for path in layout.files):
         used |= {"ts-node", "typescript"}  # jest compiles its settings with it, where Node itself does not
@@ -177,17 +175,18 @@ async def _trace(
     calls."""
     passed = ran = 0
     printed = ""
-    callers: dict[str, set[str]] = {}
+    callers: dict[str, set[str]] = defaultdict(set)
     layers = _saying(image.repository, functions)
     for path in modules:
         report, trace = await sandbox.scripts.list_tests(image, path, layers)
         good = {f"{path}::{name}" for name in single(report.tests) if report.tests[name][0] == "passed"}
-        ran += max(1, sum(outcome != "skipped" for outcome, _ in report.tests.values()))
-        passed += sum(outcome == "passed" for outcome, _ in report.tests.values())
+        outcomes = [outcome for outcome, _ in report.tests.values()]
+        ran += max(1, len(outcomes) - outcomes.count("skipped"))
+        passed += outcomes.count("passed")
         printed = (printed + trace.printed[-1000:])[-4000:]
-        for number in trace.called:
-            callers.setdefault(functions[number].id, set()).update(good)
-    return passed, ran, printed, {function: tests for function, tests in callers.items() if tests}
+        for number in trace.called if good else ():
+            callers[functions[number].id] |= good
+    return passed, ran, printed, dict(callers)
 
 
 def _saying(repository: Path, functions: Sequence[JsFunction]) -> dict[str, bytes]:

@@ -59,9 +59,9 @@ def _of_tox(repository: Path) -> list[str]:
     path = repository / "tox.ini"
     text = path.read_text("utf-8", "replace") if path.is_file() else ""
     block = re.search(r"^\[testenv\]$(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
-    listed = re.search(r"^deps\s*=((?:.*\n)(?:[ \t]+.*\n)*)", block.group(1), re.MULTILINE) if block else None
+    listed = re.search(r"^deps\s*=((?:.*\n)(?:[ \t]+.*\n)*)", block[1], re.MULTILINE) if block else None
     required: list[str] = []
-    for line in listed.group(1).splitlines() if listed else ():
+    for line in listed[1].splitlines() if listed else ():
         line = line.strip()
         required += requirement_lines(repository, line[2:].strip()) if line.startswith("-r") else [line]
     return required

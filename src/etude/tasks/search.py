@@ -61,7 +61,8 @@ async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, prog
     targets.sort(key=lambda target: not target.programs)
     rejected: Counter[str] = Counter()
     copies: Counter[str] = Counter()
-    programs = [_programs(target, bench.options, leaks, rejected, copies) for target in targets]
+    seen: set[str] = set()
+    programs = [_programs(target, bench.options, leaks, seen, rejected, copies) for target in targets]
     await _probe(bench, targets, programs, rejected, progress)
     tasks = await _prove(bench, targets, rejected, progress)
     fit = sum(len(target.telling) + len(target.spare) for target in targets)
@@ -78,13 +79,12 @@ async def _probe(
     """Try programs in waves until there are `max_tasks` good ones. A wave holds one program of every function that
     still needs one, so the choice of programs does not depend on timing."""
     options = bench.options
-    seen: set[str] = set()
     for _ in range(_ATTEMPTS * options.wanted):
-        wave: list[tuple[Target, Candidate]] = []
-        for target, queue in zip(targets, programs, strict=True):
-            candidate = _next(queue, seen, rejected) if target.good < options.wanted else None
-            if candidate is not None:
-                wave.append((target, candidate))
+        wave = [
+            (target, candidate)
+            for target, queue in zip(targets, programs, strict=True)
+            if target.good < options.wanted and (candidate := next(queue, None)) is not None
+        ]
         results = await gates.in_order(lambda pair: gates.probe(bench, pair[1]), wave, options.workers)
         for (target, _), result in zip(wave, results, strict=True):
             if isinstance(result, Rejected):
@@ -118,12 +118,17 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
 
 
 def _programs(
-    target: Target, options: BuildConfig, leaks: LeakIndex, rejected: Counter[str], copies: Counter[str]
+    target: Target,
+    options: BuildConfig,
+    leaks: LeakIndex,
+    seen: set[str],
+    rejected: Counter[str],
+    copies: Counter[str],
 ) -> Iterator[Candidate]:
-    """Broken programs of a function in the order in which they are tried. Programs whose answer can be copied are left
-    out and counted."""
+    """Broken programs of a function in the order in which they are tried. Programs whose answer can be copied, and
+    those that mean the same as one that was `seen`, are left out and counted."""
     for broken in target.programs or _broken(target, options):
-        parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
+        parts = [broken.mutant, *dict(broken.elsewhere).values()]
         leak, worst = max(
             ((leaks.share(part.original_body, part.body), part) for part in parts), key=lambda pair: pair[0]
         )
@@ -131,7 +136,7 @@ def _programs(
             rejected[Rejected.LEAK] += 1
             copies[leaks.place(target.function.path, worst.original_body, worst.body)] += 1
             continue
-        yield Candidate(
+        candidate = Candidate(
             function=target.function,
             broken=broken,
             split=target.split,
@@ -139,6 +144,12 @@ def _programs(
             hidden=target.hidden,
             leak=leak,
         )
+        key = _key(candidate)
+        if key in seen:
+            rejected[Rejected.DUPLICATE] += 1
+            continue
+        seen.add(key)
+        yield candidate
 
 
 def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
@@ -166,21 +177,16 @@ def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
     return programs
 
 
-def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) -> Candidate | None:
-    for candidate in queue:
-        # Removed bodies are all alike, but their solutions differ.
-        broken = candidate.broken
-        text = broken.mutant.original if broken.kind in ("removal", "feature") else broken.mutant.snippet
-        if broken.kind == "commit":  # a snippet shows nothing of lines that are only deleted
-            text = "\0".join(candidate.changes.values())
-        # One function means the same whatever its layout and name; of several, or of parts of one, the text is taken.
-        whole = broken.kind in ("mutation", "removal", "combined") and candidate.function.path.endswith(".py")
-        key = f"{broken.kind} {_meaning(text) if whole else text}"
-        if key not in seen:
-            seen.add(key)
-            return candidate
-        rejected[Rejected.DUPLICATE] += 1
-    return None
+def _key(candidate: Candidate) -> str:
+    """A text that two programs of the same meaning share."""
+    broken = candidate.broken
+    # Removed bodies are all alike, but their solutions differ.
+    text = broken.mutant.original if broken.kind in ("removal", "feature") else broken.mutant.snippet
+    if broken.kind == "commit":  # a snippet shows nothing of lines that are only deleted
+        text = "\0".join(candidate.changes.values())
+    # One function means the same whatever its layout and name; of several, or of parts of one, the text is taken.
+    whole = broken.kind in ("mutation", "removal", "combined") and candidate.function.path.endswith(".py")
+    return f"{broken.kind} {_meaning(text) if whole else text}"
 
 
 def _meaning(snippet: str) -> str:

@@ -77,15 +77,10 @@ def read(repository: Path) -> PytestSettings:
     return PytestSettings()
 
 
-def plugins(site: Path) -> list[str]:
-    """Modules of the plugins below `site` that test runs load."""
-    names = (path.name.split("-")[0].lower().replace("_", "-") for path in site.glob("*.dist-info"))
-    return sorted(PLUGINS[name] for name in names if name in PLUGINS)
-
-
 def write(settings: PytestSettings, site: Path) -> None:
     """Write the kept settings and the plugins to pytest.ini in the folder `site`."""
-    if text := settings.ini(plugins(site)):
+    names = (path.name.split("-")[0].lower().replace("_", "-") for path in site.glob("*.dist-info"))
+    if text := settings.ini(sorted(PLUGINS[name] for name in names if name in PLUGINS)):
         (site / FILE).write_text(text, encoding="utf-8")
     folders = [f"{WORKSPACE}/{path}" for path in settings.pythonpath if path not in (".", "src")]
     if folders:

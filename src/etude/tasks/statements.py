@@ -16,6 +16,7 @@ from pathlib import Path
 from etude.code import parse
 from etude.code.functions import FunctionNode
 from etude.sandbox import TestReport
+from etude.tasks.inventory import shortened
 from etude.tasks.leaks import texts_below
 from etude.tasks.split import functions_of
 
@@ -36,6 +37,7 @@ class Determined:
         self._texts = dict(texts_below(repository))
         # Word -> number of files.
         self._files = Counter(word for text in self._texts.values() for word in set(_WORD.findall(text)))
+        # File of hidden tests -> its functions, and the names that it imports.
         self._wanted: dict[str, tuple[dict[str, FunctionNode], set[str]]] = {}
 
     def guesses(
@@ -50,7 +52,16 @@ class Determined:
         return {test for test in tests if self._wants(test, lost, gold, shown, changes)}
 
     def _wants(self, test: str, lost: set[str], gold: str, shown: str, changes: Mapping[str, str]) -> bool:
-        node, imports = self._test(test)
+        """Whether a hidden test needs a name that is `lost`, or a text of `gold` that occurs nowhere else."""
+        path, _, name = test.partition("::")
+        if path not in self._wanted:
+            file = self._hidden / path
+            tree = parse(file.read_text("utf-8", "replace")) if file.is_file() and path.endswith(".py") else None
+            body = tree.body if tree is not None else []
+            imports = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+            self._wanted[path] = dict(functions_of(body, "")), imports
+        functions, imports = self._wanted[path]
+        node = functions.get(name.partition("[")[0])
         if node is None:
             return False
         names, texts = set(imports), list[str]()
@@ -62,8 +73,6 @@ class Determined:
                     names.add(name)
                 case ast.Constant(value=str(text)):
                     texts.append(text)
-                case _:
-                    pass
         if lost & names:
             return True
         for text in texts:
@@ -71,18 +80,6 @@ class Determined:
             if there and not any(text in other for path, other in self._texts.items() if path not in changes):
                 return True
         return False
-
-    def _test(self, test: str) -> tuple[FunctionNode | None, set[str]]:
-        """(syntax tree of a hidden test, names that its file imports)"""
-        path, _, name = test.partition("::")
-        if path not in self._wanted:
-            file = self._hidden / path
-            tree = parse(file.read_text("utf-8", "replace")) if file.is_file() and path.endswith(".py") else None
-            body = tree.body if tree is not None else []
-            imports = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
-            self._wanted[path] = dict(functions_of(body, "")), imports
-        functions, imports = self._wanted[path]
-        return functions.get(name.partition("[")[0]), imports
 
 
 def failing(report: TestReport, tests: Iterable[str]) -> list[str]:
@@ -95,11 +92,10 @@ def with_symptom(request: str, report: TestReport, visible: Sequence[str], hidde
     errors in which hidden tests end. The statement tells nothing else about hidden tests."""
     request = request if request.endswith((".", "!", "?")) or "\n" in request else f"{request}."
     if shown := failing(report, visible):
-        names = ", ".join(f"`{test}`" for test in shown[:_SHOWN])
-        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        names = shortened([f"`{test}`" for test in shown], _SHOWN)
         message = " ".join(report.messages.get(shown[0], "").split())
         verb = "tests fail" if len(shown) > 1 else "test fails"
-        return f"{request}\n\nThe {verb}: {names}{more}." + (f" The first says: {message}" if message else "")
+        return f"{request}\n\nThe {verb}: {names}." + (f" The first says: {message}" if message else "")
     kinds = Counter(_kind(report.messages.get(test, "")) for test in failing(report, hidden))
     listed = ", ".join(f"{kind} ({count})" for kind, count in sorted(kinds.items()))
     return f"{request}\n\nNo visible test fails. Of {len(hidden)} other tests, these fail: {listed}."

@@ -61,14 +61,14 @@ async def write(
         path = f"tests/test_written_{blake3.blake3(function.id.encode()).hexdigest()[:12]}.py"
         tree = parse(text)
         nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef)] if tree is not None else []
-        if names := [node.name for node in nodes if node.name.startswith("test")]:
-            written[function.id] = [f"{path}::{name}" for name in names]
+        if tests := [f"{path}::{node.name}" for node in nodes if node.name.startswith("test")]:
+            written[function.id] = tests
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
     kept: dict[str, set[str]] = {}
     for function in functions:
-        tests = written.get(function.id, [])
-        if good := await _kept(sandbox, image, function, sources[function.path], tests, folder, seed):
+        tests = written.get(function.id)
+        if tests and (good := await _kept(sandbox, image, function, sources[function.path], tests, folder, seed)):
             kept[function.id] = good
     return kept
 

@@ -141,11 +141,13 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
     """The record of a folder whose image can be made and whose gates hold. Boxes that infrastructure loses are made
     again, in another folder, since a sandbox keeps the content of a folder that it has read. Raises FolderRefused or
     UserError."""
-    for left in reversed(range(TRIES)):
+    left = TRIES
+    while True:
+        left -= 1
         root = work / TRIED / f"{id}.{left}"
         root.mkdir(parents=True)
         try:
-            image = await make(sandbox, folder, root, limits_of(folder.record.memory_mb))
+            image = await make(sandbox, folder, root, limits_of(folder.record))
             record = msgspec.structs.replace(folder.record, id=id, environment=dict(image.environment))
             record = await _gates(sandbox, record, folder.path, image)
         except (BoxError, TimeoutError) as e:
@@ -156,13 +158,12 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
         root.rename(work / "images" / id)
         shutil.copytree(folder.path, work / "tasks" / id, symlinks=True)
         return record
-    raise AssertionError("unreachable")
 
 
 async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, image: Image) -> ForeignRecord:
     """The record with the files that grading must accept from a solution. Raises FolderRefused, and BoxError if a box
     is lost."""
-    limits, tests = limits_of(record.memory_mb), folder / "tests"
+    limits, tests = limits_of(record), folder / "tests"
     nothing = await grade_harbor(sandbox, tests_of(record, tests), image, {}, limits)
     if nothing.score > 0:
         raise FolderRefused(f"doing nothing scores {nothing.score:.3g}")
@@ -193,7 +194,7 @@ def _save(work: Path, name: str, trials: Trials, bases: Sequence[str], heldout_f
     (work / "hidden").mkdir()
     (work / RECORDS).write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
     splits = [record.split for record in records]
-    counts = {"tried": len(trials.trials), "tasks": len(splits), "train": splits.count("train")}
+    counts = {"tried": len(trials.trials), "tasks": len(splits)}
     manifest = dataset.Manifest(
         format=dataset.DATASET_FORMAT,
         name=name,
@@ -204,7 +205,7 @@ def _save(work: Path, name: str, trials: Trials, bases: Sequence[str], heldout_f
         source_roots=(),
         visible="",
         options={"base": list(bases)},
-        counts=counts | {"heldout": splits.count("heldout")},
+        counts=counts | {side: splits.count(side) for side in ("train", "heldout")},
         digests={},
         kind=FOREIGN,
         warnings=(DECIDED_INSIDE,),

@@ -39,7 +39,7 @@ class ForeignDataset(Dataset):
 
     def limits(self, task: CodeTask) -> Limits:
         """The limits of a task's boxes."""
-        return limits_of(self.records[task.id].memory_mb)
+        return limits_of(self.records[task.id])
 
     async def grade(self, sandbox: Sandbox, task: CodeTask, changes: Changes) -> Grade:
         """Run the task's own tests on the final state. Raises BoxError, payer infra."""
@@ -48,10 +48,9 @@ class ForeignDataset(Dataset):
         return await grade_harbor(sandbox, tests, self.image(task), changes, self.limits(task))
 
 
-def limits_of(memory_mb: int) -> Limits:
-    """The limits of boxes with `memory_mb` MB of memory; compilers and runtimes reserve more addresses than they
-    use."""
-    return Limits(memory_mb=memory_mb, addresses_mb=4 * memory_mb, processes=PROCESSES, disk_mb=DISK_MB)
+def limits_of(record: ForeignRecord) -> Limits:
+    """The limits of a task's boxes; compilers and runtimes reserve more addresses than they use."""
+    return Limits(record.memory_mb, addresses_mb=4 * record.memory_mb, processes=PROCESSES, disk_mb=DISK_MB)
 
 
 def tests_of(record: ForeignRecord, folder: Path) -> HarborTests:

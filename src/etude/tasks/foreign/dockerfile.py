@@ -11,7 +11,6 @@ import shlex
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 BASES = frozenset({"python", "ubuntu", "debian"})
 _SYSTEM = frozenset(
@@ -53,7 +52,6 @@ class RunStep:
 class Recipe:
     """The content of a Dockerfile."""
 
-    base: str
     steps: tuple[CopyStep | RunStep, ...]
     environment: dict[str, str]
     workdir: str
@@ -117,7 +115,7 @@ def read(text: str, bases: Sequence[str] = ()) -> Recipe:
                 raise FolderRefused(f"its Dockerfile has {name}, which is not known")
     if not base:
         raise FolderRefused("its Dockerfile has no FROM")
-    return Recipe(base, tuple(steps), environment, workdir)
+    return Recipe(tuple(steps), environment, workdir)
 
 
 def layout(recipe: Recipe, *texts: str) -> Layout:
@@ -206,11 +204,12 @@ def _instructions(text: str) -> list[tuple[str, str, str]]:
             if lines:
                 parts.append(lines.popleft())
         name, _, rest = " ".join(part.strip() for part in parts).strip().partition(" ")
+        name = name.upper()
         body: list[str] = []
-        if name.upper() in ("RUN", "COPY", "ADD") and (match := _HEREDOC.search(rest)):
+        if name in ("RUN", "COPY", "ADD") and (match := _HEREDOC.search(rest)):
             while lines and (not body or body[-1].strip() != match[2]):
                 body.append(lines.popleft())
-        instructions.append((name.upper(), rest.strip(), "\n".join(body)))
+        instructions.append((name, rest.strip(), "\n".join(body)))
     return instructions
 
 
@@ -231,7 +230,7 @@ def _base(rest: str, bases: Sequence[str]) -> str:
 
 def _copy(rest: str, workdir: str) -> CopyStep:
     mode, paths = None, list[str]()
-    arguments: list[str] = cast(list[Any], json.loads(rest)) if rest.startswith("[") else words(rest)
+    arguments: list[str] = json.loads(rest) if rest.startswith("[") else words(rest)
     for word in arguments:
         name, _, value = word.partition("=")
         if not word.startswith("--"):
@@ -252,7 +251,7 @@ def _script(rest: str, heredoc: str) -> str:
     if rest.startswith("--"):
         raise FolderRefused(f"its Dockerfile runs with {rest.split()[0]}")
     if rest.startswith("["):
-        return shlex.join(cast(list[Any], json.loads(rest)))
+        return shlex.join(json.loads(rest))
     if heredoc and re.fullmatch(_HEREDOC.pattern, rest):
         return heredoc.rpartition("\n")[0]
     return f"{rest}\n{heredoc}" if heredoc else rest

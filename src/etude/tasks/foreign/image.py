@@ -21,6 +21,7 @@ from etude.sandbox import RUNNER, SITE, WORKSPACE, BoxError, Image, Limits, Sand
 from etude.sandbox.namespace import PYTHON_FOLDER
 from etude.tasks.foreign.dockerfile import ASIDE, HOME, CopyStep, FolderRefused, RunStep, pieces, words
 from etude.tasks.foreign.folder import Folder
+from etude.tasks.inventory import files_below
 
 PROVIDED = "/opt/harbor"  # folder of boxes with `provided.py` under the names of the programs that it replaces
 PROGRAMS = ("apt-get", "apt", "curl", "uv", "uvx", "pip", "pip3", "pytest")
@@ -48,9 +49,8 @@ def image_of(root: Path, places: Mapping[str, str], environment: Mapping[str, st
 async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> Image:
     """Make the image of `folder` below `root`. Raises FolderRefused, BoxError, or UserError for missing packages."""
     tree = root / "tree"
-    for place in folder.layout.places.values():
+    for place in (*folder.layout.places.values(), ASIDE):
         (tree / place).mkdir(parents=True, exist_ok=True)
-    (tree / ASIDE).mkdir(exist_ok=True)
     install_wheels(_requirements(folder), root / "site", RUN_SECONDS * 5)
     _provide(root)
     declared = {name: value for name, value in folder.recipe.environment.items() if name != "PATH"}
@@ -230,19 +230,20 @@ def _restore(tree: Path, state: bytes) -> None:
     box."""
     parts = iter(state.decode("utf-8", "surrogateescape").split("\0"))
     for part in parts:
-        kind, path = part[:2], tree / part[2:]
-        if ".." in Path(part[2:]).parts or (path.is_absolute() and not path.is_relative_to(tree)):
+        kind, _, name = part.partition(" ")
+        path = tree / name
+        if ".." in Path(name).parts or (path.is_absolute() and not path.is_relative_to(tree)):
             continue
         if any(parent.is_symlink() for parent in path.parents if parent.is_relative_to(tree)):
             continue
-        if kind == "d ":
+        if kind == "d":
             path.mkdir(parents=True, exist_ok=True)
-        elif kind == "l ":
+        elif kind == "l":
             target = next(parts, "")
             if not path.is_symlink() and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.symlink_to(target)
-        elif kind == "x " and path.is_file() and not path.is_symlink():
+        elif kind == "x" and path.is_file() and not path.is_symlink():
             path.chmod(path.stat().st_mode | 0o111)
 
 
@@ -277,7 +278,7 @@ def _provide(root: Path) -> None:
     (folder / "bin").mkdir(parents=True)
     (folder / "packages.json").write_text(json.dumps(sorted(installed())), "utf-8")
     text = (Path(__file__).parent / "provided.py").read_text("utf-8")
-    programs: dict[str, str] = dict.fromkeys(PROGRAMS, text)
+    programs = dict.fromkeys(PROGRAMS, text)
     programs["python"] = '#!/bin/sh\nexec python3 "$@"\n'
     for entries in sorted((root / "site").glob("*.dist-info/entry_points.txt")):
         _, _, scripts = entries.read_text("utf-8", "replace").partition("[console_scripts]")
@@ -291,13 +292,8 @@ def _provide(root: Path) -> None:
 
 def _check_secrets(folder: Folder, tree: Path) -> None:
     """Raises FolderRefused if a file of the tests or of the solution is in the image."""
-    hidden = {
-        path.read_bytes(): path
-        for part in ("tests", "solution")
-        for path in (folder.path / part).rglob("*")
-        if path.is_file() and path.stat().st_size > 0
-    }
-    for path in sorted(tree.rglob("*")):
-        if path.is_file() and not path.is_symlink() and path.stat().st_size and (own := hidden.get(path.read_bytes())):
-            shown = path.relative_to(tree).as_posix()
+    secrets = [file for part in ("tests", "solution") for _, file in files_below(folder.path / part)]
+    hidden = {file.read_bytes(): file for file in secrets if file.stat().st_size}
+    for shown, file in files_below(tree):
+        if not file.is_symlink() and file.stat().st_size and (own := hidden.get(file.read_bytes())):
             raise FolderRefused(f"its image holds {own.relative_to(folder.path)} (as {WORKSPACE}/{shown})")
