@@ -137,7 +137,7 @@ def evaluate_models(
     results = measure_models(models, measurement, inference)
     for model, result in zip(models, results, strict=True):
         _show(model, result)
-    difference = compare(*results).difference if len(results) == 2 else None
+    difference = compare(results[0], results[1]).difference if len(results) == 2 else None
     if difference is not None:
         print(f"second minus first: {difference.points}")
     if as_json:
@@ -145,8 +145,7 @@ def evaluate_models(
             {"model": str(model), **msgspec.to_builtins(result, str_keys=True)}
             for model, result in zip(models, results, strict=True)
         ]
-        paired = None if difference is None else msgspec.to_builtins(difference)
-        print(json.dumps({"results": measured, "paired_diff": paired}))
+        print(json.dumps({"results": measured, "paired_diff": msgspec.to_builtins(difference)}))
 
 
 def measure_models(
