@@ -16,5 +16,9 @@ class RunFailed(Exception):
     """
 
 
+USERS_FAULTS = (Exception, SystemExit)
+"""Exceptions of users' Python that become a sentence: sys.exit there would end etude without one."""
+
+
 class SwapUndone(Exception):
     """New weights were not taken: the live tensors hold the version before, whole, and the engine goes on with it."""

@@ -45,6 +45,9 @@ class Outcome(StrEnum):
 LOST = (Outcome.INFRA.value, Outcome.QUARANTINED.value)
 
 
+MAX_REWARD = 1e18  # of users' rewards and components, and its negative: gradients and their squares have 32 bits
+
+
 class StopReason(StrEnum):
     """Why the agent loop ended."""
 

@@ -77,7 +77,7 @@ def test_a_history_with_the_answer_is_found_out(pack: AttackPack) -> None:
     """The same commits, but nothing is taken for a secret."""
     data = pack.data
     assert data.histories is not None
-    untold = histories.Histories(data.histories._past, {}, data.repository)
+    untold = histories.Histories(data.histories.past, {}, data.repository)
     leaking = replace(pack, data=replace(data, histories=untold))
     assert problem(lookups.look_ups, leaking).startswith(("history", "commit"))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from msgspec import structs
 from starlette.requests import Request
@@ -21,7 +22,7 @@ from etude.grading.runner import open_sandbox
 from etude.harness.loop import ChatAPI
 from etude.protocol.backends import EngineError
 from etude.protocol.backends.chat_model import Api, ChatClient, ChatModel, ContextSpent, Conversation
-from etude.records import Budget, Episode, StopReason
+from etude.records import Budget, Episode, StopReason, Turn, encode
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.schemas import SCHEMAS
 from etude.rollout.environments.code import dataset_part
@@ -269,6 +270,25 @@ def test_calls_that_are_no_json_are_shown_to_the_model() -> None:
         assert why in answer.calls[0].error
         assert answer.cut
     assert FORMATS["openai"].read(message("")).calls[0].arguments == {}
+
+
+def test_what_no_record_can_hold_is_no_fault_of_ours() -> None:
+    """Halves of surrogate pairs in texts and arguments, huge integers, and texts that are none."""
+    client = ChatClient(ChatModel("http://x/v1", "m"))
+
+    def read(content: Any, *arguments: str) -> Any:
+        calls = [{"id": "1", "function": {"name": "f\udc80", "arguments": each}} for each in arguments]
+        body = {"choices": [{"message": {"content": content, "tool_calls": calls}}]}
+        return client._read(httpx2.Response(200, content=json.dumps(body).encode()), 0.0)
+
+    answer = read("a\ud800b", '{"x": "\\ud800"}', '{"x": 1' + "0" * 30 + "}", '{"x": "é"}')
+    encode(Turn(text=answer.text, calls=answer.calls, results=(), seconds_model=0.0, seconds_tools=0.0))
+    json.dumps(answer.message, ensure_ascii=False).encode()  # as it is sent back
+    assert answer.text == "a?b"
+    assert [call.arguments for call in answer.calls] == [None, None, {"x": "é"}]
+    assert "cannot be recorded" in answer.calls[0].error
+    with pytest.raises(EngineError, match="sent what is no answer: TypeError a text is list"):
+        read([{"type": "text", "text": "hi"}])
 
 
 def run(*words: str) -> int:

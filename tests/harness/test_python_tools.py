@@ -499,13 +499,15 @@ def test_only_functions_of_a_module_can_be_boxed(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(tmp_path)
     head = "from etude.harness.python_tools import tool\n"
     body = '@tool(boxed=True)\ndef f(x: str) -> str:\n    """F."""\n    return x\n'
+    much = bytes(n * n % 251 ^ n >> 8 & 255 for n in range(200_000)).hex()
     modules = {
         "relative_in_function": (f"{head}{body}    from .helpers import y\n",
                    r"the tool f cannot run in a box: its module tools_pkg.relative_in_function imports from its "
                    r"package \(line 6: from .helpers import y\), which the box does not have"),
-        "relative": (f"{head}from . import helpers\n{body}", r"line 2: from \. import helpers"),
+        "relative": (f"{head}from . import helpers\n{body.replace('return x', 'return x * helpers.y')}",
+                     r"line 2: from \. import helpers"),
         "replaced": (f"{head}{body}g = f\ndef f(): ...\n", r"tools_pkg.replaced.f is another object"),
-        "large": (f"{head}{body}DATA = {bytes(n * n % 251 ^ n >> 8 & 255 for n in range(200_000)).hex()!r}\n",
+        "large": (f"{head}{body.replace('return x', 'return DATA')}DATA = {much!r}\n",
                   r"its module tools_pkg.large is too large: "),
         "with_box": (f"{head}from etude.sandbox import Box\n{body.replace('x: str', 'x: str, box: Box')}",
                      "the tool f: it runs in the box, where there is no box: "),
@@ -525,6 +527,58 @@ def test_only_functions_of_a_module_can_be_boxed(tmp_path: Path, monkeypatch: py
         python_tool(names["f"])
 
 
+def test_what_a_function_needs_of_its_module_travels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the environment beside it, nor what reads files or imports neighbours; names may be changed later."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "neighbour.py").write_text("y = 1\n")
+    (tmp_path / "whole.py").write_text('''"""A module."""
+from __future__ import annotations
+
+import math, pathlib
+from pathlib import Path
+
+import etude
+from neighbour import y
+
+TEXT = (Path(__file__).parent / "neighbour.py").read_text()
+try:
+    import tomllib as toml
+except ImportError:
+    toml = None
+TABLE: dict[str, int] = {}
+TABLE["half"] = 2
+
+
+class Own(etude.Environment[etude.Task]):
+    table = TEXT
+
+    def tasks(self):
+        return [y]
+
+    @etude.reward(weight=0.5)
+    def right(self, episode):
+        return 1
+
+
+def root(n: int) -> float:
+    return math.sqrt(n) / TABLE["half"]
+
+
+@etude.tool(
+    boxed=True,
+)
+def half_root(n: int) -> str:
+    """Half of the root."""
+    return f"{root(n)} {toml.__name__} {'TEXT' in globals()} {'Own' in globals()} {'pathlib' in globals()}"
+''')
+    module = __import__("whole")
+
+    async def work(own: FullTools, call: Call) -> None:
+        assert await call("half_root", n=36) == "3.0 tomllib False False True"
+
+    in_a_box(tmp_path, (module.half_root,), work)
+
+
 def test_a_module_may_import_the_decorator_and_the_whole_of_etude(tmp_path: Path, monkeypatch: Any) -> None:
     """`boxed_functions` imports records, renderers and the sandbox's types: stand-ins in the box."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -535,8 +589,19 @@ def test_a_module_may_import_the_decorator_and_the_whole_of_etude(tmp_path: Path
             from etude.harness.python_tools import tool
             from etude import Environment
 
-            class Mine(Environment):
-                pass
+            class Asked(etude.Task, frozen=True):
+                right: int = 1
+
+            ASKED = [Asked(id="a", prompt="?")]
+
+            class Mine(Environment[Asked]):
+                @etude.reward
+                def one(self, episode: etude.EnvironmentEpisode[Asked]):
+                    return 1.0
+
+                @etude.reward(weight=0.5)
+                def half(self, episode):
+                    return 1.0
 
             @tool
             def outside(x: str) -> str:

@@ -385,8 +385,8 @@ def test_reading_a_hostile_clone_runs_nothing(clone: Hostile, kind: str, monkeyp
     assert environment.version_of(root) == environment.UNKNOWN
     sources = {"lib/__init__.py": LIB}
     modules = ["tests/test_lib.py"]
-    (reversal,) = commits.reversals(root, sources, functions.functions("lib/__init__.py", LIB), modules)
-    assert "- Items below zero do not count in a total." in reversal.program.instruction
+    ((program, _, _),) = commits.reversals(root, sources, functions.functions("lib/__init__.py", LIB), modules)
+    assert "- Items below zero do not count in a total." in program.instruction
     assert [place for place, _ in leaks.folder_texts(root)]
     check_other_readers(Hostile(clone.folder, root, clone.program, clone.ran))
     count, children = read_trace(clone)

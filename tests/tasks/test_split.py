@@ -40,11 +40,11 @@ class TestOther:
 def test_functions_with_equal_bodies_stay_together() -> None:
     source = "".join(f"def f{i}(x):\n    return x + {i // 2}\n" for i in range(40))
     functions = discover.functions("m.py", source)
-    heldout = split.heldout_functions(functions, 0.25, 1)
+    heldout = split.heldout_functions(functions, 0.25, 1, {})
     assert len(heldout) == 10
     assert all((f"m.py::f{i}" in heldout) == (f"m.py::f{i + 1}" in heldout) for i in range(0, 40, 2))
-    assert heldout == split.heldout_functions(functions[::-1], 0.25, 1)
-    assert heldout != split.heldout_functions(functions, 0.25, 2)
+    assert heldout == split.heldout_functions(functions[::-1], 0.25, 1, {})
+    assert heldout != split.heldout_functions(functions, 0.25, 2, {})
     assert split.heldout_functions(functions, 0.0, 1, {"commit": [frozenset({functions[0].id})]}) == set()
 
 
@@ -113,9 +113,9 @@ def test_leak_share(tmp_path: Path) -> None:
     original = "def f(items, low):\n    kept = [i * 2 + low for i in items if i > low and i % 3]\n    return kept\n"
     broken = original.replace("i > low", "i < low")
     (tmp_path / "m.py").write_text(original)
-    assert LeakIndex(tmp_path, ["m.py"]).share(original, broken) == 0.0
+    assert LeakIndex(tmp_path).share(original, broken) == 0.0
     (tmp_path / "docs.rst").write_text("See::\n\n    kept = [i * 2 + low for i in items if i > low and i % 3]\n")
-    both = LeakIndex(tmp_path, ["m.py", "docs.rst"])
+    both = LeakIndex(tmp_path)
     assert both.share(original, broken) > 0.5
     assert both.place("m.py", original, broken) == "docs.rst"
 

@@ -159,7 +159,7 @@ def test_the_message_names_what_is_missing_and_the_option_brings_it(index: Path,
 def test_a_broken_suite_is_quoted() -> None:
     trace = coverage.SuiteTrace({}, 0, {}, {}, "x\nINTERNALERROR> KeyError: 'a'\n\n=====\n")
     assert "said: x / INTERNALERROR> KeyError: 'a'. To go on, run its suite" in str(
-        environment.explained(Path("r"), trace)
+        environment.explained(Path("r"), trace, "")
     )
 
 
@@ -167,14 +167,14 @@ def test_a_module_of_the_repository_is_not_taken_for_a_package(tmp_path: Path) -
     """It cannot be found where it lies, or is a link, which no dataset holds."""
     root = write(tmp_path / "r", {"lib/coerce.py": "", "tests/test_a.py": "", ".venv/frozen/__init__.py": ""})
     trace = coverage.SuiteTrace({}, 0, {}, {"a": "No module named 'coerce'"}, "")
-    assert "To go on, run its suite by hand" in str(environment.explained(root, trace))
+    assert "To go on, run its suite by hand" in str(environment.explained(root, trace, ""))
     (root / "tests/coerce.py").symlink_to("../lib/coerce.py")
     (root / "lib/coerce.py").unlink()
     assert "To go on, tests/coerce.py is a link, and links are left out: put a copy in its place." in str(
-        environment.explained(root, trace)
+        environment.explained(root, trace, "")
     )
     trace = coverage.SuiteTrace({}, 0, {}, {"a": "No module named 'frozen'"}, "")
-    assert "`--requires frozen`" in str(environment.explained(root, trace))
+    assert "`--requires frozen`" in str(environment.explained(root, trace, ""))
 
 
 def test_a_docstring_in_the_first_column_is_no_hindrance() -> None:
@@ -199,7 +199,7 @@ def test_a_suite_that_ends_the_process(tmp_path: Path) -> None:
     import asyncio
 
     trace = asyncio.run(coverage.trace(_NoResult(), [], [], 1.0))  # type: ignore[arg-type]
-    assert "which said: Fatal: gone." in str(environment.explained(tmp_path, trace))
+    assert "which said: Fatal: gone." in str(environment.explained(tmp_path, trace, ""))
 
 
 SPOILED = [Escape, NotRegular, TooLarge, BoxDead, b"\xff", b"{", b'{"functions": [], "tests": 3}']

@@ -14,7 +14,7 @@ pytest.importorskip("tree_sitter_typescript")
 if shutil.which("node") is None or shutil.which("npm") is None:
     pytest.skip("needs Node.js and npm", allow_module_level=True)
 
-from etude.code import languages
+from etude.code import functions, languages
 from etude.config import BuildConfig
 from etude.grading import javascript as scripts
 from etude.grading import leaks
@@ -158,7 +158,7 @@ def test_builds_are_no_part_of_the_repository(tmp_path: Path) -> None:
     for path in [*built, *kept, "src/a.js.map", ".turbo/x", "src/__snapshots__/index.test.ts.snap"]:
         (tmp_path / "meter" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "meter" / path).write_text("module.exports = 1\n")
-    layout = javascript.layout(tmp_path / "meter")
+    layout = javascript.layout(tmp_path / "meter", functions.clean_files(tmp_path / "meter"))
     settings = ["package.json", "tsconfig.json"]
     tests = ["src/__snapshots__/index.test.ts.snap", "src/index.test.ts"]
     assert sorted(layout.files) == sorted([*kept, *settings, *tests, "src/index.ts"])
@@ -171,7 +171,7 @@ def test_a_package_of_javascript_keeps_its_entry(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("{}" if path == "package.json" else "export const a = 1\n")
     (tmp_path / "package.json").write_text('{"main": "index.js", "bin": "lib/a.js"}')
-    assert javascript.layout(tmp_path).sources == ("index.js", "lib/a.js")
+    assert javascript.layout(tmp_path, functions.clean_files(tmp_path)).sources == ("index.js", "lib/a.js")
 
 
 def test_a_source_map_holds_the_answer(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_the_next_try_drops_what_npm_has_not_and_adds_what_was_missing(tmp_path:
     about = json.loads((repository / "package.json").read_text())
     about["devDependencies"] |= {"gone": "^9", "linter": "1", "helper": "2"}
     (repository / "package.json").write_text(json.dumps(about))
-    layout = javascript.layout(repository)
+    layout = javascript.layout(repository, functions.clean_files(repository))
     said = "npm error code ETARGET; npm error notarget No matching version found for gone@^9."
     tries: list[bootstrap.Try] = []
     first = node._by_rules(repository, layout, ["src/index.test.ts"], tries)

@@ -228,10 +228,12 @@ def _measure_tasks(
         **{name: tuple(getattr(arguments, name, tools.get(name, ()))) for name in TOOLS},
         **rendered,
     )
-    for name in TOOLS:
-        for model in models if hasattr(arguments, name) else ():
+    for name in (name for name in TOOLS if hasattr(arguments, name)):
+        flag = f"--{name.replace('_', '-')}"
+        if not any(isinstance(suite, Path) for suite in measurement.suites):
+            raise UserError(f"{flag} is for tasks of repositories, and an environment brings its own tools: drop it")
+        for model in models:
             if not isinstance(model, Remote) and measurement.renderer(model).dialect == "compact":
-                flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{model} speaks the compact dialect, which has its own tools: drop {flag}")
     evaluate_models(models, measurement, engine, as_json=arguments.json)
 

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Writes into the current folder. Raises UserError."""
     if arguments.environment:
         if arguments.exclude:
-            raise UserError("an environment has no repository: drop --exclude, or --environment")
+            raise UserError("--exclude is for the tasks of a repository: drop it, or --environment")
         _write({name: _template(name) for name in (f"{MODULE}.py", f"{MODULE}.toml")})
         print(f"wrote {MODULE}.py and {MODULE}.toml; next: etude train {MODULE}.toml")
         return

@@ -99,6 +99,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
                 raise UserError(f"{where} differs from the configuration of {folder}; resume the folder itself")
     if arguments.dry_run:
         print(without_secrets(config).model_dump_json(indent=2), flush=True)
+        if not config.tasks.of_repositories:
+            from etude.run.parts import part_of
+
+            part_of(config.tasks, None, config.rollout.budget())
         return _print_memory(config)
     from etude.run.launch import train_rl
 

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 import etude
 from etude.config.catalogue import CHAT_TEMPLATES, NAMES, pretrained
-from etude.errors import UserError
+from etude.errors import USERS_FAULTS, UserError
 
 S = TypeVar("S", bound="Section")
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, and of its folder
@@ -210,9 +210,7 @@ def import_object(path: str, what: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), name)
-    except AttributeError:
-        raise UserError(f"{what}: the module {module} has no {name}") from None
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as e:
         if (e.name or "").startswith("etude."):
             raise UserError(
@@ -220,5 +218,9 @@ def import_object(path: str, what: str) -> Any:
                 "(docs/environments.md)"
             ) from None
         raise UserError(f"{what}: {path}: {e}; run etude in the folder of the module, or install it") from None
-    except Exception as e:
+    except USERS_FAULTS as e:
         raise UserError(f"{what}: importing {module} raised {type(e).__name__}: {e}") from e
+    try:
+        return getattr(imported, name)
+    except AttributeError:
+        raise UserError(f"{what}: the module {module} has no {name}") from None

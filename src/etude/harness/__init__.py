@@ -14,6 +14,7 @@ into `full_tools.py`, and its schema into `renderers/schemas.py`.
 """
 
 from etude.harness.atif import atif_document
+from etude.harness.boxed_runner import sentence_of
 from etude.harness.edit_appliers import merge_applier, server_applier
 from etude.harness.focus import EditError, view_of
 from etude.harness.full_tools import FullTools
@@ -33,7 +34,7 @@ from etude.harness.loop import (
     turn_seed,
 )
 from etude.harness.prompts import SYSTEM, check_context, messages_of, open_task, schemas_of
-from etude.harness.python_tools import call_python, import_tools, tool
+from etude.harness.python_tools import UsersBox, call_until, import_tools, tool
 from etude.harness.ranking import Lexical
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
 from etude.harness.tools import Tools, clean_failure, failures

@@ -73,26 +73,53 @@ def module_of(function: Callable[..., Any]) -> tuple[str, str]:
         file = None
     if file is None or not Path(file).is_file():
         raise UserError(f"{why}its module {function.__module__} has no source file")
-    return Path(file).name, _alone(file, f"{why}its module {function.__module__}")
+    return Path(file).name, _needed(file, name, f"{why}its module {function.__module__}")
 
 
 @cache
-def _alone(file: str, why: str) -> str:
-    """The source of a file that needs no module beside it. Raises UserError, whose message `why` begins."""
+def _needed(file: str, function: str, why: str) -> str:
+    """The statements of a file that a function needs, on their lines: its own, and those that define or change a name
+    that these read. Raises UserError, whose message `why` begins."""
     try:
         source = Path(file).read_text("utf-8")
-        tree = ast.parse(source)
+        statements = ast.parse(source).body
     except (OSError, ValueError, SyntaxError) as e:
         raise UserError(f"{why} cannot be read: {e}") from None
-    for node in ast.walk(tree):
+    names, kept, count = {function, "annotations", "*"}, list[ast.stmt](), -1
+    while len(kept) > count:
+        count, kept = len(kept), [statement for statement in statements if _defined(statement) & names]
+        names |= {node.id for statement in kept for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    for node in (node for statement in kept for node in ast.walk(statement)):
         if isinstance(node, ast.ImportFrom) and node.level:
             raise UserError(
                 f"{why} imports from its package (line {node.lineno}: {ast.unparse(node)}), which the box does not "
-                "have: one file travels there, with imports of the standard library, the repository and its packages"
+                "have: a part of one file travels there, with imports of the standard library, the repository and its "
+                "packages"
             )
+    lines, source_lines = set[int](), source.split("\n")
+    for statement in kept:
+        first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))])
+        lines |= {*range(first, (statement.end_lineno or first) + 1)}
+    source = "\n".join(line if number in lines else "" for number, line in enumerate(source_lines, 1))
     if (size := len(_packed(source=source))) > MAX_SOURCE:
         raise UserError(f"{why} is too large: {size:,} bytes compressed, and {MAX_SOURCE:,} fit a command")
     return source
+
+
+def _defined(statement: ast.stmt) -> set[str]:
+    """The names that a statement at the top of a module defines or changes."""
+    names: set[str] = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            root: ast.expr = node
+            while isinstance(root, ast.Attribute | ast.Subscript):
+                root = root.value
+            names |= {root.id} if isinstance(root, ast.Name) else set()
+    return names
 
 
 def _packed(**order: Any) -> str:

@@ -21,7 +21,7 @@ from etude.harness.lints import Lints
 from etude.harness.python_tools import PythonTool, python_tools
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
-from etude.harness.tools import MAX_FILE, Tools, clean_failure, fault_of, file_bytes
+from etude.harness.tools import MAX_FILE, READ_ONLY, Tools, clean_failure, fault_of, file_bytes
 from etude.records import Task, ToolCall
 from etude.renderers import SCHEMAS, ToolError, named, one_line
 from etude.sandbox import WORKSPACE, Box, BoxError, NotFound
@@ -74,6 +74,7 @@ class FullTools(Tools):
     ) -> None:
         super().__init__(box, task)
         built_in = named(names)
+        self._users_box = box  # that functions get
         self._functions = python_tools(functions, built_in)
         self.schemas = (*built_in, *(tool.schema for tool in self._functions.values()))
         self._parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in self.schemas}
@@ -99,6 +100,7 @@ class FullTools(Tools):
             "history": self._history,
             "finish": self._finish,
         }
+        self.read_only = READ_ONLY - self._functions.keys()  # a user's function may have such a name, and change things
         for tool in self._functions.values():
             tool.refuse_without(box, task)
             self._handlers[tool.name] = partial(self._call_function, tool)
@@ -136,7 +138,7 @@ class FullTools(Tools):
         return fault_of(call, self._parameters[call.name]) if tool is None else tool.fault(call)
 
     async def _call_function(self, tool: PythonTool, /, **arguments: Any) -> str:
-        return await tool.call(arguments, self.box, self.task, self._exec, self.deadline - time.monotonic())
+        return await tool.call(arguments, self._users_box, self.task, self._exec, self.deadline - time.monotonic())
 
     async def _list(self, path: str = "") -> str:
         entries = await self.box.list(path)

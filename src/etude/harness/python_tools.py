@@ -15,8 +15,9 @@ import math
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
 
@@ -67,6 +68,12 @@ def tool(function: Any = None, *, boxed: bool = False, seconds: float = _SECONDS
     return mark if function is None else mark(function)
 
 
+async def call_until(until: float, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """See `call_python`. Commands of the function in a `UsersBox` end at `until`, on the monotonic clock."""
+    _until.set(until)
+    return await call_python(function, *arguments, **named)
+
+
 async def call_python(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """The result of a user's function. One that is not `async` runs in a thread, so that it blocks nothing else.
     Cancelling does not end the thread, but nothing waits for it then, the end of the program included."""
@@ -90,25 +97,37 @@ async def call_python(function: Callable[..., Any], /, *arguments: Any, **named:
         raise RuntimeError(sentence_of(e)) from None
 
 
-class _BoxOfCall:
-    """The episode's box for one call. Its commands end with the call's time, and are not cancelled with the call: a
+_until: ContextVar[float] = ContextVar("until", default=math.inf)  # on the monotonic clock: the end of the call
+
+
+class UsersBox:
+    """The episode's box for users' functions. Commands end with the call's time, and are not cancelled with the call: a
     cancelled command would end the box."""
 
-    def __init__(self, box: Box, until: float) -> None:
-        self._box, self._until = box, until
+    def __init__(self, box: Box) -> None:
+        self.inner = box
         self._commands: set[asyncio.Task[ExecResult]] = set()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._box, name)
+        return getattr(self.inner, name)
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
-        left = self._until - time.monotonic()
+        """See `Box.exec`; the command ends with the call. Raises BoxError when the call has ended."""
+        left = _until.get() - time.monotonic()
         if left <= 0:
             raise BoxError("the time of the call is over")
-        command = asyncio.ensure_future(self._box.exec(line, min(timeout, left)))
+        command = asyncio.ensure_future(self.inner.exec(line, min(timeout, left)))
         self._commands.add(command)
-        command.add_done_callback(self._commands.discard)
+        command.add_done_callback(self._ended)
         return await asyncio.shield(command)
+
+    def _ended(self, command: asyncio.Task[ExecResult]) -> None:
+        self._commands.discard(command)
+        _ = command.cancelled() or command.exception()  # read, so that asyncio does not complain
+
+    async def close(self) -> None:
+        """Raises BoxError: the box ends with its episode."""
+        raise BoxError("the box is closed when its episode ends")
 
     async def ended(self) -> None:
         """Waits for commands of a call that was given up."""
@@ -165,14 +184,14 @@ class PythonTool:
         seconds = max(0.1, min(seconds, self.seconds))
         if self.module is not None:
             return await call_boxed(self.name, self.module, arguments, execute, seconds)
-        own = _BoxOfCall(box, time.monotonic() + seconds)
+        own = box if isinstance(box, UsersBox) else UsersBox(box)
         passed = {name: own if kind is Box else task for name, kind in self.passed.items()}
 
-        async def as_text() -> str:
-            result = await call_python(self.function, **arguments, **passed)
+        async def as_text(until: float) -> str:
+            result = await call_until(until, self.function, **arguments, **passed)
             return result if type(result) is str else await call_python(text_of, result)  # `__str__` may be slow
 
-        call = asyncio.ensure_future(as_text())
+        call = asyncio.ensure_future(as_text(time.monotonic() + seconds))
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # it may have been given up
         try:
             await asyncio.wait({call}, timeout=seconds)
@@ -192,6 +211,10 @@ class PythonTool:
 def python_tools(functions: Sequence[Callable[..., Any]], built_in: Sequence[Tool]) -> dict[str, PythonTool]:
     """The functions as tools, by name. Raises UserError for functions that cannot be tools, and names that `built_in`
     tools have, or several functions."""
+    if not isinstance(functions, Iterable) or isinstance(functions, str | Mapping):
+        raise UserError(
+            f"tools are a list of functions, and {functions!r} is none: return a list, if need be an empty one"
+        )
     tools, taken = dict[str, PythonTool](), {schema["function"]["name"] for schema in built_in}
     for function in functions:
         made = python_tool(function)

@@ -46,6 +46,7 @@ class Tools:
         self.visible_passed: bool | None = None
         self.deadline = math.inf  # on the monotonic clock; commands end by then
         self.room = math.inf  # tokens that the context has left for results and further turns
+        self.read_only = READ_ONLY
         self.sharing = 1  # calls of the turn, which share the room
         self._handlers: dict[str, Callable[..., Awaitable[str]]] = {}
         self._tried: set[bytes] = set()  # digests of files as they have been
@@ -88,7 +89,7 @@ class Tools:
         while (done := len(results)) < len(calls):
             if time.monotonic() >= self.deadline:
                 return results + ["error: no time left"] * (len(calls) - done), False
-            together = list(takewhile(lambda call: call.name in READ_ONLY, calls[done:])) or [calls[done]]
+            together = list(takewhile(lambda call: call.name in self.read_only, calls[done:])) or [calls[done]]
             if len(together) == 1:
                 results.append(await self.call(together[0]))
             else:

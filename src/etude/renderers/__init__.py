@@ -27,8 +27,9 @@ from etude.renderers.base import (
     load_tokenizer,
     one_line,
     printable,
+    printable_json,
 )
-from etude.renderers.calls import schema_branches, schema_types, typed_argument
+from etude.renderers.calls import checked, schema_branches, schema_types, typed_argument
 from etude.renderers.chat import ChatRenderer
 from etude.renderers.compact import ROLES, CompactRenderer, is_compact
 from etude.renderers.dialects import DIALECTS

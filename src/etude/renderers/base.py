@@ -226,6 +226,15 @@ def printable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
+def printable_json(value: object) -> object:
+    """A value from JSON with halves of surrogate pairs made printable in all texts."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(str(key)): printable_json(item) for key, item in value.items()}
+    return [printable_json(item) for item in value] if isinstance(value, list) else value
+
+
 def escaped(name: str) -> str:
     r"""A file name with its control characters, and with bytes that are no UTF-8, as `\xff`."""
     if name.isprintable():

@@ -17,7 +17,7 @@ from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.drift import BehaviourDrift, Shift
 from etude.rollout.engines import EngineConfiguration, engine_differences, precision_warnings
 from etude.rollout.environments.agent import Agent, check_agent, open_agent
-from etude.rollout.environments.code import ForeignTasks, dataset_part
+from etude.rollout.environments.code import dataset_part, foreign_refusal
 from etude.rollout.environments.edits import applied_edits
 from etude.rollout.environments.environment import Environment, EnvironmentEpisode, reward
 from etude.rollout.environments.taskset import TaskPart, Taskset, mix, task_part

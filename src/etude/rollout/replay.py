@@ -9,6 +9,7 @@ from etude.grading.cheats import Decoys
 from etude.harness import EngineModel, TokenLedgerError, UngradedEpisode
 from etude.protocol import GenerateRequest
 from etude.records import Episode, Generation, Routes, Segment, StopReason, Task
+from etude.rollout.environments.environment import EnvironmentFailed
 from etude.rollout.episode import RolloutContext, open_box
 from etude.sandbox import BoxError
 
@@ -27,6 +28,8 @@ async def replay_episode(context: RolloutContext, task: Task, episode: Episode, 
         return "" if timed_out and recorded.played == recorded.turns else str(e)
     except (BoxError, TimeoutError) as e:
         return f"the box was lost: {type(e).__name__}: {e}"
+    except EnvironmentFailed as e:
+        return str(e)
     if recorded.played < recorded.turns:
         return f"it ended ({again.stop_reason}) after {recorded.played} of {recorded.turns} turns"
     return "" if timed_out or again.segments == episode.segments else "what follows the last turn is another text"

@@ -15,9 +15,9 @@ from typing import Any, cast
 import msgspec
 
 from etude.config import LengthCost, RewardConfig, import_object
-from etude.errors import UserError
+from etude.errors import USERS_FAULTS, UserError
 from etude.grading.cheats import has_violation
-from etude.records import Budget, Episode, Outcome, StopReason
+from etude.records import MAX_REWARD, Budget, Episode, Outcome, StopReason
 
 MAX_BEHAVIOUR_COST = 0.5  # of all behaviours together
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -128,8 +128,8 @@ def _custom(episode: Episode, path: str) -> float:
         value = float(custom_component(path)(episode))
     except UserError:
         raise
-    except Exception as e:
+    except USERS_FAULTS as e:
         raise UserError(f"reward.custom: {path} raised {type(e).__name__}: {e}") from e
-    if not math.isfinite(value):
+    if not abs(value) <= MAX_REWARD:
         raise UserError(f"reward.custom: {path} returned {value}; it must return a finite number")
     return value if _sound(episode) else min(value, 0.0)

@@ -15,7 +15,7 @@ from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
 from etude.models import check_device, check_folder
 from etude.renderers import Renderer, named, say_dropped
-from etude.rollout import ForeignTasks, TaskPart, Taskset, check_agent, custom_component, dataset_part
+from etude.rollout import TaskPart, Taskset, check_agent, custom_component, dataset_part, foreign_refusal
 from etude.run.engines import check_python
 from etude.run.parts import built_beside, part_of, profiles_of, renderer_of, source_part, taskset_of
 from etude.sandbox.egress import check_package_index, parse_allowed_hosts
@@ -70,6 +70,7 @@ def check_inputs(config: RLConfig) -> None:
         part = part_of(tasks, renderer, config.rollout.budget())
         _check_splits(part, config)
         _check_agent(part, config)
+        check_playable([part], renderer_of(config), config.sandbox)
     else:
         for source in tasks.sources or (tasks,):
             _check_source(source, "tasks.sources" if tasks.sources else "tasks", config)
@@ -109,7 +110,7 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
         check_playable([part], renderer_of(config), sandbox.type)
     elif source.harbor is not None:
         find_folders([Path(source.harbor)])
-        if why := ForeignTasks.refusal(renderer_of(config).dialect == "compact", sandbox.type):
+        if why := foreign_refusal(renderer_of(config).dialect == "compact", sandbox.type):
             raise UserError(why)
     elif sandbox.type != "namespace" and not is_repository(Path(source.repository)):
         raise _undecidable(sandbox)
@@ -192,7 +193,11 @@ def _check_tools(config: RLConfig) -> None:
     if names and renderer.dialect == "compact":
         raise UserError("agents of the compact dialect have the tools that it has words for: drop rollout.tools")
     if (own := config.rollout.custom_tools) and others:
-        where = "return them by its method `tools`" if config.tasks.environment is not None else "drop it"
+        where = (
+            "return them by the method `tools` of the environment"
+            if config.tasks.environment is not None
+            else "drop it"
+        )
         raise UserError(f"rollout.custom_tools joins the built-in tools, which this run's agent does not have: {where}")
     if own and renderer.dialect == "compact":
         raise UserError("agents of the compact dialect have the tools that it has words for: drop rollout.custom_tools")

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from etude.config import RLConfig, RolloutConfig, TasksConfig, TaskSource, import_object
 from etude.config.secrets import without_secrets
-from etude.errors import UserError
+from etude.errors import USERS_FAULTS, UserError
 from etude.harness import EngineModel, Policy, Sampling, Toolset, import_tools, merge_applier, server_applier
 from etude.records import Budget
 from etude.renderers import Renderer, renderer_for
@@ -65,7 +65,7 @@ def part_of(tasks: TasksConfig, renderer: Renderer | None, budget: Budget) -> Ta
         environment = factory(**tasks.arguments)
     except UserError:
         raise
-    except Exception as e:
+    except USERS_FAULTS as e:
         raise UserError(
             f"tasks.environment: {tasks.environment} cannot be made of tasks.arguments: {type(e).__name__}: {e}"
         ) from e

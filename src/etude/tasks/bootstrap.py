@@ -12,15 +12,16 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
-from etude.code import functions, install_wheels
+from etude.code import install_wheels
 from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
-from etude.grading import open_sandbox
+from etude.grading import TestRunner, open_sandbox
 from etude.sandbox import Image, Limits, Sandbox
 from etude.tasks import requirements
 from etude.tasks.coverage import last_lines
@@ -75,7 +76,9 @@ class Kit:
     goals: tuple[Goal, ...]  # by rules; the last one, the suite, stays when a model names the others
     rules: Callable[[Sequence[Try]], tuple[str, ...] | None]  # the next try's requirements
     usable: Callable[[Iterable[str]], Iterable[str]]  # the plain ones among a model's requirements
-    reach: Callable[[Path, Sequence[str], Sequence[Goal]], Awaitable[Missed]]  # install, and test the goals
+    installer: str  # "pip" or "npm"
+    install: Callable[[Sequence[str], Path], None]  # requirements into a folder; raises UserError
+    miss: Callable[[TestRunner, Path, Goal], Awaitable[str | None]]  # see `miss`
 
 
 async def find(
@@ -84,8 +87,11 @@ async def find(
     """Install the requirements of a Python repository into `work`/site. `how` is "rules" or the URL of a model;
     `finish` adds files that packages do not bring; `named` is the path of the repository in messages. Raises UserError
     with the reason of the last try if none of TRIES reaches the goals."""
-    whole = work / "bootstrap"
-    functions.copy(repository, whole, layout.files)
+
+    def install(wanted: Sequence[str], site: Path) -> None:
+        install_wheels(wanted, site)
+        finish(site)
+
     kit = Kit(
         repository=named,
         language="Python",
@@ -94,12 +100,11 @@ async def find(
         goals=tuple(_goals(layout)),
         rules=lambda tries: _by_rules(repository, tries),
         usable=lambda lines: requirements.usable(list(lines)),
-        reach=lambda site, wanted, goals: _reach(whole, site, wanted, goals, finish),
+        installer="pip",
+        install=install,
+        miss=partial(miss, repository),
     )
-    try:
-        return await try_out(repository, work, how, kit)
-    finally:
-        shutil.rmtree(whole)
+    return await try_out(repository, work, how, kit)
 
 
 async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> BootstrapRecipe:
@@ -109,17 +114,16 @@ async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> Bootstrap
     if how != "rules":
         goals = (*_goals_of_model(how, repository, kit)[: MAX_GOALS - 1], goals[-1])
     tries: list[Try] = []
-    seen: set[tuple[str, ...]] = set()
     try:
         while len(tries) < TRIES:
             wanted = kit.rules(tries) if how == "rules" else _by_model(how, repository, tries, kit)
-            if wanted is None or wanted in seen:
+            if wanted is None or any(wanted == old.requirements for old in tries):
                 break
-            seen.add(wanted)
-            missed = await kit.reach(work / f"site-{len(tries)}", wanted, goals)
+            site = work / f"site-{len(tries)}"
+            missed = await _reach(kit, site, wanted, goals)
             tries.append(Try(wanted, missed))
             if not missed:
-                (work / f"site-{len(tries) - 1}").rename(work / "site")
+                site.rename(work / "site")
                 return BootstrapRecipe(wanted, goals, len(tries))
     finally:
         for folder in work.glob("site-*"):
@@ -143,25 +147,21 @@ def _goals(layout: RepositoryLayout) -> Iterator[Goal]:
     yield Goal(f"{plain} --tb=line", share=SHARE)
 
 
-async def _reach(
-    whole: Path, site: Path, wanted: Sequence[str], goals: Sequence[Goal], finish: Callable[[Path], None]
-) -> Missed:
+async def _reach(kit: Kit, site: Path, wanted: Sequence[str], goals: Sequence[Goal]) -> Missed:
     """Returns the goals that do not hold with these requirements: (command, end of its output)."""
-    site.mkdir(parents=True)
     try:
-        install_wheels(wanted, site)
+        kit.install(wanted, site)
     except UserError as e:
-        return (("pip install", str(e)),)
-    finish(site)
+        return ((f"{kit.installer} install", str(e)),)
     async with open_sandbox(workers=1, memo=0) as sandbox:
-        outputs = [(goal.command, await miss(sandbox, whole, site, goal)) for goal in goals]
+        outputs = [(goal.command, await kit.miss(sandbox, site, goal)) for goal in goals]
     return tuple((command, text) for command, text in outputs if text is not None)
 
 
-async def miss(sandbox: Sandbox, whole: Path, site: Path, goal: Goal) -> str | None:
+async def miss(repository: Path, sandbox: Sandbox, site: Path, goal: Goal) -> str | None:
     """Returns None if the goal holds, else the end of the command's output."""
     seconds = SUITE_SECONDS if goal.share is not None else COMMAND_SECONDS
-    box = await sandbox.create(Image(repository=whole, site=site, changes={}), Limits(seconds=seconds))
+    box = await sandbox.create(Image(repository, site, {}), Limits(seconds=seconds))
     try:
         done = await box.exec(goal.command, seconds)
     finally:

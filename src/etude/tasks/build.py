@@ -7,11 +7,9 @@ import asyncio
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import msgspec
 
 from etude.code import OPERATORS, find_licence, is_script, project_name
 from etude.code import functions as discover
@@ -50,10 +48,11 @@ from etude.tasks.settings import PytestSettings
 _TRACE_SECONDS = 600.0
 _RECORDED = BuildConfig.model_fields.keys() - {"write_tests"}  # options that a manifest holds
 _ADVICE = {
-    Rejected.LEAK.value: "the repository holds this code twice: leave the copy out with `--exclude FOLDER`",
-    Rejected.HANGS.value: "its tests are slow: give more time with `--hang-seconds 30`",
-    Rejected.SILENT.value: "accept programs that no visible test notices with `--no-visible-failure`",
+    Rejected.LEAK: "the repository holds this code twice: leave the copy out with `--exclude FOLDER`",
+    Rejected.HANGS: "its tests are slow: give more time with `--hang-seconds 30`",
+    Rejected.SILENT: "accept programs that no visible test notices with `--no-visible-failure`",
 }
+_CAP = 3 * MAX_TESTS  # hidden tests that may decide one task, before those that fail at times are left out
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
 
 
@@ -65,47 +64,21 @@ def build_dataset(
     `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no Python code, no tests that
     pass, or nothing to break; if a file does not parse; if `out` exists; or for an unknown operator."""
     check_operators(options)
-    _check_paths(repo, out)
+    if not repo.is_dir():
+        raise UserError(f"{repo} is not a folder; give the root of a Python repository.")
+    dataset.check_free(out)
     if writer is None and options.write_tests is not None:
         writer = synthesis.by_command(options.write_tests)
     facts = survey_repository(repo, options.exclude)
     _check_place(repo, out, facts.inventory, options)
-    layout, generated = facts.layout, facts.generated
     sources, functions = read_functions(repo, facts)
     past = histories.read(repo, project_name(repo), facts.inventory.files)
-    work = out.with_name(out.name + ".incomplete")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        work.mkdir(parents=True)
-    except OSError as e:
-        raise UserError(f"{out} cannot be written ({e.strerror}); choose another folder with -o.") from None
-    try:
+    with dataset.unfinished(out) as work:
         tree = work / "whole"
-        discover.copy(repo, tree, [path for path in layout.files if path not in generated])
-        for path, text in generated.items():
+        discover.copy(repo, tree, [path for path in facts.layout.files if path not in facts.generated])
+        for path, text in facts.generated.items():
             (tree / path).write_text(text, encoding="utf-8")
-        plan = _BuildPlan(
-            repo,
-            tree,
-            work,
-            options,
-            progress,
-            facts.inventory,
-            past,
-            layout,
-            facts.pytest,
-            facts.version,
-            tuple(generated),
-            sources,
-            functions,
-            writer,
-        )
-        asyncio.run(_run(plan))
-        if out.exists():
-            out.rmdir()
-        work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        asyncio.run(_run(_BuildPlan(repo, tree, work, options, progress, facts, past, sources, functions, writer)))
     return dataset.load_dataset(out)
 
 
@@ -148,9 +121,10 @@ def read_functions(repo: Path, facts: Survey) -> tuple[dict[str, str], list[Unit
     paths = [path for path in facts.layout.sources if path not in facts.generated]
     if facts.script:
         sources = {path: (repo / path).read_text("utf-8", "replace") for path in paths}
-        return sources, [f for path, text in sources.items() for f in javascript.functions(path, text)]
-    sources = {path: discover.read_source(repo, path) for path in paths}
-    return sources, [f for path, text in sources.items() for f in discover.functions(path, text)]
+    else:
+        sources = {path: discover.read_source(repo, path) for path in paths}
+    parse = javascript.functions if facts.script else discover.functions
+    return sources, [f for path, text in sources.items() for f in parse(path, text)]
 
 
 def check_operators(options: BuildConfig) -> None:
@@ -158,13 +132,6 @@ def check_operators(options: BuildConfig) -> None:
     known = {**OPERATORS, **classes.OPERATORS}
     if unknown := sorted(set(options.operators) - known.keys()):
         raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(known))}")
-
-
-def _check_paths(repo: Path, out: Path) -> None:
-    if not repo.is_dir():
-        raise UserError(f"{repo} is not a folder; give the root of a Python repository.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty; choose another folder or remove it.")
 
 
 def _check_place(repo: Path, out: Path, taken: Inventory, options: BuildConfig) -> None:
@@ -188,15 +155,11 @@ class _BuildPlan:
     work: Path
     options: BuildConfig
     progress: Progress
-    inventory: Inventory
+    facts: Survey  # its generated files are in the tree alone
     past: Past
-    layout: discover.RepositoryLayout
-    pytest: PytestSettings
-    version: str
-    generated: tuple[str, ...]  # files that are in the tree alone
     sources: Mapping[str, str]  # path -> text
     functions: Sequence[Unit]
-    writer: synthesis.Writer | None = None
+    writer: synthesis.Writer | None
 
     @property
     def eligible(self) -> list[Unit]:
@@ -218,37 +181,23 @@ async def _run(plan: _BuildPlan) -> None:
             repository=work / "repository",
             site=work / "site",
             hidden=work / "hidden",
-            source_roots=plan.layout.source_roots,
+            source_roots=plan.facts.layout.source_roots,
             licence=licence_name,
             options=options,
         )
         drawn = await _targets(plan, bench, callers, policy, shown)
-        files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
-        searched = await search(bench, drawn.targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
+        searched = await search(bench, drawn.targets, LeakIndex(bench.repository), plan.progress)
     _cut_out(work / "repository", drawn.unstable)
     copied = leaks.stored({"repository": bench.repository, "site": bench.site}, searched.tasks)
     if copied:
-        searched.rejected[Rejected.LEAK.value] += len(copied)
+        searched.rejected[Rejected.LEAK] += len(copied)
     tasks = [task for task in searched.tasks if task.id not in copied]
     shutil.rmtree(work / "written", ignore_errors=True)
     shutil.rmtree(plan.tree)  # not earlier, since folders of an open sandbox must not change
     if not tasks:
         raise _nothing_fit(plan, searched)
     commits = histories.build(plan.past, bench.repository, tasks, work)
-    fit = searched.tried - sum(searched.rejected.values())
-    manifest = dataset.Manifest(
-        format=dataset.DATASET_FORMAT,
-        name=bench.name,
-        licence=licence_name,
-        licence_source=licence_source,
-        seed=options.seed,
-        python_path=plan.layout.python_path,
-        source_roots=plan.layout.source_roots,
-        visible=policy,
-        options=options.model_dump(mode="json", include=_RECORDED),
-        digests={},
-        counts={"functions": len(drawn.functions), "candidates": searched.tried, "fit": fit, "commits": commits},
-    )
+    fit = searched.tried - searched.rejected.total()
     history = card.TaskBuildLog(
         functions=len(plan.functions),
         eligible=len(plan.eligible),
@@ -258,16 +207,29 @@ async def _run(plan: _BuildPlan) -> None:
         tests=len(drawn.stable),
         unstable=sorted(drawn.unstable),
         failed=prepared.failed,
-        inventory=plan.inventory,
-        settings=plan.pytest,
-        generated=plan.generated,
+        inventory=plan.facts.inventory,
+        settings=plan.facts.pytest,
+        generated=tuple(plan.facts.generated),
         requirements=prepared.requirements,
         refused=prepared.refused,
         recipe=prepared.recipe,
         straddling=drawn.straddling,
         copies=searched.copies,
     )
-    manifest = msgspec.structs.replace(manifest, warnings=card.warnings(tasks, history, options))
+    manifest = dataset.Manifest(
+        format=dataset.DATASET_FORMAT,
+        name=bench.name,
+        licence=licence_name,
+        licence_source=licence_source,
+        seed=options.seed,
+        python_path=plan.facts.layout.python_path,
+        source_roots=plan.facts.layout.source_roots,
+        visible=policy,
+        options=options.model_dump(mode="json", include=_RECORDED),
+        digests={},
+        counts={"functions": len(drawn.functions), "candidates": searched.tried, "fit": fit, "commits": commits},
+        warnings=card.warnings(tasks, history, options),
+    )
     result = dataset.save(work, manifest, tasks)
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
 
@@ -283,7 +245,7 @@ def _nothing_fit(plan: _BuildPlan, searched: SearchResult) -> UserError:
 class _Prepared:
     """The result of the first runs of the suite, and the packages that they needed."""
 
-    callers: dict[str, set[str]]
+    callers: split.Callers
     requirements: Sequence[str]
     failed: Mapping[str, str]  # test, or file that cannot be collected -> the end of pytest's message
     recipe: bootstrap.BootstrapRecipe | None = None
@@ -295,32 +257,26 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     plan.progress("installing dependencies", 0, 1)
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
-        recipe, callers = await node.prepare(plan.tree, plan.layout, plan.work, scripts, plan.options, plan.repo)
+        recipe, callers = await node.prepare(plan.tree, plan.facts.layout, plan.work, scripts, plan.options, plan.repo)
         return _Prepared(callers, recipe.requirements, {}, recipe)
-    name = project_name(plan.repo).removesuffix(f"-{plan.version}")
-    if plan.options.bootstrap == "declared":
+    facts, options = plan.facts, plan.options
+    name = project_name(plan.repo).removesuffix(f"-{facts.version}")
+
+    def finish(site: Path) -> None:
+        environment.finish(site, plan.tree, name, facts.version, facts.pytest)
+
+    if options.bootstrap == "declared":
         result = await environment.find(
-            plan.tree,
-            plan.work,
-            (name, plan.version),
-            plan.options.requires,
-            plan.pytest,
-            lambda site: _trace(plan, sandbox, site),
+            plan.tree, plan.work, options.requires, finish, lambda site: _trace(plan, sandbox, site)
         )
-        trace, requirements, recipe, refused = result.trace, result.requirements, None, result.refused
+        recipe = None
     else:
-        recipe = await bootstrap.find(
-            plan.tree,
-            plan.layout,
-            plan.work,
-            plan.options.bootstrap,
-            lambda site: environment.finish(site, plan.tree, name, plan.version, plan.pytest),
-            plan.repo,
-        )
-        trace, requirements, refused = await _trace(plan, sandbox, plan.work / "site"), recipe.requirements, ""
+        recipe = await bootstrap.find(plan.tree, facts.layout, plan.work, options.bootstrap, finish, plan.repo)
+        result = environment.PythonEnvironment(recipe.requirements, await _trace(plan, sandbox, plan.work / "site"))
+    trace = result.trace
     if not trace.passed:
-        raise environment.explained(plan.repo, trace, refused)
-    return _Prepared(trace.callers, requirements, trace.failed | trace.broken, recipe, refused)
+        raise environment.explained(plan.repo, trace, result.refused)
+    return _Prepared(trace.callers, result.requirements, trace.failed | trace.broken, recipe, result.refused)
 
 
 async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.SuiteTrace:
@@ -329,14 +285,14 @@ async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.Sui
     limits = Limits(seconds=_TRACE_SECONDS)
     box = await sandbox.create(Image(repository=plan.tree, site=site, changes={}), limits)
     try:
-        return await coverage.trace(box, plan.layout.source_roots, plan.layout.modules, _TRACE_SECONDS)
+        return await coverage.trace(box, plan.facts.layout.source_roots, plan.facts.layout.modules, _TRACE_SECONDS)
     finally:
         await box.close()
 
 
 async def _write_tests(
-    plan: _BuildPlan, sandbox: Sandbox, callers: Mapping[str, set[str]], writer: synthesis.Writer
-) -> dict[str, set[str]]:
+    plan: _BuildPlan, sandbox: Sandbox, callers: split.Callers, writer: synthesis.Writer
+) -> split.Callers:
     """Returns `callers` together with the tests written for functions without tests; their files join the hidden
     ones."""
     plan.progress("writing tests", 0, 1)
@@ -357,19 +313,19 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
     if policy == "auto":
         covered = [f for f in plan.eligible if f.id in callers]
         policy = "doctests" if 2 * sum(f.doctest for f in covered) >= len(covered) > 0 else "half"
-    tests = set(plan.layout.tests)
-    discover.copy(plan.tree, plan.work / "repository", [f for f in plan.layout.files if f not in tests])
-    discover.copy(plan.tree, plan.work / "hidden", plan.layout.tests)
+    tests = set(plan.facts.layout.tests)
+    discover.copy(plan.tree, plan.work / "repository", [f for f in plan.facts.layout.files if f not in tests])
+    discover.copy(plan.tree, plan.work / "hidden", plan.facts.layout.tests)
     shown: set[str] = set()
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}
         shown = split.visible_half(callers, plan.options.seed) | _uncuttable(plan, everything)
         hidden = everything - shown
         # Snapshots hold values that hidden tests expect.
-        visible = [path for path in plan.layout.tests if not path.endswith(".snap")]
+        visible = [path for path in plan.facts.layout.tests if not path.endswith(".snap")]
         discover.copy(plan.tree, plan.work / "repository", visible)
         _cut_out(plan.work / "repository", hidden | {split.base(test) for test in prepared.failed})
-    if any(isinstance(f, JsFunction) for f in plan.functions):
+    if plan.facts.script:
         (plan.work / "repository" / node.LINK[0]).symlink_to(node.LINK[1])
     return policy, shown
 
@@ -388,16 +344,13 @@ def _cut_out(repository: Path, tests: Iterable[str]) -> None:
             file.write_text(split.without_tests(path, text, gone), encoding="utf-8")
 
 
-def _uncuttable(plan: _BuildPlan, tests: Iterable[str]) -> set[str]:
+def _uncuttable(plan: _BuildPlan, tests: Collection[str]) -> set[str]:
     """JavaScript tests with computed names: they cannot be cut out of their files, so they are visible."""
     computed: set[str] = set()
-    by_file: dict[str, set[str]] = {}
-    for test in tests:
-        by_file.setdefault(test.split("::")[0], set()).add(test)
-    for path, names in by_file.items():
-        if is_script(path):
-            text = (plan.tree / path).read_text("utf-8", "replace")
-            computed |= names - {f"{path}::{name}" for name in javascript.titles(path, text)}
+    for path in {test.split("::")[0] for test in tests if is_script(test)}:
+        text = (plan.tree / path).read_text("utf-8", "replace")
+        names = {f"{path}::{name}" for name in javascript.titles(path, text)}
+        computed |= {test for test in tests if test.startswith(f"{path}::")} - names
     return computed
 
 
@@ -412,9 +365,10 @@ class _Targets:
     straddling: Counter[str]  # kind -> changes that touch functions of both sides
 
 
-async def _targets(
-    plan: _BuildPlan, bench: Bench, callers: Mapping[str, set[str]], policy: str, shown: set[str]
-) -> _Targets:
+_Sides = tuple[tuple[str, ...], tuple[str, ...]]  # hidden tests, visible tests
+
+
+async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, policy: str, shown: set[str]) -> _Targets:
     """The functions and changes to try, each with its split and its tests."""
     plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
@@ -423,65 +377,62 @@ async def _targets(
         eligible = random.Random(options.seed).sample(eligible, options.max_functions)
     # A test that calls few functions says more about each of them than one that calls many.
     breadth = Counter(test for names in callers.values() for test in names)
-    ranked = {f.id: sorted(callers[f.id], key=lambda test: (breadth[test], test)) for f in eligible}
-    cap = 3 * MAX_TESTS
-    hidden = {f.id: [t for t in ranked[f.id] if split.base(t) not in shown][:cap] for f in eligible}
-    visible = {f.id: [t for t in ranked[f.id] if split.base(t) in shown][:MAX_TESTS] for f in eligible}
-    if policy == "doctests":
-        visible = {f.id: [f"{f.path}::doctest:{f.qualname}"] if f.doctest else [] for f in eligible}
-    if any(isinstance(f, JsFunction) for f in eligible):  # each file is a process or two, when an agent tests too
-        hidden = {f: _of_files(tests, _SCRIPT_FILES) for f, tests in hidden.items()}
-        visible = {f: _of_files(tests, _SCRIPT_FILES) for f, tests in visible.items()}
     python = [f for f in plan.functions if isinstance(f, Function)]
-    modules = plan.layout.modules
+    modules = plan.facts.layout.modules
     changes = multi_function.find(plan.repo, plan.sources, python, callers, modules, options) if python else []
-    wanted = {test for table in (hidden, visible) for tests in table.values() for test in tests}
-    deciding = {id(c): _deciding(c, shown, callers, cap) for c in changes}
-    wanted = sorted(wanted.union(*(tests for pair in deciding.values() for tests in pair)))
-    stable, unstable = await gates.stable_tests(bench, wanted)
     heldout = multi_function.find_heldout(eligible, changes, options)
-    targets = [
-        Target(
-            function=f,
-            source=plan.sources[f.path],
-            split="heldout" if f.id in heldout else "train",
-            visible=_kept(visible[f.id], stable),
-            hidden=_kept(hidden[f.id], stable),
-        )
-        for f in eligible
-    ]
-    if not {"mutation", "removal", "combined"} & set(options.kinds):
-        targets = []
-    straddling: Counter[str] = Counter()
+    drafts: list[Target] = []  # with all their tests
+    for f in eligible:
+        ranked = sorted(callers[f.id], key=lambda test: (breadth[test], test))
+        hidden, visible = _of_function(f, ranked, policy, shown)
+        side = "heldout" if f.id in heldout else "train"
+        drafts.append(Target(f, plan.sources[f.path], side, visible, hidden))
     for change in changes:
-        side = split.side(change.members, heldout)
-        unseen, seen = (_kept(tests, stable) for tests in deciding[id(change)])
-        if side is None:
-            straddling[change.program.kind] += 1
-        else:
-            targets.append(Target(change.unit, plan.sources[change.unit.path], side, seen, unseen, (change.program,)))
+        hidden, visible = _of_change(change, shown, callers)
+        side = split.side(change.members, heldout) or ""
+        drafts.append(Target(change.unit, plan.sources[change.unit.path], side, visible, hidden, (change.program,)))
+    known = {test for draft in drafts for test in draft.hidden}
+    stable, unstable = await gates.stable_tests(bench, sorted(known.union(*(draft.visible for draft in drafts))))
+    single = not {"mutation", "removal", "combined"}.isdisjoint(options.kinds)
+    targets = [
+        replace(t, visible=_kept(t.visible, stable), hidden=_kept(t.hidden, stable))
+        for t in drafts
+        if t.split and (single or t.programs)
+    ]
     targets = [t for t in targets if t.hidden and (t.visible or not options.visible_failure)]
     if not targets:
         limits = f"{options.min_lines} to {options.max_lines}"
         raise UserError(f"no hidden test calls a function of {limits} lines in {plan.repo}; widen the limits.")
-    known = {test for tests in hidden.values() for test in tests}.union(*(first for first, _ in deciding.values()))
+    straddling = Counter(draft.programs[0].kind for draft in drafts if not draft.split)
     return _Targets(targets, eligible, stable & known, unstable, straddling)
 
 
-def _of_files(tests: list[str], count: int) -> list[str]:
-    files = list(dict.fromkeys(test.split("::")[0] for test in tests))[:count]
-    return [test for test in tests if test.split("::")[0] in files]
+def _of_function(f: Unit, ranked: Sequence[str], policy: str, shown: set[str]) -> _Sides:
+    """The tests of a function, in their order."""
+    hidden, visible = _sides(ranked, shown)
+    hidden, visible = hidden[:_CAP], visible[:MAX_TESTS]
+    if policy == "doctests":
+        visible = (f"{f.path}::doctest:{f.qualname}",) if f.doctest else ()
+    return (_of_files(hidden), _of_files(visible)) if is_script(f.path) else (hidden, visible)
 
 
-def _deciding(
-    change: MultiFunctionChange, shown: set[str], callers: Mapping[str, set[str]], cap: int
-) -> tuple[list[str], list[str]]:
-    """(hidden, visible) tests of a change, first those that reach it; each list holds at most `cap`."""
+def _sides(tests: Iterable[str], shown: set[str]) -> _Sides:
+    tests = tuple(tests)
+    return tuple(t for t in tests if split.base(t) not in shown), tuple(t for t in tests if split.base(t) in shown)
+
+
+def _of_files(tests: Sequence[str]) -> tuple[str, ...]:
+    """The tests of the first files: each is a process or two, when an agent tests too."""
+    files = list(dict.fromkeys(test.split("::")[0] for test in tests))[:_SCRIPT_FILES]
+    return tuple(test for test in tests if test.split("::")[0] in files)
+
+
+def _of_change(change: MultiFunctionChange, shown: set[str], callers: split.Callers) -> _Sides:
+    """The tests of a change, first those that reach it."""
     reach = {test for function in change.reach for test in callers.get(function, ())}
-    own = [test for test in change.tests if test in reach]
-    rest = [test for test in change.tests if test not in reach]
-    hidden = [[t for t in tests if split.base(t) not in shown][:cap] for tests in (own, rest)]
-    return hidden[0] + hidden[1], [t for t in own if split.base(t) in shown][:cap]
+    hidden, visible = _sides((test for test in change.tests if test in reach), shown)
+    others, _ = _sides((test for test in change.tests if test not in reach), shown)
+    return hidden[:_CAP] + others[:_CAP], visible[:_CAP]
 
 
 def _kept(tests: Iterable[str], stable: set[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """DATACARD.md: the contents of a dataset, how it was made, and the parts that were left out."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from etude.code import table
@@ -44,8 +44,7 @@ class TaskBuildLog:
 
 def warnings(tasks: Sequence[CodeTask], log: TaskBuildLog, options: BuildConfig) -> tuple[str, ...]:
     """Warnings about a dataset that is too small or too one-sided, with its figures and a remedy."""
-    functions = _functions(tasks)
-    train, heldout = (len(functions[name]) for name in ("train", "heldout"))
+    train, heldout = (len(split.touched_by_all(t for t in tasks if t.split == side)) for side in ("train", "heldout"))
     count = Counter(task.split for task in tasks)
     messages = []
     if count["train"] < FEW_TASKS or train < FEW_FUNCTIONS:
@@ -59,30 +58,26 @@ def warnings(tasks: Sequence[CodeTask], log: TaskBuildLog, options: BuildConfig)
             f"Too small to measure: {count['heldout']} held-out tasks of {heldout} functions; differences below some "
             f"{width:.0f} points may be chance. {_wider(options)}"
         )
-    return (*messages, *_by_kind(tasks, options), *_repeated(log))
-
-
-def _by_kind(tasks: Sequence[CodeTask], options: BuildConfig) -> Iterator[str]:
     kinds = Counter(task.kind for task in tasks)
-    heldout = {task.kind for task in tasks if task.split == "heldout"}
-    unseen = [kind for kind in options.kinds if kinds[kind] and kind not in heldout]
-    if unseen and heldout:
-        yield f"No held-out task of the kind {' and '.join(unseen)}: it cannot be measured."
-    for kind in options.kinds:
-        if 4 * kinds[kind] * len(options.kinds) < len(tasks):
-            full = len(tasks) >= options.max_tasks
-            why = "others came first: ask for it alone, or for more tasks" if full else "few programs of it are fit"
-            yield f"{kinds[kind]} of {len(tasks)} tasks are of the kind {kind}; {why}."
-
-
-def _repeated(log: TaskBuildLog) -> Iterator[str]:
+    measured = {task.kind for task in tasks if task.split == "heldout"}
+    unseen = [kind for kind in options.kinds if kinds[kind] and kind not in measured]
+    if unseen and measured:
+        messages.append(f"No held-out task of the kind {' and '.join(unseen)}: it cannot be measured.")
+    full = len(tasks) >= options.max_tasks
+    why = "others came first: ask for it alone, or for more tasks" if full else "few programs of it are fit"
+    messages += [
+        f"{kinds[kind]} of {len(tasks)} tasks are of the kind {kind}; {why}."
+        for kind in options.kinds
+        if 4 * kinds[kind] * len(options.kinds) < len(tasks)
+    ]
     leaked = sum(log.copies.values())
     if leaked > MANY_LEAKS * max(log.candidates, 1):
         files = ", ".join(f"{file} ({n})" for file, n in Counter(dict(log.copies)).most_common(3))
-        yield (
+        messages.append(
             f"The repository holds copies: the answers of {leaked} of {log.candidates} programs occur elsewhere in "
             f"the tree, most often in {files}. A copy can be left out with `--exclude`."
         )
+    return tuple(messages)
 
 
 def _wider(options: BuildConfig) -> str:
@@ -99,18 +94,11 @@ def _wider(options: BuildConfig) -> str:
     return f"What gives more: {', '.join(advice)}." if advice else "Another repository is needed."
 
 
-def _functions(tasks: Sequence[CodeTask]) -> dict[str, set[str]]:
-    """The functions that the tasks of each split touch."""
-    touched = {side: [split.touched_by(t) for t in tasks if t.split == side] for side in ("train", "heldout")}
-    return {side: set[str]().union(*ids) for side, ids in touched.items()}
-
-
 def datacard(manifest: Manifest, tasks: Sequence[CodeTask], history: TaskBuildLog) -> str:
     """The card as Markdown. It holds no times: equal builds give equal cards."""
     operators = Counter((task.kind, task.operator, task.split) for task in tasks)
     kinds = sorted({(kind, operator) for kind, operator, _ in operators})
-    functions = _functions(tasks)
-    accepted = len(tasks)
+    train, heldout = (len(split.touched_by_all(t for t in tasks if t.split == side)) for side in ("train", "heldout"))
     tried = max(history.candidates, 1)
     sections = [
         f"# Tasks from {manifest.name}\n",
@@ -125,7 +113,7 @@ def datacard(manifest: Manifest, tasks: Sequence[CodeTask], history: TaskBuildLo
             [(k, o, operators[k, o, "train"], operators[k, o, "heldout"]) for k, o in kinds]
             + [("all", "", sum(t.split == "train" for t in tasks), sum(t.split == "heldout" for t in tasks))],
         ),
-        f"Functions: {len(functions['train'])} in train, {len(functions['heldout'])} held out; no function is in both, "
+        f"Functions: {train} in train, {heldout} held out; no function is in both, "
         "nor are functions with equal bodies.\n",
         "## Tests\n",
         f"Visible to the agent: {_POLICY[manifest.visible]} Hidden: {history.tests} tests, never in the agent's box; "
@@ -143,8 +131,8 @@ def datacard(manifest: Manifest, tasks: Sequence[CodeTask], history: TaskBuildLo
             + [(reason, n, f"{n / tried:.0%}") for reason, n in sorted(history.rejected.items())],
         ),
         *_straddling(history.straddling),
-        f"{accepted} tasks were kept. Each one: the broken tree fails, no change scores 0, and the gold answer passes, "
-        f"{manifest.options['repeats']} times each, in the grading box.\n",
+        f"{len(tasks)} tasks were kept. Each one: the broken tree fails, no change scores 0, and the gold answer "
+        f"passes, {manifest.options['repeats']} times each, in the grading box.\n",
         "Duplicates: no two tasks have the same broken text. Leaks: a program is dropped if nine tenths of the "
         "runs of eight tokens that it lost occur elsewhere in the tree.\n",
         "## Difficulty\n",
@@ -159,25 +147,21 @@ _POLICY = {
 }
 
 
-_POINTERS = " Pointers of Git LFS, whose files were not fetched: tests that read them fail"
-
-
 def _files(taken: Inventory) -> list[str]:
     """The files that the dataset was made of, and those that were left out."""
-    if not taken.tracked:
-        whole = (
-            f"{len(taken.files)} files: git tracks nothing of the folder, so it was taken whole, less caches, builds"
-        )
-        left_out = _named(" Left out by `exclude`", taken.excluded)
-        return ["## Files\n", f"{whole} and archives.{left_out}{_named(_POINTERS, taken.pointers)}\n"]
+    whole = (
+        " that git tracks, in their state in the working tree; none looks like a secret."
+        if taken.tracked
+        else ": git tracks nothing of the folder, so it was taken whole, less caches, builds and archives."
+    )
     return [
         "## Files\n",
-        f"{len(taken.files)} files that git tracks, in their state in the working tree; none looks like a secret."
+        f"{len(taken.files)} files{whole}"
         f"{_named(' With changes since the last commit', taken.changed)}"
         f"{_named(' Left out, since git does not track them', taken.untracked)}"
         f"{_named(' Left out by `exclude`', taken.excluded)}"
         f"{_named(' Submodules that were not fetched, and are empty', taken.absent)}"
-        f"{_named(_POINTERS, taken.pointers)}\n",
+        f"{_named(' Pointers of Git LFS, whose files were not fetched: tests that read them fail', taken.pointers)}\n",
     ]
 
 
@@ -197,9 +181,8 @@ def _environment(log: TaskBuildLog) -> list[str]:
         dropped = " ".join(log.settings.dropped)
         sentences.append(f"pytest's settings come from {log.settings.source}: {what}.")
         sentences += [f"Options of `addopts` that are not used: `{dropped}`."] if dropped else []
-    sentences += [f"Written as the project's build would: {', '.join(f'`{path}`' for path in log.generated)}."] * bool(
-        log.generated
-    )
+    if log.generated:
+        sentences.append(f"Written as the project's build would: {', '.join(f'`{path}`' for path in log.generated)}.")
     sentences += [f"Not installed: {log.refused}"] if log.refused else []
     if log.recipe is not None:
         goals = "".join(f"- `{goal.command[:120]}`\n" for goal in log.recipe.goals)
@@ -228,12 +211,8 @@ def _decided(tasks: Sequence[CodeTask]) -> list[str]:
 def _failing(tests: Mapping[str, str]) -> str:
     if not tests:
         return "No test fails on the unbroken tree.\n"
-    lines = [f"- `{test}`: {' '.join(why.split())[-160:]}\n" for test, why in sorted(tests.items())]
-    more = f"- and {len(lines) - 20} more\n" if len(lines) > 20 else ""
-    return (
-        f"Failing on the unbroken tree, taken out of what the agent sees, and never decisive ({len(lines)}):\n\n"
-        f"{''.join(lines[:20])}{more}"
-    )
+    lines = [f"`{test}`: {' '.join(why.split())[-160:]}" for test, why in sorted(tests.items())]
+    return _listed("Failing on the unbroken tree, taken out of what the agent sees, and never decisive", lines)
 
 
 def _straddling(kinds: Mapping[str, int]) -> list[str]:
@@ -246,9 +225,15 @@ def _straddling(kinds: Mapping[str, int]) -> list[str]:
 def _unstable(tests: Sequence[str]) -> str:
     if not tests:
         return "No other test was left out.\n"
-    shown = "".join(f"- `{test}`\n" for test in tests[:20])
-    more = f"- and {len(tests) - 20} more\n" if len(tests) > 20 else ""
-    return f"Left out, because they do not pass every time on the unbroken tree ({len(tests)}):\n\n{shown}{more}"
+    names = [f"`{test}`" for test in tests]
+    return _listed("Left out, because they do not pass every time on the unbroken tree", names)
+
+
+def _listed(what: str, lines: Sequence[str]) -> str:
+    """Up to twenty lines as a list under a sentence."""
+    shown = "".join(f"- {line}\n" for line in lines[:20])
+    more = f"- and {len(lines) - 20} more\n" if len(lines) > 20 else ""
+    return f"{what} ({len(lines)}):\n\n{shown}{more}"
 
 
 def _histogram(name: str, width: int, values: Iterable[float]) -> str:

@@ -48,29 +48,20 @@ def _problems(data: Dataset, changed: list[str]) -> list[str]:
         if not p.is_dir() and not node.is_link(p)
     )
     problems += [f"repository/{path} may hold the answer" for path in extra if path not in clean]
-    problems += _shown_tests(data)
+    hidden = {split.base(test) for task in data.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)}
+    for path in sorted({test.split("::")[0] for test in hidden}):
+        file = data.repository / path
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        if split.without_tests(path, text, hidden) != text:
+            problems.append(f"repository/{path} holds hidden tests")
     copied = leaks.stored({"repository": data.repository, "site": data.site}, data.tasks)
     problems += [f"{place} holds the answer of {task}" for task, place in sorted(copied.items())]
-    train, heldout = ([split.touched_by(task) for task in data.split(name)] for name in ("train", "heldout"))
-    both = frozenset[str]().union(*train) & frozenset[str]().union(*heldout)
+    both = split.touched_by_all(data.split("train")) & split.touched_by_all(data.split("heldout"))
     problems += [f"{function} is both trained on and held out" for function in sorted(both)]
     texts = {frozenset(task.changes.items()) for task in data.tasks}
     if len(texts) < len(data.tasks):
         problems.append("two tasks have the same broken text")
     return problems
-
-
-def _shown_tests(data: Dataset) -> list[str]:
-    """Hidden tests that lie in the files of the agent."""
-    hidden = {split.base(test) for task in data.tasks for test in task.hidden_tests}
-    shown = []
-    for path in sorted({test.split("::")[0] for test in hidden}):
-        file = data.repository / path
-        if file.is_file():
-            text = file.read_text(encoding="utf-8")
-            if split.without_tests(path, text, hidden) != text:
-                shown.append(f"repository/{path} holds hidden tests")
-    return shown
 
 
 async def _grade_all(data: Dataset, progress: Progress) -> dict[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from etude.code import SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator
 from etude.code.functions import FunctionNode
+from etude.tasks.split import first_line
 
 MIN_COMPLEXITY = 10  # of a class, as in SWE-smith
 MAX_LINES = 40  # of a method that is removed
@@ -16,8 +17,7 @@ def _methods(place: FunctionBytes) -> list[FunctionNode]:
 
 def _span(place: FunctionBytes, method: FunctionNode) -> tuple[int, int]:
     """The bytes of a method with its decorators, from the column of its first `@` or `def`."""
-    lines = [method.lineno, *(d.lineno for d in method.decorator_list)]
-    return place.line_start(min(lines)) + method.col_offset, place.end(method)
+    return place.line_start(first_line(method)) + method.col_offset, place.end(method)
 
 
 def _remove_base(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
@@ -28,14 +28,14 @@ def _remove_base(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
     for i, part in enumerate(listed):
         if part not in node.bases:
             continue
-        if len(listed) == 1:
-            opening = place.data.rfind(b"(", 0, spans[0][0])
-            closing = place.data.find(b")", spans[0][1])
-            yield (ByteEdit(opening, closing + 1, b""),)
-        elif i:
-            yield (ByteEdit(spans[i - 1][1], spans[i][1], b""),)
+        start, end = spans[i]
+        if i:
+            start = spans[i - 1][1]
+        elif len(listed) > 1:
+            end = spans[1][0]
         else:
-            yield (ByteEdit(spans[0][0], spans[1][0], b""),)
+            start, end = place.data.rfind(b"(", 0, start), place.data.find(b")", end) + 1
+        yield (ByteEdit(start, end, b""),)
 
 
 def _shuffle_methods(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:

@@ -7,8 +7,7 @@ cleanly are used. So one repository, one set of dependencies and one suite serve
 import ast
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -36,20 +35,12 @@ _NOISE = (
 )
 
 
-@dataclass(frozen=True)
-class Reversal:
-    """A reversed commit: `path` and `program`, the test files that the commit touched, and the functions that
-    change."""
-
-    id: str
-    path: str
-    program: MutationCandidate
-    tests: tuple[str, ...]
-    members: tuple[str, ...]
+# A reversed commit, the test files that the commit touched, and the functions that change.
+Reversal = tuple[MutationCandidate, frozenset[str], list[str]]
 
 
 def reversals(
-    repository: Path, sources: Mapping[str, str], functions: Iterable[Function], modules: Iterable[str]
+    repository: Path, sources: Mapping[str, str], functions: Sequence[Function], modules: Iterable[str]
 ) -> Iterator[Reversal]:
     """Reversible commits of a git clone, newest first; none for a folder without history. `modules` are the test files.
     Raises UserError if git objects are missing."""
@@ -57,34 +48,33 @@ def reversals(
     head = clone.id_of("HEAD") if clone is not None else ""
     if clone is None or not head:
         return
-    table, tested = list(functions), frozenset(modules)
+    tested = frozenset(modules)
     listed = clone.demand("rev-list", "--first-parent", f"--max-count={MAX_COMMITS}", head, "--")
     for commit in listed.decode().split():
-        reversal = _reversal(clone, commit, sources, table, tested)
+        reversal = _reversal(clone, commit, sources, functions, tested)
         if reversal is not None:
             yield reversal
 
 
 def _reversal(
-    clone: Clone, commit: str, sources: Mapping[str, str], functions: list[Function], modules: frozenset[str]
+    clone: Clone, commit: str, sources: Mapping[str, str], functions: Sequence[Function], modules: frozenset[str]
 ) -> Reversal | None:
     parent = clone.id_of(f"{commit}^1")
     if not parent:  # the first commit
         return None
     raw = clone.demand("diff-tree", "-r", "--no-renames", "--raw", "--no-abbrev", "-z", parent, commit, "--")
     words = raw.decode("utf-8", "replace").split("\0")[:-1]
-    entries = {path: entry.split() for entry, path in zip(words[::2], words[1::2], strict=True)}
-    status = {path: entry[4] for path, entry in entries.items()}
-    tests = tuple(sorted(p for p, s in status.items() if p in modules and s in "AM"))
+    entries = {path: entry.split()[2:] for entry, path in zip(words[::2], words[1::2], strict=True)}
+    tests = frozenset(path for path, (_, _, status) in entries.items() if path in modules and status in "AM")
     code = sorted(
-        p for p in status if p.endswith(".py") and not (discover.is_test(p) or p in modules) and p != "setup.py"
+        p for p in entries if p.endswith(".py") and not (discover.is_test(p) or p in modules) and p != "setup.py"
     )
-    if not tests or not 1 <= len(code) <= MAX_FILES or any(p not in sources or status[p] != "M" for p in code):
+    if not tests or not 1 <= len(code) <= MAX_FILES or any(p not in sources or entries[p][2] != "M" for p in code):
         return None
     changed: dict[str, Mutant] = {}
     members: list[str] = []
     for path in code:
-        _, _, before, after, _ = entries[path]
+        before, after, _ = entries[path]
         text = _taken_back(clone, before, after, sources[path])
         if text is None:
             return None
@@ -99,14 +89,13 @@ def _reversal(
     if not request:
         return None
     answers = [answer_fingerprint(mutant.source, mutant.text) for mutant in changed.values()]
-    notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in status if _CHANGES.search(p))]
+    notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in entries if _CHANGES.search(p))]
     wish = "\n".join(note for note in notes if note and not any(answer.in_data(note.encode()) for answer in answers))
-    path = members[0].split("::")[0]
     where = ", ".join(changed)
-    mutant = changed.pop(path)
+    mutant = changed.pop(members[0].split("::")[0])
     text = f"{request} ({where})" + (f"\n\n{wish}" if wish else "")
     program = MutationCandidate("commit", mutant, tuple(changed.items()), text, sites=len(members))
-    return Reversal(commit, path, program, tests, tuple(members))
+    return program, tests, members
 
 
 def _taken_back(clone: Clone, before: str, after: str, now: str) -> str | None:
@@ -138,34 +127,35 @@ def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
     blocks = [op for op in SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if op[0] != "equal"]
     edits = [ByteEdit(offsets[i], offsets[j], "".join(new[k:n]).encode()) for _, i, j, k, n in blocks]
     lines = [line for _, i, j, _, _ in blocks for line in range(i + 1, max(j, i + 1) + 1)]
+    first = blocks[0][3] + 1
     mutant = Mutant(
         operator="commit",
         source=source,
         edits=tuple(reversed(edits)),
         original="".join("".join(old[i:j]) for _, i, j, _, _ in blocks),
         snippet="".join("".join(new[k:n]) for _, _, _, k, n in blocks),
-        first_line=blocks[0][3] + 1,
-        last_line=max(blocks[-1][4], blocks[0][3] + 1),
-        body_line=blocks[0][3] + 1,
+        first_line=first,
+        last_line=max(blocks[-1][4], first),
+        body_line=first,
     )
     return mutant, lines
 
 
 def _request(message: str) -> str:
     """The first informative line of a commit message, without prefixes and issue numbers."""
-    for line in message.splitlines():
-        for noise in _NOISE:
-            line = re.sub(noise, "", line)
-        if len(line.split()) >= 3:
-            return line.strip()
-    return ""
+    lines = map(_without_noise, message.splitlines())
+    return next((line.strip() for line in lines if len(line.split()) >= 3), "")
+
+
+def _without_noise(line: str) -> str:
+    for noise in _NOISE:
+        line = re.sub(noise, "", line)
+    return line
 
 
 def _body(message: str, request: str) -> str:
     """The rest of a commit message after `request`, without signatures and references; cut to _WISH characters."""
-    lines = [line.rstrip() for line in message.splitlines() if not _TRAILER.match(line)]
-    for noise in _NOISE:
-        lines = [re.sub(noise, "", line) for line in lines]
+    lines = [_without_noise(line.rstrip()) for line in message.splitlines() if not _TRAILER.match(line)]
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines).replace(request, "", 2)).strip()
     return text[:_WISH].strip() if len(text.split()) >= 3 else ""
 

@@ -1,24 +1,18 @@
 """Finds the tests that call each function, and the tests that fail: the suite runs under a profile hook, inside a
 box."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from etude.errors import UserError
-from etude.sandbox import SITE, BoxError, NotFound
+from etude.sandbox import SITE, Box, BoxError, NotFound
 from etude.tasks.settings import FILE as SETTINGS
-
-if TYPE_CHECKING:
-    from etude.sandbox import Box
 
 SCRIPT = ".etude_trace.py"
 RESULT = ".etude_trace.json"
@@ -116,46 +110,34 @@ def record(roots: Sequence[str], test_files: Sequence[str], settings: str, resul
         json.dump({"functions": list(index), "tests": passed, "failed": failed, "broken": broken}, file)
 
 
-def script(roots: Sequence[str], test_files: Sequence[str]) -> str:
-    """The program that a box runs, as text."""
-    settings = f"{SITE}/{SETTINGS}"
-    arguments = ", ".join(json.dumps(value) for value in (list(roots), list(test_files), settings, RESULT))
-    return f"from __future__ import annotations\n\n\n{inspect.getsource(record)}\n\nrecord({arguments})\n"
-
-
-def parse(data: bytes, printed: str) -> SuiteTrace:
-    """Read the result file of a run. Raises UserError if it is malformed."""
-    try:
-        trace = msgspec.json.decode(data, type=_CallTrace)
-        callers: dict[str, set[str]] = defaultdict(set)
-        for test, indices in trace.tests.items():
-            for i in indices:
-                callers[trace.functions[i]].add(test)
-    except (ValueError, IndexError) as e:  # msgspec's errors are ValueErrors
-        raise UserError(f"the test suite spoiled the record of its run ({e}); exclude the tests that do.") from None
-    return SuiteTrace(dict(callers), len(trace.tests), trace.failed, trace.broken, printed)
-
-
 async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeout: float) -> SuiteTrace:
     """Run the suite in `box`: the tests that call each function, and the tests that fail. Raises UserError if the run
-    does not end."""
-    await box.write(SCRIPT, script(roots, test_files).encode())
+    does not end, or if its result file is malformed."""
+    values = (list(roots), list(test_files), f"{SITE}/{SETTINGS}", RESULT)
+    arguments = ", ".join(json.dumps(value) for value in values)
+    script = f"from __future__ import annotations\n\n\n{inspect.getsource(record)}\n\nrecord({arguments})\n"
+    await box.write(SCRIPT, script.encode())
     done = await box.exec(f"python {SCRIPT}", timeout)
     if done.timed_out:
         raise UserError(
             f"the test suite runs longer than {timeout:.0f} s; leave slow test files out with `--exclude FILE`."
         )
     try:
-        return parse(await box.read(RESULT, max_bytes=64 << 20), done.output)
+        calls = msgspec.json.decode(await box.read(RESULT, max_bytes=64 << 20), type=_CallTrace)
+        callers: dict[str, set[str]] = defaultdict(set)
+        for test, indices in calls.tests.items():
+            for i in indices:
+                callers[calls.functions[i]].add(test)
     except NotFound:
         return SuiteTrace({}, 0, {}, {}, done.output)
-    except BoxError as e:
-        if e.payer == "infra":
+    except (BoxError, ValueError, IndexError) as e:  # msgspec's errors are ValueErrors
+        if isinstance(e, BoxError) and e.payer == "infra":
             raise
         raise UserError(f"the test suite spoiled the record of its run ({e}); exclude the tests that do.") from None
+    return SuiteTrace(dict(callers), len(calls.tests), calls.failed, calls.broken, done.output)
 
 
-def last_lines(text: str, count: int = 4) -> str:
+def last_lines(text: str) -> str:
     """The last informative lines of an output, joined into one line."""
     lines = [line.strip() for line in text.strip().splitlines() if re.search(r"\w", line)]
-    return " / ".join(line[:200] for line in lines[-count:]) or "nothing"
+    return " / ".join(line[:200] for line in lines[-4:]) or "nothing"

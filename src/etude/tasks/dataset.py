@@ -9,25 +9,23 @@ DIR/verifier/      the grader of other Harbor runners' containers, see `harbor.p
 DIR/tasks/ID/      Harbor task folders, see `harbor.py`
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import blake3
 import msgspec
 
 from etude.errors import UserError
+from etude.grading import Grade, grade_changes
 from etude.records import CodeTask, Record
+from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.tasks import harbor, histories
 from etude.tasks.histories import Histories
-
-if TYPE_CHECKING:
-    from etude.grading import Grade
-    from etude.sandbox import Changes, Image, Limits, Sandbox
+from etude.tasks.inventory import files_below
 
 DATASET_FORMAT = 2
 _PARTS = ("repository", "site", "hidden", "verifier", "tasks", histories.FILE)
@@ -68,21 +66,15 @@ class Dataset:
 
     def image(self, task: CodeTask) -> Image:
         """The image of the agent's box: the repository, its dependencies, and the files that break it."""
-        from etude.sandbox import Image
-
         history = {} if self.histories is None else self.histories.of(task)
         return Image(repository=self.repository, site=self.site, changes=task.changes, history=history)
 
     def limits(self, task: CodeTask) -> Limits:
         """The limits of the agent's box."""
-        from etude.sandbox import Limits
-
         return Limits()
 
     async def grade(self, sandbox: Sandbox, task: CodeTask, changes: Changes) -> Grade:
         """Grade a change set by the task's hidden tests. Raises BoxError, payer infra, if the sandbox failed."""
-        from etude.grading import grade_changes
-
         return await grade_changes(sandbox, task, self.image(task), self.hidden, changes)
 
     @cached_property
@@ -93,6 +85,31 @@ class Dataset:
     def split(self, name: str) -> tuple[CodeTask, ...]:
         """The tasks of split "train" or "heldout"."""
         return tuple(task for task in self.tasks if task.split == name)
+
+
+def check_free(out: Path) -> None:
+    """Raises UserError if `out` exists and is no empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty; choose another folder or remove it.")
+
+
+@contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """The folder `out`.incomplete, which is renamed to `out` at the end, and removed after an error. Raises UserError
+    if it cannot be made."""
+    work = out.with_name(out.name + ".incomplete")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir(parents=True)
+    except OSError as e:
+        raise UserError(f"{out} cannot be written ({e.strerror}); choose another folder with -o.") from None
+    try:
+        yield work
+        if out.exists():
+            out.rmdir()
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def load_dataset(root: Path) -> Dataset:
@@ -150,9 +167,8 @@ def _read(root: Path, manifest: Manifest) -> Dataset:
             f"{root} holds foreign Harbor tasks: runs, `etude eval` and `etude tasks check` take them, nothing else "
             "does"
         )
-    texts: dict[bytes, str] = {}
     folders = sorted(p for p in (root / "tasks").iterdir() if p.is_dir())
-    return _dataset(root, manifest, tuple(harbor.read_harbor_task(folder, texts) for folder in folders))
+    return _dataset(root, manifest, tuple(map(harbor.read_harbor_task, folders)))
 
 
 def save(root: Path, manifest: Manifest, tasks: Sequence[CodeTask]) -> Dataset:
@@ -183,9 +199,8 @@ def seal(root: Path, manifest: Manifest) -> Manifest:
 def tree_digest(folder: Path) -> str:
     """blake3 over the sorted paths and contents of every file below `folder`."""
     digest = blake3.blake3()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        data = path.read_bytes()
-        name = path.relative_to(folder).as_posix().encode()
+    for path, file in files_below(folder):
+        name, data = path.encode(), file.read_bytes()
         digest.update(b"%d %d " % (len(name), len(data)) + name + data)
     return digest.hexdigest()
 

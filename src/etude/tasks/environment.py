@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.code import (
@@ -30,6 +30,13 @@ from etude.tasks.inventory import Inventory
 from etude.tasks.settings import PytestSettings
 
 TRIES = 5
+_VERSION_FILES = (  # keys below [tool] that name a file with the version
+    ("hatch", "build", "hooks", "vcs", "version-file"),
+    ("setuptools_scm", "version_file"),
+    ("setuptools_scm", "write_to"),
+    ("pdm", "version", "write_to"),
+    ("setuptools-git-versioning", "version_file"),
+)
 UNKNOWN = "0+unknown"  # the version of a clone without tags
 Run = Callable[[Path], Awaitable[SuiteTrace]]  # the suite, with the packages of a folder
 
@@ -40,18 +47,16 @@ class PythonEnvironment:
 
     requirements: tuple[str, ...]
     trace: SuiteTrace
-    tries: int
     refused: str = ""
 
 
 async def find(
-    tree: Path, work: Path, own: tuple[str, str], more: Sequence[str], pytest: PytestSettings, run: Run
+    tree: Path, work: Path, more: Sequence[str], finish: Callable[[Path], None], run: Run
 ) -> PythonEnvironment:
-    """Install into `work`/site the requirements with which most tests of the repository in `tree` pass. `own` is the
-    name and version of the repository, `more` are requirements from the user. Raises UserError if the declared ones
+    """Install into `work`/site the requirements with which most tests of the repository in `tree` pass. `more` are
+    requirements from the user; `finish` adds files that packages do not bring. Raises UserError if the declared ones
     cannot be installed."""
     tried: list[PythonEnvironment] = []
-    best = 0
     for wanted in _proposals(tree, more, tried):
         site = work / f"site-{len(tried)}"
         try:
@@ -62,17 +67,15 @@ async def find(
                 raise UserError(f"{str(e).removesuffix('.')}, or try `--bootstrap rules`.") from None
             if not tried:
                 raise
-            tried.append(PythonEnvironment(wanted, SuiteTrace({}, 0, {}, {}, ""), len(tried) + 1, str(e)))
+            tried.append(PythonEnvironment(wanted, SuiteTrace({}, 0, {}, {}, ""), str(e)))
             continue
-        finish(site, tree, *own, pytest)
-        tried.append(PythonEnvironment(wanted, await run(site), len(tried) + 1))
-        if tried[-1].trace.passed > tried[best].trace.passed:
-            best = len(tried) - 1
+        finish(site)
+        tried.append(PythonEnvironment(wanted, await run(site)))
         if len(tried) == TRIES or not any(tried[-1].trace.missing):
             break
+    best = max(range(len(tried)), key=lambda i: tried[i].trace.passed)
     (work / f"site-{best}").rename(work / "site")
-    refused = next((one.refused for one in tried if one.refused), "")
-    return PythonEnvironment(tried[best].requirements, tried[best].trace, tried[best].tries, refused)
+    return replace(tried[best], refused=next((one.refused for one in tried if one.refused), ""))
 
 
 def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironment]):
@@ -129,34 +132,24 @@ def version_files(repository: Path, inventory: Inventory, version: str) -> dict[
     """Files that the project's build would write into the tree (path -> text): those of hatch-vcs, setuptools-scm and
     PDM."""
     data = read_pyproject(repository)
-    scm = toml_table(data, "tool", "setuptools_scm")
-    named = [
-        toml_table(data, "tool", "hatch", "build", "hooks", "vcs").get("version-file"),
-        scm.get("version_file"),
-        scm.get("write_to"),
-        toml_table(data, "tool", "pdm", "version").get("write_to"),
-        toml_table(data, "tool", "setuptools-git-versioning").get("version_file"),
-    ]
-    if isinstance(named[3], str) and not (repository / named[3]).parent.is_dir():
-        named[3] = f"src/{named[3]}"  # PDM's is relative to the package folder
-    files: dict[str, str] = {}
-    for path in named:
-        if not isinstance(path, str) or ".." in Path(path).parts or path.startswith("/"):
-            continue
-        if path not in inventory.files and (repository / path).parent.is_dir():
-            files[path] = _version_text(version) if path.endswith(".py") else f"{version}\n"
-    return files
-
-
-def _version_text(version: str) -> str:
     parts = tuple(int(part) if part.isdigit() else part for part in re.split(r"[.+]", version))
-    return (
+    text = (
         f"__version__ = version = {version!r}\n__version_tuple__ = version_tuple = {parts!r}\n"
         "__commit_id__ = commit_id = None\n"
     )
+    files: dict[str, str] = {}
+    for *keys, last in _VERSION_FILES:
+        path = toml_table(data, "tool", *keys).get(last)
+        if keys[0] == "pdm" and isinstance(path, str) and not (repository / path).parent.is_dir():
+            path = f"src/{path}"  # PDM's is relative to the package folder
+        if not isinstance(path, str) or ".." in Path(path).parts or path.startswith("/"):
+            continue
+        if path not in inventory.files and (repository / path).parent.is_dir():
+            files[path] = text if path.endswith(".py") else f"{version}\n"
+    return files
 
 
-def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserError:
+def explained(repository: Path, trace: SuiteTrace, refused: str) -> UserError:
     """The error for a suite in which no test passes: pytest's message, and a remedy."""
     modules, fixtures = trace.missing
     lacking = [requirements.MISSING.get(name, name.replace("_", "-")) for name in (*modules, *fixtures)]

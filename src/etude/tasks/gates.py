@@ -10,23 +10,24 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import TypeVar
 
 import blake3
 
-from etude.code import MutationCandidate, is_script
+from etude.code import Mutant, MutationCandidate, is_script
 from etude.code.functions import Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import grade_changes
 from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
-from etude.tasks.statements import Determined, with_symptom
+from etude.tasks.statements import Determined, failing, with_symptom
 
 MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep passing
 _GUESSED = ("removal", "feature", "class", "commit")  # kinds that remove more text than the agent still sees
+_BATCH = 200  # tests that run together
 _WORDS = 5  # in the message of a commit, at least, where no visible test fails
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,16 +61,19 @@ class Candidate:
     leak: float  # share of the lost text that the tree holds elsewhere
 
     @property
+    def mutants(self) -> dict[str, Mutant]:
+        """Path -> the change of that file."""
+        return {self.function.path: self.broken.mutant, **dict(self.broken.elsewhere)}
+
+    @property
     def changes(self) -> dict[str, str]:
         """Path -> broken text."""
-        others = {path: mutant.text for path, mutant in self.broken.elsewhere}
-        return {self.function.path: self.broken.mutant.text} | others
+        return {path: mutant.text for path, mutant in self.mutants.items()}
 
     @property
     def solution(self) -> dict[str, str]:
         """Path -> original text."""
-        others = {path: mutant.source for path, mutant in self.broken.elsewhere}
-        return {self.function.path: self.broken.mutant.source} | others
+        return {path: mutant.source for path, mutant in self.mutants.items()}
 
 
 @dataclass(frozen=True)
@@ -108,31 +112,26 @@ class ProvisionalTask:
     outcomes: dict[str, str]
 
 
+def _twice(work: Callable[[Bench, T], Awaitable[R]]) -> Callable[[Bench, T], Awaitable[R | Rejected]]:
+    """Repeats `work` once if its box fails: one program must not end a build."""
+
+    @wraps(work)
+    async def run(bench: Bench, item: T) -> R | Rejected:
+        for _ in range(2):
+            try:
+                return await work(bench, item)
+            except BoxError as e:
+                if not bench.sandbox.alive:
+                    raise UserError(f"boxes can no longer be made ({e}); build again with fewer `--workers`.") from None
+        return Rejected.BOX
+
+    return run
+
+
+@_twice
 async def probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejected:
     """Run the tests of a candidate once. Returns the task that the candidate would make, or the reason against it.
     Raises UserError if no more boxes can be made."""
-    return await _twice(bench, lambda: _probe(bench, candidate))
-
-
-async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
-    """Repeat the broken tree and the gold answer through the grader itself. Returns the reason against the task, or
-    None. Together with the probe, the broken tree has then been run `repeats` times, and the gold answer as often.
-    Raises UserError if no more boxes can be made."""
-    return await _twice(bench, lambda: _prove(bench, provisional))
-
-
-async def _twice(bench: Bench, work: Callable[[], Awaitable[R | Rejected]]) -> R | Rejected:
-    """Run `work`, and once more if its box fails: one program must not end a build."""
-    for _ in range(2):
-        try:
-            return await work()
-        except BoxError as e:
-            if not bench.sandbox.alive:
-                raise UserError(f"boxes can no longer be made ({e}); build again with fewer `--workers`.") from None
-    return Rejected.BOX
-
-
-async def _probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejected:
     # The changes lie over the whole tree, since few candidates would repay the cost of a tree of their own.
     changes = {path: text.encode("utf-8", "surrogateescape") for path, text in candidate.changes.items()}
     tests = [*candidate.hidden, *candidate.visible]
@@ -141,17 +140,16 @@ async def _probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Reject
         return Rejected.HANGS
     if report.crashed or report.tampered:
         return Rejected.CRASHES
-    failed = [test for test in candidate.hidden if report.outcomes.get(test) != "passed"]
+    failed, shown = failing(report, candidate.hidden), failing(report, candidate.visible)
     if not failed:
         return Rejected.EQUIVALENT
-    if bench.options.visible_failure and all(report.outcomes.get(test) == "passed" for test in candidate.visible):
+    if bench.options.visible_failure and not shown:
         return Rejected.SILENT
     statement = await _statement(bench, candidate, report, changes)
     if candidate.broken.kind in _GUESSED:
         guessed = bench.determined.guesses(failed, candidate.changes, candidate.solution, statement)
         failed = [test for test in failed if test not in guessed]
-        shown = any(report.outcomes.get(test) != "passed" for test in candidate.visible)
-        wish = re.sub(r" \([^()\n]*\)", "", candidate.broken.instruction or "")  # without the names of files
+        wish = re.sub(r" \([^()\n]*\)", "", candidate.broken.instruction)  # without the names of files
         vague = candidate.broken.kind == "commit" and not shown and len(wish.split()) < _WORDS
         if not failed or vague:
             return Rejected.GUESS
@@ -166,15 +164,18 @@ async def _statement(bench: Bench, candidate: Candidate, report: TestReport, cha
     request = broken.instruction or f"{verb} `{function.qualname}` in {function.path}"
     if not bench.options.symptoms:
         return request.partition("\n")[0]
-    failing = [test for test in candidate.visible if report.outcomes.get(test) != "passed"]
-    if failing:
-        again = await bench.sandbox.run_tests(bench.image({}), changes, failing[:1], bench.hidden, bench.limits)
-        if again.messages.get(failing[0]) != report.messages.get(failing[0]):
+    if shown := failing(report, candidate.visible):
+        again = await bench.sandbox.run_tests(bench.image({}), changes, shown[:1], bench.hidden, bench.limits)
+        if again.messages.get(shown[0]) != report.messages.get(shown[0]):
             report = replace(report, messages={})
     return with_symptom(request, report, candidate.visible, candidate.hidden)
 
 
-async def _prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
+@_twice
+async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
+    """Repeat the broken tree and the gold answer through the grader itself. Returns the reason against the task, or
+    None. Together with the probe, the broken tree has then been run `repeats` times, and the gold answer as often.
+    Raises UserError if no more boxes can be made."""
     task = provisional.task
     image = bench.image(task.changes)
     gold = {path: text.encode() for path, text in task.solution.items()}
@@ -196,10 +197,8 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
     function, broken, cap = candidate.function, candidate.broken, MAX_TESTS
     f2p = tuple(sorted(failed[:cap]))
     p2p = tuple(sorted([test for test in candidate.hidden if report.outcomes.get(test) == "passed"][:cap]))
-    visible_fails = any(report.outcomes.get(test) != "passed" for test in candidate.visible)
     # Lines of the original that the broken text lacks; at least 1, since moved lines occur in both.
-    parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
-    lost = (Counter(part.original.split("\n")) - Counter(part.snippet.split("\n")) for part in parts)
+    lost = (Counter(m.original.split("\n")) - Counter(m.snippet.split("\n")) for m in candidate.mutants.values())
     difficulty = {
         "lines": float(function.body_lines),
         "complexity": float(function.complexity),
@@ -207,11 +206,12 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
         "changed_lines": float(max(1, sum(lines.total() for lines in lost))),
         "f2p": float(len(f2p)),
         "p2p": float(len(p2p)),
-        "visible_fails": float(visible_fails),
+        "visible_fails": float(bool(failing(report, candidate.visible))),
         "leak": round(candidate.leak, 3),
     }
-    outside = report.outside.intersection((*f2p, *p2p)) if report.outside.intersection(f2p) else frozenset()
-    difficulty["decided"] = round(len(outside) / len((*f2p, *p2p)), 3)  # 0 unless an f2p test is
+    outside = report.outside.intersection((*f2p, *p2p))
+    decided = len(outside) / len((*f2p, *p2p)) if outside.intersection(f2p) else 0.0
+    difficulty["decided"] = round(decided, 3)
     if is_script(function.path):
         difficulty["covered"] = round(report.covered, 3)
     return CodeTask(
@@ -240,47 +240,35 @@ def task_id(candidate: Candidate) -> str:
     mutant = candidate.broken.mutant
     text = f"{candidate.function.path}\0{mutant.text if candidate.broken.kind == 'commit' else mutant.snippet}"
     digest = blake3.blake3(text.encode()).hexdigest()[:8]
-    return f"{module}.{candidate.function.qualname}.{candidate.broken.mutant.operator}.{digest}"
+    return f"{module}.{candidate.function.qualname}.{mutant.operator}.{digest}"
 
 
 async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], workers: int) -> list[R]:
     """Run `work` on every item, at most `workers` at a time. Returns the results in the order of `items`."""
-    results: dict[int, R] = {}
-    queue = iter(enumerate(items))
+    free = asyncio.Semaphore(workers)
 
-    async def run() -> None:
-        for i, item in queue:
-            results[i] = await work(item)
+    async def run(item: T) -> R:
+        async with free:
+            return await work(item)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(workers):
-            group.create_task(run())
-    return [results[i] for i in range(len(items))]
+        tasks = [group.create_task(run(item)) for item in items]
+    return [task.result() for task in tasks]
 
 
-async def stable_tests(bench: Bench, tests: Sequence[str], batch: int = 200) -> tuple[set[str], set[str]]:
+async def stable_tests(bench: Bench, tests: Sequence[str]) -> tuple[set[str], set[str]]:
     """(stable, dropped) of `tests` on the unbroken tree: stable tests pass each time."""
-    batches = _batches(tests, batch) * bench.options.repeats
-    limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
-
-    async def run(chunk: Sequence[str]) -> dict[str, str]:
-        return (await bench.sandbox.run_tests(bench.image({}), {}, chunk, bench.hidden, limits)).outcomes
-
-    reports = await in_order(run, batches, bench.options.workers)
-    dropped = {
-        test
-        for chunk, outcomes in zip(batches, reports, strict=True)
-        for test in chunk
-        if outcomes.get(test) != "passed"
-    }
-    return set(tests) - dropped, dropped
-
-
-def _batches(tests: Sequence[str], size: int) -> list[list[str]]:
-    """Groups of tests that run together, at most `size` each. JavaScript tests are grouped by file, for a file takes a
-    process or two as a whole."""
-    files: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}  # of JavaScript: each takes a process or two as a whole
     for test in filter(is_script, tests):
         files.setdefault(test.partition("::")[0], []).append(test)
     others = [test for test in tests if not is_script(test)]
-    return [others[i : i + size] for i in range(0, len(others), size)] + list(files.values())
+    batches = [others[i : i + _BATCH] for i in range(0, len(others), _BATCH)] + list(files.values())
+    batches *= bench.options.repeats
+    limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
+
+    async def run(chunk: Sequence[str]) -> TestReport:
+        return await bench.sandbox.run_tests(bench.image({}), {}, chunk, bench.hidden, limits)
+
+    reports = await in_order(run, batches, bench.options.workers)
+    dropped = {test for chunk, report in zip(batches, reports, strict=True) for test in failing(report, chunk)}
+    return set(tests) - dropped, dropped

@@ -6,14 +6,14 @@ copied, so there is no unreachable object, stash, note or tag. `code/git.py` rea
 Formats: gitformat-pack(5), gitformat-index(5).
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from etude.code import Clone, GitTree, clone_around
@@ -66,16 +66,13 @@ def read(source: Path, base: str, paths: Iterable[str], depth: int) -> Past:
     listed = clone.demand("rev-list", "--first-parent", "--reverse", f"--max-count={depth}", tip, "--")
     names = listed.decode().split()
     raw = clone.contents(names)
-    trees = [
-        {path: (mode, blob) for path, (mode, blob) in clone.tree(name).items() if mode[:3] == "100" and path in wanted}
-        for name in names
-    ]
-    contents = clone.contents(sorted({blob for tree in trees for _, blob in tree.values()}))
     commits = []
-    for name, tree in zip(names, trees, strict=True):
+    for name in names:
         head, _, message = raw[name].partition(b"\n\n")
         people = [line for line in head.split(b"\n") if line.startswith((b"author ", b"committer "))]
+        tree = {path: at for path, at in clone.tree(name).items() if at[0].startswith("100") and path in wanted}
         commits.append(Commit(b"\n".join(people) + b"\n", message, tree))
+    contents = clone.contents(sorted({blob for commit in commits for _, blob in commit.tree.values()}))
     branch = (clone.output("symbolic-ref", "--short", "-q", "HEAD") or b"main").decode().strip()
     entries = {blob: _entry("blob", data) for blob, data in contents.items()}
     return Past(tuple(commits), entries, branch, _origin(clone))
@@ -87,7 +84,7 @@ def single(people: bytes, message: bytes) -> Past:
 
 
 def folder(
-    past: Past, files: Mapping[str, bytes], shown: Shown = lambda *_: None, silent: Iterable[int] = ()
+    past: Past, files: Mapping[str, bytes], shown: Shown = lambda *_: None, silent: Collection[int] = ()
 ) -> dict[str, bytes]:
     """The files of a `.git` folder, by their paths in the box; the work tree is clean if it holds `files`.
 
@@ -96,7 +93,6 @@ def folder(
     """
     pack = _Pack(past.entries)
     parent, before = "", ""
-    quiet = set(silent)
     seen: dict[tuple[str, str], str] = {}  # (path, blob) -> blob in the box
     last = len(past.commits) - 1
     modes = {path: mode for path, (mode, _) in past.commits[-1].tree.items()}
@@ -114,20 +110,20 @@ def folder(
         if root == before and place != last:
             continue
         head = f"tree {root}\n" + (f"parent {parent}\n" if parent else "")
-        message = SILENT if place in quiet else commit.message
+        message = SILENT if place in silent else commit.message
         parent, before = pack.add("commit", head.encode() + commit.people + b"\n" + message), root
     files_of_git = _settings(past, parent) | pack.files() | {"index": _index(tree)}
     return {f".git/{name}": data for name, data in files_of_git.items()}
 
 
-def blob_id(data: bytes) -> str:
-    """Id that git gives to a file with that content."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+def object_id(data: bytes, kind: str = "blob") -> str:
+    """Id that git gives to an object, such as a file with that content."""
+    return hashlib.sha1(f"{kind} {len(data)}\0".encode() + data).hexdigest()
 
 
-def entry_of(data: bytes) -> bytes:
-    """A file as `Past.entries` holds it."""
-    return _entry("blob", data)
+def packed(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Files as `Past.entries` holds them."""
+    return {object_id(data): _entry("blob", data) for data in files.values()}
 
 
 def _origin(clone: Clone) -> str:
@@ -154,10 +150,9 @@ class _Pack:
 
     known: Mapping[str, bytes]
     objects: dict[str, bytes] = field(default_factory=dict)
-    folders: dict[tuple[tuple[str, str, str], ...], str] = field(default_factory=dict)
 
     def add(self, kind: str, data: bytes) -> str:
-        name = hashlib.sha1(f"{kind} {len(data)}\0".encode() + data).hexdigest()
+        name = object_id(data, kind)
         if name not in self.objects:
             self.objects[name] = self.known.get(name) or _entry(kind, data)
         return name
@@ -175,20 +170,20 @@ class _Pack:
             while parent and parent.rpartition("/")[0] not in below:
                 parent = parent.rpartition("/")[0]
                 below[parent] = []
+        name = ""
         for place in sorted(below, key=lambda place: -place.count("/") if place else 1):
-            name = self._folder(tuple(sorted(below[place], key=lambda e: e[0] + "/" * (e[1] == "40000"))))
+            name = self._folder(below[place])
             if place:
                 parent, _, own = place.rpartition("/")
                 below[parent].append((own, "40000", name))
-        return self._folder(tuple(sorted(below[""], key=lambda e: e[0] + "/" * (e[1] == "40000"))))
+        return name  # of the root, which comes last
 
-    def _folder(self, entries: tuple[tuple[str, str, str], ...]) -> str:
-        if entries not in self.folders:
-            lines = (
-                f"{mode} {name}\0".encode("utf-8", "surrogateescape") + bytes.fromhex(at) for name, mode, at in entries
-            )
-            self.folders[entries] = self.add("tree", b"".join(lines))
-        return self.folders[entries]
+    def _folder(self, listed: Iterable[tuple[str, str, str]]) -> str:
+        entries = sorted(listed, key=lambda e: e[0] + "/" * (e[1] == "40000"))
+        lines = (
+            f"{mode} {name}\0".encode("utf-8", "surrogateescape") + bytes.fromhex(at) for name, mode, at in entries
+        )
+        return self.add("tree", b"".join(lines))
 
     def files(self) -> dict[str, bytes]:
         """A pack and its index."""
@@ -199,11 +194,8 @@ class _Pack:
             pack += self.objects[name]
         pack += hashlib.sha1(pack).digest()
         ids = [bytes.fromhex(name) for name in names]
-        fan = [0] * 256
-        for name in ids:
-            fan[name[0]] += 1
-        for first in range(1, 256):
-            fan[first] += fan[first - 1]
+        first = Counter(name[0] for name in ids)
+        fan = accumulate(first[byte] for byte in range(256))
         sums = [zlib.crc32(self.objects[name]) for name in names]
         index = b"\xfftOc" + struct.pack(">I256I", 2, *fan) + b"".join(ids)
         index += struct.pack(f">{2 * len(ids)}I", *sums, *places) + pack[-20:]

@@ -16,10 +16,12 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 import pytest
+from msgspec.structs import asdict
 
-from etude.code import is_script, language_of
+from etude.code import is_script, language_of, toml_table
 from etude.errors import UserError
 from etude.records import Budget, CodeTask, Focus
+from etude.tasks.inventory import files_below
 
 SCHEMA_VERSION = "1.4"
 _WORKDIR = "/workspace"
@@ -69,28 +71,29 @@ def task_name(id: str) -> str:
 def write_task(task: CodeTask, folder: Path) -> None:
     """Write `task` as a Harbor folder. `folder` must not exist."""
     folder.mkdir(parents=True)
-    _write(folder / "task.toml", _task_toml(task))
-    _write(folder / "instruction.md", task.prompt + "\n")
-    agent, verifier = image_name(task.repository), image_name(task.repository) + "-verifier"
-    _write(folder / "environment/Dockerfile", f"FROM {agent}\nCOPY files/ {_WORKDIR}/\n")
-    _write(folder / "tests/Dockerfile", f"FROM {verifier}\nCOPY . /tests/\n")
+    image = image_name(task.repository)
     command = "node /verifier/grade.mjs" if is_script(task.function) else "python /verifier/grade.py"
-    _write(folder / "tests/test.sh", _TEST_SH.format(command=command))
     tests = {"fail_to_pass": list(task.fail_to_pass), "pass_to_pass": list(task.pass_to_pass)}
-    _write(folder / "tests/tests.json", json.dumps(tests, indent=1, ensure_ascii=False) + "\n")
-    _write(folder / "solution/solve.sh", _SOLVE_SH)
-    for path, text in task.changes.items():
-        _write(folder / "environment/files" / path, text)
-    for path, text in task.solution.items():
-        _write(folder / "solution/files" / path, text)
+    files = {
+        "task.toml": _task_toml(task),
+        "instruction.md": f"{task.prompt}\n",
+        "environment/Dockerfile": f"FROM {image}\nCOPY files/ {_WORKDIR}/\n",
+        "tests/Dockerfile": f"FROM {image}-verifier\nCOPY . /tests/\n",
+        "tests/test.sh": _TEST_SH.format(command=command),
+        "tests/tests.json": json.dumps(tests, indent=1, ensure_ascii=False) + "\n",
+        "solution/solve.sh": _SOLVE_SH,
+        **{f"environment/files/{path}": text for path, text in task.changes.items()},
+        **{f"solution/files/{path}": text for path, text in task.solution.items()},
+    }
+    for path, text in files.items():
+        _write(folder / path, text)
     for script in ("tests/test.sh", "solution/solve.sh"):
         (folder / script).chmod(0o755)
 
 
-def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> CodeTask:
-    """Read the CodeTask of a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts.
-    Raises UserError if the folder is malformed, or is a foreign task (`foreign/`)."""
-    texts = {} if texts is None else texts
+def read_harbor_task(folder: Path) -> CodeTask:
+    """Read the CodeTask of a Harbor folder. Tasks share equal file texts. Raises UserError if the folder is malformed,
+    or is a foreign task (`foreign/`)."""
     try:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         instruction = (folder / "instruction.md").read_text(encoding="utf-8")
@@ -98,7 +101,7 @@ def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> Cod
         raise UserError(f"{folder} is not a Harbor task folder: {Path(e.filename).name} is missing.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{folder} cannot be read ({e}); repair it or build the dataset again.") from None
-    metadata = config.get("metadata", {}).get("etude")
+    metadata = toml_table(config, "metadata").get("etude")
     if metadata is None:
         raise UserError(_foreign(folder, config))
     try:
@@ -108,22 +111,11 @@ def read_harbor_task(folder: Path, texts: dict[bytes, str] | None = None) -> Cod
         raise UserError(f"{folder} cannot be read ({e}); build the dataset again.") from None
     return CodeTask(
         id=folder.name,
-        repository=etude.repository,
-        kind=etude.kind,
-        operator=etude.operator,
-        function=etude.function,
-        split=etude.split,
         prompt=instruction.removesuffix("\n"),
-        focus=etude.focus,
-        source_roots=etude.source_roots,
-        changes=_read_files(folder / "environment/files", texts),
-        solution=_read_files(folder / "solution/files", texts),
-        visible_tests=etude.visible_tests,
-        fail_to_pass=tests.fail_to_pass,
-        pass_to_pass=tests.pass_to_pass,
-        difficulty=etude.difficulty,
-        licence=etude.licence,
-        budget=etude.budget,
+        changes=_read_files(folder / "environment/files"),
+        solution=_read_files(folder / "solution/files"),
+        **asdict(etude),
+        **asdict(tests),
     )
 
 
@@ -174,20 +166,12 @@ def _write(path: Path, text: str) -> None:
     path.write_bytes(text.encode())
 
 
-def _read_files(folder: Path, texts: dict[bytes, str]) -> dict[str, str]:
-    files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        data = path.read_bytes()
-        text = texts.get(data)
-        if text is None:
-            text = texts[data] = data.decode()
-        files[path.relative_to(folder).as_posix()] = text
-    return files
+def _read_files(folder: Path) -> dict[str, str]:
+    return {path: sys.intern(file.read_bytes().decode()) for path, file in files_below(folder)}
 
 
 def _foreign(folder: Path, config: Mapping[str, object]) -> str:
-    environment = config.get("environment", {})
-    image = isinstance(environment, dict) and environment.get("docker_image")
+    image = toml_table(config, "environment").get("docker_image")
     container = next((f for f in _CONTAINER_FILES if (folder / "environment" / f).exists()), None)
     if image or container:
         what = f"the image {image}" if image else f"environment/{container}"

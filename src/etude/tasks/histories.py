@@ -12,29 +12,31 @@ agent sees. Each box gets a `.git` folder of its own, made from this file (`task
 A release has no history. It gets the history that an import makes: one commit, with the author and date of the release.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from email.parser import Parser
 from functools import cached_property
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 
 import msgspec
 
 from etude.code import GitTree, functions
 from etude.errors import UserError
-from etude.grading import LEAK_SHARE, answer_fingerprint, answer_runs
+from etude.grading import LEAK_SHARE, answer_runs
 from etude.records import CodeTask
 from etude.tasks import git_history, inventory
 from etude.tasks.git_history import Commit, Past
+from etude.tasks.leaks import answers_of
 
 FILE = "history.msgpack"
 DEPTH = 20  # commits, as continuous integration and hosted agents clone
 CONTEXT = 3  # lines around a change that an earlier version must hold as well
 CACHED = 64  # tasks whose .git is kept in memory
+_Holders = dict[str, set[str]]  # blob -> tasks
 _DEFINED = re.compile(rb"\b(?:def|class|function)\s+(\w+)")
 
 
@@ -59,25 +61,23 @@ class _Stored(msgspec.Struct, frozen=True):
     secrets: dict[str, Secrets]
 
 
+@dataclass(eq=False)
 class Histories:
     """The histories for the boxes of one dataset; the files of the repository are read once."""
 
-    def __init__(self, past: Past, secrets: Mapping[str, Secrets], repository: Path) -> None:
-        self._past = past
-        self._secrets = secrets
-        self._repository = repository
-        self._made: OrderedDict[str, dict[str, bytes]] = OrderedDict()
+    past: Past
+    secrets: Mapping[str, Secrets]
+    repository: Path
+    _made: OrderedDict[str, dict[str, bytes]] = field(default_factory=OrderedDict)
 
     @cached_property
     def _files(self) -> dict[str, bytes]:
-        paths = (path for path in sorted(self._repository.rglob("*")) if path.is_file() and not path.is_symlink())
-        return {path.relative_to(self._repository).as_posix(): path.read_bytes() for path in paths}
+        return _files(self.repository)
 
     @cached_property
     def _whole(self) -> Past:
         """The history with the files of the repository, so that these are compressed once."""
-        known = {git_history.blob_id(data): git_history.entry_of(data) for data in self._files.values()}
-        return replace(self._past, entries=known | dict(self._past.entries))
+        return replace(self.past, entries=git_history.packed(self._files) | dict(self.past.entries))
 
     def of(self, task: CodeTask) -> dict[str, bytes]:
         """The `.git` folder of a task's box: path -> content."""
@@ -89,11 +89,10 @@ class Histories:
         return self._made[task.id]
 
     def _make(self, task: CodeTask) -> dict[str, bytes]:
-        secrets = self._secrets.get(task.id, Secrets())
+        secrets = self.secrets.get(task.id, Secrets())
         versions = set(secrets.versions)
         files = self._files | {path: text.encode() for path, text in task.changes.items()}
-
-        breaks = {path: Damage.of(task.solution[path], text) for path, text in task.changes.items()}
+        breaks = _damages(task)
 
         def shown(path: str, blob: str) -> bytes | None:
             if (path, blob) in versions:
@@ -111,12 +110,11 @@ class Damage:
     wrong: str
 
     @staticmethod
-    def of(solution: str, broken: str) -> Damage:
+    def of(solution: str, broken: str) -> "Damage":
         """The damage between the original text and the broken text of the agent."""
         old, new = solution.splitlines(keepends=True), broken.splitlines(keepends=True)
-        shorter = min(len(old), len(new))
-        head = next((i for i in range(shorter) if old[i] != new[i]), shorter)
-        tail = next((i for i in range(shorter - head) if old[-1 - i] != new[-1 - i]), shorter - head)
+        head = sum(takewhile(bool, map(eq, old, new)))  # lines that are equal at the beginning, and at the end
+        tail = sum(takewhile(bool, map(eq, reversed(old[head:]), reversed(new[head:]))))
         head, tail = max(0, head - CONTEXT), max(0, tail - CONTEXT)
         return Damage("".join(old[head : len(old) - tail]), "".join(new[head : len(new) - tail]))
 
@@ -130,6 +128,10 @@ class Damage:
         return version[:place] + self.wrong.encode() + version[place + len(right) :]
 
 
+def _damages(task: CodeTask) -> dict[str, Damage]:
+    return {path: Damage.of(task.solution[path], text) for path, text in task.changes.items()}
+
+
 def read(source: Path, name: str, paths: Iterable[str], depth: int = DEPTH) -> Past:
     """Read the last commits of `source`, restricted to `paths`; for a release, the one commit that imports it. Raises
     UserError if `source` has a history that cannot be read."""
@@ -141,23 +143,14 @@ def read(source: Path, name: str, paths: Iterable[str], depth: int = DEPTH) -> P
 def build(past: Past, repository: Path, tasks: Sequence[CodeTask], out: Path) -> int:
     """Write `out`/history.msgpack for `tasks` of the repository whose history is `past`. Returns the number of
     commits."""
-    paths = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
-    past = replace(
-        past,
-        commits=tuple(
-            replace(commit, tree={path: at for path, at in commit.tree.items() if path in paths})
-            for commit in past.commits
-        ),
-    )
-    present = {path: (repository / path).read_bytes() for path in paths}
-    tests = {path for path in paths if functions.is_test(path) or (out / "hidden" / path).is_file()}
-    past = _without_credentials(_without_tests(past, {path: present[path] for path in tests}), present)
+    present = _files(repository)
+    past = _without_credentials(_without_tests(past, present, out / "hidden"), present)
     secrets = _secrets(past, tasks, present)
     trees: list[dict[str, tuple[str, str] | None]] = []
     before: GitTree = {}
     for commit in past.commits:
         changed = {path: at for path, at in commit.tree.items() if before.get(path) != at}
-        trees.append({**dict.fromkeys(before.keys() - commit.tree.keys()), **changed})
+        trees.append({path: None for path in before if path not in commit.tree} | changed)
         before = commit.tree
     stored = _Stored(
         people=tuple(commit.people for commit in past.commits),
@@ -172,16 +165,17 @@ def build(past: Past, repository: Path, tasks: Sequence[CodeTask], out: Path) ->
     return len(past.commits)
 
 
-def _without_tests(past: Past, today: Mapping[str, bytes]) -> Past:
-    """The history with only today's version of each test file, since earlier versions may hold tests that are hidden
-    now."""
-    now = {path: git_history.blob_id(data) for path, data in today.items()}
-    commits = tuple(
-        replace(commit, tree={path: (mode, now.get(path, blob)) for path, (mode, blob) in commit.tree.items()})
-        for commit in past.commits
-    )
+def _files(repository: Path) -> dict[str, bytes]:
+    return {path: file.read_bytes() for path, file in inventory.files_below(repository) if not file.is_symlink()}
+
+
+def _without_tests(past: Past, present: Mapping[str, bytes], hidden: Path) -> Past:
+    """The history of the files that are `present`, with only today's version of each test file, since earlier versions
+    may hold tests that are hidden now."""
+    today = {p: data for p, data in present.items() if functions.is_test(p) or (hidden / p).is_file()}
+    commits = _with_versions(past, present, lambda path, _: path in today)
     kept = {blob for commit in commits for _, blob in commit.tree.values()}
-    entries = {git_history.blob_id(data): git_history.entry_of(data) for data in today.values()} | dict(past.entries)
+    entries = git_history.packed(today) | dict(past.entries)
     return replace(past, commits=commits, entries={blob: entry for blob, entry in entries.items() if blob in kept})
 
 
@@ -189,18 +183,31 @@ def _without_credentials(past: Past, present: Mapping[str, bytes]) -> Past:
     """The history without versions and messages that look like secrets where today's files do not; today's version
     replaces them."""
     bad = {blob for blob in past.entries if inventory.secret(past.text(blob))}
-    now = {path: git_history.blob_id(data) for path, data in present.items()}
     commits = tuple(
+        replace(commit, message=git_history.SILENT) if inventory.secret(commit.message) else commit
+        for commit in _with_versions(past, present, lambda _, blob: blob in bad)
+    )
+    entries = {**past.entries, **(git_history.packed(present) if bad else {})}
+    return replace(past, commits=commits, entries={b: entry for b, entry in entries.items() if b not in bad})
+
+
+def _with_versions(
+    past: Past, present: Mapping[str, bytes], replaced: Callable[[str, str], bool]
+) -> tuple[Commit, ...]:
+    """The commits, cut to the files that are `present`, with today's version in place of those (path, blob) that are
+    `replaced`."""
+    now = {path: git_history.object_id(data) for path, data in present.items()}
+    return tuple(
         replace(
             commit,
-            message=git_history.SILENT if inventory.secret(commit.message) else commit.message,
-            tree={path: (mode, now[path] if blob in bad else blob) for path, (mode, blob) in commit.tree.items()},
+            tree={
+                path: (mode, now[path] if replaced(path, blob) else blob)
+                for path, (mode, blob) in commit.tree.items()
+                if path in present
+            },
         )
         for commit in past.commits
     )
-    today = {now[path]: git_history.entry_of(data) for path, data in present.items()} if bad else {}
-    entries = {blob: entry for blob, entry in ({**past.entries, **today}).items() if blob not in bad}
-    return replace(past, commits=commits, entries=entries)
 
 
 def load(root: Path, repository: Path) -> Histories | None:
@@ -226,31 +233,28 @@ def _secrets(past: Past, tasks: Sequence[CodeTask], present: Mapping[str, bytes]
     for task in tasks:
         named[re.split(r"[.:]", task.function)[-1].encode()].append(task.id)
     defined = {path: set(_DEFINED.findall(data)) for path, data in present.items()}
-    every: dict[str, set[str]] = defaultdict(set)  # path -> its versions
-    for commit in past.commits:
-        for path, (_, blob) in commit.tree.items():
-            every[path].add(blob)
-    versions: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for path, blobs in every.items():
-        for blob in blobs:
-            gone = set(_DEFINED.findall(past.text(blob))) - defined[path]
-            for task in holders[blob].union(*(named[name] for name in gone if name in named)):
-                versions[task].add((path, blob))
+    versions = {(path, blob) for commit in past.commits for path, (_, blob) in commit.tree.items()}
+    telling: dict[str, set[tuple[str, str]]] = defaultdict(set)  # task -> versions
+    for path, blob in versions:
+        gone = set(_DEFINED.findall(past.text(blob))) - defined[path]
+        for task in holders[blob].union(*(named[name] for name in gone if name in named)):
+            telling[task].add((path, blob))
     secrets = {}
     for task in tasks:
-        hidden = {(path, blob) for path, blob in versions[task.id] if path not in task.changes}
-        for path, text in task.changes.items():
-            damage = Damage.of(task.solution[path], text)
-            for blob in every[path]:
-                if task.id in twice[blob] or damage.done_to(past.text(blob)) is None:
-                    hidden.add((path, blob))
+        breaks = _damages(task)
+        hidden = {(path, blob) for path, blob in telling[task.id] if path not in breaks}
+        hidden |= {
+            (path, blob)
+            for path, blob in versions
+            if path in breaks and (task.id in twice[blob] or breaks[path].done_to(past.text(blob)) is None)
+        }
         secrets[task.id] = Secrets(tuple(sorted(hidden)), tuple(_telling(past, task, holders)))
     return secrets
 
 
-def _telling(past: Past, task: CodeTask, holders: Mapping[str, set[str]]) -> Iterator[int]:
+def _telling(past: Past, task: CodeTask, holders: _Holders) -> Iterator[int]:
     """The indices of commits that brought the answer, or name it in their messages."""
-    answers = [answer_fingerprint(task.solution[path], text) for path, text in task.changes.items()]
+    answers = answers_of(task)
     before: GitTree = {}
     for place, commit in enumerate(past.commits):
         pairs = [(commit.tree.get(path), before.get(path)) for path in task.changes]
@@ -262,12 +266,10 @@ def _telling(past: Past, task: CodeTask, holders: Mapping[str, set[str]]) -> Ite
         before = commit.tree
 
 
-def _holders(past: Past, tasks: Sequence[CodeTask]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+def _holders(past: Past, tasks: Sequence[CodeTask]) -> tuple[_Holders, _Holders]:
     """Blob -> the tasks whose answer it holds, as `AnswerFingerprint.in_data` decides, and blob -> those whose answer
     it holds twice."""
-    answers = [
-        (task.id, answer_fingerprint(task.solution[p], text)) for task in tasks for p, text in task.changes.items()
-    ]
+    answers = [(task.id, answer) for task in tasks for answer in answers_of(task)]
     table: dict[tuple[str, ...], list[int]] = defaultdict(list)
     constants: dict[bytes, list[int]] = defaultdict(list)
     for number, (_, answer) in enumerate(answers):
@@ -275,19 +277,19 @@ def _holders(past: Past, tasks: Sequence[CodeTask]) -> tuple[dict[str, set[str]]
             table[shingle].append(number)
         for constant in answer.constants:
             constants[constant].append(number)
-    versions: tuple[dict[str, set[str]], dict[str, set[str]]] = {}, {}
+    once, twice = _Holders(), _Holders()
     for blob in past.entries:
         data = past.text(blob)
         seen = Counter({constant: data.count(constant) for constant in constants})
         runs: Counter[tuple[str, ...]] = Counter()
         if b"\0" not in data[:4096]:
             runs.update(run for run in answer_runs(data.decode("utf-8", "replace")) if run in table)
-        for times, holding in enumerate(versions, 1):
+        for times, holding in enumerate((once, twice), 1):
             hits = {n for constant, count in seen.items() if count >= times for n in constants[constant]}
             counts = Counter(n for run, count in runs.items() if count >= times for n in table[run])
             hits |= {n for n, count in counts.items() if count >= LEAK_SHARE * len(answers[n][1].shingles)}
             holding[blob] = {answers[n][0] for n in hits}
-    return versions
+    return once, twice
 
 
 def _imported(source: Path, name: str) -> tuple[bytes, bytes]:
@@ -296,7 +298,7 @@ def _imported(source: Path, name: str) -> tuple[bytes, bytes]:
     about = Parser().parsestr(info.read_text("utf-8", "replace")) if info.is_file() else {}
     project = name.rpartition("-")[0] or name
     author = re.sub(r"[<>\n]", "", str(about.get("Author") or project))
-    mail = re.search(r"[\w.+-]+@[\w.-]+", str(about.get("Author-email") or about.get("Author-Email") or ""))
+    mail = re.search(r"[\w.+-]+@[\w.-]+", str(about.get("Author-email") or ""))
     newest = max((path.stat().st_mtime for path in source.rglob("*") if path.is_file()), default=0.0)
     who = f"{author} <{mail.group() if mail else project}> {int(newest)} +0000"
     return f"author {who}\ncommitter {who}\n".encode(), f"Import {name}\n".encode()

@@ -15,6 +15,7 @@ from pathlib import Path
 import blake3
 import msgspec
 
+from etude.code import parse
 from etude.records import CodeTask
 from etude.tasks.dataset import Dataset
 
@@ -58,16 +59,11 @@ def _impossible(task: CodeTask, hidden: Path, copies: dict[str, dict[str, str]])
 
 def _contradict(path: Path) -> dict[str, str]:
     """Append the contrary copies to a test file. Returns their names by the names of the tests."""
-    if not path.is_file():
-        return {}
-    text = path.read_text("utf-8")
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return {}
+    text = path.read_text("utf-8") if path.is_file() else ""
+    tree = parse(text)
     names: dict[str, str] = {}
     added: list[str] = []
-    for node in tree.body:
+    for node in tree.body if tree is not None else ():
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and _fit(node):
             contrary = copy.deepcopy(node)
             contrary.name = f"test_{blake3.blake3(node.name.encode()).hexdigest()[:8]}_{node.name}"
@@ -83,8 +79,8 @@ def _contradict(path: Path) -> dict[str, str]:
 
 
 def _fit(node: ast.FunctionDef) -> bool:
-    last = node.body[-1]
-    if not isinstance(last, ast.Assert) or not isinstance(last.test, ast.Compare):
-        return False
-    early = any(isinstance(part, _UNFIT) for statement in node.body for part in ast.walk(statement))
-    return len(last.test.ops) == 1 and isinstance(last.test.ops[0], ast.Eq) and not early
+    match node.body[-1]:
+        case ast.Assert(test=ast.Compare(ops=[ast.Eq()])):
+            return not any(isinstance(part, _UNFIT) for statement in node.body for part in ast.walk(statement))
+        case _:
+            return False

@@ -6,7 +6,7 @@ no program that a clone's settings name is run.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -60,8 +60,9 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     UserError if git cannot list the files, if a file looks like a secret, or if a pointer of Git LFS stands in place of
     code."""
     clone = clone_around(repository)
-    below = repository.resolve().relative_to(clone.root).as_posix() if clone is not None else "."
-    staged = _staged(clone, "" if below == "." else f"{below}/") if clone is not None else {}
+    place = repository.resolve().relative_to(clone.root).as_posix() if clone is not None else "."
+    below = "" if place == "." else f"{place}/"
+    staged = _staged(clone, below) if clone is not None else {}
     names = _named(staged)
     if clone is None or not names:
         files = functions.clean_files(repository)
@@ -84,6 +85,13 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
             excluded=excluded,
         ),
     )
+
+
+def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(path below the folder, path) of all files, sorted."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path
 
 
 def _staged(clone: Clone, below: str) -> GitTree:
@@ -125,7 +133,7 @@ def _checked(repository: Path, inventory: Inventory) -> Inventory:
             f"it out with `--exclude {code[0]!r}`."
         )
     inventory = replace(inventory, pointers=pointers)
-    secrets = dict(_secrets(repository, inventory.files))
+    secrets = {path: kind for path in inventory.files if (kind := _kind(repository / path)) is not None}
     if not secrets:
         return inventory
     shown = ", ".join(f"{path} ({what})" for path, what in list(secrets.items())[:_SHOWN])
@@ -137,24 +145,20 @@ def _checked(repository: Path, inventory: Inventory) -> Inventory:
     )
 
 
-def _secrets(repository: Path, files: Iterable[str]) -> Iterable[tuple[str, str]]:
-    for path in files:
-        name = PurePosixPath(path).name
-        kind = _SECRET_NAMES.get(name)
-        if kind is None and name.startswith(".env.") and not name.endswith(_EXAMPLES):
-            kind = _SECRET_NAMES[".env"]
-        kind = kind or secret((repository / path).read_bytes())
-        if kind:
-            yield path, kind
+def _kind(file: Path) -> str | None:
+    """The kind of secret that a file seems to be, by its name or its content."""
+    kind = _SECRET_NAMES.get(file.name)
+    if kind is None and file.name.startswith(".env.") and not file.name.endswith(_EXAMPLES):
+        kind = _SECRET_NAMES[".env"]
+    return kind or secret(file.read_bytes())
 
 
 def _changed(repository: Path, clone: Clone, below: str, names: Sequence[str]) -> tuple[str, ...]:
     """Tracked files that differ from the last commit, compared by ids of blobs: git's own comparison would run the
     conversions that attributes name."""
     head = clone.id_of("HEAD")
-    base = "" if below == "." else f"{below}/"
     tree = clone.tree(head) if head else {}
-    listed = {path.removeprefix(base): entry for path, entry in tree.items() if path.startswith(base)}
+    listed = {path.removeprefix(below): entry for path, entry in tree.items() if path.startswith(below)}
     known = {path: name for path, (mode, name) in listed.items() if mode.startswith("100")}
     modules = [path for path, (mode, _) in listed.items() if mode == SUBMODULE]
     inside = [path for path in {*names, *known} if not (repository / path).is_dir()]
@@ -164,7 +168,7 @@ def _changed(repository: Path, clone: Clone, below: str, names: Sequence[str]) -
         file = repository / path
         if file.is_symlink():
             return False
-        return not file.is_file() or git_history.blob_id(file.read_bytes()) != known.get(path)
+        return not file.is_file() or git_history.object_id(file.read_bytes()) != known.get(path)
 
     return tuple(sorted(path for path in inside if path not in submodules and differs(path)))
 
@@ -181,9 +185,5 @@ def _named(paths: Iterable[str]) -> list[str]:
 
 def _is_plain(repository: Path, path: str) -> bool:
     """Whether a path is a file without a link on the way to it or in its place."""
-    file = repository
-    for part in PurePosixPath(path).parts:
-        file = file / part
-        if file.is_symlink():
-            return False
-    return file.is_file()
+    *above, _ = PurePosixPath(path).parents
+    return (repository / path).is_file() and not any((repository / part).is_symlink() for part in (path, *above))

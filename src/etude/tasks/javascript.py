@@ -23,7 +23,6 @@ from etude.code import (
     same_syntax,
     syntax_tree,
 )
-from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout, Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
@@ -38,15 +37,17 @@ _FUNCTIONS = (
     "generator_function",
 )
 _CLASSES = ("class_declaration", "abstract_class_declaration", "class")
-_NAMED = (
-    ("variable_declarator", "name"),
-    ("assignment_expression", "left"),
-    ("pair", "key"),
-    ("field_definition", "property"),
-    ("public_field_definition", "name"),
-)
+_NAMED = {  # statement that names a function -> its field with the name
+    "variable_declarator": "name",
+    "assignment_expression": "left",
+    "pair": "key",
+    "field_definition": "property",
+    "public_field_definition": "name",
+}
 _BRANCHES = ("if_statement", "for_statement", "for_in_statement", "while_statement", "do_statement", "switch_case",
              "catch_clause", "ternary_expression")  # fmt: skip
+_STATEMENTS = ("_statement", "_declaration")
+_ASSIGNMENTS = ("assignment_expression", "augmented_assignment_expression", "update_expression")
 _NOT_CODE = frozenset(
     ("docs", "doc", "examples", "example", "benchmark", "benchmarks", "bench", "scripts", "tools", "types")
 )
@@ -83,11 +84,11 @@ def is_repository(repository: Path) -> bool:
     return (repository / "package.json").is_file() and not (repository / "pyproject.toml").is_file()
 
 
-def layout(repository: Path, listed: Sequence[str] | None = None) -> RepositoryLayout:
-    """Find the code and tests of an npm package among the files `listed` (default: all but junk). Raises UserError if
-    there is no code, or no parser for it."""
+def layout(repository: Path, listed: Sequence[str]) -> RepositoryLayout:
+    """Find the code and tests of an npm package among the files `listed`. Raises UserError if there is no code, or no
+    parser for it."""
     need("JavaScript", "apply")
-    files = _without_builds(repository, discover.clean_files(repository) if listed is None else listed)
+    files = _without_builds(repository, listed)
     tests = tuple(f for f in files if _belongs_to_tests(f))
     sources = tuple(f for f in files if f not in set(tests) and _is_source(f))
     if not sources:
@@ -185,9 +186,8 @@ def functions(path: str, text: str) -> list[JsFunction]:
     units: list[JsFunction] = []
 
     def visit(node: Any, prefix: str) -> None:
-        name = _name(node)
         body = node.child_by_field_name("body") if node.type in _FUNCTIONS else None
-        if name and body is not None and body.type == "statement_block":
+        if body is not None and body.type == "statement_block" and (name := _name(node)):
             units.append(_function(path, node, body, prefix + name))
             return  # nested functions belong to it
         if node.type in _CLASSES and (label := node.child_by_field_name("name")) is not None:
@@ -202,18 +202,15 @@ def functions(path: str, text: str) -> list[JsFunction]:
 
 def _name(node: Any) -> str:
     """The name of a function: its own, or that of the variable, field or property to which it is assigned."""
-    if node.type not in _FUNCTIONS:
-        return ""
-    own = node.child_by_field_name("name")
-    parent = node.parent
     if node.type not in ("function_expression", "arrow_function", "generator_function"):
+        own = node.child_by_field_name("name")
         return own.text.decode() if own is not None else ""
-    for kind, field in _NAMED:
-        if parent is not None and parent.type == kind:
-            text = parent.child_by_field_name(field).text.decode()
-            text = text.removeprefix("module.exports.").removeprefix("exports.").replace(".prototype.", ".")
-            return text if re.fullmatch(r"[\w$.]+", text) and text != "module.exports" else ""
-    return ""
+    field = _NAMED.get(node.parent.type)
+    if field is None:
+        return ""
+    text = node.parent.child_by_field_name(field).text.decode()
+    text = text.removeprefix("module.exports.").removeprefix("exports.").replace(".prototype.", ".")
+    return text if re.fullmatch(r"[\w$.]+", text) and text != "module.exports" else ""
 
 
 def _function(path: str, node: Any, body: Any, qualname: str) -> JsFunction:
@@ -248,104 +245,88 @@ def walk(node: Any) -> Iterator[Any]:
         pending += reversed(node.children)
 
 
-Operator = Callable[[Any, random.Random], tuple[ByteEdit, ...] | None]
+Edits = tuple[ByteEdit, ...]
+Operator = Callable[[Any, random.Random], Edits]  # node of one of the operator's types -> edits; none: not applicable
+
+
+def _edit(node: Any, text: bytes) -> ByteEdit:
+    return ByteEdit(node.start_byte, node.end_byte, text)
+
+
+def _swap(one: Any, two: Any) -> Edits:
+    return _edit(one, two.text), _edit(two, one.text)
 
 
 def _binary(table: dict[str, str]) -> Operator:
-    def operator(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
-        sign = node.child_by_field_name("operator") if node.type == "binary_expression" else None
-        new = table.get(sign.type) if sign is not None else None
-        return None if sign is None or new is None else (ByteEdit(sign.start_byte, sign.end_byte, new.encode()),)
+    def operator(node: Any, rng: random.Random) -> Edits:
+        sign = node.child_by_field_name("operator")
+        return (_edit(sign, table[sign.type].encode()),) if sign.type in table else ()
 
     return operator
 
 
-def _op_swap(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
-    if node.type != "binary_expression":
-        return None
-    one, two = node.child_by_field_name("left"), node.child_by_field_name("right")
-    return ByteEdit(one.start_byte, one.end_byte, two.text), ByteEdit(two.start_byte, two.end_byte, one.text)
+def _op_swap(node: Any, rng: random.Random) -> Edits:
+    return _swap(node.child_by_field_name("left"), node.child_by_field_name("right"))
 
 
-def _op_break_chain(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
-    if node.type != "binary_expression" or not _is_logic(node):
-        return None
-    kept = node.child_by_field_name(rng.choice(("left", "right")))
-    return (ByteEdit(node.start_byte, node.end_byte, kept.text),)
+def _op_break_chain(node: Any, rng: random.Random) -> Edits:
+    return (_edit(node, node.child_by_field_name(rng.choice(("left", "right"))).text),) if _is_logic(node) else ()
 
 
-def _op_const(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
-    if node.type != "number" or not node.text.isdigit() or (len(node.text) > 1 and node.text.startswith(b"0")):
-        return None
+def _op_const(node: Any, rng: random.Random) -> Edits:
+    if not re.fullmatch(rb"0|[1-9]\d*", node.text):
+        return ()
     value = int(node.text)
-    return (ByteEdit(node.start_byte, node.end_byte, b"%d" % (value + (1 if value == 0 else rng.choice((1, -1))))),)
+    return (_edit(node, b"%d" % (value + rng.choice((1, -1)) if value else 1)),)
 
 
-def _bool_flip(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
-    if node.type not in ("true", "false"):
-        return None
-    return (ByteEdit(node.start_byte, node.end_byte, b"false" if node.type == "true" else b"true"),)
+def _bool_flip(node: Any, rng: random.Random) -> Edits:
+    return (_edit(node, b"false" if node.type == "true" else b"true"),)
 
 
-def _negate_cond(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
-    if node.type not in ("if_statement", "while_statement", "ternary_expression"):
-        return None
+def _negate_cond(node: Any, rng: random.Random) -> Edits:
     test = node.child_by_field_name("condition")
-    if test.type == "parenthesized_expression":
-        return (ByteEdit(test.start_byte, test.end_byte, b"(!" + test.text + b")"),)
-    return (ByteEdit(test.start_byte, test.end_byte, b"!(" + test.text + b")"),)
+    negation = b"(!%b)" if test.type == "parenthesized_expression" else b"!(%b)"
+    return (_edit(test, negation % test.text),)
 
 
-def _invert_if(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
-    if node.type not in ("if_statement", "ternary_expression"):
-        return None
+def _invert_if(node: Any, rng: random.Random) -> Edits:
     one, two = node.child_by_field_name("consequence"), node.child_by_field_name("alternative")
     if two is not None and two.type == "else_clause":
         two = two.named_children[-1]
         if one.type != "statement_block" or two.type != "statement_block":
-            return None
-    return two and (ByteEdit(one.start_byte, one.end_byte, two.text), ByteEdit(two.start_byte, two.end_byte, one.text))
+            return ()
+    return _swap(one, two) if two is not None else ()
 
 
-def _remove(*kinds: str) -> Operator:
-    def operator(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
-        if node.type not in kinds or node.parent is None or node.parent.type != "statement_block":
-            return None
-        if node.type == "expression_statement" and node.named_children[0].type not in (
-            "assignment_expression",
-            "augmented_assignment_expression",
-            "update_expression",
-        ):
-            return None
-        return (ByteEdit(node.start_byte, node.end_byte, b""),)
-
-    return operator
+def _remove(node: Any, rng: random.Random) -> Edits:
+    plain = node.type == "expression_statement" and node.named_children[0].type not in _ASSIGNMENTS
+    return () if plain or node.parent.type != "statement_block" else (_edit(node, b""),)
 
 
-def _shuffle_lines(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
-    after = node.next_named_sibling if node.parent is not None and node.parent.type == "statement_block" else None
-    if after is None or not node.type.endswith(("_statement", "_declaration")) or node.type == "return_statement":
-        return None
-    if not after.type.endswith(("_statement", "_declaration")):
-        return None
-    return ByteEdit(node.start_byte, node.end_byte, after.text), ByteEdit(after.start_byte, after.end_byte, node.text)
+def _shuffle_lines(node: Any, rng: random.Random) -> Edits:
+    after = node.next_named_sibling if node.parent.type == "statement_block" else None
+    if after is None or not after.type.endswith(_STATEMENTS) or node.type == "return_statement":
+        return ()
+    return _swap(node, after)
 
 
-OPERATORS: dict[str, Operator] = {
-    "remove_loop": _remove("for_statement", "for_in_statement", "while_statement", "do_statement"),
-    "remove_cond": _remove("if_statement", "switch_statement"),
-    "remove_assign": _remove("expression_statement"),
-    "remove_wrapper": _remove("try_statement"),
-    "remove_return": _remove("return_statement"),
-    "invert_if": _invert_if,
-    "shuffle_lines": _shuffle_lines,
-    "op_change": _binary(_CHANGE),
-    "op_flip": _binary(_FLIP),
-    "op_swap": _op_swap,
-    "op_break_chain": _op_break_chain,
-    "op_const": _op_const,
-    "negate_cond": _negate_cond,
-    "bool_flip": _bool_flip,
+# An operator, and the endings of the types of nodes that it can change.
+OPERATORS: dict[str, tuple[Operator, tuple[str, ...]]] = {
+    "remove_loop": (_remove, ("for_statement", "for_in_statement", "while_statement", "do_statement")),
+    "remove_cond": (_remove, ("if_statement", "switch_statement")),
+    "remove_assign": (_remove, ("expression_statement",)),
+    "remove_wrapper": (_remove, ("try_statement",)),
+    "remove_return": (_remove, ("return_statement",)),
+    "invert_if": (_invert_if, ("if_statement", "ternary_expression")),
+    "shuffle_lines": (_shuffle_lines, _STATEMENTS),
+    "op_change": (_binary(_CHANGE), ("binary_expression",)),
+    "op_flip": (_binary(_FLIP), ("binary_expression",)),
+    "op_swap": (_op_swap, ("binary_expression",)),
+    "op_break_chain": (_op_break_chain, ("binary_expression",)),
+    "op_const": (_op_const, ("number",)),
+    "negate_cond": (_negate_cond, ("if_statement", "while_statement", "ternary_expression")),
+    "bool_flip": (_bool_flip, ("true", "false")),
 }
 
 
@@ -357,10 +338,10 @@ def broken(source: str, function: JsFunction, options: BuildConfig) -> list[Muta
     inside = [n for n in walk(whole.root_node) if function.body[0] < n.start_byte and n.end_byte < function.body[1]]
     tables: list[list[MutationCandidate]] = []
     seen: set[str] = set()
-    for name, operator in OPERATORS.items():
+    for name, (operator, types) in OPERATORS.items():
         made: list[MutationCandidate] = []
         for node in inside if "mutation" in options.kinds and name in (options.operators or OPERATORS) else ():
-            edits = operator(node, rng)
+            edits = operator(node, rng) if node.type.endswith(types) else ()
             mutant = _apply(source, function, name, edits) if edits else None
             if mutant is not None and mutant.snippet not in seen:
                 seen.add(mutant.snippet)
@@ -378,15 +359,13 @@ def broken(source: str, function: JsFunction, options: BuildConfig) -> list[Muta
 
 
 def _removal(source: str, function: JsFunction) -> Mutant | None:
-    data = source.encode()
-    line = data.rfind(b"\n", 0, function.start) + 1
-    indent = re.match(rb"[ \t]*", data[line : function.start])
-    space = indent.group() if indent else b""
+    before = source.encode()[: function.start].rpartition(b"\n")[2]
+    space = before.removesuffix(before.lstrip(b" \t"))
     text = b"{\n" + space + b"  throw new Error('not implemented')\n" + space + b"}"
     return _apply(source, function, "removal", (ByteEdit(*function.body, text),))
 
 
-def _apply(source: str, function: JsFunction, operator: str, edits: tuple[ByteEdit, ...]) -> Mutant | None:
+def _apply(source: str, function: JsFunction, operator: str, edits: Edits) -> Mutant | None:
     """The module after `edits`, or None if it does not parse or has the same syntax tree."""
     data = source.encode()
     whole_lines = (_with_its_lines(data, edit) for edit in edits)
@@ -424,43 +403,31 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
     whole = tree(path, text)
     if whole is None:
         return ""  # a file that cannot be cut is not shown
-    gone: list[tuple[int, int]] = []
-
-    def visit(node: Any, prefix: str) -> None:
-        if node.type == "expression_statement":
-            title = _title(node.named_children[0])
-            if title is not None and prefix + title in hidden:
-                gone.append((node.start_byte, node.end_byte))
-                return
-            prefix = f"{prefix}{title} > " if title is not None else prefix
-        for child in node.children:
-            visit(child, prefix)
-
-    visit(whole.root_node, "")
+    gone: list[ByteEdit] = []
+    for name, node in _tests(whole.root_node):
+        if name in hidden and not (gone and node.start_byte < gone[-1].end):  # nested tests go with the outer one
+            gone.append(_edit(node, b""))
     data = text.encode()
-    for start, end in reversed(gone):
-        line, stop = data.rfind(b"\n", 0, start) + 1, data.find(b"\n", end)
-        alone = not data[line:start].strip() and stop >= 0 and not data[end:stop].strip()
-        data = data[:line] + data[stop + 1 :] if alone else data[:start] + data[end:]
+    for edit in reversed(gone):
+        lines = _with_its_lines(data, edit)
+        data = data[: lines.start] + data[lines.end :]
     return data.decode()
 
 
 def titles(path: str, text: str) -> set[str]:
     """Names ("outer > inner") of the tests that `without_tests` can remove."""
     whole = tree(path, text)
-    names: set[str] = set()
+    return {name for name, _ in _tests(whole.root_node)} if whole is not None else set()
 
-    def visit(node: Any, prefix: str) -> None:
-        title = _title(node.named_children[0]) if node.type == "expression_statement" else None
-        if title is not None:
-            names.add(prefix + title)
-            prefix = f"{prefix}{title} > "
-        for child in node.children:
-            visit(child, prefix)
 
-    if whole is not None:
-        visit(whole.root_node, "")
-    return names
+def _tests(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, statement) of the tests and their groups at and below a node, in the order of the text."""
+    title = _title(node.named_children[0]) if node.type == "expression_statement" else None
+    if title is not None:
+        yield prefix + title, node
+        prefix = f"{prefix}{title} > "
+    for child in node.children:
+        yield from _tests(child, prefix)
 
 
 def _title(node: Any) -> str | None:

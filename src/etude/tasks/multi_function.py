@@ -2,8 +2,8 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.code import MutationCandidate, mutants
@@ -31,90 +31,83 @@ def find(
     repository: Path,
     sources: Mapping[str, str],
     functions: Sequence[Function],
-    callers: Mapping[str, set[str]],
+    callers: split.Callers,
     modules: Sequence[str],
     options: BuildConfig,
 ) -> list[MultiFunctionChange]:
     """Changes of the kinds in `options.kinds`, chosen by the seed; of each kind at most twice an equal share of
     `max_tasks`."""
     share = max(1, options.max_tasks // len(options.kinds))
-    made = {
-        "class": lambda: _classes(sources, callers, options),
-        "feature": lambda: _features(sources, functions, callers),
-        "commit": lambda: _commits(repository, sources, functions, callers, modules),
+    made = {  # by generators: of other kinds, none is made
+        "class": _classes(sources, callers, options),
+        "feature": _features(sources, functions, callers),
+        "commit": _commits(repository, sources, functions, callers, modules),
     }
     changes: list[MultiFunctionChange] = []
-    for kind, make in made.items():
+    for kind, changes_of_kind in made.items():
         if kind in options.kinds:
-            candidates = list(make())
+            candidates = list(changes_of_kind)
             random.Random(f"{options.seed} {kind}").shuffle(candidates)
             changes += candidates[: 2 * share]
     return changes
 
 
-def _ranked(own: set[str], callers: Mapping[str, set[str]], path: str) -> tuple[str, ...]:
-    """The tests `own`, then as many other tests of the same module, which must keep passing."""
-    others = {test for id, tests in callers.items() if id.startswith(f"{path}::") for test in tests} - own
-    return (*sorted(own), *sorted(others))
+def _change(
+    unit: Unit, program: MutationCandidate, reach: Iterable[str], own: set[str], callers: split.Callers
+) -> MultiFunctionChange:
+    """A change that the tests `own` decide, and after these the other tests of the module, which must keep passing."""
+    pairs = [(unit.path, program.mutant), *program.elsewhere]
+    members = frozenset(id for path, mutant in pairs for id in split.touched(path, mutant.source, mutant.text))
+    others = _calling(f"{unit.path}::", callers) - own
+    return MultiFunctionChange(unit, program, members, frozenset(reach), (*sorted(own), *sorted(others)))
 
 
-def _classes(
-    sources: Mapping[str, str], callers: Mapping[str, set[str]], options: BuildConfig
-) -> Iterator[MultiFunctionChange]:
+def _calling(prefix: str, callers: split.Callers) -> set[str]:
+    """The tests that call functions whose ids begin with `prefix`."""
+    return {test for id, tests in callers.items() if id.startswith(prefix) for test in tests}
+
+
+def _classes(sources: Mapping[str, str], callers: split.Callers, options: BuildConfig) -> Iterator[MultiFunctionChange]:
     for path, text in sources.items():
         for unit in discover.classes(path, text):
             methods = {f.id for f in discover.functions(path, text) if f.id.startswith(f"{unit.id}.")}
-            tests = {test for id, names in callers.items() if id.startswith(f"{unit.id}.") for test in names}
+            tests = _calling(f"{unit.id}.", callers)
             if not tests or unit.complexity < classes.MIN_COMPLEXITY:
                 continue
-            candidates = mutants(text, unit, options.seed, classes.OPERATORS)
-            candidates.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # tests rarely notice it: last
             allowed = set(options.operators or classes.OPERATORS)
-            candidates = [mutant for mutant in candidates if mutant.operator in allowed][
-                : _TRIES * options.per_function
-            ]
-            for mutant in candidates:
-                program = MutationCandidate("class", mutant)
-                gone = _touched(program, unit)
-                if mutant.operator == "class_shuffle":
-                    gone |= {unit.id, *methods}  # a diff cannot tell which methods moved
-                yield MultiFunctionChange(unit, program, gone, frozenset(methods), _ranked(tests, callers, path))
+            candidates = [m for m in mutants(text, unit, options.seed, classes.OPERATORS) if m.operator in allowed]
+            candidates.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # tests rarely notice it: last
+            for mutant in candidates[: _TRIES * options.per_function]:
+                change = _change(unit, MutationCandidate("class", mutant), methods, tests, callers)
+                if mutant.operator == "class_shuffle":  # a diff cannot tell which methods moved
+                    change = replace(change, members=change.members | {unit.id, *methods})
+                yield change
 
 
 def _features(
-    sources: Mapping[str, str], functions: Sequence[Function], callers: Mapping[str, set[str]]
+    sources: Mapping[str, str], functions: Sequence[Function], callers: split.Callers
 ) -> Iterator[MultiFunctionChange]:
     for members in features.slices(functions, callers):
         program = features.deletion(members, sources)
         if program is not None:
             entry = members[0]
-            tests = _ranked(callers[entry.id], callers, entry.path)
-            reach = frozenset(member.id for member in members)
-            yield MultiFunctionChange(entry, program, _touched(program, entry), reach, tests)
+            yield _change(entry, program, (member.id for member in members), callers[entry.id], callers)
 
 
 def _commits(
     repository: Path,
     sources: Mapping[str, str],
     functions: Sequence[Function],
-    callers: Mapping[str, set[str]],
+    callers: split.Callers,
     modules: Sequence[str],
 ) -> Iterator[MultiFunctionChange]:
     by_id = {function.id: function for function in functions}
     everything = {test for tests in callers.values() for test in tests}
-    for reversal in commits.reversals(repository, sources, functions, modules):
-        touched = {test for test in everything if test.split("::")[0] in reversal.tests}
-        own = touched & {test for id in reversal.members for test in callers.get(id, ())}
-        unit = by_id[reversal.members[0]]
+    for program, tests, members in commits.reversals(repository, sources, functions, modules):
+        touched = {test for test in everything if test.split("::")[0] in tests}
+        own = touched & {test for id in members for test in callers.get(id, ())}
         if own:
-            tests = _ranked(own, callers, unit.path)
-            reach = frozenset(reversal.members)
-            yield MultiFunctionChange(unit, reversal.program, _touched(reversal.program, unit), reach, tests)
-
-
-def _touched(program: MutationCandidate, unit: Unit) -> frozenset[str]:
-    pairs = [(unit.path, program.mutant), *program.elsewhere]
-    return frozenset[str]().union(*(split.touched(path, mutant.source, mutant.text) for path, mutant in pairs))
+            yield _change(by_id[members[0]], program, members, own, callers)
 
 
 def find_heldout(eligible: Sequence[Unit], changes: Sequence[MultiFunctionChange], options: BuildConfig) -> set[str]:

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from etude.code import SCRIPT_SUFFIXES
-from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.grading import CALLED_FILE, TestRunner, open_sandbox, read_package, test_framework
+from etude.grading import CALLED_FILE, TestRunner, read_package, test_framework
 from etude.sandbox import WORKSPACE, Image
 from etude.tasks import bootstrap, javascript
-from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Missed, Try
+from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Try
 from etude.tasks.javascript import JsFunction
 
 NPM_SECONDS = 900.0  # hundreds of packages, on a busy machine
@@ -58,38 +57,33 @@ async def prepare(
     options: BuildConfig,
     named: Path,
 ) -> tuple[BootstrapRecipe, dict[str, set[str]]]:
-    """Install the repository's packages into `work`/site. Returns the recipe, and function id -> tests that call it.
-    Raises UserError with the reason if in no try SHARE of the tests pass; `named` is the path of the repository in
-    messages."""
-    whole = work / "whole"
-    discover.copy(repository, whole, layout.files)
-    (whole / LINK[0]).symlink_to(LINK[1])
-    modules = javascript.test_modules(whole, layout.tests)
+    """Install the packages of the repository, which gets a link to them, into `work`/site. Returns the recipe, and
+    function id -> tests that call it. Raises UserError with the reason if in no try SHARE of the tests pass; `named` is
+    the path of the repository in messages."""
+    (repository / LINK[0]).symlink_to(LINK[1])
+    modules = javascript.test_modules(repository, layout.tests)
     callers: dict[str, set[str]] = {}
 
-    async def reach(site: Path, wanted: Sequence[str], goals: Sequence[Goal]) -> Missed:
-        try:
-            _install(wanted, site, read_package(repository).get("name"))
-        except UserError as e:
-            return (("npm install", str(e)),)
-        async with open_sandbox(workers=1, memo=0) as sandbox:
-            outputs = [(goal.command, await bootstrap.miss(sandbox, whole, site, goal)) for goal in goals[:-1]]
-            passed, ran, printed, called = await _trace(sandbox, Image(whole, site, {}), modules, functions)
+    async def miss(sandbox: TestRunner, site: Path, goal: Goal) -> str | None:
+        if goal.share is None:
+            return await bootstrap.miss(repository, sandbox, site, goal)
+        passed, ran, printed, called = await _trace(sandbox, Image(repository, site, {}), modules, functions)
         callers.clear()
         callers.update(called)
-        few = not ran or passed < SHARE * ran
-        outputs.append((goals[-1].command, f"{printed}\n{passed} of {ran} tests pass" if few else None))
-        return tuple((command, text) for command, text in outputs if text is not None)
+        few = not ran or passed < goal.share * ran
+        return f"{printed}\n{passed} of {ran} tests pass" if few else None
 
     kit = Kit(
         repository=named,
         language="JavaScript",
         files=layout.files,
         note="packages of npm are meant, as name@range; their scripts do not run",
-        goals=tuple(_goals(whole, layout, modules)),
-        rules=lambda tries: _by_rules(whole, layout, modules, tries),
+        goals=tuple(_goals(repository, layout, modules)),
+        rules=lambda tries: _by_rules(repository, layout, modules, tries),
         usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)],
-        reach=reach,
+        installer="npm",
+        install=lambda wanted, site: _install(wanted, site, read_package(repository).get("name")),
+        miss=miss,
     )
     how = "rules" if options.bootstrap == "declared" else options.bootstrap
     return await bootstrap.try_out(repository, work, how, kit), callers
@@ -163,7 +157,8 @@ def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
 def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
     """Install packages ("name@range") of the registry below `site`/node_modules, without their scripts. The
     repository's `own` package is removed: an agent could copy the answer from it or from a cache."""
-    (site / "node_modules").mkdir(parents=True)
+    modules = site / "node_modules"
+    modules.mkdir(parents=True)
     pairs = [m for line in wanted if (m := _PACKAGE.fullmatch(line)) and m[1] != own]
     (site / "package.json").write_text(
         json.dumps({"private": True, "dependencies": {m[1]: m[2] or "*" for m in pairs}})
@@ -171,9 +166,8 @@ def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
     if not pairs:
         return
     npm(["install", "--ignore-scripts", "--legacy-peer-deps"], site, NPM_SECONDS)
-    modules = site / "node_modules"
-    for folder in (modules / ".bin", modules / ".cache", *([modules / own] if own else [])):
-        shutil.rmtree(folder, ignore_errors=True)  # of .bin: links; nothing in a box calls them
+    for name in filter(None, (".bin", ".cache", own)):
+        shutil.rmtree(modules / name, ignore_errors=True)  # of .bin: links; nothing in a box calls them
 
 
 async def _trace(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from etude.code import DEPENDENCY_GROUPS, declared_requirements, dependency_groups, requirement_lines
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_LINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[\w, -]+\])?\s*([<>=!~][^;#]*)?(;.*)?")
+_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[\w, -]+\])?\s*([<>=!~][^;#]*)?(;.*)?")
 # Tools that check, build or publish a project. No test imports them, and every box has pytest.
 _TOOLS = frozenset((
     "pytest", "pytest-cov", "coverage", "tox", "nox", "black", "ruff", "flake8", "pylint", "isort", "mypy", "pyright",
@@ -50,8 +49,8 @@ def usable(lines: list[str]) -> list[str]:
     for line in lines:
         line = line.split(" #")[0].strip()
         line = line.strip(line[0]) if line.startswith(("'", '"')) else line
-        name = _NAME.match(line)
-        if name and _LINE.fullmatch(line) and name.group().lower().replace("_", "-") not in _TOOLS:
+        match = _LINE.fullmatch(line)
+        if match and match[1].lower().replace("_", "-") not in _TOOLS:
             plain.append(line)
     return list(dict.fromkeys(plain))
 

@@ -65,7 +65,7 @@ async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, prog
     await _probe(bench, targets, programs, rejected, progress)
     tasks = await _prove(bench, targets, rejected, progress)
     fit = sum(len(target.telling) + len(target.spare) for target in targets)
-    return SearchResult(tasks=tasks, tried=fit + sum(rejected.values()), rejected=rejected, copies=copies)
+    return SearchResult(tasks=tasks, tried=fit + rejected.total(), rejected=rejected, copies=copies)
 
 
 async def _probe(
@@ -88,7 +88,7 @@ async def _probe(
         results = await gates.in_order(lambda pair: gates.probe(bench, pair[1]), wave, options.workers)
         for (target, _), result in zip(wave, results, strict=True):
             if isinstance(result, Rejected):
-                rejected[result.value] += 1
+                rejected[result] += 1
             else:
                 (target.telling if result.task.difficulty["visible_fails"] else target.spare).append(result)
         good = sum(target.good for target in targets)
@@ -112,7 +112,7 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
                 if reason is None:
                     proved.add(provisional.task.id)
                     continue
-                rejected[reason.value] += 1
+                rejected[reason] += 1
                 (target.telling if provisional in target.telling else target.spare).remove(provisional)
             progress("proving tasks", len(proved), len(chosen))
 
@@ -128,7 +128,7 @@ def _programs(
             ((leaks.share(part.original_body, part.body), part) for part in parts), key=lambda pair: pair[0]
         )
         if leak >= LEAK_SHARE:
-            rejected[Rejected.LEAK.value] += 1
+            rejected[Rejected.LEAK] += 1
             copies[leaks.place(target.function.path, worst.original_body, worst.body)] += 1
             continue
         yield Candidate(
@@ -172,14 +172,14 @@ def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) ->
         broken = candidate.broken
         text = broken.mutant.original if broken.kind in ("removal", "feature") else broken.mutant.snippet
         if broken.kind == "commit":  # a snippet shows nothing of lines that are only deleted
-            text = "\0".join([broken.mutant.text, *(mutant.text for _, mutant in broken.elsewhere)])
+            text = "\0".join(candidate.changes.values())
         # One function means the same whatever its layout and name; of several, or of parts of one, the text is taken.
         whole = broken.kind in ("mutation", "removal", "combined") and candidate.function.path.endswith(".py")
         key = f"{broken.kind} {_meaning(text) if whole else text}"
         if key not in seen:
             seen.add(key)
             return candidate
-        rejected[Rejected.DUPLICATE.value] += 1
+        rejected[Rejected.DUPLICATE] += 1
     return None
 
 

@@ -6,16 +6,15 @@ deselected tests. They are written to site/pytest.ini, which every run in a box 
 files, since the agent may change those.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from configparser import ConfigParser
 from configparser import Error as ConfigError
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -73,7 +72,7 @@ class PytestSettings:
 def read(repository: Path) -> PytestSettings:
     """The settings of a repository; files that cannot be read count as empty."""
     for name, values in _sources(repository):
-        if values is not None:
+        if isinstance(values, dict):
             return _settings(name, values)
     return PytestSettings()
 
@@ -93,18 +92,16 @@ def write(settings: PytestSettings, site: Path) -> None:
         (site / START).write_text(f"import sys\n\nsys.path[1:1] = {folders!r}\n", encoding="utf-8")
 
 
-def _sources(repository: Path) -> list[tuple[str, dict[str, Any] | None]]:
-    """(file, its settings), in the order of pytest; None for a file without settings."""
-    settings: list[tuple[str, dict[str, Any] | None]] = []
+def _sources(repository: Path) -> Iterator[tuple[str, Any]]:
+    """(file, its settings), in the order of pytest; no table for a file without settings."""
     for name in ("pytest.toml", ".pytest.toml"):
-        settings.append((name, _toml(repository / name).get("pytest")))
+        yield name, _toml(repository / name).get("pytest")
     for name in ("pytest.ini", ".pytest.ini"):
-        settings.append((name, _ini(repository / name, "pytest")))
+        yield name, _ini(repository / name, "pytest")
     tool = toml_table(_toml(repository / "pyproject.toml"), "tool", "pytest")
-    settings.append(("pyproject.toml", tool.get("ini_options", tool or None)))
-    settings.append(("tox.ini", _ini(repository / "tox.ini", "pytest")))
-    settings.append(("setup.cfg", _ini(repository / "setup.cfg", "tool:pytest")))
-    return [(name, values if isinstance(values, dict) else None) for name, values in settings]
+    yield "pyproject.toml", tool.get("ini_options", tool or None)
+    yield "tox.ini", _ini(repository / "tox.ini", "pytest")
+    yield "setup.cfg", _ini(repository / "setup.cfg", "tool:pytest")
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -161,14 +158,13 @@ def _filtered(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(options that test runs apply, options that they ignore)"""
     kept: list[str] = []
     dropped: list[str] = []
-    pending = list(words)
-    while pending:
-        word = pending.pop(0)
+    pending = iter(words)
+    for word in pending:
         name, equals, _ = word.partition("=")
         if name in _OPTIONS or re.match(r"-[mk].", word):
             kept.append(word)
-            if name in _OPTIONS and not equals and pending:
-                kept.append(pending.pop(0))
+            if name in _OPTIONS and not equals:
+                kept += islice(pending, 1)
         else:
             dropped.append(word)
     return tuple(kept), tuple(dropped)

@@ -2,7 +2,7 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 
 import blake3
@@ -12,11 +12,12 @@ from etude.code.functions import FunctionNode, Unit
 from etude.records import CodeTask
 from etude.tasks import javascript
 
+Callers = Mapping[str, set[str]]  # function -> tests that call it, all by their ids
 _MIN_CHANGES = 3  # changes of a kind that are held out, if as many are left
 
 
 def heldout_functions(
-    functions: Sequence[Unit], fraction: float, seed: int, changes: Mapping[str, Sequence[frozenset[str]]] | None = None
+    functions: Sequence[Unit], fraction: float, seed: int, changes: Mapping[str, Sequence[frozenset[str]]]
 ) -> set[str]:
     """Ids of about `fraction` of the functions, and of those that must be held out with them. Functions with equal
     bodies stay together. `changes` are the sets of functions that changes of several functions touch, by kind: about
@@ -24,7 +25,6 @@ def heldout_functions(
     fraction of 0 holds out no function."""
     if not fraction:
         return set()
-    changes = changes or {}
     groups: dict[str, list[str]] = defaultdict(list)
     for function in functions:
         groups[function.statements_key].append(function.id)
@@ -36,36 +36,36 @@ def heldout_functions(
     def added(members: Iterable[str]) -> set[str]:
         return {id for member in members for id in twins.get(member, [member])} - heldout
 
+    def cost(ids: Iterable[str]) -> int:
+        return sum(id in twins for id in ids)
+
     for kind in sorted(changes):
-        sets = sorted(
-            {*changes[kind]} - {frozenset()}, key=lambda members: rank(seed, f"{kind} {min(members, default='')}")
-        )
+        sets = sorted({*changes[kind]} - {frozenset()}, key=lambda members: rank(seed, f"{kind} {min(members)}"))
         # Some changes will not pass the gates, so a larger share of a small kind is held out.
         goal, taken = min(len(sets) // 2, max(_MIN_CHANGES, round(fraction * len(sets)))), 0
         for members in sets:
             new = added(members)
-            cost = sum(id in twins for id in new)
-            if goal > 0 and taken + cost <= room:
+            if goal > 0 and taken + cost(new) <= room:
                 heldout |= new
-                taken, goal = taken + cost, goal - 1
+                taken, goal = taken + cost(new), goal - 1
         if goal > 0 and not any(members <= heldout for members in sets):
-            new = min((added(members) for members in sets), key=lambda new: sum(id in twins for id in new))
-            heldout |= new if 3 * sum(id in twins for id in heldout | new) <= len(functions) else set()
-    several = frozenset[str]().union(*(members for sets in changes.values() for members in sets))
+            new = min(map(added, sets), key=cost)
+            heldout |= new if 3 * cost(heldout | new) <= len(functions) else set()
+    several = {id for sets in changes.values() for members in sets for id in members}
     ordered = sorted(groups.values(), key=lambda ids: (not several.isdisjoint(ids), rank(seed, min(ids))))
-    count = sum(id in twins for id in heldout)
+    count = cost(heldout)
     for ids in ordered:
-        new = [id for id in ids if id not in heldout]
+        new = {*ids} - heldout
         if count + len(new) <= wanted:
-            heldout.update(new)
+            heldout |= new
             count += len(new)
     return heldout
 
 
 def side(members: Iterable[str], heldout: set[str]) -> str | None:
     """The split of a change that touches `members`: "train", "heldout", or None if they are in both splits."""
-    inside = [member in heldout for member in members]
-    return None if any(inside) and not all(inside) else "heldout" if inside and all(inside) else "train"
+    inside = {member in heldout for member in members}
+    return None if len(inside) > 1 else "heldout" if True in inside else "train"
 
 
 def touched(path: str, right: str, wrong: str) -> frozenset[str]:
@@ -83,8 +83,17 @@ def touched(path: str, right: str, wrong: str) -> frozenset[str]:
 
 def touched_by(task: CodeTask) -> frozenset[str]:
     """Ids of all functions that a task breaks, computed from its texts."""
-    parts = (touched(path, task.solution[path], text) for path, text in task.changes.items())
-    return frozenset[str]().union(*parts)
+    return frozenset(id for path, text in task.changes.items() for id in touched(path, task.solution[path], text))
+
+
+def touched_by_all(tasks: Iterable[CodeTask]) -> set[str]:
+    """Ids of all functions that some tasks break."""
+    return {id for task in tasks for id in touched_by(task)}
+
+
+def first_line(node: FunctionNode | ast.ClassDef) -> int:
+    """The line of a definition, or of its first decorator."""
+    return min([node.lineno, *(d.lineno for d in node.decorator_list)])
 
 
 def _spans(path: str, text: str) -> list[tuple[str, int, int]]:
@@ -96,8 +105,7 @@ def _spans(path: str, text: str) -> list[tuple[str, int, int]]:
     def visit(body: Sequence[ast.AST], prefix: str) -> None:
         for node in body:
             if isinstance(node, FunctionNode | ast.ClassDef):
-                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                spans.append((f"{path}::{prefix}{node.name}", first, node.end_lineno or first))
+                spans.append((f"{path}::{prefix}{node.name}", first_line(node), node.end_lineno or node.lineno))
             if isinstance(node, ast.ClassDef):
                 visit(node.body, f"{prefix}{node.name}.")
             elif not isinstance(node, FunctionNode):
@@ -136,21 +144,24 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
         gone = {test.partition("::")[2] for test in hidden if test.startswith(f"{path}::")}
         return javascript.without_tests(path, text, gone)
     lines: list[str | None] = list(text.split("\n"))
-
-    def visit(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
-            if isinstance(node, ast.ClassDef):
-                visit(node.body, f"{prefix}{node.name}::")
-            elif isinstance(node, FunctionNode) and prefix + node.name in hidden:
-                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                assert node.end_lineno is not None
-                lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
-                # A class must not be left empty; any other statement in it will do.
-                if node.col_offset:
-                    lines[first - 1] = " " * node.col_offset + "pass"
-
-    visit(ast.parse(text).body, path + "::")
+    for test, node in functions_of(ast.parse(text).body, f"{path}::"):
+        if test in hidden:
+            first = first_line(node)
+            assert node.end_lineno is not None
+            lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
+            # A class must not be left empty; any other statement in it will do.
+            if node.col_offset:
+                lines[first - 1] = " " * node.col_offset + "pass"
     return "\n".join(line for line in lines if line is not None)
+
+
+def functions_of(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, FunctionNode]]:
+    """(id, node) of the functions of a test module and of its classes, as pytest writes them after `prefix`."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from functions_of(node.body, f"{prefix}{node.name}::")
+        elif isinstance(node, FunctionNode):
+            yield prefix + node.name, node
 
 
 def rank(seed: int, name: str) -> bytes:

@@ -16,6 +16,8 @@ from pathlib import Path
 from etude.code import parse
 from etude.code.functions import FunctionNode
 from etude.sandbox import TestReport
+from etude.tasks.leaks import texts_below
+from etude.tasks.split import functions_of
 
 _WORD = re.compile(r"[A-Za-z_]\w{2,}")
 _BUILTIN = {
@@ -23,7 +25,6 @@ _BUILTIN = {
 }
 _TEXT = 12  # characters; a literal of this length or more is a text that must be guessed
 _SHOWN = 3
-_MAX_BYTES = 1 << 20
 
 
 class Determined:
@@ -32,15 +33,10 @@ class Determined:
     def __init__(self, repository: Path, hidden: Path) -> None:
         """Read the files that the agent sees; a file of hidden tests is read when one of its tests is checked."""
         self._hidden = hidden
-        self._texts: dict[str, str] = {}
-        self._files: Counter[str] = Counter()  # word -> files
-        self._wanted: dict[str, dict[str, ast.AST]] = {}
-        self._imports: dict[str, set[str]] = {}
-        for file in sorted(p for p in repository.rglob("*") if p.is_file() and not p.is_symlink()):
-            data = file.read_bytes()
-            if len(data) <= _MAX_BYTES and b"\0" not in data:
-                text = self._texts[file.relative_to(repository).as_posix()] = data.decode("utf-8", "replace")
-                self._files.update(set(_WORD.findall(text)))
+        self._texts = dict(texts_below(repository))
+        # Word -> number of files.
+        self._files = Counter(word for text in self._texts.values() for word in set(_WORD.findall(text)))
+        self._wanted: dict[str, tuple[dict[str, FunctionNode], set[str]]] = {}
 
     def guesses(
         self, tests: Iterable[str], changes: Mapping[str, str], solution: Mapping[str, str], statement: str
@@ -49,64 +45,62 @@ class Determined:
         gold = "\n".join(solution.values())
         shown = "\n".join([statement, *changes.values()])
         own = Counter(word for path in solution for word in set(_WORD.findall(self._texts.get(path, ""))))
-        known = set(_WORD.findall(shown))
-        lost = {word for word in set(_WORD.findall(gold)) - known - _BUILTIN if self._files[word] <= own[word]}
+        new = {*_WORD.findall(gold)} - {*_WORD.findall(shown)} - _BUILTIN
+        lost = {word for word in new if self._files[word] <= own[word]}
         return {test for test in tests if self._wants(test, lost, gold, shown, changes)}
 
     def _wants(self, test: str, lost: set[str], gold: str, shown: str, changes: Mapping[str, str]) -> bool:
         node, imports = self._test(test)
         if node is None:
             return False
-        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and not _is_standard(n)}
-        names |= {n.arg for n in ast.walk(node) if isinstance(n, ast.keyword) and n.arg}
-        if lost & (names | imports):
+        names, texts = set(imports), list[str]()
+        for part in ast.walk(node):
+            match part:
+                case ast.Attribute(value=ast.Name(id=module)) if module in sys.stdlib_module_names:
+                    pass  # as in `math.floor`
+                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
+                    names.add(name)
+                case ast.Constant(value=str(text)):
+                    texts.append(text)
+                case _:
+                    pass
+        if lost & names:
             return True
-        texts = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
         for text in texts:
             there = len(text) >= _TEXT and text in gold and text not in shown
             if there and not any(text in other for path, other in self._texts.items() if path not in changes):
                 return True
         return False
 
-    def _test(self, test: str) -> tuple[ast.AST | None, set[str]]:
+    def _test(self, test: str) -> tuple[FunctionNode | None, set[str]]:
         """(syntax tree of a hidden test, names that its file imports)"""
         path, _, name = test.partition("::")
         if path not in self._wanted:
             file = self._hidden / path
             tree = parse(file.read_text("utf-8", "replace")) if file.is_file() and path.endswith(".py") else None
-            self._wanted[path] = dict(_functions(tree.body if tree else [], ""))
-            imported = [n for n in (tree.body if tree else []) if isinstance(n, ast.ImportFrom)]
-            self._imports[path] = {alias.name for node in imported for alias in node.names}
-        return self._wanted[path].get(name.partition("[")[0]), self._imports[path]
+            body = tree.body if tree is not None else []
+            imports = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+            self._wanted[path] = dict(functions_of(body, "")), imports
+        functions, imports = self._wanted[path]
+        return functions.get(name.partition("[")[0]), imports
 
 
-def _is_standard(node: ast.Attribute) -> bool:
-    """Whether an attribute belongs to a module of the standard library, as in `math.floor`."""
-    return isinstance(node.value, ast.Name) and node.value.id in sys.stdlib_module_names
-
-
-def _functions(body: Sequence[ast.stmt], prefix: str) -> Iterable[tuple[str, ast.AST]]:
-    for node in body:
-        if isinstance(node, ast.ClassDef):
-            yield from _functions(node.body, f"{prefix}{node.name}::")
-        elif isinstance(node, FunctionNode):
-            yield prefix + node.name, node
+def failing(report: TestReport, tests: Iterable[str]) -> list[str]:
+    """The tests that did not pass, in their order."""
+    return [test for test in tests if report.outcomes.get(test) != "passed"]
 
 
 def with_symptom(request: str, report: TestReport, visible: Sequence[str], hidden: Sequence[str]) -> str:
     """The request with the symptom: failing visible tests by name with the message of the first, else the kinds of
     errors in which hidden tests end. The statement tells nothing else about hidden tests."""
     request = request if request.endswith((".", "!", "?")) or "\n" in request else f"{request}."
-    failing = [test for test in visible if report.outcomes.get(test) != "passed"]
-    if failing:
-        names = ", ".join(f"`{test}`" for test in failing[:_SHOWN])
-        more = f" and {len(failing) - _SHOWN} more" if len(failing) > _SHOWN else ""
-        message = " ".join(report.messages.get(failing[0], "").split())
-        verb = "tests fail" if len(failing) > 1 else "test fails"
+    if shown := failing(report, visible):
+        names = ", ".join(f"`{test}`" for test in shown[:_SHOWN])
+        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        message = " ".join(report.messages.get(shown[0], "").split())
+        verb = "tests fail" if len(shown) > 1 else "test fails"
         return f"{request}\n\nThe {verb}: {names}{more}." + (f" The first says: {message}" if message else "")
-    failed = [test for test in hidden if report.outcomes.get(test) != "passed"]
-    kinds = Counter(_kind(report.messages.get(test, "")) for test in failed)
+    kinds = Counter(_kind(report.messages.get(test, "")) for test in failing(report, hidden))
     listed = ", ".join(f"{kind} ({count})" for kind, count in sorted(kinds.items()))
     return f"{request}\n\nNo visible test fails. Of {len(hidden)} other tests, these fail: {listed}."
 

@@ -19,6 +19,7 @@ from etude.code import mutants, parse
 from etude.code.functions import Function
 from etude.errors import UserError
 from etude.sandbox import Image, Limits, Sandbox
+from etude.tasks.statements import failing
 
 Writer = Callable[[Function, str], str]  # (function, text of its module) -> text of a test module
 MUTANTS = 6
@@ -54,23 +55,21 @@ async def write(
 ) -> dict[str, set[str]]:
     """Write tests of functions. Returns function id -> tests that were kept. Their files are in `folder`, which must
     not exist."""
-    files: dict[str, tuple[str, list[str]]] = {}
+    written: dict[str, list[str]] = {}  # function id -> tests
     for function in functions:
         text = writer(function, sources[function.path])
         path = f"tests/test_written_{blake3.blake3(function.id.encode()).hexdigest()[:12]}.py"
         tree = parse(text)
         nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef)] if tree is not None else []
         if names := [node.name for node in nodes if node.name.startswith("test")]:
-            files[function.id] = path, [f"{path}::{name}" for name in names]
+            written[function.id] = [f"{path}::{name}" for name in names]
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
     kept: dict[str, set[str]] = {}
     for function in functions:
-        if function.id in files:
-            path, tests = files[function.id]
-            good = await _kept(sandbox, image, function, sources[function.path], tests, folder, seed)
-            if good:
-                kept[function.id] = good
+        tests = written.get(function.id, [])
+        if good := await _kept(sandbox, image, function, sources[function.path], tests, folder, seed):
+            kept[function.id] = good
     return kept
 
 
@@ -84,6 +83,5 @@ async def _kept(
     dead = 0
     for mutant in chosen if good else ():
         broken = Image(image.repository, image.site, {function.path: mutant.text})
-        outcomes = (await sandbox.run_tests(broken, {}, good, folder, _LIMITS)).outcomes
-        dead += any(outcomes.get(test) != "passed" for test in good)
+        dead += bool(failing(await sandbox.run_tests(broken, {}, good, folder, _LIMITS), good))
     return set(good) if chosen and dead >= SHARE * len(chosen) else set()

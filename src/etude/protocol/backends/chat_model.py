@@ -20,6 +20,7 @@ import httpx2
 from etude.errors import UserError
 from etude.protocol.backends.client import EngineError
 from etude.records import ToolCall
+from etude.renderers import checked, printable_json
 
 Api = Literal["openai", "anthropic"]
 Message = dict[str, Any]
@@ -150,7 +151,7 @@ class ChatClient:
                 raise ContextSpent(reason)
             raise UserError(f"{where} refuses with status {response.status_code}: {reason}; {_cure(response)}")
         try:
-            answer = self.format.read(response.json())
+            answer = self.format.read(printable_json(response.json()))
         except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
             raise EngineError(f"{where} sent what is no answer: {type(e).__name__} {e}") from None
         return ChatAnswer(answer.message, answer.text, answer.calls, answer.ids, answer.cut, answer.usage, waited)
@@ -193,7 +194,14 @@ def _call(name: object, arguments: object) -> ToolCall:
             return ToolCall(name=str(name), arguments=None, error=f"the arguments are no JSON: {e}")
     if not isinstance(value, dict):
         return ToolCall(name=str(name), arguments=None, error="the arguments are no object")
-    return ToolCall(name=str(name), arguments=cast(dict[str, object], value))
+    return checked(str(name), cast(dict[str, object], value))
+
+
+def _text(value: object) -> str:
+    """The text of an answer. Raises TypeError for anything else."""
+    if not isinstance(value, str):
+        raise TypeError(f"a text is {type(value).__name__}")
+    return value
 
 
 def _openai_body(
@@ -218,7 +226,7 @@ def _openai_read(data: Any) -> ChatAnswer:
     kept = {name: message[name] for name in ("content", "tool_calls", "reasoning_content") if message.get(name)}
     return ChatAnswer(
         message={"role": "assistant", "content": None} | kept,
-        text=message.get("content") or "",
+        text=_text(message.get("content") or ""),
         calls=tuple(_call(call["function"]["name"], call["function"].get("arguments")) for call in calls),
         ids=tuple(str(call["id"]) for call in calls),
         cut=choice.get("finish_reason") == "length",
@@ -260,7 +268,7 @@ def _anthropic_read(data: Any) -> ChatAnswer:
     written = int(usage.get("cache_creation_input_tokens") or 0)
     return ChatAnswer(
         message={"role": "assistant", "content": blocks},
-        text="".join(block["text"] for block in blocks if block["type"] == "text"),
+        text="".join(_text(block["text"]) for block in blocks if block["type"] == "text"),
         calls=tuple(_call(call["name"], call["input"]) for call in calls),
         ids=tuple(str(call["id"]) for call in calls),
         cut=data.get("stop_reason") == "max_tokens",

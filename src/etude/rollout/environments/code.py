@@ -30,6 +30,16 @@ class CodeChanges:
     fault: Grade | None = None
 
 
+def foreign_refusal(compact: bool, sandbox: str) -> str:
+    """The reason why a model or boxes cannot play foreign tasks; "" if they can."""
+    why = ""
+    if compact:
+        why = "a model of the compact dialect, which has no shell of its own choice: take a chat model"
+    elif sandbox != "namespace":
+        why = f'boxes of sandbox.type = "{sandbox}", which cannot show folders where Harbor has them'
+    return why and f"foreign Harbor tasks cannot be played with {why}"
+
+
 class CodeTasks(Environment[CodeTask]):
     """The tasks of a dataset that `etude tasks build` has made."""
 
@@ -119,15 +129,9 @@ class ForeignTasks(CodeTasks):
         await note_state(box)
         return await super().read_changes(box, roots)
 
-    @classmethod
-    def refusal(cls, compact: bool, sandbox: str) -> str:
-        """The reason why a model or boxes cannot play foreign tasks."""
-        why = ""
-        if compact:
-            why = "a model of the compact dialect, which has no shell of its own choice: take a chat model"
-        elif sandbox != "namespace":
-            why = f'boxes of sandbox.type = "{sandbox}", which cannot show folders where Harbor has them'
-        return why and f"foreign Harbor tasks cannot be played with {why}"
+    def refusal(self, compact: bool, sandbox: str) -> str:
+        """As `foreign_refusal`."""
+        return foreign_refusal(compact, sandbox)
 
     def decoys(self, task: CodeTask, seed: int, share: float) -> None:
         """None: there is no repository to hide them in."""

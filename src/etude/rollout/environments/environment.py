@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import shutil
 import tempfile
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -22,20 +23,29 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, overload
 
-import numpy as np
-
 from etude.errors import UserError
 from etude.grading import Grade
 from etude.grading.cheats import Decoys
-from etude.harness import EngineModel, EpisodeSpec, Opening, UngradedEpisode, call_python, run_agent_loop
-from etude.records import Budget, Outcome, StopReason, Task, Turn
+from etude.harness import (
+    EngineModel,
+    EpisodeSpec,
+    Opening,
+    UngradedEpisode,
+    UsersBox,
+    call_until,
+    run_agent_loop,
+    sentence_of,
+)
+from etude.records import MAX_REWARD, Budget, Outcome, StopReason, Task, Turn
+from etude.renderers import printable
 from etude.rollout.environments.agent import Agent, run_agent
-from etude.rollout.environments.environment_tools import PythonTools
+from etude.rollout.environments.environment_tools import BOX_TOOLS, PythonTools
 from etude.sandbox import Box, BoxError, Image, Limits, Sandbox
 from etude.sandbox.egress import EgressRequest
 
 BOX_SECONDS = 120.0  # to make a box, and to read the changes from it
-CALL_SECONDS = 60.0  # that `setup`, `tools` or `reward` may take
+CALL_SECONDS = 60.0  # that `setup`, `tools` or `reward` may take; their commands in the box end by then
+BOX_GRACE_SECONDS = 2.0  # to read the result of such a command
 MAX_FAILURES = 10  # exceptions of these methods in a row, after which the run ends
 _REWARD = "_etude_reward"  # the attribute with the weight of a part of the reward
 
@@ -175,7 +185,7 @@ class Environment(ABC, Generic[T]):
         Raises EnvironmentFailed, BoxError, EngineError or Aborted for an episode that is lost, and UserError if the
         environment's code is wrong in a way that no repetition mends.
         """
-        episode = EnvironmentEpisode(cast(T, spec.task), spec.seed, box)
+        episode = EnvironmentEpisode(cast(T, spec.task), spec.seed, None if box is None else cast(Box, UsersBox(box)))
         await self._call(self.setup, episode)
         if agent is None:
             ungraded = await run_agent_loop(spec, await self._open(spec, episode))
@@ -191,10 +201,13 @@ class Environment(ABC, Generic[T]):
 
     # Of a run ---------------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def refusal(cls, compact: bool, sandbox: str) -> str:
+    def refusal(self, compact: bool, sandbox: str) -> str:
         """The reason why models of the compact dialect, or boxes of the type `sandbox`, cannot play the tasks; or
         ""."""
+        if wrong := sorted({*self.box_tools} - BOX_TOOLS):
+            return f"{self.title}.box_tools: {wrong[0]} is none of {', '.join(sorted(BOX_TOOLS))}"
+        if compact and self.box_tools:
+            return f"the model speaks the compact dialect, which has no box_tools: set {self.title}.box_tools to ()"
         return ""
 
     def decoys(self, task: T, seed: int, share: float) -> Decoys | None:
@@ -226,7 +239,7 @@ class Environment(ABC, Generic[T]):
         """The marked parts of the reward, times their weights. One that is no number stays as it is."""
         parts: dict[str, Any] = {}
         for name, weight in self._reward_parts():
-            value = await call_python(getattr(self, name), episode)
+            value = await self._call(getattr(self, name), episode)
             try:
                 parts[name] = value if isinstance(value, str) else weight * float(value)
             except (TypeError, ValueError):
@@ -242,6 +255,9 @@ class Environment(ABC, Generic[T]):
         own = {name for kind in type(self).__mro__ if kind is not Environment for name in vars(kind)}
         if not own & {"reward", "grade"} and not parts:
             raise UserError(f"{kind} has no reward: write the method `reward`, or mark methods as @reward")
+        for base in type(self).__mro__:
+            if "reward" in vars(base) and (marked := [name for name in parts if name in vars(base)]):
+                raise UserError(f"{kind} has a method `reward`, and {marked[0]} is marked as @reward: keep one of them")
 
     def messages(self, task: T, addition: str = "") -> list[dict[str, str]]:
         """The first messages of an episode, with `addition` below the prompt."""
@@ -290,19 +306,26 @@ class Environment(ABC, Generic[T]):
 
     async def _call(self, method: Callable[[EnvironmentEpisode[T]], Any], episode: EnvironmentEpisode[T]) -> Any:
         """The result of a method. Raises EnvironmentFailed, UserError after many failures in a row, and BoxError."""
+        task = episode.task.id
         try:
-            async with asyncio.timeout(CALL_SECONDS):
-                return await call_python(method, episode)
-        except BoxError:
-            raise
-        except Exception as e:
+            async with asyncio.timeout(CALL_SECONDS + BOX_GRACE_SECONDS):
+                # In a task of its own, for its context.
+                return await asyncio.create_task(call_until(time.monotonic() + CALL_SECONDS, method, episode))
+        except (Exception, asyncio.CancelledError) as e:
+            caller = asyncio.current_task()
+            if isinstance(e, asyncio.CancelledError) and caller is not None and caller.cancelling():
+                raise  # otherwise the exception is the method's own
+            if isinstance(e, UserError | EnvironmentFailed):
+                raise
+            if isinstance(e, BoxError) and (e.payer == "infra" or method not in (self.setup, self.tools)):
+                raise  # the agent may have broken what `reward` reads; before its first turn it has not
             place = traceback.extract_tb(e.__traceback__)[-1]
-            what = f"{type(e).__name__}: {e}" if not isinstance(e, TimeoutError) else f"no end in {CALL_SECONDS:.0f} s"
-            sentence = (
-                f"{self.title}.{method.__name__} of task {episode.task.id}: {what} ({place.filename}:{place.lineno})"
-            )
+            what = sentence_of(e) if not isinstance(e, TimeoutError) else f"no end in {CALL_SECONDS:.0f} s"
+            name = getattr(method, "__name__", "method")
+            sentence = f"{self.title}.{name} of task {task}: {what} ({place.filename}:{place.lineno})"
             self._failures.append(sentence)
             if len(self._failures) >= MAX_FAILURES:
+                self._failures.clear()  # a later evaluation counts anew
                 raise UserError(f"{MAX_FAILURES} failures in a row, the last of {sentence}; mend it") from e
             raise EnvironmentFailed(sentence) from e
 
@@ -310,12 +333,12 @@ class Environment(ABC, Generic[T]):
         """A reward by its parts. Raises UserError if it is not made of finite numbers."""
         parts = cast(Mapping[Any, Any], value) if isinstance(value, Mapping) else {"reward": value}
         try:
-            numbers = {str(name): float(part) for name, part in parts.items() if not isinstance(part, str)}
-        except (TypeError, ValueError):
+            numbers = {printable(str(name)): float(part) for name, part in parts.items() if not isinstance(part, str)}
+        except (TypeError, ValueError, OverflowError):
             numbers = {}
-        if len(numbers) != len(parts) or not np.isfinite(list(numbers.values())).all():
+        if len(numbers) != len(parts) or not abs(sum(numbers.values())) <= MAX_REWARD:
             raise UserError(
                 f"{self.title}.reward returned {value!r} for task {episode.task.id}; it must return a finite number, "
-                "or a dict of finite numbers by name"
+                f"or a dict of finite numbers by name, of {MAX_REWARD:g} at most in all"
             )
         return numbers

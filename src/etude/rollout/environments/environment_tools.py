@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from etude.errors import UserError
-from etude.harness import FullTools
+from etude.harness import FullTools, UsersBox
 from etude.records import Task, ToolCall
 from etude.renderers import COMPACT_PARAMETERS, SCHEMAS
 from etude.sandbox import Box
@@ -27,12 +27,10 @@ class PythonTools(FullTools):
         *,
         compact: bool,
     ) -> None:
-        if wrong := sorted(set(box_tools) - BOX_TOOLS):
-            raise UserError(f"box_tools: {wrong[0]} is none of {', '.join(sorted(BOX_TOOLS))}")
-        if box_tools and compact:
-            raise UserError("box_tools need a model that knows the OpenAI tool format (model.dialect)")
         no_box: Any = None  # tools that need a box are not among the schemas then
-        super().__init__(no_box if box is None else box, task, names=(*box_tools, "finish"), functions=functions)
+        inner = box.inner if isinstance(box, UsersBox) else box
+        super().__init__(no_box if inner is None else inner, task, names=(*box_tools, "finish"), functions=functions)
+        self._users_box = no_box if box is None else box
         # The dialect has parameters for these names.
         for name in sorted(COMPACT_PARAMETERS.keys() & self._functions if compact else ()):
             if list(self._functions[name].parameters["properties"]) != list(COMPACT_PARAMETERS[name]):

@@ -5,21 +5,31 @@ In a mixture a task's id begins with the name of its environment. Every environm
 
 from __future__ import annotations
 
+import inspect
+import math
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import blake3
+import msgspec
 from msgspec import structs
 
-from etude.errors import UserError
+from etude.errors import USERS_FAULTS, UserError
 from etude.records import Task
 from etude.rollout.environments.environment import Environment
 
+_TEXT, _FOLDER = (str, type(None)), (str, Path, type(None))
+_ATTRIBUTES: dict[str, tuple[type, ...]] = {  # of environments
+    "name": _TEXT, "system": _TEXT, "repository": _FOLDER, "site": _FOLDER, "pass_mark": (int, float),
+    "box_tools": (tuple, list, set, frozenset),
+}  # fmt: skip
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -139,8 +149,9 @@ def mix(parts: Sequence[TaskPart], weights: Sequence[float], *, more: bool = Fal
 def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> TaskPart:
     """An environment with its tasks, which are checked. Tasks without a split are divided by a hash of their ids:
     `heldout_fraction` of them are held out. Raises UserError."""
-    name = environment.title
     environment.check_reward()
+    _check_class(environment)
+    name = environment.title
     for key in ("repository", "site"):
         if (folder := getattr(environment, key)) and not Path(folder).is_dir():
             raise UserError(f"{name}.{key}: {folder} is not a folder")
@@ -151,7 +162,90 @@ def task_part(environment: Environment[Any], heldout_fraction: float = 0.0) -> T
     held_out = max(1, round(heldout_fraction * len(free))) if heldout_fraction and len(free) > 1 else 0
     splits = {id: "heldout" if number < held_out else "train" for number, id in enumerate(free)}
     ordered = tuple(structs.replace(tasks[id], split=splits.get(id, tasks[id].split)) for id in sorted(tasks))
-    return TaskPart(environment, ordered, digest=blake3.blake3(repr(ordered).encode()).hexdigest())
+    return TaskPart(environment, ordered, digest=_digest(environment, ordered))
+
+
+def _digest(environment: Environment[Any], tasks: Sequence[Task]) -> str:
+    """A digest of tasks and their files, the same at every start."""
+    state = blake3.blake3(environment.title.encode())
+    for task in tasks:
+        image = environment.image(task)
+        for part in (task, {} if image is None else dict(image.changes)):
+            with suppress(ValueError, OverflowError, RecursionError):  # a field that JSON cannot hold
+                state.update(msgspec.json.encode(part, enc_hook=_type_name, order="sorted"))
+    return state.hexdigest()
+
+
+def _type_name(value: object) -> str:
+    """Instead of a value that has no JSON: its `repr` may hold an address."""
+    return type(value).__qualname__
+
+
+def _check_class(environment: Environment[Any]) -> None:
+    """Raises UserError if an attribute has the name of something of `Environment`, and is something else: a method that
+    takes other arguments, no method, or a name that is no text."""
+    kind = type(environment).__name__
+    for name in (name for name in dir(Environment) if not name.startswith("_")):
+        base, own = getattr(Environment, name), getattr(environment, name)
+        if not callable(base):
+            continue
+        taken = [parameter for parameter in inspect.signature(base).parameters if parameter != "self"]
+        shape = f"({', '.join(taken)})"
+        if not callable(own):
+            raise UserError(f"{kind}.{name} is {own!r}, and environments have a method {name}{shape}: rename it")
+        try:
+            inspect.signature(own).bind(*taken)
+        except TypeError as e:
+            raise UserError(f"{kind}.{name} cannot be called as {name}{shape} ({e}): mend it, or rename it") from None
+        except ValueError:  # a function in C, which has no signature
+            pass
+        asynchronous = inspect.iscoroutinefunction(own) or inspect.isasyncgenfunction(own)
+        if asynchronous and not inspect.iscoroutinefunction(base) and name not in ("setup", "tools", "reward"):
+            raise UserError(f"{kind}.{name} is async, and its result is not awaited: write it without async")
+    for name, kinds in _ATTRIBUTES.items():
+        if not isinstance(value := getattr(environment, name), kinds):
+            raise UserError(f"{kind}.{name} is {value!r}, and must be a {kinds[0].__name__}")
+    if not math.isfinite(environment.pass_mark):
+        raise UserError(f"{kind}.pass_mark is {environment.pass_mark}, and rewards are finite numbers")
+
+
+def _check_task(name: str, task: Task) -> None:
+    """Raises UserError if a field of a task, or what a property makes of the fields, has another type than `Task`
+    says: records and reports hold them."""
+    try:
+        fields = {field: getattr(task, field) for field in Task.__struct_fields__}
+        msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Task)
+        for derived in ("cluster", "text", "damage"):
+            if not isinstance(value := getattr(task, derived), str):
+                raise TypeError(f"{derived} is {value!r}, and Task has a str of this name")
+            value.encode()
+        decided: Any = task.decided
+        if not isinstance(decided, int | float):
+            raise TypeError(f"decided is {decided!r}, and Task has a number of this name")
+        if (budget := task.budget) is not None and min(
+            budget.turns, budget.tokens, budget.context, budget.seconds
+        ) <= 0:
+            raise ValueError("the budget has numbers that are not above 0")
+    except USERS_FAULTS as e:
+        raise UserError(f"{name}.tasks: the task {task.id!r} cannot be used: {type(e).__name__}: {e}") from e
+
+
+def _check_files(name: str, task: Task, files: Mapping[Any, Any]) -> None:
+    """Raises UserError for what is no text by its path in the repository."""
+    for path, text in files.items():
+        parts = path.split("/") if isinstance(path, str) else [""]
+        if parts[0] == "" or parts[-1] in ("", ".") or ".." in parts or "\0" in path:
+            raise UserError(
+                f"{name}.files of task {task.id}: {path!r} is no path of a file, relative to the repository"
+            )
+        if not isinstance(text, str):
+            raise UserError(
+                f"{name}.files of task {task.id}: {path} is {type(text).__name__}, and files are texts (str)"
+            )
+    paths = {posixpath.normpath(path) for path in files}
+    folders = {str(folder) for path in paths for folder in PurePosixPath(path).parents}
+    if both := sorted(paths & folders):
+        raise UserError(f"{name}.files of task {task.id}: {both[0]} is a file and a folder")
 
 
 def _checked(environment: Environment[Any]) -> dict[str, Task]:
@@ -161,7 +255,7 @@ def _checked(environment: Environment[Any]) -> dict[str, Task]:
         tasks: list[Any] = list(environment.tasks())
     except UserError:
         raise
-    except Exception as e:
+    except USERS_FAULTS as e:
         raise UserError(f"{name}.tasks raised {type(e).__name__}: {e}") from e
     if not tasks:
         raise UserError(f"{name}.tasks gives no tasks")
@@ -169,17 +263,22 @@ def _checked(environment: Environment[Any]) -> dict[str, Task]:
     for task in tasks:
         if not isinstance(task, Task):
             raise UserError(f"{name}.tasks gives {task!r}, which is no etude.Task")
-        if not _ID.fullmatch(task.id) or task.id in by_id:
-            raise UserError(f"{name}.tasks: the id {task.id!r} is taken, or not made of letters, digits, '.', '_', '-'")
+        _check_task(name, task)
+        if task.id in by_id:
+            raise UserError(f"{name}.tasks: two tasks have the id {task.id!r}")
+        if not _ID.fullmatch(task.id):
+            raise UserError(f"{name}.tasks: the id {task.id!r} is not 1 to 100 letters, digits, '.', '_' and '-'")
         if task.split not in ("", "train", "heldout"):
             raise UserError(f"{name}.tasks: the split of {task.id} is {task.split!r}, neither train nor heldout")
         try:
             environment.validate(task)
-        except Exception as e:
+        except USERS_FAULTS as e:
             raise UserError(f"{name}.validate refuses the task {task.id}: {type(e).__name__}: {e}") from e
         try:
-            environment.image(task)
-        except Exception as e:
+            image = environment.image(task)
+        except USERS_FAULTS as e:
             raise UserError(f"{name} gives no box for the task {task.id}: {type(e).__name__}: {e}") from e
+        if image is not None:
+            _check_files(name, task, image.changes)
         by_id[task.id] = task
     return by_id

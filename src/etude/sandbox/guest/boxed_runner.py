@@ -49,10 +49,20 @@ def _tool(function: Any = None, **_: Any) -> Any:
 
 
 class _Anything(Exception):
-    """A class of `etude` for a module that only names it: in annotations, as a base, or as an error to raise."""
+    """A class of `etude` for a module that only names it: in annotations, as a base, as an error to raise, or as a
+    decorator of methods."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
+
+    def __class_getitem__(cls, _: Any) -> type[_Anything]:
+        return cls
+
+    def __init__(self, *values: Any, **_: Any) -> None:
+        super().__init__(*values)
+
+    def __call__(self, function: Any = None, **_: Any) -> Any:
+        return function
 
 
 class _StandIn(types.ModuleType):

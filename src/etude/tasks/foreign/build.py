@@ -4,14 +4,13 @@
 The gates run in the boxes that training uses. A folder with needs beyond these boxes is left out, with the reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import blake3
@@ -20,15 +19,15 @@ import msgspec
 from etude.code import table
 from etude.errors import UserError
 from etude.grading import grade_harbor, open_sandbox, run_solution, taken_changes
-from etude.sandbox import BoxError, Sandbox
+from etude.sandbox import BoxError, Image, Sandbox
 from etude.tasks import dataset
 from etude.tasks.check import CheckReport
 from etude.tasks.dataset import Dataset
-from etude.tasks.foreign import image as images
-from etude.tasks.foreign.dataset import FOREIGN, RECORDS, ForeignDataset, ForeignRecord, limits_of, read, tests_of
+from etude.tasks.foreign.dataset import RECORDS, ForeignDataset, limits_of, read, tests_of
 from etude.tasks.foreign.dataset import load_any_dataset as load_dataset
 from etude.tasks.foreign.dockerfile import FolderRefused
-from etude.tasks.foreign.folder import Folder, find_folders, load
+from etude.tasks.foreign.folder import FOREIGN, Folder, ForeignRecord, find_folders, load
+from etude.tasks.foreign.image import make
 from etude.tasks.gates import in_order
 from etude.tasks.search import Progress
 
@@ -52,11 +51,12 @@ class Trial:
 class Trials:
     """The results of all folders that were tried."""
 
-    trials: tuple[Trial, ...]
-    kept: tuple[ForeignRecord, ...] = field(init=False)
+    trials: Sequence[Trial]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kept", tuple(trial.record for trial in self.trials if trial.record is not None))
+    @cached_property
+    def kept(self) -> list[ForeignRecord]:
+        """The records of the folders that work."""
+        return [trial.record for trial in self.trials if trial.record is not None]
 
     @property
     def share(self) -> str:
@@ -68,7 +68,7 @@ class Trials:
 def try_folders(roots: Sequence[Path], bases: Sequence[str], progress: Progress) -> Trials:
     """Try every Harbor folder at and below `roots`, without writing a dataset. Raises UserError."""
     with tempfile.TemporaryDirectory(prefix="etude-harbor-") as work:
-        return asyncio.run(_try_all(find_folders(roots), Path(work), bases, 0.25, progress))
+        return asyncio.run(_try_all(find_folders(roots), Path(work), bases, progress))
 
 
 def build_foreign(
@@ -76,22 +76,14 @@ def build_foreign(
 ) -> tuple[Dataset, Trials]:
     """Write a dataset of the folders that pass the gates. Raises UserError if none does, or if `out` exists."""
     folders = find_folders(roots)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty; choose another folder or remove it.")
-    work = out.with_name(out.name + ".incomplete")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        trials = asyncio.run(_try_all(folders, work, bases, heldout_fraction, progress))
+    dataset.check_free(out)
+    with dataset.unfinished(out) as work:
+        trials = asyncio.run(_try_all(folders, work, bases, progress))
         if not trials.kept:
             first = trials.trials[0]
             raise UserError(f"no Harbor folder of {len(folders)} works here; the first, {first.folder}: {first.why}.")
-        _save(work, _name(roots), trials, bases)
-        if out.exists():
-            out.rmdir()
-        work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        names = [re.sub(r"[^A-Za-z0-9]+", "-", root.resolve().name).strip("-") for root in roots]
+        _save(work, f"harbor-{'-'.join(names)[:80]}", trials, bases, heldout_fraction)
     return load_dataset(out), trials
 
 
@@ -108,25 +100,15 @@ async def _failures(data: ForeignDataset, progress: Progress) -> dict[str, str]:
     failures: dict[str, str] = {}
     async with open_sandbox(memo=0) as sandbox:
         for number, task in enumerate(data.tasks):
-            record = data.records[task.id]
             try:
-                await _gates(
-                    sandbox,
-                    record,
-                    data.root / "tasks" / task.id,
-                    images.ForeignImage(
-                        data.root / "images" / task.id, images.Layout(record.workdir, record.places), record.environment
-                    ),
-                )
+                await _gates(sandbox, data.records[task.id], data.root / "tasks" / task.id, data.image(task))
             except (FolderRefused, BoxError, TimeoutError) as e:
                 failures[task.id] = str(e) or "its box did not answer in time"
             progress("checking tasks", number + 1, len(data.tasks))
     return failures
 
 
-async def _try_all(
-    folders: Sequence[Path], work: Path, bases: Sequence[str], heldout_fraction: float, progress: Progress
-) -> Trials:
+async def _try_all(folders: Sequence[Path], work: Path, bases: Sequence[str], progress: Progress) -> Trials:
     ids, done = _ids(folders), 0
     async with open_sandbox(workers=WORKERS, memo=0) as sandbox:
 
@@ -138,28 +120,21 @@ async def _try_all(
                 folder = load(path, bases)
                 trial = Trial(shown, await _try(sandbox, folder, id, work))
             except (FolderRefused, UserError) as e:
-                trial = Trial(shown, why=images.problem(e))
+                why = str(e).partition(";")[0].rstrip(".") if isinstance(e, UserError) else str(e)
+                trial = Trial(shown, why=why)
             done += 1
             progress("trying folders", done, len(folders))
             return trial
 
-        return _divided(await in_order(one, folders, WORKERS), heldout_fraction)
+        return Trials(await in_order(one, folders, WORKERS))
 
 
-def _divided(trials: Sequence[Trial], heldout_fraction: float) -> Trials:
-    """The trials with a share of the tasks held out, chosen by a hash of their ids."""
-    kept = [trial.record.id for trial in trials if trial.record is not None]
-    ordered = sorted(kept, key=lambda id: blake3.blake3(id.encode()).digest())
-    count = max(1, round(heldout_fraction * len(kept))) if heldout_fraction and len(kept) > 1 else 0
-    heldout = frozenset(ordered[:count])
-    return Trials(
-        tuple(
-            replace(trial, record=msgspec.structs.replace(trial.record, split="heldout"))
-            if trial.record is not None and trial.record.id in heldout
-            else trial
-            for trial in trials
-        )
-    )
+def _divided(records: Sequence[ForeignRecord], heldout_fraction: float) -> list[ForeignRecord]:
+    """The records with a share of the tasks held out, chosen by a hash of their ids."""
+    ordered = sorted((record.id for record in records), key=lambda id: blake3.blake3(id.encode()).digest())
+    count = max(1, round(heldout_fraction * len(records))) if heldout_fraction and len(records) > 1 else 0
+    sides = dict.fromkeys(ordered[:count], "heldout")
+    return [msgspec.structs.replace(record, split=sides.get(record.id, "train")) for record in records]
 
 
 async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> ForeignRecord:
@@ -170,7 +145,9 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
         root = work / TRIED / f"{id}.{left}"
         root.mkdir(parents=True)
         try:
-            record = await _record(sandbox, folder, id, root)
+            image = await make(sandbox, folder, root, limits_of(folder.record.memory_mb))
+            record = msgspec.structs.replace(folder.record, id=id, environment=dict(image.environment))
+            record = await _gates(sandbox, record, folder.path, image)
         except (BoxError, TimeoutError) as e:
             if not left or (isinstance(e, BoxError) and e.payer == "agent"):
                 raise FolderRefused(f"its box was lost: {e or 'no answer in time'}") from None
@@ -182,36 +159,18 @@ async def _try(sandbox: Sandbox, folder: Folder, id: str, work: Path) -> Foreign
     raise AssertionError("unreachable")
 
 
-async def _record(sandbox: Sandbox, folder: Folder, id: str, root: Path) -> ForeignRecord:
-    made = await images.make(sandbox, folder, root, limits_of(folder.memory_mb))
-    record = ForeignRecord(
-        id=id,
-        source=folder.path.name,
-        split="train",
-        workdir=folder.layout.workdir,
-        places=folder.layout.places,
-        environment=made.environment,
-        verifier_environment=folder.verifier_environment,
-        seconds=folder.seconds,
-        memory_mb=folder.memory_mb,
-        allowed=(),
-        licence=folder.licence,
-    )
-    return await _gates(sandbox, record, folder.path, made)
-
-
-async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, made: images.ForeignImage) -> ForeignRecord:
+async def _gates(sandbox: Sandbox, record: ForeignRecord, folder: Path, image: Image) -> ForeignRecord:
     """The record with the files that grading must accept from a solution. Raises FolderRefused, and BoxError if a box
     is lost."""
     limits, tests = limits_of(record.memory_mb), folder / "tests"
-    nothing = await grade_harbor(sandbox, tests_of(record, tests), made.image, {}, limits)
+    nothing = await grade_harbor(sandbox, tests_of(record, tests), image, {}, limits)
     if nothing.score > 0:
         raise FolderRefused(f"doing nothing scores {nothing.score:.3g}")
     solution = folder / "solution"
-    solved = await run_solution(sandbox, made.image, solution, record.workdir, limits, SOLUTION_SECONDS)
+    solved = await run_solution(sandbox, image, solution, record.workdir, limits, SOLUTION_SECONDS)
     record = msgspec.structs.replace(record, allowed=tuple(taken_changes(solved)[1]))
     for _ in range(ORACLE_RUNS):
-        oracle = await grade_harbor(sandbox, tests_of(record, tests), made.image, solved, limits)
+        oracle = await grade_harbor(sandbox, tests_of(record, tests), image, solved, limits)
         if not oracle.passed:
             raise FolderRefused(f"its own solution scores {oracle.score:.3g}: {oracle.detail}")
     return record
@@ -228,15 +187,12 @@ def _ids(folders: Sequence[Path]) -> dict[Path, str]:
     return ids
 
 
-def _name(roots: Sequence[Path]) -> str:
-    return "harbor-" + "-".join(re.sub(r"[^A-Za-z0-9]+", "-", root.resolve().name).strip("-") for root in roots)[:80]
-
-
-def _save(work: Path, name: str, trials: Trials, bases: Sequence[str]) -> None:
+def _save(work: Path, name: str, trials: Trials, bases: Sequence[str], heldout_fraction: float) -> None:
+    records = _divided(trials.kept, heldout_fraction)
     shutil.rmtree(work / TRIED)
     (work / "hidden").mkdir()
-    (work / RECORDS).write_bytes(msgspec.json.format(msgspec.json.encode(list(trials.kept)), indent=1) + b"\n")
-    splits = [record.split for record in trials.kept]
+    (work / RECORDS).write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
+    splits = [record.split for record in records]
     counts = {"tried": len(trials.trials), "tasks": len(splits), "train": splits.count("train")}
     manifest = dataset.Manifest(
         format=dataset.DATASET_FORMAT,
@@ -254,7 +210,7 @@ def _save(work: Path, name: str, trials: Trials, bases: Sequence[str]) -> None:
         warnings=(DECIDED_INSIDE,),
     )
     dataset.seal(work, manifest)
-    (work / "DATACARD.md").write_text(card(name, trials), encoding="utf-8")
+    (work / "DATACARD.md").write_text(_card(name, trials, records), encoding="utf-8")
 
 
 DECIDED_INSIDE = (
@@ -263,9 +219,9 @@ DECIDED_INSIDE = (
 )
 
 
-def card(name: str, trials: Trials) -> str:
+def _card(name: str, trials: Trials, records: Sequence[ForeignRecord]) -> str:
     """DATACARD.md: the folders in the dataset, and the reasons for which others were left out."""
-    kept = [(record.id, record.split, "decided inside", record.licence or "not stated") for record in trials.kept]
+    kept = [(record.id, record.split, "decided inside", record.licence or "not stated") for record in records]
     left = [(trial.folder, trial.why) for trial in trials.trials if trial.record is None]
     return "\n".join(
         [

@@ -7,8 +7,6 @@ DIR/images/ID/     tree/, site/ and provided/: the folders of its boxes (`image.
 DIR/hidden/        empty; the tests of a task are tasks/ID/tests
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,32 +15,15 @@ import msgspec
 
 from etude.errors import UserError
 from etude.grading import Grade, HarborTests, grade_harbor
-from etude.records import CodeTask, Record
+from etude.records import CodeTask
 from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset, Manifest
-from etude.tasks.foreign.dockerfile import Layout
-from etude.tasks.foreign.image import ForeignImage
+from etude.tasks.foreign.folder import FOREIGN, ForeignRecord
+from etude.tasks.foreign.image import image_of
 
-FOREIGN = "harbor"
 RECORDS = "harbor.json"
 PROCESSES, DISK_MB = 256, 256  # of a box
-
-
-class ForeignRecord(Record, frozen=True, kw_only=True):
-    """The facts about a foreign task that its folder does not hold."""
-
-    id: str
-    source: str  # the original name of the folder
-    split: str
-    workdir: str
-    places: dict[str, str]
-    environment: dict[str, str]
-    verifier_environment: dict[str, str]
-    seconds: float  # of the tests
-    memory_mb: int
-    allowed: tuple[str, ...]  # files that steer Python or pytest and belong to the solution
-    licence: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +35,7 @@ class ForeignDataset(Dataset):
     def image(self, task: CodeTask) -> Image:
         """The image of the agent's box, without tests and solution."""
         record = self.records[task.id]
-        layout = Layout(record.workdir, record.places)
-        return ForeignImage(self.root / "images" / task.id, layout, record.environment).image
+        return image_of(self.root / "images" / task.id, record.places, record.environment)
 
     def limits(self, task: CodeTask) -> Limits:
         """The limits of a task's boxes."""

@@ -4,12 +4,11 @@ Base images of Python, Ubuntu and Debian are replaced by the Python and the prog
 docs.docker.com/reference/dockerfile.
 """
 
-from __future__ import annotations
-
 import json
 import posixpath
 import re
 import shlex
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -24,7 +23,6 @@ _TAKEN = frozenset({"/opt/runner", "/opt/agent", "/opt/harbor", "/var/tmp", "/va
 _PATH = re.compile(r"(?<![\w./:~}-])/(?:[\w.-]+/)*[\w.-]+")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
-_IGNORED = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL", "CMD"})  # Harbor keeps its own command running
 LOGS = "/logs"
 HOME = "/root"  # as in containers
 ASIDE = ".root"  # folder of the work tree for files outside of the working folder
@@ -72,13 +70,12 @@ class Layout:
         """The path below the work tree for an absolute path. Raises FolderRefused."""
         path = posixpath.normpath(path)
         for place in sorted({**self.places, "/workspace": ""}, key=len, reverse=True):
-            if path == place or path.startswith(place + "/"):
+            if _within(path, place):
                 if place == "/workspace" and "" in self.places.values():
                     break
                 return posixpath.normpath(posixpath.join(self.places.get(place, ""), path[len(place) + 1 :]))
-        if path.startswith("/tmp/"):
-            raise FolderRefused(f"it writes to {path}, which boxes begin without")
-        raise FolderRefused(f"it writes to {path}, which boxes have from this machine, read-only")
+        why = "begin without" if path.startswith("/tmp/") else "have from this machine, read-only"
+        raise FolderRefused(f"it writes to {path}, which boxes {why}")
 
 
 def read(text: str, bases: Sequence[str] = ()) -> Recipe:
@@ -88,33 +85,36 @@ def read(text: str, bases: Sequence[str] = ()) -> Recipe:
     environment: dict[str, str] = {}
     steps: list[CopyStep | RunStep] = []
     for name, rest, heredoc in _instructions(text):
-        if name == "FROM":
-            if base:
+        match name:
+            case "FROM" if base:
                 raise FolderRefused("its Dockerfile has several stages")
-            base = _base(_replaced(rest, variables), bases)
-        elif name == "ARG":
-            key, equals, value = rest.partition("=")
-            variables[key.strip()] = _replaced(value.strip().strip("\"'"), variables) if equals else ""
-        elif name == "ENV":
-            values = {key: _replaced(value, variables) for key, value in _pairs(rest)}
-            environment |= values
-            variables |= values
-        elif name == "WORKDIR":
-            workdir = posixpath.normpath(posixpath.join(workdir, _replaced(rest.strip("\"'"), variables)))
-        elif name in ("COPY", "ADD"):
-            if heredoc:
+            case "FROM":
+                base = _base(_replaced(rest, variables), bases)
+            case "ARG":
+                key, equals, value = rest.partition("=")
+                variables[key.strip()] = _replaced(value.strip().strip("\"'"), variables) if equals else ""
+            case "ENV":
+                values = {key: _replaced(value, variables) for key, value in _pairs(rest)}
+                environment |= values
+                variables |= values
+            case "WORKDIR":
+                workdir = posixpath.normpath(posixpath.join(workdir, _replaced(rest.strip("\"'"), variables)))
+            case "COPY" | "ADD" if heredoc:
                 raise FolderRefused("its Dockerfile copies a text from a heredoc")
-            steps.append(_copy(_replaced(rest, variables), workdir))
-        elif name == "RUN":
-            steps.append(RunStep(_script(rest, heredoc), workdir))
-        elif name == "USER" and rest not in ("root", "0", "0:0", "root:root"):
-            raise FolderRefused(f"its Dockerfile changes to the user {rest}")
-        elif name in ("ENTRYPOINT", "VOLUME", "HEALTHCHECK", "ONBUILD"):
-            raise FolderRefused(f"its Dockerfile has {name}")
-        elif name == "SHELL" and "bash" not in rest:
-            raise FolderRefused(f"its Dockerfile has SHELL {rest}")
-        elif name not in _IGNORED | {"USER", "SHELL"}:
-            raise FolderRefused(f"its Dockerfile has {name}, which is not known")
+            case "COPY" | "ADD":
+                steps.append(_copy(_replaced(rest, variables), workdir))
+            case "RUN":
+                steps.append(RunStep(_script(rest, heredoc), workdir))
+            case "USER" if rest not in ("root", "0", "0:0", "root:root"):
+                raise FolderRefused(f"its Dockerfile changes to the user {rest}")
+            case "SHELL" if "bash" not in rest:
+                raise FolderRefused(f"its Dockerfile has SHELL {rest}")
+            case "ENTRYPOINT" | "VOLUME" | "HEALTHCHECK" | "ONBUILD":
+                raise FolderRefused(f"its Dockerfile has {name}")
+            case "USER" | "SHELL" | "LABEL" | "MAINTAINER" | "EXPOSE" | "STOPSIGNAL" | "CMD":
+                pass  # Harbor keeps its own command running
+            case _:
+                raise FolderRefused(f"its Dockerfile has {name}, which is not known")
     if not base:
         raise FolderRefused("its Dockerfile has no FROM")
     return Recipe(base, tuple(steps), environment, workdir)
@@ -127,17 +127,19 @@ def layout(recipe: Recipe, *texts: str) -> Layout:
         named |= {step.target} if isinstance(step, CopyStep) else set(_PATH.findall(step.script)) | {step.folder}
     for text in texts:
         named |= set(_PATH.findall(text))
-    at_workspace = any(path == "/workspace" or path.startswith("/workspace/") for path in named)
-    own = None if recipe.workdir == "/" else place_of(recipe.workdir)
-    if recipe.workdir not in ("/", "/workspace") and own is None and not recipe.workdir.startswith("/workspace/"):
-        raise FolderRefused(f"its working folder is {recipe.workdir}, which boxes have from this machine, read-only")
-    places = {place: f"{ASIDE}{place}" for place in filter(None, map(place_of, sorted(named)))}
-    places |= {LOGS: f"{ASIDE}{LOGS}", HOME: f"{ASIDE}{HOME}"}
-    if own is not None and not at_workspace:
-        places[own] = ""
-    nested = [p for p in places if any(p != q and p.startswith(q + "/") for q in places)]
     workdir = "/workspace" if recipe.workdir == "/" else recipe.workdir
+    own = place_of(workdir)
+    if own is None and not _within(workdir, "/workspace"):
+        raise FolderRefused(f"its working folder is {workdir}, which boxes have from this machine, read-only")
+    places = {place: f"{ASIDE}{place}" for place in (*map(place_of, sorted(named)), LOGS, HOME) if place}
+    if own is not None and not any(_within(path, "/workspace") for path in named):
+        places[own] = ""
+    nested = [p for p in places if any(p != q and _within(p, q) for q in places)]
     return Layout(workdir, {place: folder for place, folder in places.items() if place not in nested})
+
+
+def _within(path: str, place: str) -> bool:
+    return path == place or path.startswith(f"{place}/")
 
 
 def place_of(path: str) -> str | None:
@@ -192,31 +194,29 @@ def words(command: str) -> list[str]:
 
 def _instructions(text: str) -> list[tuple[str, str, str]]:
     """(name, arguments, text of a heredoc with its last line) of each instruction."""
-    lines, instructions, i = text.splitlines(), list[tuple[str, str, str]](), 0
-    while i < len(lines):
-        line = lines[i]
-        i += 1
-        if not line.strip() or line.lstrip().startswith("#"):
+    lines, instructions = deque(text.splitlines()), list[tuple[str, str, str]]()
+    while lines:
+        parts = [lines.popleft()]
+        if _is_blank(parts[0]):
             continue
-        parts = [line]
-        while parts[-1].rstrip().endswith("\\") and i < len(lines):
+        while parts[-1].rstrip().endswith("\\") and lines:
             parts[-1] = parts[-1].rstrip()[:-1]
-            while i < len(lines) and (not lines[i].strip() or lines[i].lstrip().startswith("#")):
-                i += 1
-            if i < len(lines):
-                parts.append(lines[i])
-                i += 1
-        whole = " ".join(part.strip() for part in parts)
-        name, _, rest = whole.strip().partition(" ")
+            while lines and _is_blank(lines[0]):
+                lines.popleft()
+            if lines:
+                parts.append(lines.popleft())
+        name, _, rest = " ".join(part.strip() for part in parts).strip().partition(" ")
         body: list[str] = []
         if name.upper() in ("RUN", "COPY", "ADD") and (match := _HEREDOC.search(rest)):
-            while i < len(lines) and lines[i].strip() != match[2]:
-                body.append(lines[i])
-                i += 1
-            body += lines[i : i + 1]
-            i += 1
+            while lines and (not body or body[-1].strip() != match[2]):
+                body.append(lines.popleft())
         instructions.append((name.upper(), rest.strip(), "\n".join(body)))
     return instructions
+
+
+def _is_blank(line: str) -> bool:
+    """Whether a line holds nothing, or a comment."""
+    return line.strip()[:1] in ("", "#")
 
 
 def _base(rest: str, bases: Sequence[str]) -> str:
@@ -230,17 +230,16 @@ def _base(rest: str, bases: Sequence[str]) -> str:
 
 
 def _copy(rest: str, workdir: str) -> CopyStep:
-    mode = None
-    flags, paths = list[str](), list[str]()
+    mode, paths = None, list[str]()
     arguments: list[str] = cast(list[Any], json.loads(rest)) if rest.startswith("[") else words(rest)
     for word in arguments:
-        (flags if word.startswith("--") else paths).append(word)
-    for flag in flags:
-        name, _, value = flag.partition("=")
-        if name == "--chmod" and re.fullmatch("0?[0-7]{3}", value):
+        name, _, value = word.partition("=")
+        if not word.startswith("--"):
+            paths.append(word)
+        elif name == "--chmod" and re.fullmatch("0?[0-7]{3}", value):
             mode = int(value, 8)
         elif name not in ("--chown", "--link"):
-            raise FolderRefused(f"its Dockerfile copies with {flag}")
+            raise FolderRefused(f"its Dockerfile copies with {word}")
     if len(paths) < 2 or any("://" in path for path in paths):
         raise FolderRefused(f"its Dockerfile copies {rest}")
     *sources, target = paths

@@ -1,35 +1,52 @@
 """A foreign Harbor folder: task.toml, instruction.md, environment/, tests/test.sh and solution/solve.sh."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from etude.code import toml_table
 from etude.errors import UserError
+from etude.records import Record
 from etude.tasks.foreign.dockerfile import FolderRefused, Layout, Recipe, layout, read
 
+FOREIGN = "harbor"
 MEMORY_MB = 4096  # of a box, at most
 MAX_SECONDS = 800.0  # of the tests: an episode's grade has 900
+_REQUIRED = {  # file -> why it is needed
+    "instruction.md": "",
+    "tests/test.sh": "",
+    "solution/solve.sh": ", so no run can prove that it is solvable",
+}
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
+
+
+class ForeignRecord(Record, frozen=True, kw_only=True):
+    """The facts about a foreign task that its folder does not hold."""
+
+    id: str
+    source: str  # the original name of the folder
+    split: str
+    workdir: str
+    places: dict[str, str]
+    environment: dict[str, str]
+    verifier_environment: dict[str, str]
+    seconds: float  # of the tests
+    memory_mb: int
+    allowed: tuple[str, ...]  # files that steer Python or pytest and belong to the solution
+    licence: str
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The content of a folder, as far as etude uses it."""
+    """The content of a folder, as far as etude uses it, and the record of its task, whose gates have not run yet."""
 
     path: Path
-    instruction: str
     recipe: Recipe
     layout: Layout
-    seconds: float  # of the tests
-    memory_mb: int
-    environment: dict[str, str]
-    verifier_environment: dict[str, str]
-    licence: str
+    record: ForeignRecord
 
     @property
     def tests(self) -> str:
@@ -55,68 +72,57 @@ def load(path: Path, bases: Sequence[str] = ()) -> Folder:
     root = path.resolve()
     if link := next((p for p in root.rglob("*") if p.is_symlink() and not p.resolve().is_relative_to(root)), None):
         raise FolderRefused(f"its link {link.relative_to(root)} leads out of it")
-    for name in ("instruction.md", "tests/test.sh", "solution/solve.sh"):
+    for name, purpose in _REQUIRED.items():
         if not (path / name).is_file():
-            raise FolderRefused(_MISSING.get(name, f"it has no {name}"))
+            raise FolderRefused(f"it has no {name}{purpose}")
     try:
         config = tomllib.loads((path / "task.toml").read_text("utf-8"))
         instruction = (path / "instruction.md").read_text("utf-8").strip()
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise FolderRefused(f"its task.toml or instruction.md cannot be read ({e})") from None
-    environment, verifier = _table(config, "environment"), _table(config, "verifier")
-    _check(path, config, environment, verifier)
+    environment, verifier = toml_table(config, "environment"), toml_table(config, "verifier")
+    needs = (
+        (
+            any((path / "environment" / name).exists() for name in _COMPOSE),
+            "it needs several containers (docker-compose)",
+        ),
+        ((path / "tests/Dockerfile").exists(), "its tests have an image of their own (tests/Dockerfile)"),
+        (config.get("steps"), "it has several steps"),
+        (environment.get("gpus"), "it needs a GPU"),
+        (environment.get("os", "linux") != "linux", f"it needs {environment.get('os')}"),
+        (environment.get("mcp_servers"), "it needs MCP servers"),
+        (environment.get("healthcheck"), "it waits for a service (healthcheck)"),
+        (verifier.get("collect"), "its tests collect from other containers"),
+    )
+    for need, reason in needs:
+        if need:
+            raise FolderRefused(reason)
     docker = path / "environment/Dockerfile"
     if not docker.is_file():
         image = environment.get("docker_image")
         raise FolderRefused(f"it names the image {image}" if image else "it has no environment/Dockerfile")
     recipe = read(docker.read_text("utf-8", "replace"), bases)
     where = layout(recipe, instruction)
-    return Folder(
-        path=path,
-        instruction=instruction,
-        recipe=recipe,
-        layout=where,
-        seconds=min(MAX_SECONDS, float(verifier.get("timeout_sec") or 600.0)),
-        memory_mb=_memory(environment),
+    record = ForeignRecord(
+        id=path.name,
+        source=path.name,
+        split="train",
+        workdir=where.workdir,
+        places=where.places,
         environment=_variables(environment),
         verifier_environment=_variables(verifier),
-        licence=_licence(config),
+        seconds=min(MAX_SECONDS, float(verifier.get("timeout_sec") or 600.0)),
+        memory_mb=_memory(environment),
+        allowed=(),
+        licence=str(toml_table(config, "metadata").get("license") or toml_table(config, "task").get("license") or ""),
     )
-
-
-_MISSING = {"solution/solve.sh": "it has no solution/solve.sh, so no run can prove that it is solvable"}
-
-
-def _check(path: Path, config: dict[str, Any], environment: dict[str, Any], verifier: dict[str, Any]) -> None:
-    if any((path / "environment" / name).exists() for name in _COMPOSE):
-        raise FolderRefused("it needs several containers (docker-compose)")
-    if (path / "tests/Dockerfile").exists():
-        raise FolderRefused("its tests have an image of their own (tests/Dockerfile)")
-    if config.get("steps"):
-        raise FolderRefused("it has several steps")
-    if environment.get("gpus"):
-        raise FolderRefused("it needs a GPU")
-    if environment.get("os", "linux") != "linux":
-        raise FolderRefused(f"it needs {environment['os']}")
-    if environment.get("mcp_servers"):
-        raise FolderRefused("it needs MCP servers")
-    if environment.get("healthcheck"):
-        raise FolderRefused("it waits for a service (healthcheck)")
-    if verifier.get("collect"):
-        raise FolderRefused("its tests collect from other containers")
-
-
-def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
-    value = config.get(name)
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    return Folder(path, recipe, where, record)
 
 
 def _variables(table: dict[str, Any]) -> dict[str, str]:
     """Variables with a value. Those of the host, `${NAME}`, are left out: they are keys of services that boxes do not
     reach."""
-    values = table.get("env")
-    pairs = cast(dict[str, Any], values) if isinstance(values, dict) else {}
-    return {name: str(value) for name, value in pairs.items() if "${" not in str(value)}
+    return {name: str(value) for name, value in toml_table(table, "env").items() if "${" not in str(value)}
 
 
 def _memory(environment: dict[str, Any]) -> int:
@@ -125,7 +131,3 @@ def _memory(environment: dict[str, Any]) -> int:
         text = re.fullmatch(r"(\d+)\s*([GM])B?", str(environment.get("memory") or "2G").strip(), re.IGNORECASE)
         number = int(text[1]) * (1024 if text[2].upper() == "G" else 1) if text else 2048
     return max(512, min(int(number), MEMORY_MB))
-
-
-def _licence(config: dict[str, Any]) -> str:
-    return str(_table(config, "metadata").get("license") or _table(config, "task").get("license") or "")

@@ -4,25 +4,22 @@ Python requirements of the Dockerfile and of the tests are installed as wheels. 
 this machine. All other commands of RUN run in a box without a network, and leave their files in the tree.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import posixpath
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import dropwhile, pairwise
 from pathlib import Path
 
 from etude.code import install_wheels
-from etude.errors import UserError
 from etude.grading import HARBOR_STATE, note_state
 from etude.sandbox import RUNNER, SITE, WORKSPACE, BoxError, Image, Limits, Sandbox
 from etude.sandbox.namespace import PYTHON_FOLDER
-from etude.tasks.foreign.dockerfile import ASIDE, HOME, CopyStep, FolderRefused, Layout, RunStep, pieces, words
+from etude.tasks.foreign.dockerfile import ASIDE, HOME, CopyStep, FolderRefused, RunStep, pieces, words
 from etude.tasks.foreign.folder import Folder
 
 PROVIDED = "/opt/harbor"  # folder of boxes with `provided.py` under the names of the programs that it replaces
@@ -36,46 +33,35 @@ _WITH = frozenset({"--with", "-w", "--from"})
 _ENTRY = re.compile(r"^\s*([\w.-]+)\s*=\s*([\w.]+)\s*:\s*([\w.]+)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class ForeignImage:
-    """The folders of an image below `root`: tree/, site/ and provided/."""
-
-    root: Path
-    layout: Layout
-    environment: dict[str, str]
-
-    @property
-    def image(self) -> Image:
-        """The image as a sandbox takes it."""
-        return Image(
-            repository=self.root / "tree",
-            site=self.root / "site",
-            changes={},
-            mounts={PROVIDED: self.root / "provided"},
-            places=self.layout.places,
-            environment=self.environment,
-        )
+def image_of(root: Path, places: Mapping[str, str], environment: Mapping[str, str]) -> Image:
+    """The image whose folders lie below `root`: tree/, site/ and provided/."""
+    return Image(
+        repository=root / "tree",
+        site=root / "site",
+        changes={},
+        mounts={PROVIDED: root / "provided"},
+        places=places,
+        environment=environment,
+    )
 
 
-async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> ForeignImage:
+async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> Image:
     """Make the image of `folder` below `root`. Raises FolderRefused, BoxError, or UserError for missing packages."""
     tree = root / "tree"
     for place in folder.layout.places.values():
         (tree / place).mkdir(parents=True, exist_ok=True)
     (tree / ASIDE).mkdir(exist_ok=True)
-    needed = _requirements(folder)
-    install_wheels(needed, root / "site", RUN_SECONDS * 5)
+    install_wheels(_requirements(folder), root / "site", RUN_SECONDS * 5)
     _provide(root)
-    environment = {name: value for name, value in folder.recipe.environment.items() if name != "PATH"}
-    environment |= folder.environment
-    image = ForeignImage(root, folder.layout, environment | _search(folder))
+    declared = {name: value for name, value in folder.recipe.environment.items() if name != "PATH"}
+    image = image_of(root, folder.layout.places, declared | folder.record.environment | _search(folder))
     for number, step in enumerate(folder.recipe.steps):
         if isinstance(step, CopyStep):
             _copy(folder, step, tree)
         elif script := _without_installers(step.script):
             seen = root / f"step-{number}"  # a sandbox keeps folders that it has read: each step begins with a copy
             shutil.copytree(tree, seen, symlinks=True)
-            await _run(sandbox, replace(image.image, repository=seen), script, step.folder, tree, limits)
+            await _run(sandbox, replace(image, repository=seen), script, step.folder, tree, limits)
             shutil.rmtree(seen)
     (tree / folder.layout.inside(folder.layout.workdir)).mkdir(parents=True, exist_ok=True)
     (tree / HARBOR_STATE).unlink(missing_ok=True)
@@ -98,13 +84,11 @@ def _search(folder: Folder) -> dict[str, str]:
 def _requirements(folder: Folder) -> list[str]:
     """The packages that RUN and the tests install with pip and uv, each once. Raises FolderRefused."""
     scripts = [step.script for step in folder.recipe.steps if isinstance(step, RunStep)]
-    requirements = dict[str, None]()
-    for command in (piece for script in [*scripts, folder.tests] for _, piece in pieces(script)):
-        for requirement in _installed_by(words(command), folder):
-            requirements[requirement] = None
+    commands = [words(command) for script in [*scripts, folder.tests] for _, command in pieces(script)]
+    requirements = [requirement for command in commands for requirement in _installed_by(command, folder)]
     if "pytest" in folder.tests and not any(re.match(r"pytest\b(?!-)", requirement) for requirement in requirements):
-        requirements["pytest"] = None  # the base image would bring it
-    return list(requirements)
+        requirements.append("pytest")  # the base image would bring it
+    return list(dict.fromkeys(requirements))
 
 
 def _installed_by(command: Sequence[str], folder: Folder) -> Iterator[str]:
@@ -134,9 +118,7 @@ def _installed_by(command: Sequence[str], folder: Folder) -> Iterator[str]:
 
 def _pip(command: Sequence[str]) -> Sequence[str] | None:
     """The arguments after `install` in a call of pip; None for any other command."""
-    plain = list(command)
-    while plain and (plain[0] in ("sudo", "env") or re.fullmatch(r"\w+=.*", plain[0])):
-        plain = plain[1:]
+    plain = list(dropwhile(lambda word: word in ("sudo", "env") or re.fullmatch(r"\w+=.*", word), command))
     if plain[:1] in (["python"], ["python3"]) and plain[1:2] == ["-m"]:
         plain = plain[2:]
     if plain[:2] == ["uv", "pip"]:
@@ -158,9 +140,13 @@ def _apt(command: Sequence[str]) -> list[str] | None:
     """The packages that a call of apt-get installs; None for any other command."""
     plain = [word for word in command if not word.startswith("-") and word not in ("sudo", "env")]
     plain = [word for word in plain if not re.fullmatch(r"\w+=.*", word) or plain[:1] == ["apt-get"]]
-    if plain[:1] not in (["apt-get"], ["apt"]):
-        return None
-    return [word.partition("=")[0] for word in plain[2:]] if plain[1:2] == ["install"] else []
+    match plain:
+        case ["apt-get" | "apt", "install", *packages]:
+            return [word.partition("=")[0] for word in packages]
+        case ["apt-get" | "apt", *_]:
+            return []
+        case _:
+            return None
 
 
 @functools.cache
@@ -191,11 +177,13 @@ def _installs(command: str, parts: Sequence[str]) -> bool:
     """Whether a command only installs or cleans up, so that it can be skipped."""
     if _pip(parts) is not None or "astral.sh/uv" in command:
         return True
-    if parts[:1] == ["rm"]:
-        return all(word.startswith(("-", "/var/", "/root/.cache", "/tmp")) for word in parts[1:])
-    if parts[:1] == ["ln"]:
-        return parts[-1].startswith("/usr/") and shutil.which(posixpath.basename(parts[-1])) is not None
-    return parts[:1] in (["apt-key"], ["locale-gen"], ["ldconfig"])
+    match parts:
+        case ["rm", *paths]:
+            return all(path.startswith(("-", "/var/", "/root/.cache", "/tmp")) for path in paths)
+        case ["ln", *_, link]:
+            return link.startswith("/usr/") and shutil.which(posixpath.basename(link)) is not None
+        case _:
+            return parts[:1] in (["apt-key"], ["locale-gen"], ["ldconfig"])
 
 
 async def _run(sandbox: Sandbox, image: Image, script: str, folder: str, tree: Path, limits: Limits) -> None:
@@ -265,9 +253,9 @@ def _copy(folder: Folder, step: CopyStep, tree: Path) -> None:
     for pattern in step.sources:
         plain = pattern.strip("/") or "."
         matches = sorted(context.glob(plain)) if any(c in plain for c in "*?[") else [context / plain]
-        sources += [path for path in matches if path.exists()]
         if not matches or not all(path.exists() and path.resolve().is_relative_to(context) for path in matches):
             raise FolderRefused(f"its Dockerfile copies {pattern}, which is not in environment/")
+        sources += matches
     into = step.target.endswith("/") or target.is_dir()
     for source in sources:
         if source.is_dir():
@@ -313,10 +301,3 @@ def _check_secrets(folder: Folder, tree: Path) -> None:
         if path.is_file() and not path.is_symlink() and path.stat().st_size and (own := hidden.get(path.read_bytes())):
             shown = path.relative_to(tree).as_posix()
             raise FolderRefused(f"its image holds {own.relative_to(folder.path)} (as {WORKSPACE}/{shown})")
-
-
-def problem(error: Exception) -> str:
-    """The reason for which a folder is refused, from an exception of `make`."""
-    if isinstance(error, UserError):
-        return str(error).partition(";")[0].rstrip(".")
-    return str(error)
