@@ -37,7 +37,7 @@ from etude.records import Episode, Generation, Group, Outcome
 from etude.rollout.admission import capacity
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
-from etude.run.parts import context_of, renderer_of, taskset_of
+from etude.run.parts import context_of, taskset_of
 from etude.store import open_store
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
@@ -196,8 +196,7 @@ async def open_context(config: RLConfig, folder: Path) -> AsyncIterator[tuple[Ro
     engine.start()
     try:
         async with open_sandbox() as sandbox:
-            policy, renderer = EnginePolicy(engine), renderer_of(config)
-            yield context_of(config, taskset, sandbox, policy, renderer, training=True), engine
+            yield context_of(config, taskset, sandbox, EnginePolicy(engine), training=True), engine
     finally:
         engine.close()
 

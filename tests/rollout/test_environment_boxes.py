@@ -18,12 +18,13 @@ from etude.grading.runner import open_sandbox
 from etude.harness.loop import EngineModel, Sampling
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
+from etude.rollout.curriculum import MixedCurriculum
 from etude.rollout.environments.code import CodeTasks, ForeignTasks, dataset_part
 from etude.rollout.environments.taskset import Taskset, mix, task_part
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.group_audit import audit_group
 from etude.run.evaluate import Measurement
-from etude.run.sources import by_part
+from etude.run.sources import curriculum_of
 from etude.tasks.dataset import Dataset
 from etude.tasks.foreign import build as foreign
 from tests.helpers import boxed_functions as boxed
@@ -174,9 +175,11 @@ def test_an_environment_is_mixed_with_code_tasks(
     environment = Shop(shop)
     taskset = mix([task_part(environment, 0.5), dataset_part(dataset)], [1.0, 3.0])
     assert taskset.weights == {"Shop": 0.25, "shop-1.0": 0.75}
-    assert by_part(taskset).keys() == taskset.weights.keys()
-    (train,) = by_part(taskset)["Shop"]
-    assert by_part(taskset)["shop-1.0"] == ["shop-1.0:shop-1"]
+    curriculum = curriculum_of(taskset, 4, 0)
+    assert isinstance(curriculum, MixedCurriculum)
+    assert curriculum.parts.keys() == taskset.weights.keys()
+    (train,) = curriculum.parts["Shop"].tasks
+    assert curriculum.parts["shop-1.0"].tasks == ["shop-1.0:shop-1"]
     assert [task.repository for task in taskset.split("heldout")] == ["Shop"]
     for task in taskset.tasks:
         played_by, own = taskset.of(task)

@@ -12,7 +12,6 @@ from etude.config import RLConfig
 from etude.grading.runner import open_sandbox
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, Generation, decode
-from etude.renderers import renderer_for
 from etude.rollout import Taskset, dataset_part
 from etude.rollout.concurrency import episode_concurrency
 from etude.run import loop
@@ -50,8 +49,8 @@ def test_an_impossible_task_that_is_passed_is_an_alarm_and_belongs_to_no_group(t
 
     async def scenario() -> Ledger:
         async with open_sandbox() as sandbox:
-            client, renderer = Finishes(), renderer_for(ROOT / "models/nano", "compact")
-            settings = config, tiny, sandbox, client, renderer
+            client = Finishes()
+            settings = config, tiny, sandbox, client
             run = Run(
                 folder=tmp_path, config=config, pool=TaskPool(tiny), ledger=Ledger.open(f"sqlite:///{tmp_path}/l.db"),
                 weights=open_store(f"{tmp_path}/weights"), rollouts=open_store(f"{tmp_path}/rollouts"), sandbox=sandbox,

@@ -18,8 +18,7 @@ from etude.sandbox import ApplyFailed
 EditApplier = Callable[[Edit], Awaitable[str]]
 """Returns the new text of the edit's file. Raises ToolError where the agent can help, else BoxError."""
 
-_SECONDS = 120.0
-_TIMEOUT = httpx2.Timeout(_SECONDS, connect=5.0)
+_TIMEOUT = httpx2.Timeout(120.0, connect=5.0)  # seconds
 _ATTEMPTS = 3
 
 

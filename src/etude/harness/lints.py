@@ -43,7 +43,8 @@ class Lints:
             if path not in changed:
                 continue
             known = path in self.first
-            before = Counter(m for _, m in await self._of(path, self.first[path])) if known else Counter[str]()
+            earlier = await self._of(path, self.first[path]) if known else []
+            before = Counter(message for _, message in earlier)
             for line, message in await self._of(path, text):
                 if before[message]:
                     before[message] -= 1

@@ -81,11 +81,6 @@ class EngineModel:
         """Whether the model has the tools of the compact dialect, and reads no schemas."""
         return self.renderer.dialect == "compact"
 
-    @property
-    def documents(self) -> bool:
-        """Whether the model reads files as documents."""
-        return self.sampling.documents
-
     async def prompt(self, opening: Opening, memory: str = "") -> list[int]:
         """The first tokens of a segment."""
         messages = await opening.messages(memory)
@@ -136,7 +131,6 @@ class ChatAPI:
 
     client: ChatClient
     compact: ClassVar[bool] = False
-    documents: ClassVar[bool] = False
 
     async def open(self, spec: EpisodeSpec, opening: Opening) -> TurnSource:
         """The source of an episode's turns."""
@@ -292,7 +286,13 @@ class _EngineTurns(_Turns):
     def __init__(self, model: EngineModel, spec: EpisodeSpec, opening: Opening, prompt: list[int]) -> None:
         super().__init__(spec, opening)
         self._model, self._renderer, self._sampling = model, model.renderer, model.sampling
-        self._documents = self._open_file(len(prompt))
+        budget, text, documents = spec.budget, opening.text, list[list[int]]()
+        if (
+            text is not None
+        ):  # it leaves room for the prompt, for all tokens that may be sampled, and half of the context
+            room = min(budget.context // 2, budget.context - budget.tokens - len(prompt))
+            documents = open_file(text, spec.task.focus, self._renderer.document, room, shown=model.compact)
+        self._documents = tuple(documents)  # the open file
         self._ledger = TokenLedger(self._documents)
         self._next: Sequence[int] = prompt
         self._generation: Generation | None = None  # the last one
@@ -303,16 +303,7 @@ class _EngineTurns(_Turns):
         if self._sampling.summarise_at:
             self._request_tokens = len(self._renderer.bridge((), "stop", (), SUMMARISE + AGAIN))
             needed = 2 * (self._request_tokens + self._sampling.summary_tokens)  # two requests and two summaries
-            self._summary_at = min(self._sampling.summarise_at, spec.budget.context - needed)
-
-    def _open_file(self, prompt: int) -> tuple[list[int], ...]:
-        """The open file as documents, as far as it leaves room for the prompt and for all tokens that may be sampled,
-        and takes no more than half of the context."""
-        budget, focus, text = self._spec.budget, self._spec.task.focus, self._opening.text
-        room = min(budget.context // 2, budget.context - budget.tokens - prompt)
-        if text is None:
-            return ()
-        return tuple(open_file(text, focus, self._renderer.document, room, shown=self._model.compact))
+            self._summary_at = min(self._sampling.summarise_at, budget.context - needed)
 
     @property
     def length(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from etude.errors import UserError
 from etude.harness.compact_tools import CompactTools
 from etude.harness.full_tools import FullTools
-from etude.harness.loop import EpisodeSpec, Opening, Toolset
+from etude.harness.loop import EngineModel, EpisodeSpec, Opening, Toolset
 from etude.harness.python_tools import python_tool
 from etude.records import CodeTask, Task
 from etude.renderers import Renderer, ToolError, named
@@ -33,14 +33,16 @@ async def open_task(spec: EpisodeSpec, box: Box) -> Opening:
     else:
         tools = FullTools(box, task, spec.toolset.apply_edit, spec.toolset.names, spec.toolset.functions)
 
+    documents = isinstance(model, EngineModel) and model.sampling.documents
+
     async def messages(memory: str) -> list[dict[str, str]]:
         memory = f"\n\n{memory}" if memory else ""
         if isinstance(tools, CompactTools):
             return [{"role": "user", "content": f"{task.prompt}\n{await tools.source()}{memory}"}]
-        return messages_of(task, memory, documents=model.documents)
+        return messages_of(task, memory, documents=documents)
 
     text = None
-    if model.documents and task.focus.path:
+    if documents and task.focus.path:
         with suppress(ToolError):  # a binary file is no document
             text = await tools.text(task.focus.path)
     return Opening(tools, messages, text=text)

@@ -38,22 +38,15 @@ MAX_RESULT = 65_536  # characters of a result
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _FIT = "a str, int, float, bool, list, dict or Literal, or one of these or None with a default"
 _KEY = "rollout.custom_tools"
-_OPTIONS = "__etude_tool__"
-
-
-@dataclass(frozen=True)
-class ToolOptions:
-    """How a function runs as a tool: inside of the agent's box or not, and how long at most."""
-
-    boxed: bool = False
-    seconds: float = 30.0
+_OPTIONS = "__etude_tool__"  # whether a function runs in the agent's box, and its seconds
+_SECONDS = 30.0  # of a call
 
 
 @overload
 def tool(function: F) -> F: ...
 @overload
-def tool(*, boxed: bool = False, seconds: float = 30.0) -> Callable[[F], F]: ...
-def tool(function: Any = None, *, boxed: bool = False, seconds: float = 30.0) -> Any:
+def tool(*, boxed: bool = False, seconds: float = _SECONDS) -> Callable[[F], F]: ...
+def tool(function: Any = None, *, boxed: bool = False, seconds: float = _SECONDS) -> Any:
     """Marks a function as a tool for agents, and returns it unchanged.
 
     A call may take `seconds`. A `boxed` function runs inside of the agent's box: its module travels there as one file.
@@ -67,7 +60,7 @@ def tool(function: Any = None, *, boxed: bool = False, seconds: float = 30.0) ->
         if boxed:
             refuse_inner(function)
         try:
-            setattr(function, _OPTIONS, ToolOptions(boxed, float(seconds)))
+            setattr(function, _OPTIONS, (boxed, float(seconds)))
         except AttributeError:
             raise UserError(f"the tool {function!r} cannot be marked: write a function") from None
         return function
@@ -148,7 +141,7 @@ class PythonTool:
 
     function: Callable[..., Any]
     schema: dict[str, Any]  # in OpenAI's format
-    options: ToolOptions
+    seconds: float  # of a call, at most
     nullable: frozenset[str]  # parameters that may be None
     passed: dict[str, type]  # parameters that the model does not give -> Box, or a class of tasks
     module: tuple[str, str] | None  # file name and source, for a box
@@ -168,9 +161,10 @@ class PythonTool:
         arguments = {n: v for n, v in (call.arguments or {}).items() if v is not None or n not in self.nullable}
         if (fault := fault_of(msgspec.structs.replace(call, arguments=arguments), self.parameters)) is not None:
             return fault
-        schemas = self.parameters["properties"]
-        wrong = [name for name, value in arguments.items() if not _fits(value, schemas[name])]
-        return f"{wrong[0]} does not fit {json.dumps(schemas[wrong[0]])}" if wrong else None
+        for name, value in arguments.items():
+            if not _fits(value, schema := self.parameters["properties"][name]):
+                return f"{name} does not fit {json.dumps(schema)}"
+        return None
 
     def refuse_kind(self, kind: type[Task]) -> None:
         """Raises UserError if the function takes tasks of another class."""
@@ -181,18 +175,23 @@ class PythonTool:
     def refuse_without(self, box: Box | None, task: Task) -> None:
         """Raises UserError if an episode has no box, or no task of the class, that the function needs."""
         self.refuse_kind(type(task))
-        if box is None and (self.options.boxed or Box in self.passed.values()):
+        if box is None and (self.module is not None or Box in self.passed.values()):
             raise UserError(f"the tool {self.name} needs a box, and episodes without files have none")
 
     async def call(self, arguments: dict[str, Any], box: Box, task: Task, execute: Exec, seconds: float) -> str:
         """The result as text; `seconds` are left to the episode, and `execute` runs commands in the box. Raises
         ToolError, and BoxError of the box."""
-        seconds = max(0.1, min(seconds, self.options.seconds))
+        seconds = max(0.1, min(seconds, self.seconds))
         if self.module is not None:
             return await call_boxed(self.name, self.module, arguments, execute, seconds)
         own = box if isinstance(box, UsersBox) else UsersBox(box)
         passed = {name: own if kind is Box else task for name, kind in self.passed.items()}
-        call = asyncio.ensure_future(_as_text(self.function, arguments | passed, time.monotonic() + seconds))
+
+        async def as_text(until: float) -> str:
+            result = await call_until(until, self.function, **arguments, **passed)
+            return result if type(result) is str else await call_python(text_of, result)  # `__str__` may be slow
+
+        call = asyncio.ensure_future(as_text(time.monotonic() + seconds))
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # it may have been given up
         try:
             await asyncio.wait({call}, timeout=seconds)
@@ -207,11 +206,6 @@ class PythonTool:
             raise
         except (Exception, asyncio.CancelledError) as e:
             raise ToolError(cut_to(sentence_of(e), MAX_RESULT)) from None
-
-
-async def _as_text(function: Callable[..., Any], arguments: dict[str, Any], until: float) -> str:
-    result = await call_until(until, function, **arguments)
-    return result if type(result) is str else await call_python(text_of, result)  # a user's `__str__` may be slow
 
 
 def python_tools(functions: Sequence[Callable[..., Any]], built_in: Sequence[Tool]) -> dict[str, PythonTool]:
@@ -255,7 +249,7 @@ def python_tool(function: Callable[..., Any]) -> PythonTool:
         hints, parameters = get_type_hints(function), inspect.signature(function).parameters.values()
     except Exception as e:
         raise UserError(f"the tool {name}: its annotations cannot be read ({type(e).__name__}: {e})") from e
-    options = cast(ToolOptions, getattr(function, _OPTIONS, ToolOptions()))
+    boxed, seconds = getattr(function, _OPTIONS, (False, _SECONDS))
     properties: dict[str, dict[str, Any]] = {}
     nullable, passed, required = set[str](), dict[str, type](), list[str]()
     for parameter in parameters:
@@ -264,7 +258,7 @@ def python_tool(function: Callable[..., Any]) -> PythonTool:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(f"the tool {name}: {parameter} must be {_FIT}, with a name")
         if hint is Box or (isinstance(hint, type) and issubclass(hint, Task)):
-            if options.boxed:
+            if boxed:
                 raise UserError(f"the tool {name}: it runs in the box, where there is no {parameter}")
             passed[parameter.name] = cast(type, hint)
             continue
@@ -279,8 +273,8 @@ def python_tool(function: Callable[..., Any]) -> PythonTool:
             required.append(parameter.name)
     shown = {"type": "object", "properties": properties, "required": required}
     about = {"name": name, "description": inspect.getdoc(function) or "", "parameters": shown}
-    module = module_of(function) if options.boxed else None
-    return PythonTool(function, {"type": "function", "function": about}, options, frozenset(nullable), passed, module)
+    module = module_of(function) if boxed else None
+    return PythonTool(function, {"type": "function", "function": about}, seconds, frozenset(nullable), passed, module)
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

@@ -110,9 +110,7 @@ class _Postings:
 
     def __init__(self, read: Sequence[_Words]) -> None:
         self._count = len(read)
-        every = [dict(one.fields) for one in read]
-        for fields, callers in zip(every, _callers(read), strict=True):
-            fields["callers"] = callers
+        every = [one.fields | {"callers": callers} for one, callers in zip(read, _callers(read), strict=True)]
         mean = {name: max(1.0, sum(fields[name].total() for fields in every) / max(1, len(every))) for name in WEIGHTS}
         self._postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for number, fields in enumerate(every):
@@ -127,7 +125,7 @@ class _Postings:
     def scores(self, question: str) -> np.ndarray:
         """Float [chunks]."""
         total = np.zeros(self._count)
-        query = Counter(word for word in words(question))
+        query = Counter(words(question))
         content = {word: n for word, n in query.items() if word not in _STOP} or query
         for word, count in content.items():
             postings = self._postings.get(word, ())

@@ -18,6 +18,7 @@ SECONDS = 10.0  # for the shell to answer
 @dataclass
 class _Terminal:
     group: int  # process group
+    file: str  # of its output
     seen: int = 0  # bytes of its output that were shown
 
 
@@ -38,7 +39,7 @@ class Terminals:
         if len(self._terminals) == MOST:
             raise ToolError(f"an episode has at most {MOST} terminals")
         number = len(self._terminals) + 1
-        file = _file(number)
+        file = f"/tmp/terminal-{number}"
         # The group's leader outlives the command to write its status down.
         line = (
             f'{{ bash -c {shlex.quote(command)}; echo "$?" >{file}.exit; }} >{file} 2>&1 </dev/null & disown; echo $!'
@@ -46,12 +47,13 @@ class Terminals:
         done = await self._exec(line, SECONDS)
         if done.rc != 0 or not done.output.strip().isdigit():
             raise ToolError(f"the command could not be started: {done.output[-400:]}")
-        self._terminals[number] = _Terminal(int(done.output))
+        self._terminals[number] = _Terminal(int(done.output), file)
         return f"started in terminal {number}"
 
     async def output(self, id: int) -> str:
         """The output of a command since the last call, after a line with the command's state. Raises ToolError."""
-        terminal, file = self._get(id), _file(id)
+        terminal = self._get(id)
+        file = terminal.file
         alive = f"{{ kill -0 {terminal.group} 2>/dev/null && echo running || echo killed; }}"
         line = (
             # The status first: all that a command printed is there once it has ended.
@@ -79,10 +81,6 @@ class Terminals:
         if number not in self._terminals:
             raise ToolError(f"there is no terminal {number}")
         return self._terminals[number]
-
-
-def _file(number: int) -> str:
-    return f"/tmp/terminal-{number}"
 
 
 def _wait(process: int) -> str:

@@ -145,8 +145,7 @@ def evaluate_models(
             {"model": str(model), **msgspec.to_builtins(result, str_keys=True)}
             for model, result in zip(models, results, strict=True)
         ]
-        paired = None if difference is None else msgspec.to_builtins(difference)
-        print(json.dumps({"results": measured, "paired_diff": paired}))
+        print(json.dumps({"results": measured, "paired_diff": msgspec.to_builtins(difference)}))
 
 
 def measure_models(

@@ -26,6 +26,9 @@ from etude.weights import read_private_key, read_public_key
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Note = Callable[[str, int, int], None]
+"""A function that shows the progress of a build: its stage, the parts that are done, and all parts."""
+
 
 def check_inputs(config: RLConfig) -> None:
     """Raises UserError for mistakes in a configuration; called before a run folder is written."""
@@ -66,9 +69,8 @@ def check_inputs(config: RLConfig) -> None:
     if not tasks.of_repositories:
         part = part_of(tasks, renderer, config.rollout.budget())
         _check_splits(part, config)
-        if config.rollout.agent is not None and any(part.environment.image(task) is None for task in part.tasks):
-            raise UserError(f"rollout.agent plays in boxes, and tasks of {part.name} have none: give them a repository")
-        check_playable([part], renderer, config.sandbox)
+        _check_agent(part, config)
+        check_playable([part], renderer_of(config), config.sandbox)
     else:
         for source in tasks.sources or (tasks,):
             _check_source(source, "tasks.sources" if tasks.sources else "tasks", config)
@@ -90,6 +92,12 @@ def _check_splits(part: TaskPart, config: RLConfig) -> None:
         )
 
 
+def _check_agent(part: TaskPart, config: RLConfig) -> None:
+    """Raises UserError for an outside agent on tasks without a box."""
+    if config.rollout.agent is not None and any(part.environment.image(task) is None for task in part.tasks):
+        raise UserError(f"rollout.agent plays in boxes, and tasks of {part.name} have none: give them a repository")
+
+
 def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
     sandbox = config.sandbox
     if source.sha256 is not None and "==" not in source.repository:
@@ -99,7 +107,7 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
         tests = [test for task in part.tasks for test in task.hidden_tests]
         if sandbox.type != "namespace" and not all(map(is_script, tests)):
             raise _undecidable(sandbox)
-        check_playable([part], renderer_of(config), sandbox)
+        check_playable([part], renderer_of(config), sandbox.type)
     elif source.harbor is not None:
         find_folders([Path(source.harbor)])
         if why := foreign_refusal(renderer_of(config).dialect == "compact", sandbox.type):
@@ -139,7 +147,7 @@ def trainable(part: TaskPart, least: float) -> TaskPart:
     return replace(part, tasks=kept)
 
 
-def run_taskset(config: RLConfig, folder: Path, note: Callable[[str, int, int], None]) -> Taskset:
+def run_taskset(config: RLConfig, folder: Path, note: Note) -> Taskset:
     """The run's tasks, built into the run folder if the configuration names a repository. Sources that are built
     beside the run are left out until they are complete. Raises UserError, which names the failed one of several
     sources."""
@@ -148,14 +156,16 @@ def run_taskset(config: RLConfig, folder: Path, note: Callable[[str, int, int], 
     tasks = config.tasks
     if not tasks.sources:
         return Taskset((build_source(tasks, folder, folder / "tasks", note),))
-    for number in sorted({*range(len(tasks.sources))} - {*built_beside(config)}):
-        build_numbered(config, number, folder, note)
+    later = built_beside(config)
+    for number in range(len(tasks.sources)):
+        if number not in later:
+            build_numbered(config, number, folder, note)
     taskset = taskset_of(config, folder)
     assert taskset is not None
     return taskset
 
 
-def build_numbered(config: RLConfig, number: int, folder: Path, note: Callable[[str, int, int], None]) -> TaskPart:
+def build_numbered(config: RLConfig, number: int, folder: Path, note: Note) -> TaskPart:
     """The tasks of source `number`, built into the run folder if it is missing. Raises UserError."""
     source, built = config.tasks.sources[number], folder / "tasks" / str(number)
     built.parent.mkdir(exist_ok=True)
@@ -195,15 +205,14 @@ def _check_tools(config: RLConfig) -> None:
         check_context(renderer, Toolset(names, functions=import_tools(own)), config.rollout.context)
 
 
-def check_playable(parts: Sequence[TaskPart], renderer: Renderer, sandbox: SandboxConfig | None = None) -> None:
+def check_playable(parts: Sequence[TaskPart], renderer: Renderer, boxes: str = "namespace") -> None:
     """Raises UserError for tasks that a model's dialect or a kind of boxes cannot play."""
-    boxes = "namespace" if sandbox is None else sandbox.type
     for part in parts:
         if why := part.environment.refusal(renderer.dialect == "compact", boxes):
             raise UserError(why)
 
 
-def build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[str, int, int], None]) -> TaskPart:
+def build_source(source: TaskSource, folder: Path, built: Path, note: Note) -> TaskPart:
     """The tasks of a repository, in the folder `built`; a package is fetched into `folder`. Raises UserError."""
     if source.harbor is not None:
         fraction = source.heldout_fraction

@@ -152,7 +152,7 @@ def _taskset(config: RLConfig, folder: Path, view: LiveView) -> Taskset:
     sources, later = config.tasks.sources or (config.tasks,), missing(config, folder)
     shares = (source.min_decided for n, source in enumerate(sources) if n not in later)
     parts = [trainable(part, share) for part, share in zip(taskset.parts, shares, strict=True)]
-    check_playable(parts, renderer_of(config), config.sandbox)
+    check_playable(parts, renderer_of(config), config.sandbox.type)
     return replace(taskset, parts=tuple(parts))
 
 
@@ -261,8 +261,7 @@ async def _evaluate_and_train(run: Run, view: LiveView, started: float, builder:
 
 def step_seconds(config: RLConfig, before: EvalResult | None) -> float | None:
     """The estimated seconds of a step, by the pace of the evaluation before; None without an evaluation."""
-    played = sum(before.outcomes.values()) if before is not None else 0
-    if before is None or not played or not before.seconds:
+    if before is None or not (played := sum(before.outcomes.values())) or not before.seconds:
         return None
     return before.seconds / played * FASTER * config.rollout.prompts * config.rollout.group
 
@@ -294,16 +293,17 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
         run.rollouts.put(f"eval-{when}/{episode.task_id}-{episode.member}.msgpack", encode(episode))
 
     with _stage(run.folder, view, f"eval {when}"):
-        measure = evaluate(
-            replace(run.measuring, taskset=run.pool.taskset),
-            samples=run.config.eval.samples,
-            max_tasks=run.config.eval.max_tasks,
-            seed=run.config.seed,
-            concurrency=run.concurrency.limit,
-            progress=view.evaluated,
-            on_episode=keep,
+        task = asyncio.ensure_future(
+            evaluate(
+                replace(run.measuring, taskset=run.pool.taskset),
+                samples=run.config.eval.samples,
+                max_tasks=run.config.eval.max_tasks,
+                seed=run.config.seed,
+                concurrency=run.concurrency.limit,
+                progress=view.evaluated,
+                on_episode=keep,
+            )
         )
-        task = asyncio.ensure_future(measure)
         try:
             while not task.done():
                 check_processes(run)

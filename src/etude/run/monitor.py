@@ -59,8 +59,6 @@ class Monitor:
             self._memory_read = now
             held = {f"memory/{name}": resident_bytes(pid) for name, pid in self._pids.items()}
             runfolder.append_json(self._folder / "memory.jsonl", {"step": self._steps, "time": now, **held})
-        rate = (progress.finished - self._finished) / (now - self._last)
-        self._finished = progress.finished
         view = self._view
         view.process("controller", f"{progress.live} of {progress.limit} live episodes, {progress.finished} finished")
         view.process("sandbox", f"{progress.tests_run} test runs, {progress.tests_remembered} answered from memory")
@@ -69,9 +67,9 @@ class Monitor:
             total=self._config.trainer.steps,
             seconds_left=self._seconds_left(now),
             version=progress.served,
-            episodes_per_s=rate,
+            episodes_per_s=(progress.finished - self._finished) / (now - self._last),
         )
-        self._last = now
+        self._finished, self._last = progress.finished, now
 
     def _seconds_left(self, now: float) -> float | None:
         """The seconds until trainer.minutes or trainer.steps end the stage, whichever comes first."""

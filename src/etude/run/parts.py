@@ -131,11 +131,13 @@ def context_of(
     """The common settings of a run's episodes. Those of `training` record experts for router replay, and pay the costs
     of [reward]; others are graded alone. Raises UserError."""
     rollout = config.rollout
-    routes, reward = (config.trainer.router_replay, config.reward) if training else (False, None)
-    model = EngineModel(policy, renderer_of(config), sampling_of(rollout, routes=routes))
+    sampling = sampling_of(rollout, routes=training and config.trainer.router_replay)
+    model = EngineModel(policy, renderer_of(config), sampling)
     apply_edit = server_applier(rollout.apply) if rollout.apply else merge_applier
     toolset = Toolset(rollout.tools, apply_edit, import_tools(rollout.custom_tools))
-    return RolloutContext(taskset, sandbox, model, rollout.budget(), agent, toolset, reward)
+    return RolloutContext(
+        taskset, sandbox, model, rollout.budget(), agent, toolset, config.reward if training else None
+    )
 
 
 def profiles_of(config: RLConfig) -> ProfileSource | None:

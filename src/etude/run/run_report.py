@@ -63,7 +63,6 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
     newest = max((m.version for m in published), default=0)
     repositories = {task.id: task.repository for task in run.pool.taskset.tasks}
     silent, note = _silent(run, steps)
-    notes = (note, clock_advice(before, after, run.config.rollout.seconds))
     report = RunReport(
         setup=RunSetup(run.config.name, run.config.model.name, run.pool.taskset.name, hardware),
         seed=run.config.seed,
@@ -73,7 +72,7 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
         best=best_version(newest, difference),
         serve=f"etude serve {shlex.quote(str(run.folder))}",
         silent=silent,
-        notes=tuple(filter(None, notes)),
+        notes=tuple(filter(None, (note, clock_advice(before, after, run.config.rollout.seconds)))),
         pass_before=before and before.pass_1.mean,
         pass_after=after and after.pass_1.mean,
         paired_diff=difference,
@@ -198,7 +197,7 @@ def _changed_first(before: EvalResult | None, after: EvalResult | None) -> list[
     if not results:
         return []
     first = [{t.id: t.passed[0] for t in r.tasks if t.passed} for r in results]
-    ids = sorted(set(first[0]).intersection(*first[1:]))
+    ids = sorted(set(first[0]).intersection(*first))
     change = {i: int(first[-1][i]) - int(first[0][i]) for i in ids}
     fixed = [i for i in ids if change[i] > 0][: SHOWN_PAIRS - 2]
     broken = [i for i in ids if change[i] < 0][:1]

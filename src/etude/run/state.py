@@ -139,12 +139,11 @@ def check_processes(run: Run) -> None:
     not necessary."""
     if not run.sandbox.alive:
         raise RunFailed(f"the sandbox zygote died; nothing is lost: continue with `etude train --resume {run.folder}`")
-    engines = {id(state.child): state for state in run.engines.states if state.child is not None}
     for child in run.children:
         if child.exit_code is None or (child.exit_code == 0 and child.name in ENDING):
             continue
         why = child.failure() or f"the {child.name} ended by itself; see {child.log}"
-        engine = engines.get(id(child))
+        engine = next((state for state in run.engines.states if state.child is child), None)
         if engine is not None and (engine.lost or run.engines.lose(engine, why)):
             continue
         if child.exit_code == 2:  # the process printed one sentence for the user

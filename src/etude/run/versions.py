@@ -116,7 +116,7 @@ async def _bring(run: Run) -> None:
         if state.bringing is not None and state.bringing.done():
             state.bringing.result()  # a UserError
             state.bringing = None
-    waiting = [state for state in run.engines.states if state.bringing is None and state.health is not None]
+    waiting = [state for state in run.engines.states if state.bringing is None and state.version >= 0]
     if not waiting:
         return
     least = min(state.version for state in waiting)

@@ -114,7 +114,7 @@ def test_what_cannot_play_them_is_refused(built: ForeignDataset) -> None:
     with pytest.raises(UserError, match="compact dialect"):
         check_playable(parts, renderer_for(ROOT / "models/nano"))
     with pytest.raises(UserError, match=r'sandbox.type = "docker"'):
-        check_playable(parts, chat, docker)
+        check_playable(parts, chat, docker.type)
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ import asyncio
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 from jinja2 import TemplateError
@@ -100,9 +101,9 @@ class Recording:
         tip = self._turns.get(chain[at])
         new = request.messages[at:]
         if tip is None:
-            kept, added = 0, await self._encoded(new, partial(self.renderer.prompt, new, request.tools))
+            kept, added = 0, await self._encoded(new, self.renderer.prompt, new, request.tools)
         else:
-            kept, added = tip.end, await self._encoded(new, partial(self.renderer.follow, tip.ids, new))
+            kept, added = tip.end, await self._encoded(new, self.renderer.follow, tip.ids, new)
         self._check_budget()
         if kept + len(added) >= self._spec.budget.context:
             raise self._too_long(f"{kept + len(added)}")
@@ -120,14 +121,14 @@ class Recording:
     async def count(self, request: AgentRequest) -> int:
         """Tokens of a conversation as a prompt; nothing is recorded."""
         messages = request.messages
-        return len(await self._encoded(messages, partial(self.renderer.prompt, messages, request.tools)))
+        return len(await self._encoded(messages, self.renderer.prompt, messages, request.tools))
 
-    async def _encoded(self, messages: tuple[Message, ...], encode: Callable[[], list[int]]) -> list[int]:
+    async def _encoded(self, messages: Sequence[Message], encode: Callable[..., list[int]], *how: Any) -> list[int]:
         """The ids that `encode` makes of messages, in a thread. Raises RequestRefused."""
         if sum(len(content_text(m)) for m in messages) > LONGEST_TOKEN * self._spec.budget.context:
             raise self._too_long("far more")
         try:
-            return await asyncio.to_thread(encode)
+            return await asyncio.to_thread(encode, *how)
         except (ValueError, TemplateError) as e:
             raise RequestRefused("invalid", str(e), "messages") from None
 
@@ -141,17 +142,16 @@ class Recording:
         self.ended.set()
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def ungraded(self, stop_reason: StopReason, timed_out: bool) -> UngradedEpisode:
         """The episode. Side turns (such as titles, requested without tools beside a conversation with tools) are among
         its turns but in no segment, so they are not trained on."""
         working = [b for b in self._branches if b.tools] or self._branches
-        side = [b for b in self._branches if b not in working]
         ledgers = [branch.ledger for branch in working]
         segments = tuple(segment for ledger in ledgers for segment in ledger.segments())
-        recorded = [turn for branch in (*working, *side) for turn in branch.turns]
+        trained = [turn for branch in working for turn in branch.turns]
+        side = [turn for branch in self._branches if branch not in working for turn in branch.turns]
         turns = tuple(
             Turn(
                 text=self.renderer.text(turn.ids),
@@ -160,24 +160,24 @@ class Recording:
                 seconds_model=turn.seconds_model,
                 seconds_tools=turn.seconds_tools,
             )
-            for turn in recorded
+            for turn in (*trained, *side)
         )
         counts = (
             {"turns": len(turns)}
             | ledger_figures(ledgers, turns)
             | {
                 "malformed": sum(call.arguments is None for turn in turns for call in turn.calls),
-                "truncated": sum(turn.cut for turn in recorded),
+                "truncated": sum(turn.cut for turn in (*trained, *side)),
                 "segments": len(segments),
                 "requests": self.requests,
                 "repeated_requests": self.repeats,
                 "forks": len(self.forks),
-                "side_turns": sum(len(branch.turns) for branch in side),
+                "side_turns": len(side),
             }
         )
         metrics = {name: float(count) for name, count in counts.items()}
         tools = tuple(map(dict, self._tools.values()))
-        last = max((turn for branch in working for turn in branch.turns), key=lambda turn: turn.number, default=None)
+        last = max(trained, key=lambda turn: turn.number, default=None)
         answer = "" if last is None else last.parsed.text.strip()
         return UngradedEpisode(segments, turns, stop_reason, metrics, timed_out, tools=tools, answer=answer)
 
