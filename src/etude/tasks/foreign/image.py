@@ -278,7 +278,7 @@ def _provide(root: Path) -> None:
     (folder / "bin").mkdir(parents=True)
     (folder / "packages.json").write_text(json.dumps(sorted(installed())), "utf-8")
     text = (Path(__file__).parent / "provided.py").read_text("utf-8")
-    programs = dict.fromkeys(PROGRAMS, text)
+    programs: dict[str, str] = dict.fromkeys(PROGRAMS, text)
     programs["python"] = '#!/bin/sh\nexec python3 "$@"\n'
     for entries in sorted((root / "site").glob("*.dist-info/entry_points.txt")):
         _, _, scripts = entries.read_text("utf-8", "replace").partition("[console_scripts]")
