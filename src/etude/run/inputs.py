@@ -70,7 +70,7 @@ def check_inputs(config: RLConfig) -> None:
         part = part_of(tasks, renderer, config.rollout.budget())
         _check_splits(part, config)
         _check_agent(part, config)
-        check_playable([part], renderer_of(config), config.sandbox)
+        check_playable([part], renderer, config.sandbox.type)
     else:
         for source in tasks.sources or (tasks,):
             _check_source(source, "tasks.sources" if tasks.sources else "tasks", config)
