@@ -112,7 +112,9 @@ def test_tools_of_the_users(tmp_path):
     other = "rollout.custom_tools joins the built-in tools, which this run's agent does not have: "
     assert other + "drop it" in refused(chat, **rollout("echo", agent={"command": "x"}))
     tasks = {"environment": "recipes.environments.reverse_text:ReverseText"}
-    assert other + "return them by its method `tools`" in refused(chat, tasks=tasks, **rollout("echo"))
+    assert other + "return them by the method `tools` of the environment" in refused(
+        chat, tasks=tasks, **rollout("echo")
+    )
     assert "schemas of the tools take" in refused(chat, **rollout("echo", context=2000))
 
 
