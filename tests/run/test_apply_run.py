@@ -103,7 +103,7 @@ def test_a_run_trains_on_applied_edits(tmp_path: Path) -> None:
     assert len({m.digest for m in manifests(open_store(str(run / "weights")))}) == 5
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(line["rollout/turns"] == 1 for line in lines)
-    assert any(0 < line["rollout/grade"] < 1 for line in lines)
+    assert any(0 < line["reward/grade/mean"] < 1 for line in lines)
     report = json.loads((run / "report.json").read_text())
     assert all(report["checks"].values()), report["checks"]
     assert json.loads((run / "eval-after.json").read_text())["tasks"]
