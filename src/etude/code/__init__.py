@@ -17,6 +17,7 @@ from etude.code.extras import EXTRAS, missing_extra_message, missing_packages, n
 from etude.code.git import SUBMODULE, Clone, GitTree, clone_around, clone_of_directory, is_git_directory
 from etude.code.languages import (
     SCRIPT_SUFFIXES,
+    first_line_of,
     has_syntax,
     is_script,
     language_of,

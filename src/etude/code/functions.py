@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from etude.code.languages import parse
+from etude.code.languages import first_line_of, parse
 from etude.errors import UserError
 
 # Hidden from the agent: history, caches and builds may hold the answer.
@@ -213,7 +213,7 @@ def _function(path: str, text: str, node: FunctionNode | ast.ClassDef, qualname:
         path=path,
         qualname=qualname,
         node=node,
-        first_line=min([node.lineno, *(d.lineno for d in node.decorator_list)]),
+        first_line=first_line_of(node),
         last_line=node.end_lineno,
         body_lines=0 if docstring is not None and len(node.body) == 1 else node.end_lineno - first.lineno + 1,
         complexity=1 + sum(isinstance(child, _BRANCHES) for child in ast.walk(node)),

@@ -75,6 +75,11 @@ def same_syntax(one: str, other: str, language: str) -> bool:
         return False
 
 
+def first_line_of(node: ast.stmt) -> int:
+    """The line at which a statement of Python begins, decorators included."""
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+
+
 def parse(text: str) -> ast.Module | None:
     """The syntax tree of a Python module; None for text that is not valid Python for the running interpreter."""
     try:

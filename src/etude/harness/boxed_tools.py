@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from etude.code import first_line_of
 from etude.errors import UserError
 from etude.harness.tools import Exec
 from etude.renderers import ToolError, one_line
@@ -98,8 +99,7 @@ def _needed(file: str, function: str, why: str) -> str:
             )
     lines, source_lines = set[int](), source.split("\n")
     for statement in kept:
-        first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))])
-        lines |= {*range(first, (statement.end_lineno or first) + 1)}
+        lines |= {*range(first_line_of(statement), (statement.end_lineno or 0) + 1)}
     source = "\n".join(line if number in lines else "" for number, line in enumerate(source_lines, 1))
     if (size := len(_packed(source=source))) > MAX_SOURCE:
         raise UserError(f"{why} is too large: {size:,} bytes compressed, and {MAX_SOURCE:,} fit a command")

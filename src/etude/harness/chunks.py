@@ -8,8 +8,7 @@ from functools import lru_cache
 
 import blake3
 
-from etude.code import parse
-from etude.harness.focus import first_line_of
+from etude.code import first_line_of, parse
 
 WINDOW = 40  # lines of a chunk of text without a known syntax
 LONGEST = 120  # lines of a chunk; a longer function is cut, and each part bears its name

@@ -10,9 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from etude.code import parse
+from etude.code import first_line_of, parse
 from etude.harness.chunks import DEFINITIONS
-from etude.harness.focus import first_line_of
 from etude.records import Focus, ToolCall
 from etude.renderers import TITLE, one_line
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from etude.code import parse
+from etude.code import first_line_of, parse
 
 _LINE = re.compile(r"([^\r\n]*)(\r\n|\n|\r|$)")
 
@@ -191,11 +191,6 @@ def _function(text: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         tree = tree.body[0]  # type: ignore[attr-defined]  # the `if`
     node = next(iter(tree.body), None)  # type: ignore[attr-defined]
     return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
-
-
-def first_line_of(node: ast.stmt) -> int:
-    """The line at which a statement begins, decorators included."""
-    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
 
 
 def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> range:

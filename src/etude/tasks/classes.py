@@ -3,9 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from etude.code import SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator
+from etude.code import SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator, first_line_of
 from etude.code.functions import FunctionNode
-from etude.tasks.split import first_line
 
 _Edits = Iterator[tuple[ByteEdit, ...]]
 MIN_COMPLEXITY = 10  # of a class, as in SWE-smith
@@ -18,7 +17,7 @@ def _methods(place: FunctionBytes) -> list[FunctionNode]:
 
 def _span(place: FunctionBytes, method: FunctionNode) -> tuple[int, int]:
     """The bytes of a method with its decorators, from the column of its first `@` or `def`."""
-    return place.line_start(first_line(method)) + method.col_offset, place.end(method)
+    return place.line_start(first_line_of(method)) + method.col_offset, place.end(method)
 
 
 def _remove_base(place: FunctionBytes) -> _Edits:

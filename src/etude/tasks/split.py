@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 
 import blake3
 
-from etude.code import is_script, parse
+from etude.code import first_line_of, is_script, parse
 from etude.code.functions import FunctionNode, Unit
 from etude.records import CodeTask
 from etude.tasks import javascript
@@ -91,11 +91,6 @@ def touched_by_all(tasks: Iterable[CodeTask]) -> set[str]:
     return {id for task in tasks for id in touched_by(task)}
 
 
-def first_line(node: FunctionNode | ast.ClassDef) -> int:
-    """The line of a definition, or of its first decorator."""
-    return min([node.lineno, *(d.lineno for d in node.decorator_list)])
-
-
 def _spans(path: str, text: str) -> list[tuple[str, int, int]]:
     """(id, first line, last line) of functions and classes; nested definitions belong to the function around them."""
     if is_script(path):
@@ -105,7 +100,7 @@ def _spans(path: str, text: str) -> list[tuple[str, int, int]]:
     def visit(body: Sequence[ast.AST], prefix: str) -> None:
         for node in body:
             if isinstance(node, FunctionNode | ast.ClassDef):
-                spans.append((f"{path}::{prefix}{node.name}", first_line(node), node.end_lineno or node.lineno))
+                spans.append((f"{path}::{prefix}{node.name}", first_line_of(node), node.end_lineno or node.lineno))
             if isinstance(node, ast.ClassDef):
                 visit(node.body, f"{prefix}{node.name}.")
             elif not isinstance(node, FunctionNode):
@@ -146,7 +141,7 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
     lines: list[str | None] = list(text.split("\n"))
     for test, node in functions_of(ast.parse(text).body, f"{path}::"):
         if test in hidden:
-            first = first_line(node)
+            first = first_line_of(node)
             assert node.end_lineno is not None
             lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
             # A class must not be left empty; any other statement in it will do.

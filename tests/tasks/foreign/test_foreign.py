@@ -242,3 +242,10 @@ def test_an_episode_on_a_foreign_task(built: ForeignDataset) -> None:
     assert "Hello Ada" in episode.turns[0].results[1]
     assert "no tests that you may see" in episode.turns[0].results[2]
     assert episode.flags == ()
+
+
+def test_an_output_beside_the_current_folder_is_no_way_out_of_a_tree() -> None:
+    tree = Path("../out/tree")
+    assert images._without_links(tree, tree / "app/copied.txt") == tree / "app/copied.txt"
+    with pytest.raises(FolderRefused, match=r"through the link \.\./secret"):
+        images._without_links(tree, tree / "../secret")

@@ -24,7 +24,7 @@ from starlette.types import Scope
 from etude.harness.endpoint.recording import Recording
 from etude.protocol import Access, Guarded, Refusal, bearers, busy, characters, check_brackets, server_config
 from etude.protocol.apis import SHAPED_HANDLERS, RequestRefused, anthropic, as_refusal, chat, responses, shaped_refusal
-from etude.renderers import printable
+from etude.renderers import printable_json
 
 MODEL = "etude"
 MAX_REQUESTS = 64  # of one episode at a time, at most
@@ -141,15 +141,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ValueError("it is no object")
     characters(body)
-    return cast(dict[str, Any], _printable(body)) if b"\\u" in data else body
-
-
-def _printable(value: object) -> object:
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {printable(str(key)): _printable(item) for key, item in value.items()}
-    return [_printable(item) for item in value] if isinstance(value, list) else value
+    return cast(dict[str, Any], printable_json(body)) if b"\\u" in data else body
 
 
 def _no_number(name: str) -> float:

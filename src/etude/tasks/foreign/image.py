@@ -220,7 +220,7 @@ def _without_links(tree: Path, path: Path) -> Path:
     """A path of the tree that may be written to. Raises FolderRefused if a link on the way could lead out of the tree,
     to files of this machine."""
     way = [path, *(parent for parent in path.parents if parent != tree and parent.is_relative_to(tree))]
-    if not path.is_relative_to(tree) or ".." in path.parts or any(part.is_symlink() for part in way):
+    if not path.is_relative_to(tree) or ".." in path.relative_to(tree).parts or any(part.is_symlink() for part in way):
         raise FolderRefused(f"it writes through the link {path.relative_to(tree)}")
     return path
 
