@@ -19,12 +19,23 @@ class NamespaceSandboxConfig(Section):
     docs/sandbox.md."""
 
     type: Literal["namespace"] = "namespace"
+    image: str | None = option(
+        None, "archive (docker save, podman save, skopeo copy) or root folder; not set: a minimal one of this machine"
+    )
+    exclude: tuple[str, ...] = option((), "paths of the image that boxes lack, such as a copy of the product")
+    programs: tuple[str, ...] = option((), "programs of this machine that the minimal image has as well: gcc, pip")
     egress: tuple[str, ...] = option(
         (), "hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for a name that is not resolved"
     )
     index: str | None = option(None, "URL of a simple package index that boxes may install from")
     index_before: date | None = option(None, "files uploaded on this day (UTC) or later are left out")
     index_without: tuple[str, ...] = option((), "projects that the index leaves out, besides that of the tasks")
+
+    @pydantic.model_validator(mode="after")
+    def _programs_are_of_the_minimal_image(self) -> NamespaceSandboxConfig:
+        if self.image is not None and self.programs:
+            raise ValueError("sandbox.programs are added to the minimal image; drop it, or sandbox.image")
+        return self
 
     @pydantic.model_validator(mode="after")
     def _an_index_has_a_date(self) -> NamespaceSandboxConfig:
@@ -46,7 +57,7 @@ def _with_type(table: Any) -> Any:
     if not isinstance(table, dict):
         return table
     table = cast(dict[str, Any], table)
-    if "type" not in table and table.keys() & {"image", "runtime", "without"}:
+    if "type" not in table and table.keys() & {"runtime", "without"}:
         raise ValueError(f"give sandbox.type as well: {', '.join(SANDBOX_TYPES[1:])}")
     return {"type": "namespace"} | table
 

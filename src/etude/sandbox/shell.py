@@ -66,15 +66,16 @@ class Shell:
         self,
         limits: dict[str, float],
         layers: Changes,
-        programs: str,
+        path: str,
         variables: Mapping[str, str],
         host_socket: tuple[str, int] | None,
         places: Mapping[str, str] | None = None,
     ) -> None:
         """Make the box. Raises BoxDead or LaunchFailed, and the BoxError of `layers` that an agent has made unusable.
 
-        `programs` is the folder of Python, `variables` join the environment, and `host_socket` is the path of a unix
-        socket in the box and the port that leads there. `places` are further paths of folders of the work tree.
+        `path` is the variable PATH where no machine profile says it, `variables` join the environment, and
+        `host_socket` is the path of a unix socket in the box and the port that leads there. `places` are further paths
+        of folders of the work tree.
         """
         profile, search = self._profile, [f"{WORKSPACE}/src", WORKSPACE, SITE, RUNNER]
         if profile is None:
@@ -82,7 +83,7 @@ class Shell:
                 "HOME": "/home/user",
                 "LANG": "C.UTF-8",
                 "LOGNAME": "user",
-                "PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin",
+                "PATH": path,
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "PYTHONPATH": ":".join(search),
                 "SHELL": "/bin/bash",
@@ -90,7 +91,7 @@ class Shell:
                 "USER": "user",
             }
         else:
-            environment = {"HOME": f"/home/{profile.user}", "PATH": _path(programs, profile.path)}
+            environment = {"HOME": f"/home/{profile.user}", "PATH": ":".join(profile.path)}
             environment |= profile.environment
         head = {
             "limits": limits,
@@ -227,14 +228,6 @@ def _files(names: Sequence[str], sizes: Sequence[int | None], contents: memoryvi
         files[path] = None if size is None else bytes(contents[offset : offset + size])
         offset += size or 0
     return files
-
-
-def _path(programs: str, entries: Sequence[str]) -> str:
-    """PATH with the folder of Python in it and no more entries than `entries`, if a spare entry can be dropped."""
-    if programs in entries:
-        return ":".join(entries)
-    spare = next((entry for entry in ("/sbin", "/usr/local/sbin", "/usr/sbin") if entry in entries), None)
-    return ":".join([programs, *(entry for entry in entries if entry != spare)])
 
 
 def shown(data: bytes) -> str:

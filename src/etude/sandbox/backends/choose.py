@@ -9,6 +9,7 @@ from etude.errors import UserError
 from etude.sandbox.backend import Backend, BackendOptions
 from etude.sandbox.backends.containers import ENGINES, Containers
 from etude.sandbox.backends.remote import open_remote
+from etude.sandbox.images import find_image
 from etude.sandbox.namespace.backend import open_namespace
 
 
@@ -27,5 +28,5 @@ async def reachable() -> dict[str, str]:
 def open_backend(config: SandboxConfig, options: BackendOptions) -> AbstractAsyncContextManager[Backend]:
     """Open the configured backend. Raises UserError if this machine or the backend lacks a requirement."""
     if config.type == "namespace":
-        return open_namespace(options)
+        return open_namespace(find_image(config), options)
     return open_remote(Containers(config.type, config.image, config.runtime), options, config.without)

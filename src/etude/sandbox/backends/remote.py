@@ -38,7 +38,7 @@ from etude.sandbox.namespace.zygote import installed_runner, module_of
 from etude.sandbox.shell import Shell
 
 USERS = range(10_000, 60_000)  # processes are counted by user, on some hosts over all boxes of a machine
-_PROGRAMS = "/usr/local/bin"
+_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class RemoteBackend(Backend):
@@ -73,7 +73,7 @@ class RemoteBackend(Backend):
             shell = Shell(connection, None, None, ends.pop_all())
         self._shells.add(shell)
         try:
-            await shell.start(limits_of(limits), layers, _PROGRAMS, {"PYTHONHASHSEED": "0"}, None)
+            await shell.start(limits_of(limits), layers, _PATH, {"PYTHONHASHSEED": "0"}, None)
         except BaseException:
             await shell.close()
             raise

@@ -13,7 +13,6 @@ import resource
 import socket
 import stat
 import struct
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,10 +44,11 @@ def furnish(
     os.chmod(f"{layer}/tmp", 0o1777)
     os.chmod(f"{layer}/shm", 0o1777)
     _overlay(lowers, changes)
-    with linux.staying(sys.base_prefix, "/tmp", "/dev/shm", "/home/user"):  # where Python may be installed
-        linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
-        linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
-        linux.mount(f"{layer}/home", "/home/user", None, linux.MS_BIND)
+    for place in root.layered:
+        _layer(place)
+    linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
+    linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
+    linux.mount(f"{layer}/home", "/home/user", None, linux.MS_BIND)
     for place, folder in sorted((places or {}).items()):
         for path in (place, f"{root.WORKSPACE}/{folder}"):
             os.makedirs(path, exist_ok=True)
@@ -85,6 +85,15 @@ def _overlay(lowers: Sequence[str], changes: Mapping[str, bytes | None]) -> None
             # Another change may have put a folder in the place of the file, or of a folder above it a file.
             with contextlib.suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError):
                 os.unlink(f"{root.WORKSPACE}/{path}")
+
+
+def _layer(place: str) -> None:
+    """Cover a folder of the image with a writable layer."""
+    upper, work = (f"{root.LAYER}/image{place}/{name}" for name in ("upper", "work"))
+    os.makedirs(upper)
+    os.mkdir(work)
+    os.chmod(upper, stat.S_IMODE(os.stat(place).st_mode))
+    linux.mount("overlay", place, "overlay", PRIVATE, f"lowerdir={place},upperdir={upper},workdir={work},userxattr")
 
 
 def write(layer: str, changes: Mapping[str, bytes | None], lowers: Sequence[str]) -> None:

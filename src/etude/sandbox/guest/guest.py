@@ -203,8 +203,7 @@ class Guest(shell.ShellServer):
         user = self.user
         assert user is not None
         self.spared = set(os.listdir("/proc"))
-        root.link_programs(sys.executable)
-        self.environment["PATH"] = f"{root.programs(sys.executable)}:{self.environment['PATH']}"
+        self.environment["PATH"] = f"{os.path.dirname(sys.executable)}:{self.environment['PATH']}"
         folders(user)
         workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.before = files.state(workspace, files.Allowance.endless())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import functools
@@ -11,7 +10,7 @@ import platform
 import signal
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
@@ -25,6 +24,7 @@ _MNT_DETACH = 2
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+_PR_CAP_AMBIENT, _AMBIENT_RAISE = 47, 2
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # the same numbers on every architecture
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE, _CLONE_TREE = -100, 0x1000, 0x8000, 1
 _ATTR_IDMAP = 0x100000
@@ -75,20 +75,6 @@ def bind(source: str, target: str, read_only: bool = True) -> None:
 def clone_tree(path: str) -> int:
     """Descriptor of a copy of the mount at `path`, with that folder as its root, attached nowhere."""
     return _check(libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _CLONE_TREE | os.O_CLOEXEC), "clone")
-
-
-@contextlib.contextmanager
-def staying(path: str, *covered: str) -> Iterator[None]:
-    """Keeps the mount at `path` in its place while folders above it, if they are among `covered`, get other mounts."""
-    tree = clone_tree(path) if any(path.startswith(folder + "/") for folder in covered) else -1
-    try:
-        yield
-        if tree >= 0:
-            os.makedirs(path, exist_ok=True)
-            attach(tree, path)
-    finally:
-        if tree >= 0:
-            os.close(tree)
 
 
 def attach(tree: int, target: str) -> None:
@@ -156,7 +142,8 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def _prctl(option: int, a: int = 0, b: object = 0) -> None:
-    _check(libc.prctl(option, ctypes.c_ulong(a), b, 0, 0), f"prctl {option}")
+    value = ctypes.c_ulong(b) if isinstance(b, int) else b
+    _check(libc.prctl(option, ctypes.c_ulong(a), value, 0, 0), f"prctl {option}")
 
 
 def die_with_parent(parent: int) -> None:
@@ -271,6 +258,19 @@ def loopback_up() -> None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         fcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
+
+
+def keep_privileges() -> None:
+    """Keep all capabilities of a user namespace through execve(2), which a user other than root would lose there."""
+    header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
+    held = ctypes.create_string_buffer(24)
+    _check(libc.capget(header, held), "capget")
+    words = list(struct.unpack("6I", held.raw))  # effective, permitted and inheritable, of the low and the high half
+    words[2], words[5] = words[1], words[4]
+    _check(libc.capset(header, struct.pack("6I", *words)), "capset")
+    for capability in range(64):
+        if words[1 if capability < 32 else 4] >> capability % 32 & 1:
+            _prctl(_PR_CAP_AMBIENT, _AMBIENT_RAISE, capability)
 
 
 def drop_privileges(user: int | None = None) -> None:

@@ -62,8 +62,7 @@ def _home(profile: dict[str, Any], search: Sequence[str]) -> None:
     # The file of `pip install --user --editable`; variables of the environment would be conspicuous.
     site = f"{home}/.local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     _write(f"{site}/project.pth", "".join(f"{folder}\n" for folder in search) + _NO_BYTECODE)
-    with linux.staying(sys.base_prefix, "/home"):
-        linux.mount(HOMES, "/home", None, linux.MS_BIND)
+    linux.mount(HOMES, "/home", None, linux.MS_BIND)
 
 
 def _date(checkout: float, rate: float) -> None:

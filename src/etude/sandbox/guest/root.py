@@ -1,15 +1,15 @@
-"""The root file system of boxes: the system's programs read-only, a small /etc and /dev, nothing else of the host."""
+"""The root file system of boxes: the folders of an image, a small /dev, nothing else of the host."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from . import linux
 
 HOST = "/.host"  # the host's root, until a handler has bound the folders it needs
 RUNNER = "/opt/runner"  # this folder and pytest
-PROGRAMS = f"{RUNNER}/bin"  # `python` and `python3`, where the interpreter has no folder in which it goes by both names
 WORKSPACE = "/workspace"
 SITE = "/site"
 RUN = "/run"  # private mounts; its entries can't be listed
@@ -21,67 +21,43 @@ REPOSITORY = f"{SHARED}/repository"  # without the files of the task: boxes are 
 BOX_ID = 1000
 BASE_ID = 200_000  # host ids of boxes when the sandbox is started by root
 
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_ETC = (  # files of which none is about this machine or its users
-    *("ld.so.cache", "ld.so.conf", "localtime", "timezone", "mime.types", "services", "protocols", "rpc", "networks"),
-    *("bash.bashrc", "profile", "inputrc", "nanorc", "debian_version", "issue", "issue.net", "host.conf", "gai.conf"),
-    *("login.defs", "magic", "deluser.conf", "adduser.conf", "debconf.conf", "xattr.conf", "e2scrub.conf"),
-)
-_NAMES = ("python", "python3")
+# Folders at the top of an image that boxes have as they are; over the others, every box has a writable layer.
+SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot")
+# Folders that boxes have of their own, whatever the image has there.
+_OWN = ("proc", "sys", "dev", "run", "tmp", "home", "workspace", "site", "mnt", "media", "lost+found", "opt")
+layered: tuple[str, ...] = ()  # those of the others that this zygote's image has, set when it starts
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
-def programs(interpreter: str) -> str:
-    """The folder where `python` and `python3` are this interpreter: its own, or PROGRAMS. Debian's has no `python`, and
-    the names may be another version's."""
-    own = os.path.dirname(interpreter)
-    named = all(os.path.realpath(f"{own}/{name}") == os.path.realpath(interpreter) for name in _NAMES)
-    return own if named else PROGRAMS
-
-
-def link_programs(interpreter: str) -> None:
-    """Make the folder PROGRAMS, if the interpreter needs it."""
-    if programs(interpreter) == PROGRAMS:
-        os.makedirs(PROGRAMS, exist_ok=True)
-        for name in _NAMES:
-            os.symlink(interpreter, f"{PROGRAMS}/{name}")
-
-
-def build(prefix: str, interpreter: str, runner: dict[str, str]) -> None:
-    """Make and enter the root in this mount namespace, with the Python at `prefix` and host paths by name in RUNNER."""
+def build(image: dict[str, Any], runner: dict[str, str]) -> None:
+    """Make and enter the root in this mount namespace: an image's `folder` of the host without the paths `exclude`, and
+    host paths by name in RUNNER."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     new = "/tmp"  # any folder: it is covered in this namespace alone, until pivot_root
-    binds = [(path, path) for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
-    links = [(path, os.readlink(path)) for path in _SYSTEM if os.path.islink(path)]
-    if not any(prefix == path or prefix.startswith(path + "/") for path in _SYSTEM):
-        binds.append((prefix, prefix))
-    binds += [(source, f"{RUNNER}/{name}") for name, source in runner.items()]
-    etc = {name: f"/etc/{name}" for name in _ETC if os.path.isfile(f"/etc/{name}")}
+    folder = image["folder"]
+    entries = [entry for entry in sorted(os.listdir(folder)) if entry not in _OWN]
+    if os.path.isdir(f"{folder}/opt"):  # its entries one by one, since RUNNER lies beside them
+        entries += [f"opt/{entry}" for entry in sorted(os.listdir(f"{folder}/opt"))]
+    links = {entry: os.readlink(f"{folder}/{entry}") for entry in entries if os.path.islink(f"{folder}/{entry}")}
     linux.mount("tmpfs", new, "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    folders = ("/proc", "/dev/shm", "/dev/pts", "/etc", "/home/user", "/tmp", "/var/tmp")
-    for folder in (HOST, WORKSPACE, SITE, LAYER, SHARED, *folders):
-        os.makedirs(new + folder, 0o755)
-    for name, source in etc.items():
-        # Resolved below the old root: /tmp there is covered by now.
-        with open(source, "rb") as old, open(f"{new}/etc/{name}", "wb") as file:
-            file.write(old.read())
-    if os.path.isdir("/etc/alternatives"):  # links to awk, editors and pagers
-        os.mkdir(f"{new}/etc/alternatives")
-        for entry in os.scandir("/etc/alternatives"):
-            if entry.is_symlink():
-                os.symlink(os.readlink(entry.path), f"{new}{entry.path}")
+    for made in (HOST, WORKSPACE, SITE, RUNNER, LAYER, SHARED, "/proc", "/dev/shm", "/dev/pts", "/home/user", "/tmp"):
+        os.makedirs(new + made, 0o755)
+    os.makedirs(f"{new}/var/tmp")
+    os.chmod(f"{new}/tmp", 0o1777)
+    os.chmod(f"{new}/var/tmp", 0o1777)
     linux.pivot_root(new, new + HOST)
     os.chdir("/")
-    for path, target in links:
-        os.symlink(target, path)
-    for source, target in binds:
-        _bind(HOST + source, target)
-    link_programs(interpreter)
+    for entry in entries:
+        if entry in links:
+            os.symlink(links[entry], f"/{entry}")
+        else:
+            _bind(f"{HOST}{folder}/{entry}", f"/{entry}")
+    for name, source in runner.items():
+        _bind(HOST + source, f"{RUNNER}/{name}")
+    for path in image["exclude"]:
+        _cover(path)
     linux.bind(f"{HOST}/proc", "/proc", read_only=False)
-    _etc()
     _dev()
-    os.chmod("/tmp", 0o1777)
-    os.chmod("/var/tmp", 0o1777)
 
 
 def _bind(source: str, target: str) -> None:
@@ -94,19 +70,14 @@ def _bind(source: str, target: str) -> None:
     linux.bind(source, target)
 
 
-def _etc() -> None:
-    texts = {
-        "passwd": passwd("user"),
-        "group": group("user"),
-        "hosts": "127.0.0.1 localhost\n::1 localhost\n",
-        "hostname": "devbox\n",
-        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
-        "shells": "/bin/sh\n/bin/bash\n",
-    }
-    for name, text in texts.items():
-        with open(f"/etc/{name}", "w") as file:
-            file.write(text)
-    os.symlink("../usr/lib/os-release", "/etc/os-release")
+def _cover(path: str) -> None:
+    """Hide a file or folder of the image below an empty one."""
+    empty = f"{RUN}/empty"
+    if os.path.isdir(path):
+        os.makedirs(empty, exist_ok=True)
+        linux.bind(empty, path)
+    else:
+        linux.mount(f"{HOST}/dev/null", path, None, linux.MS_BIND)
 
 
 _SERVICES = (  # of Debian: name, number, group, full name, home

@@ -1,7 +1,7 @@
 """The process that all boxes descend from: single-threaded, standard library only (and pytest for test runs).
 
-Started by `etude.sandbox.namespace.zygote`; argv holds the descriptor of the control socket and a JSON configuration,
-which names the module that serves test runs.
+Runs in the root of the image, in which `launch.py` has started it; argv holds the descriptor of the control socket, the
+pid of the owner, and a JSON configuration, which names the module that serves test runs.
 Every message on the control socket requests one handler and carries the handler's own connection. When the owner ends,
 or hangs up, the zygote ends, and with it (parent-death signals, pid namespaces) everything below.
 """
@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import signal
+import site
 import socket
 import sys
 from typing import Any
@@ -28,22 +29,19 @@ _PRELOADED = (
 
 def main() -> None:
     """Never returns normally: leaves by os._exit."""
-    owner, config = int(sys.argv[2]), json.loads(sys.argv[3])
+    config = json.loads(sys.argv[3])
     control = socket.socket(fileno=int(sys.argv[1]))
     real_root = os.geteuid() == 0
     try:
-        linux.offer_to_the_kernel(500)  # before the owner, and the trainer and engines beside it
-        linux.unshare(linux.NEWNS) if real_root else linux.become(None, root.BOX_ID, linux.NEWNS)
-        linux.die_with_parent(owner)
-        root.build(config["prefix"], config["interpreter"], config["runner"])
+        linux.die_with_parent(int(sys.argv[2]))
         joins = _joins(config["groups"], root.BASE_ID if real_root else None)
-    except (OSError, KeyError) as e:
+    except OSError as e:
         control.send(json.dumps({"error": str(e)}).encode())
         os._exit(1)
-    sys.path[:] = [path for path in sys.path if path.startswith(config["prefix"])] + [root.RUNNER]
-    names = str(__package__).split(".")
-    for i in range(len(names)):
-        sys.modules[".".join(names[: i + 1])].__path__ = ["/".join([root.RUNNER, *names[: i + 1]])]
+    os.set_inheritable(control.fileno(), False)
+    root.layered = tuple(config["image"]["writable"])
+    packages = [folder for folder in site.getsitepackages() if os.path.isdir(folder)]
+    sys.path[:] = [path for path in sys.path if path and path != root.RUNNER] + [root.RUNNER, *packages]
     templates = _templates(control, config["runs"])
     from . import live_box
 

@@ -1,4 +1,3 @@
 """The backend of this machine: boxes from namespaces of the Linux kernel, seen from their owner."""
 
 from etude.sandbox.namespace.backend import NamespaceBackend
-from etude.sandbox.namespace.zygote import PYTHON_FOLDER

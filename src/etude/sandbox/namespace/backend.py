@@ -34,9 +34,10 @@ from etude.sandbox.cgroups import Groups
 from etude.sandbox.connection import DIED, Connection, encode, limits_of, memory, new_process
 from etude.sandbox.egress.gate import Gate, Network
 from etude.sandbox.guest.root import RUN
+from etude.sandbox.images import RootImage
 from etude.sandbox.namespace.image_templates import ImageTemplate, ImageTemplates
 from etude.sandbox.namespace.run_templates import RunTemplates, folder_of
-from etude.sandbox.namespace.zygote import PYTHON_FOLDER, Zygote
+from etude.sandbox.namespace.zygote import Zygote
 from etude.sandbox.shell import Shell
 
 MEMORY_SHARE = 0.6  # of the machine, that all boxes may hold together where there are control groups
@@ -50,15 +51,16 @@ class NamespaceBackend(Backend):
 
     channels = True
 
-    def __init__(self, zygote: Zygote, options: BackendOptions, groups: Groups | None) -> None:
+    def __init__(self, zygote: Zygote, image: RootImage, options: BackendOptions, groups: Groups | None) -> None:
         self.zygote = zygote
+        self.image = image
         self.zygote_pid = zygote.process.pid
         self.groups = groups
         self._machine_profiles = options.machine_profiles
         self._repeatable = options.repeatable
         self._network = None if options.egress is None else Network(options.egress)
         self.gated = self._network is not None
-        self._runs = RunTemplates(zygote.control)
+        self._runs = RunTemplates(zygote.control, _layered(image))
         self._templates = ImageTemplates()
         self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
         self._starting = asyncio.Semaphore(STARTING)
@@ -131,9 +133,9 @@ class NamespaceBackend(Backend):
             host_socket = None if way is None else (f"{_socket_folder(way)}/{way.name}", HOST_SOCKET_PORT)
             if self._repeatable or template.machine_profile is None:
                 variables["PYTHONHASHSEED"] = "0"
-            variables |= image.environment
+            variables = {**self.image.environment, **variables, **image.environment}
             try:
-                await shell.start(limits_of(limits), own, PYTHON_FOLDER, variables, host_socket, image.places)
+                await shell.start(limits_of(limits), own, self.image.path, variables, host_socket, image.places)
             except BaseException:
                 await shell.close()
                 raise
@@ -167,7 +169,7 @@ class NamespaceBackend(Backend):
             "live": True,
             "repository": folder_of(image.repository),
             "site": None if image.site is None else folder_of(image.site),
-            "mounts": {target: folder_of(folder) for target, folder in image.mounts.items()},
+            "mounts": _layered(self.image) | {target: folder_of(folder) for target, folder in image.mounts.items()},
             "places": list(image.places),
             "host_socket": image.host_socket is not None,
         }
@@ -197,18 +199,23 @@ class NamespaceBackend(Backend):
             await shell.close()
 
 
+def _layered(image: RootImage) -> dict[str, str]:
+    """Folders of the image that the user of a box owns: place in a box -> folder of this machine."""
+    return {place: f"{image.folder.resolve()}{place}" for place in image.writable}
+
+
 def _socket_folder(path: Path) -> str:
     """The folder of a host socket inside a box."""
     return f"{RUN}/{blake3.blake3(os.fsencode(path)).hexdigest()[:24]}"
 
 
 @asynccontextmanager
-async def open_namespace(options: BackendOptions) -> AsyncIterator[NamespaceBackend]:
+async def open_namespace(image: RootImage, options: BackendOptions) -> AsyncIterator[NamespaceBackend]:
     """Start the backend, and end it with all its boxes. Raises UserError where the machine lacks a requirement."""
     groups = cgroups.find(MEMORY_SHARE)
     with nullcontext() if groups is None else groups.lent(Limits()) as trial:
-        zygote = await Zygote.start(() if trial is None else trial.descriptors, options.runs)
-    backend = NamespaceBackend(zygote, options, groups)
+        zygote = await Zygote.start(image, () if trial is None else trial.descriptors, options.runs)
+    backend = NamespaceBackend(zygote, image, options, groups)
     try:
         joins = await zygote.joins_groups()
         if groups is not None and not joins:  # boxes may not enter groups that this process may make

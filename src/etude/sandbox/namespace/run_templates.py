@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -86,9 +86,10 @@ class RunTemplates:
     Each holds the tree of one task; the KEPT used last are kept.
     """
 
-    def __init__(self, zygote: socket.socket) -> None:
-        """`zygote`: the zygote's control socket."""
+    def __init__(self, zygote: socket.socket, mounts: Mapping[str, str]) -> None:
+        """`zygote`: the zygote's control socket; `mounts`: folders that boxes have besides their own, by place."""
         self._zygote = zygote
+        self._mounts = dict(mounts)
         self._templates: OrderedDict[tuple[RunImage, bool], _TemplateConnection] = OrderedDict()
         self._experience: dict[RunImage, _Experience] = {}
 
@@ -168,7 +169,7 @@ class RunTemplates:
                 "hot": hot,
                 "repository": folder_of(image.repository),
                 "site": None if image.site is None else folder_of(image.site),
-                "mounts": {} if hidden is None else {target: folder_of(hidden)},
+                "mounts": self._mounts | ({} if hidden is None else {target: folder_of(hidden)}),
                 "hidden": None if hidden is None else target,
                 "controls": None if controls is None else asdict(controls),
             }

@@ -16,13 +16,11 @@ import msgspec
 from etude.errors import UserError
 from etude.sandbox.backend import RunServer
 from etude.sandbox.connection import START_SECONDS
-from etude.sandbox.guest import root
+from etude.sandbox.images import RootImage
 from etude.sandbox.kernel import cause, read_host
 
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 _INTERPRETER: str = sys._base_executable  # type: ignore[attr-defined]  # outside of any virtual environment
-PYTHON_FOLDER = root.programs(_INTERPRETER)
-"""The folder of a box in which `python` is this interpreter."""
 GUEST = "guest"
 """The name that this program's package has in boxes."""
 _PROGRAM = Path(__file__).resolve().parents[2]
@@ -56,6 +54,7 @@ class _Start(msgspec.Struct, frozen=True):
 
     joins: bool = False
     error: str = ""
+    old: str = ""  # the version of the image's Python, if it is too old
 
 
 class Zygote:
@@ -66,12 +65,13 @@ class Zygote:
         self.process = process
 
     @classmethod
-    async def start(cls, groups: Sequence[int], runs: RunServer) -> Zygote:
-        """Start the process. It tries at once whether boxes can join `groups`, descriptors of control groups."""
+    async def start(cls, image: RootImage, groups: Sequence[int], runs: RunServer) -> Zygote:
+        """Start the process on an image. It tries at once whether boxes can join `groups`, descriptors of control
+        groups."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            return cls(ours, await _start_process(theirs, groups, runs))
+            return cls(ours, await _start_process(theirs, image, groups, runs))
 
     @property
     def alive(self) -> bool:
@@ -83,6 +83,8 @@ class Zygote:
         async with asyncio.timeout(START_SECONDS):
             data = await asyncio.get_running_loop().sock_recv(self.control, 65536)
         answer = msgspec.json.decode(data or b'{"error": "it died"}', type=_Start)
+        if answer.old:
+            raise UserError(f"python3 of the image is {answer.old}; boxes need 3.11 or later.")
         if answer.error:
             raise UserError(f"boxes cannot be made here ({answer.error}); {cause(read_host())}.")
         return answer.joins
@@ -96,26 +98,34 @@ class Zygote:
         self.control.close()
 
 
-async def _start_process(theirs: socket.socket, groups: Sequence[int], runs: RunServer) -> asyncio.subprocess.Process:
-    places = {"prefix": sys.base_prefix, "interpreter": _INTERPRETER, "runner": installed_runner(runs)}
-    config = json.dumps({**places, "groups": groups, "runs": module_of(runs, "runs")})
+async def _start_process(
+    theirs: socket.socket, image: RootImage, groups: Sequence[int], runs: RunServer
+) -> asyncio.subprocess.Process:
+    config = json.dumps(
+        {
+            "image": {
+                "folder": str(image.folder.resolve()),
+                "python": image.python,
+                "exclude": image.exclude,
+                "writable": image.writable,
+            },
+            "environment": {**image.environment, "PATH": image.path, "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+            "runner": installed_runner(runs),
+            "groups": groups,
+            "runs": module_of(runs, "runs"),
+        }
+    )
     # The guest's packages are empty here: etude's own would import etude.
     packages = {GUEST: str(_PROGRAM), f"{GUEST}.sandbox": str(_PROGRAM / "sandbox")}
     start = (
         f"import sys, types\nfor name, path in {packages!r}.items():\n"
         "    package = sys.modules[name] = types.ModuleType(name); package.__path__ = [path]\n"
-        f"from {GUEST}.sandbox.guest.zygote import main; main()"
+        f"from {GUEST}.sandbox.guest.launch import main; main()"
     )
-    environment = {
-        "PATH": f"{PYTHON_FOLDER}:/usr/local/bin:/usr/bin:/bin",
-        "HOME": "/tmp",
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-    }
     argv = [start, str(theirs.fileno()), str(os.getpid()), config]
     command = [_INTERPRETER, "-S", "-s", "-P", "-B", "-c", *argv]
     null, passed = asyncio.subprocess.DEVNULL, [theirs.fileno(), *groups]
     # In a session of its own, where Ctrl-C of the owner's terminal does not reach it: the owner ends it.
     return await asyncio.create_subprocess_exec(
-        *command, pass_fds=passed, env=environment, stdin=null, stdout=null, cwd="/", start_new_session=True
+        *command, pass_fds=passed, env={}, stdin=null, stdout=null, cwd="/", start_new_session=True
     )

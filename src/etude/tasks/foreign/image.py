@@ -18,7 +18,6 @@ from pathlib import Path
 from etude.code import install_wheels
 from etude.grading import HARBOR_STATE, note_state
 from etude.sandbox import RUNNER, SITE, WORKSPACE, BoxError, Image, Limits, Sandbox
-from etude.sandbox.namespace import PYTHON_FOLDER
 from etude.tasks.foreign.dockerfile import ASIDE, HOME, CopyStep, FolderRefused, RunStep, pieces, words
 from etude.tasks.foreign.folder import Folder
 from etude.tasks.inventory import files_below
@@ -71,7 +70,7 @@ async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> 
 
 def _search(folder: Folder) -> dict[str, str]:
     """PATH and PYTHONPATH: the folders of boxes come first, folders of the agent are left out."""
-    path = f"{PROVIDED}/bin:{PYTHON_FOLDER}:/usr/local/bin:/usr/bin:/bin"
+    path = f"{PROVIDED}/bin:/usr/local/bin:/usr/bin:/bin"
     declared_path = folder.recipe.environment.get("PATH", "$PATH").replace("${PATH}", "$PATH")
     return {
         "PATH": f"{PROVIDED}/bin:{declared_path.replace('$PATH', path)}" if "$PATH" in declared_path else path,

@@ -1,0 +1,208 @@
+"""The cache of unpacked images, and the choice of an image by the table [sandbox].
+
+Below the user's cache, `images/DIGEST/root` is the root folder of an image and `images/DIGEST/image.json` has the rest;
+`images/known/KEY` names the digest of a source that has not changed since. A folder appears whole or not at all, and is
+never changed; it may be deleted while nothing uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import blake3
+import msgspec
+
+from etude.config import NamespaceSandboxConfig, cache
+from etude.errors import UserError
+from etude.sandbox.guest import root
+from etude.sandbox.images.archive import ImageArchive, inside
+from etude.sandbox.images.minimal import MinimalImage
+
+MINIMAL = "minimal"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class RootImage:
+    """An unpacked image.
+
+    name: "minimal", or the path of the archive or folder. `digest` names the content.
+    folder: the root; never changed.
+    environment: variables that the image sets.
+    python: the path of python3 in the image.
+    writable: folders at the top of the root that every box has a writable layer over.
+    exclude: paths that boxes lack.
+    """
+
+    name: str
+    digest: str
+    folder: Path
+    python: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    writable: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The variable PATH of its processes."""
+        return self.environment.get("PATH", PATH)
+
+
+class _Facts(msgspec.Struct, frozen=True):
+    environment: dict[str, str] = {}
+
+
+def find_image(config: NamespaceSandboxConfig) -> RootImage:
+    """The image of a configuration, made or unpacked if this is its first use. Raises UserError."""
+    if config.image is None:
+        made = MinimalImage(config.programs)
+        digest = _known(made.key(), lambda: _store(made.build, _Facts()))
+        return _opened(MINIMAL, digest, config.exclude, own=True)
+    source = Path(config.image)
+    try:
+        key = _key(source)
+    except OSError as e:
+        raise UserError(f"sandbox.image: {source} cannot be read ({e.strerror}); name an archive or a folder.") from None
+    digest = _known(key, lambda: _imported(source))
+    return _opened(str(source), digest, config.exclude, own=False)
+
+
+def _opened(name: str, digest: str, exclude: tuple[str, ...], own: bool) -> RootImage:
+    folder = _images() / digest / "root"
+    facts = msgspec.json.decode((folder.parent / "image.json").read_bytes(), type=_Facts)
+    top = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    writable = () if own else tuple(f"/{entry}" for entry in top if entry not in root.SYSTEM)
+    for path in exclude:
+        place = inside(folder, path)
+        if not os.path.lexists(place) or place == str(folder):
+            raise UserError(f"sandbox.exclude: {path} is not in the image {name}.")
+    path = facts.environment.get("PATH", PATH)
+    places = [f"{entry}/python3" for entry in path.split(":") if entry.startswith("/")]
+    python = next((place for place in places if os.path.isfile(inside(folder, place))), None)
+    if python is None or not os.path.isfile(inside(folder, "/bin/bash")):
+        lacks = "python3 in its PATH" if python is None else "/bin/bash"
+        raise UserError(f"the image {name} has no {lacks}; boxes need python3 (3.11 or later) and bash.")
+    return RootImage(name, digest, folder, python, facts.environment, writable, exclude)
+
+
+def _images() -> Path:
+    return cache() / "images"
+
+
+def _known(key: str, make: Callable[[], str]) -> str:
+    """The digest of an unchanged source, or of the image that `make` makes."""
+    note = _images() / "known" / key
+    with contextlib.suppress(OSError):
+        digest = note.read_text()
+        if (_images() / digest / "image.json").is_file():
+            return digest
+    digest = make()
+    note.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=note.parent, delete=False) as file:
+        file.write(digest)
+    os.replace(file.name, note)
+    return digest
+
+
+def _store(build: Callable[[Path], None], facts: _Facts, digest: str = "") -> str:
+    """Build a root and move it to its place. Its content is its name, unless `digest` is known. Raises UserError."""
+    try:
+        _images().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_images(), prefix=".new-", ignore_cleanup_errors=True) as work:
+            made = Path(work, "image")
+            (made / "root").mkdir(parents=True)
+            os.chmod(made, 0o755)
+            build(made / "root")
+            os.chmod(made / "root", 0o755)
+            digest = digest or _digest(made / "root")
+            _give(made / "root")
+            (made / "image.json").write_bytes(msgspec.json.encode(facts))
+            with contextlib.suppress(OSError):  # another process was faster
+                os.rename(made, _images() / digest)
+    except OSError as e:
+        raise UserError(f"the image could not be unpacked into {_images()}: {e.strerror} ({e.filename}).") from None
+    return digest
+
+
+def _give(folder: Path) -> None:
+    """Where root unpacks, give the files outside of the system's folders to the user of boxes."""
+    if os.geteuid() != 0:
+        return
+    for entry in os.scandir(folder):
+        if entry.name in root.SYSTEM or not entry.is_dir(follow_symlinks=False):
+            continue
+        for parent, folders, names in os.walk(entry.path):
+            for name in (".", *folders, *names):
+                os.chown(f"{parent}/{name}", root.BOX_ID, root.BOX_ID, follow_symlinks=False)
+
+
+def _key(source: Path) -> str:
+    """Changes with the archive or folder."""
+    digest = blake3.blake3(os.fsencode(source.resolve()))
+    for path, known in _entries(source) if source.is_dir() else [("", source.stat())]:
+        facts = f"{known.st_mode} {known.st_size} {known.st_mtime_ns}"
+        digest.update(os.fsencode(path) + f"\0{facts}\n".encode())
+    return digest.hexdigest()
+
+
+def _entries(folder: Path) -> list[tuple[str, os.stat_result]]:
+    found: list[tuple[str, os.stat_result]] = []
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted((*folders, *names)):
+            path = f"{parent}/{name}"
+            found.append((os.path.relpath(path, folder), os.lstat(path)))
+    return found
+
+
+def _digest(folder: Path) -> str:
+    """The digest of a tree's names, modes, links and contents."""
+    digest = blake3.blake3()
+    for path, known in _entries(folder):
+        digest.update(os.fsencode(path) + f"\0{known.st_mode:o}\0".encode())
+        if stat.S_ISLNK(known.st_mode):
+            digest.update(os.fsencode(os.readlink(folder / path)) + b"\0")
+        elif stat.S_ISREG(known.st_mode):
+            digest.update(b"%d\0" % known.st_size)
+            with open(folder / path, "rb") as file:
+                while data := file.read(_CHUNK):
+                    digest.update(data)
+    return f"blake3-{digest.hexdigest()}"
+
+
+def _imported(source: Path) -> str:
+    """Unpack an archive, or copy a root folder. Raises UserError."""
+    if source.is_dir():
+        return _store(lambda folder: _copy(source, folder), _Facts())
+    with ImageArchive(source) as archive:
+        image = archive.image()
+        digest = image.digest.replace(":", "-")
+        if (_images() / digest / "image.json").is_file():
+            return digest
+        return _store(lambda folder: archive.unpack(image, folder), _Facts(image.environment), digest)
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """Copy a root folder but for devices, sockets and FIFOs, and for what lies in its /proc, /sys, /dev and /run."""
+
+    def left_out(parent: str, names: list[str]) -> list[str]:
+        top = Path(parent) == source
+        kinds = {name: os.lstat(f"{parent}/{name}").st_mode for name in names}
+        odd = (name for name, mode in kinds.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)))
+        return [*odd, *(name for name in names if top and name in ("proc", "sys", "dev", "run", "tmp"))]
+
+    if not any((source / place).exists() for place in ("bin/sh", "usr/bin/sh")):
+        raise UserError(f"sandbox.image: {source} is no root folder of an image: it has no /bin/sh.")
+    try:
+        shutil.copytree(source, folder, symlinks=True, ignore=left_out, dirs_exist_ok=True)
+    except shutil.Error as e:
+        path, _, reason = e.args[0][0]
+        raise UserError(f"sandbox.image: {path} cannot be copied ({reason}); unpack as root.") from None
