@@ -6,12 +6,21 @@ from datetime import date
 from typing import Annotated, Any, Literal, cast
 
 import pydantic
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 
-from etude.config.sections import Section, error_sentence, option
+from etude.config.sections import Section, absolute, error_sentence, option
 from etude.errors import UserError
 
 Limit = Literal["memory", "processes", "disk"]
+
+
+class ServiceConfig(Section):
+    """A service of the image, which runs in the boxes of agents and of tested code."""
+
+    name: str = Field(min_length=1, description="name of the service, in messages")
+    start: str = Field(min_length=1, description="command line that starts the service, for bash")
+    ready: str = Field(min_length=1, description="command line that succeeds once the service is ready")
+    seconds: float = option(30.0, "until then the service must be ready", gt=0, le=600)
 
 
 class NamespaceSandboxConfig(Section):
@@ -19,11 +28,12 @@ class NamespaceSandboxConfig(Section):
     docs/sandbox.md."""
 
     type: Literal["namespace"] = "namespace"
-    image: str | None = option(
+    image: Annotated[str | None, AfterValidator(lambda path: path and absolute(path))] = option(
         None, "archive (docker save, podman save, skopeo copy) or root folder; not set: a minimal one of this machine"
     )
     exclude: tuple[str, ...] = option((), "paths of the image that boxes lack, such as a copy of the product")
     programs: tuple[str, ...] = option((), "programs of this machine that the minimal image has as well: gcc, pip")
+    services: tuple[ServiceConfig, ...] = option((), "services of the image, as tables [[sandbox.services]]")
     egress: tuple[str, ...] = option(
         (), "hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for a name that is not resolved"
     )

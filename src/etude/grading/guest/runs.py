@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ...sandbox.guest import box, linux, root
+from ...sandbox.guest import box, linux, root, services
 from . import code, suite, swap, tested, verifier
 
 MODULE = "module:"  # before the name of a module to import ahead
@@ -334,6 +334,7 @@ class RunTemplate:
             return
         if "random" in sys.modules:
             sys.modules["random"].seed(0)  # forks reseed it
+        services.start(request.get("services", ()))
         if sock >= 0:
             tested.serve(socket.socket(fileno=sock))
             return

@@ -54,6 +54,7 @@ def furnish(
             os.makedirs(path, exist_ok=True)
         linux.mount(f"{root.WORKSPACE}/{folder}", place, None, linux.MS_BIND)
     linux.mount("proc", "/proc", "proc", PRIVATE | linux.MS_NOEXEC)
+    linux.loopback_up()
 
 
 def cover(changes: Mapping[str, bytes | None]) -> list[str]:

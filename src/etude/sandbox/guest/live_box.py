@@ -62,7 +62,6 @@ class LiveBox(shell.ShellServer):
             self.request, payload = self._request()
             _, changes = box.decode(payload)
             box.furnish(self.request["limits"], changes, layers.lowers(), self.request["places"])
-            linux.loopback_up()
             if self.machine_profile is not None:
                 machine_profile.settle(self.machine_profile, self.request["search"])
             layers.hide()

@@ -24,7 +24,7 @@ BASE_ID = 200_000  # host ids of boxes when the sandbox is started by root
 # Folders at the top of an image that boxes have as they are; over the others, every box has a writable layer.
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot")
 # Folders that boxes have of their own, whatever the image has there.
-_OWN = ("proc", "sys", "dev", "run", "tmp", "home", "workspace", "site", "mnt", "media", "lost+found", "opt")
+OWN = ("proc", "sys", "dev", "run", "tmp", "home", "workspace", "site", "mnt", "media", "lost+found", "opt")
 layered: tuple[str, ...] = ()  # those of the others that this zygote's image has, set when it starts
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
@@ -35,7 +35,7 @@ def build(image: dict[str, Any], runner: dict[str, str]) -> None:
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     new = "/tmp"  # any folder: it is covered in this namespace alone, until pivot_root
     folder = image["folder"]
-    entries = [entry for entry in sorted(os.listdir(folder)) if entry not in _OWN]
+    entries = [entry for entry in sorted(os.listdir(folder)) if entry not in OWN]
     if os.path.isdir(f"{folder}/opt"):  # its entries one by one, since RUNNER lies beside them
         entries += [f"opt/{entry}" for entry in sorted(os.listdir(f"{folder}/opt"))]
     links = {entry: os.readlink(f"{folder}/{entry}") for entry in entries if os.path.islink(f"{folder}/{entry}")}

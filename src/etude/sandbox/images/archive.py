@@ -52,7 +52,9 @@ class ImageArchive:
             self._tar = tarfile.open(path)  # noqa: SIM115  # closed by __exit__
             self._members = {os.path.normpath(member.name): member for member in self._tar}
         except (OSError, tarfile.TarError, EOFError) as e:
-            raise UserError(f"{path} is no archive of an image ({e}); make one with `podman save` or `skopeo copy`.") from None
+            raise UserError(
+                f"{path} is no archive of an image ({e}); make one with `podman save` or `skopeo copy`."
+            ) from None
 
     def __enter__(self) -> ImageArchive:
         return self
@@ -133,8 +135,8 @@ def _blob(descriptor: dict[str, Any]) -> str:
     return "blobs/" + descriptor["digest"].replace(":", "/")
 
 
-def _plain(file: IO[bytes]) -> IO[bytes]:
-    """The uncompressed bytes of a layer."""
+def _plain(file: IO[bytes]) -> Any:
+    """A file of the uncompressed bytes of a layer."""
     head = file.read(4)
     file.seek(0)
     if head[:2] == b"\x1f\x8b":
@@ -165,6 +167,8 @@ def _apply(layer: tarfile.TarFile, folder: Path) -> None:
         else:
             _extract(layer, member, folder, path, modes)
             made.add(path)
+            if os.geteuid() == 0 and os.path.lexists(path):
+                os.chown(path, member.uid, member.gid, follow_symlinks=False)
     for path, member in reversed(modes):
         if os.path.isdir(path) and not os.path.islink(path):
             os.chmod(path, member.mode & 0o1777 | 0o500)

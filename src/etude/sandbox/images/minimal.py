@@ -30,8 +30,37 @@ _USUAL = (
     *("ps", "pgrep", "pkill", "top", "free", "uptime", "pwdx", "kill", "hostname", "flock", "setsid", "script", "tput"),
     *("clear", "reset", "tset", "infocmp", "toe", "logger", "mountpoint", "lscpu", "watch", "w", "pidof", "strings"),
     # coreutils
-    *("[", "arch", "b2sum", "base32", "base64", "basename", "basenc", "cat", "chgrp", "chmod", "chown", "cksum", "comm"),
-    *("cp", "csplit", "cut", "date", "dd", "df", "dir", "dircolors", "dirname", "du", "echo", "expand", "expr", "factor"),
+    *(
+        "[",
+        "arch",
+        "b2sum",
+        "base32",
+        "base64",
+        "basename",
+        "basenc",
+        "cat",
+        "chgrp",
+        "chmod",
+        "chown",
+        "cksum",
+        "comm",
+    ),
+    *(
+        "cp",
+        "csplit",
+        "cut",
+        "date",
+        "dd",
+        "df",
+        "dir",
+        "dircolors",
+        "dirname",
+        "du",
+        "echo",
+        "expand",
+        "expr",
+        "factor",
+    ),
     *("false", "fmt", "fold", "groups", "head", "hostid", "id", "install", "join", "link", "ln", "logname", "ls"),
     *("md5sum", "mkdir", "mkfifo", "mknod", "mktemp", "mv", "nice", "nl", "nohup", "nproc", "numfmt", "od", "paste"),
     *("pathchk", "pinky", "pr", "printenv", "printf", "ptx", "pwd", "readlink", "realpath", "rm", "rmdir", "runcon"),
@@ -39,7 +68,13 @@ _USUAL = (
     *("stat", "stdbuf", "stty", "sum", "sync", "tac", "tail", "tee", "test", "timeout", "touch", "tr", "true"),
     *("truncate", "tsort", "tty", "uname", "unexpand", "uniq", "unlink", "users", "vdir", "wc", "who", "whoami", "yes"),
 )
-_FOLDERS = ("/usr/lib/locale/C.utf8", "/usr/share/zoneinfo", "/usr/share/terminfo", "/usr/share/git-core", "/lib/terminfo")
+_FOLDERS = (
+    "/usr/lib/locale/C.utf8",
+    "/usr/share/zoneinfo",
+    "/usr/share/terminfo",
+    "/usr/share/git-core",
+    "/lib/terminfo",
+)
 _PLACES = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")
 _ETC = (  # files of which none is about this machine or its users
     *("ld.so.cache", "ld.so.conf", "localtime", "timezone", "mime.types", "services", "protocols", "rpc", "networks"),
@@ -106,7 +141,9 @@ class MinimalImage:
             return
         path = _place(program)
         if path is None:
-            raise UserError(f"sandbox.programs: {program} is not installed on this machine; install it, or leave it out.")
+            raise UserError(
+                f"sandbox.programs: {program} is not installed on this machine; install it, or leave it out."
+            )
         self._add(path)
         for file in _package_files(os.path.realpath(path)):
             if os.path.islink(file) or os.path.isfile(file):
@@ -213,7 +250,9 @@ def _package_files(path: str) -> Iterator[str]:
         seen.add(name)
         yield from query("--listfiles", name).splitlines()
         needed = query("--show", "--showformat=${Depends}, ${Pre-Depends}", name)
-        waiting += [part.split("|")[0].split("(")[0].split(":")[0].strip() for part in needed.split(",") if part.strip()]
+        waiting += [
+            part.split("|")[0].split("(")[0].split(":")[0].strip() for part in needed.split(",") if part.strip()
+        ]
 
 
 def _copy(source: str, target: Path) -> None:

@@ -70,7 +70,9 @@ def find_image(config: NamespaceSandboxConfig) -> RootImage:
     try:
         key = _key(source)
     except OSError as e:
-        raise UserError(f"sandbox.image: {source} cannot be read ({e.strerror}); name an archive or a folder.") from None
+        raise UserError(
+            f"sandbox.image: {source} cannot be read ({e.strerror}); name an archive or a folder."
+        ) from None
     digest = _known(key, lambda: _imported(source))
     return _opened(str(source), digest, config.exclude, own=False)
 
@@ -79,7 +81,7 @@ def _opened(name: str, digest: str, exclude: tuple[str, ...], own: bool) -> Root
     folder = _images() / digest / "root"
     facts = msgspec.json.decode((folder.parent / "image.json").read_bytes(), type=_Facts)
     top = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    writable = () if own else tuple(f"/{entry}" for entry in top if entry not in root.SYSTEM)
+    writable = () if own else tuple(f"/{entry}" for entry in top if entry not in (*root.SYSTEM, *root.OWN))
     for path in exclude:
         place = inside(folder, path)
         if not os.path.lexists(place) or place == str(folder):
@@ -122,8 +124,8 @@ def _store(build: Callable[[Path], None], facts: _Facts, digest: str = "") -> st
             os.chmod(made, 0o755)
             build(made / "root")
             os.chmod(made / "root", 0o755)
-            digest = digest or _digest(made / "root")
             _give(made / "root")
+            digest = digest or _digest(made / "root")
             (made / "image.json").write_bytes(msgspec.json.encode(facts))
             with contextlib.suppress(OSError):  # another process was faster
                 os.rename(made, _images() / digest)
@@ -133,15 +135,19 @@ def _store(build: Callable[[Path], None], facts: _Facts, digest: str = "") -> st
 
 
 def _give(folder: Path) -> None:
-    """Where root unpacks, give the files outside of the system's folders to the user of boxes."""
+    """Where root unpacks: files outside of the system's folders belong to the user of boxes. In the system's folders,
+    the user may read the files of services."""
     if os.geteuid() != 0:
         return
-    for entry in os.scandir(folder):
-        if entry.name in root.SYSTEM or not entry.is_dir(follow_symlinks=False):
-            continue
-        for parent, folders, names in os.walk(entry.path):
-            for name in (".", *folders, *names):
-                os.chown(f"{parent}/{name}", root.BOX_ID, root.BOX_ID, follow_symlinks=False)
+    for parent, folders, names in os.walk(folder):
+        top = os.path.relpath(parent, folder).split("/")[0]
+        for name in (*folders, *names):
+            path = f"{parent}/{name}"
+            known = os.lstat(path)
+            if (name if top == "." else top) not in (*root.SYSTEM, *root.OWN):
+                os.chown(path, root.BOX_ID, root.BOX_ID, follow_symlinks=False)
+            elif known.st_uid and not stat.S_ISLNK(known.st_mode):
+                os.chmod(path, stat.S_IMODE(known.st_mode) | known.st_mode >> 6 & 0o5)
 
 
 def _key(source: Path) -> str:
@@ -196,7 +202,9 @@ def _copy(source: Path, folder: Path) -> None:
     def left_out(parent: str, names: list[str]) -> list[str]:
         top = Path(parent) == source
         kinds = {name: os.lstat(f"{parent}/{name}").st_mode for name in names}
-        odd = (name for name, mode in kinds.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)))
+        odd = (
+            name for name, mode in kinds.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
+        )
         return [*odd, *(name for name in names if top and name in ("proc", "sys", "dev", "run", "tmp"))]
 
     if not any((source / place).exists() for place in ("bin/sh", "usr/bin/sh")):
@@ -206,3 +214,7 @@ def _copy(source: Path, folder: Path) -> None:
     except shutil.Error as e:
         path, _, reason = e.args[0][0]
         raise UserError(f"sandbox.image: {path} cannot be copied ({reason}); unpack as root.") from None
+    if os.geteuid() == 0:
+        for path, _ in _entries(folder):
+            known = os.lstat(source / path)
+            os.chown(folder / path, known.st_uid, known.st_gid, follow_symlinks=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from typing import Any
 
 import blake3
 
+from etude.config import ServiceConfig
+from etude.errors import UserError
 from etude.sandbox import cgroups, machine_profile
 from etude.sandbox.backend import (
     Backend,
@@ -33,6 +36,7 @@ from etude.sandbox.base import HOST_SOCKET_PORT, Capabilities, Changes, Garbled,
 from etude.sandbox.cgroups import Groups
 from etude.sandbox.connection import DIED, Connection, encode, limits_of, memory, new_process
 from etude.sandbox.egress.gate import Gate, Network
+from etude.sandbox.guest import services
 from etude.sandbox.guest.root import RUN
 from etude.sandbox.images import RootImage
 from etude.sandbox.namespace.image_templates import ImageTemplate, ImageTemplates
@@ -51,16 +55,24 @@ class NamespaceBackend(Backend):
 
     channels = True
 
-    def __init__(self, zygote: Zygote, image: RootImage, options: BackendOptions, groups: Groups | None) -> None:
+    def __init__(
+        self,
+        zygote: Zygote,
+        image: RootImage,
+        services: Sequence[ServiceConfig],
+        options: BackendOptions,
+        groups: Groups | None,
+    ) -> None:
         self.zygote = zygote
         self.image = image
+        self._services = [service.model_dump() for service in services]
         self.zygote_pid = zygote.process.pid
         self.groups = groups
         self._machine_profiles = options.machine_profiles
         self._repeatable = options.repeatable
         self._network = None if options.egress is None else Network(options.egress)
         self.gated = self._network is not None
-        self._runs = RunTemplates(zygote.control, _layered(image))
+        self._runs = RunTemplates(zygote.control, _layered(image), self._services)
         self._templates = ImageTemplates()
         self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
         self._starting = asyncio.Semaphore(STARTING)
@@ -136,10 +148,34 @@ class NamespaceBackend(Backend):
             variables = {**self.image.environment, **variables, **image.environment}
             try:
                 await shell.start(limits_of(limits), own, self.image.path, variables, host_socket, image.places)
+                await self._start_services(shell, variables)
             except BaseException:
                 await shell.close()
                 raise
         return shell
+
+    async def _start_services(self, shell: Shell, variables: Mapping[str, str]) -> None:
+        """Raises LaunchFailed for a service that does not get ready."""
+        environment = {"PATH": self.image.path, "HOME": "/tmp", "LANG": "C.UTF-8", **variables}
+        for service in self._services:
+            done = await shell.program(services.command(service), b"", service["seconds"], environment=environment)
+            if done.status != 0:
+                raise LaunchFailed(
+                    f"the service {service['name']} was not ready within {service['seconds']:.0f} s; "
+                    f"see sandbox.services"
+                )
+
+    async def check_services(self) -> None:
+        """Start all services in a box without a task. Raises UserError for one that does not get ready."""
+        if not self._services:
+            return
+        with tempfile.TemporaryDirectory(prefix="etude-services-") as folder:
+            os.chmod(folder, 0o755)
+            try:
+                shell = await self.shell(Image(Path(folder), None, {}), {}, Limits(), bare=True)
+            except LaunchFailed as e:
+                raise UserError(f"{e}.") from None
+            await shell.close()
 
     async def _room(self) -> None:
         """Wait for memory where no control group holds all boxes together. Raises LaunchFailed."""
@@ -210,12 +246,14 @@ def _socket_folder(path: Path) -> str:
 
 
 @asynccontextmanager
-async def open_namespace(image: RootImage, options: BackendOptions) -> AsyncIterator[NamespaceBackend]:
+async def open_namespace(
+    image: RootImage, services: Sequence[ServiceConfig], options: BackendOptions
+) -> AsyncIterator[NamespaceBackend]:
     """Start the backend, and end it with all its boxes. Raises UserError where the machine lacks a requirement."""
     groups = cgroups.find(MEMORY_SHARE)
     with nullcontext() if groups is None else groups.lent(Limits()) as trial:
         zygote = await Zygote.start(image, () if trial is None else trial.descriptors, options.runs)
-    backend = NamespaceBackend(zygote, image, options, groups)
+    backend = NamespaceBackend(zygote, image, services, options, groups)
     try:
         joins = await zygote.joins_groups()
         if groups is not None and not joins:  # boxes may not enter groups that this process may make
@@ -223,6 +261,7 @@ async def open_namespace(image: RootImage, options: BackendOptions) -> AsyncIter
             backend.groups = None
         watcher = asyncio.create_task(backend.watch())
         try:
+            await backend.check_services()
             yield backend
         finally:
             watcher.cancel()

@@ -86,16 +86,20 @@ class RunTemplates:
     Each holds the tree of one task; the KEPT used last are kept.
     """
 
-    def __init__(self, zygote: socket.socket, mounts: Mapping[str, str]) -> None:
-        """`zygote`: the zygote's control socket; `mounts`: folders that boxes have besides their own, by place."""
+    def __init__(self, zygote: socket.socket, mounts: Mapping[str, str], services: Sequence[Mapping[str, Any]]) -> None:
+        """`zygote`: the zygote's control socket; `mounts`: folders that boxes have besides their own, by place;
+        `services` run in the boxes of tested code."""
         self._zygote = zygote
+        self._services = list(services)
         self._mounts = dict(mounts)
         self._templates: OrderedDict[tuple[RunImage, bool], _TemplateConnection] = OrderedDict()
         self._experience: dict[RunImage, _Experience] = {}
 
     async def fork(self, request: ForkRequest, groups: Groups | None) -> ForkResult:
         """One run in a hot template, or, if a change needs a fresh import, in a cold one. Raises BoxDead."""
-        payload = await asyncio.to_thread(encode, {"tests": request.tests}, request.changes)  # it may hold megabytes
+        payload = await asyncio.to_thread(
+            encode, {"tests": request.tests, "services": self._services}, request.changes
+        )  # it may hold megabytes
         limits = request.limits
         cpu_seconds = 0.0
         for hot in (True, False):
@@ -134,7 +138,8 @@ class RunTemplates:
         return _result(reply, output)
 
     async def _run_tested(self, request: VerifyRequest, sock: socket.socket, groups: Groups | None) -> ForkResult:
-        payload, limits, cpu_seconds = encode({"tests": []}, request.changes), request.limits, 0.0
+        payload = encode({"tests": [], "services": self._services}, request.changes)
+        limits, cpu_seconds = request.limits, 0.0
         files = [MODULE + name for name in request.modules]
         for hot in (True, False):
             async with self._template(request.image, hot, files) as template:
