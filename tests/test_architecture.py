@@ -221,7 +221,7 @@ def test_no_circle_of_files():
 
 
 def test_the_folders_of_the_sandbox_have_an_order():
-    order = ("sandbox.backends", "sandbox.namespace", "sandbox", "sandbox.egress", "sandbox.guest")
+    order = ("sandbox.backends", "sandbox.namespace", "sandbox.images", "sandbox", "sandbox.egress", "sandbox.guest")
     graph = folders(GRAPH, FILES)
     assert {name for name in graph if name.startswith("sandbox")} == {*order}
     for i, folder in enumerate(order):

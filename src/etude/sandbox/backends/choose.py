@@ -9,7 +9,7 @@ from etude.errors import UserError
 from etude.sandbox.backend import Backend, BackendOptions
 from etude.sandbox.backends.containers import ENGINES, Containers
 from etude.sandbox.backends.remote import open_remote
-from etude.sandbox.images import find_image
+from etude.sandbox.images.store import find_image
 from etude.sandbox.namespace.backend import open_namespace
 
 

@@ -4,5 +4,3 @@ minimal.py   the default image: this machine's interpreter and usual programs, w
 archive.py   images in archives, as `docker save`, `podman save` and `skopeo copy` write them
 store.py     the cache, and the choice of an image by the table [sandbox]
 """
-
-from etude.sandbox.images.store import RootImage, find_image

@@ -52,8 +52,9 @@ class ImageArchive:
             self._tar = tarfile.open(path)  # noqa: SIM115  # closed by __exit__
             self._members = {os.path.normpath(member.name): member for member in self._tar}
         except (OSError, tarfile.TarError, EOFError) as e:
+            reason = str(e).partition(":")[0]
             raise UserError(
-                f"{path} is no archive of an image ({e}); make one with `podman save` or `skopeo copy`."
+                f"{path} is no archive of an image ({reason}); make one with `podman save` or `skopeo copy`."
             ) from None
 
     def __enter__(self) -> ImageArchive:
@@ -75,11 +76,11 @@ class ImageArchive:
 
     def _image(self, config: str, layers: Sequence[str]) -> ArchivedImage:
         data = self._data(config)
-        found = json.loads(data)
-        wanted, own = _ARCHITECTURES.get(platform.machine(), platform.machine()), found.get("architecture")
+        settings = json.loads(data)
+        wanted, own = _ARCHITECTURES.get(platform.machine(), platform.machine()), settings.get("architecture")
         if own not in (None, "", wanted):
             raise UserError(f"{self.path} is an image for {own}, and this machine is {wanted}.")
-        pairs = (entry.partition("=") for entry in (found.get("config") or {}).get("Env") or ())
+        pairs = (entry.partition("=") for entry in (settings.get("config") or {}).get("Env") or ())
         for layer in layers:
             if os.path.normpath(layer) not in self._members:
                 raise UserError(f"{self.path} lacks the layer {layer}; save the image again.")
@@ -88,9 +89,8 @@ class ImageArchive:
 
     def _manifest(self, index: dict[str, Any]) -> dict[str, Any]:
         """The manifest of this machine's architecture in an index, which may lead to another index."""
-        found = index.get("manifests", [])
         wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
-        fitting = [m for m in found if m.get("platform", {}).get("architecture", wanted) == wanted]
+        fitting = [m for m in index.get("manifests", []) if m.get("platform", {}).get("architecture", wanted) == wanted]
         self._one(fitting, "index.json")
         document = self._json(_blob(fitting[0]))
         return self._manifest(document) if "manifests" in document else document

@@ -108,7 +108,7 @@ class MinimalImage:
     def build(self, folder: Path) -> None:
         """Copy all files into an empty folder. Raises UserError."""
         self._plan()
-        for name in (*_LINKED,):
+        for name in _LINKED:
             if os.path.islink(f"/{name}"):
                 os.symlink(os.readlink(f"/{name}"), folder / name)
         for path, source in sorted(self.files.items()):
@@ -166,8 +166,8 @@ class MinimalImage:
 
     def _add(self, path: str) -> None:
         """Add a file; of a link, the files that the link leads to."""
-        path = f"{os.path.realpath(os.path.dirname(path))}/{os.path.basename(path)}"
-        if path[1:] in self.files:
+        path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        if path[1:] in self.files or path[1:] in _LINKED:
             return
         self.files[path[1:]] = path
         if os.path.islink(path):

@@ -81,11 +81,14 @@ def _opened(name: str, digest: str, exclude: tuple[str, ...], own: bool) -> Root
     folder = _images() / digest / "root"
     facts = msgspec.json.decode((folder.parent / "image.json").read_bytes(), type=_Facts)
     top = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    writable = () if own else tuple(f"/{entry}" for entry in top if entry not in (*root.SYSTEM, *root.OWN))
+    own_layers = () if own else (f"/{entry}" for entry in top if entry not in (*root.SYSTEM, *root.OWN))
+    writable = tuple(place for place in own_layers if place not in exclude)
     for path in exclude:
         place = inside(folder, path)
         if not os.path.lexists(place) or place == str(folder):
             raise UserError(f"sandbox.exclude: {path} is not in the image {name}.")
+    # Of a symbolic link, what it leads to.
+    exclude = tuple(inside(folder, path).removeprefix(str(folder)) for path in exclude)
     path = facts.environment.get("PATH", PATH)
     places = [f"{entry}/python3" for entry in path.split(":") if entry.startswith("/")]
     python = next((place for place in places if os.path.isfile(inside(folder, place))), None)
@@ -160,13 +163,13 @@ def _key(source: Path) -> str:
 
 
 def _entries(folder: Path) -> list[tuple[str, os.stat_result]]:
-    found: list[tuple[str, os.stat_result]] = []
+    entries: list[tuple[str, os.stat_result]] = []
     for parent, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted((*folders, *names)):
             path = f"{parent}/{name}"
-            found.append((os.path.relpath(path, folder), os.lstat(path)))
-    return found
+            entries.append((os.path.relpath(path, folder), os.lstat(path)))
+    return entries
 
 
 def _digest(folder: Path) -> str:

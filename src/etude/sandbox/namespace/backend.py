@@ -38,7 +38,7 @@ from etude.sandbox.connection import DIED, Connection, encode, limits_of, memory
 from etude.sandbox.egress.gate import Gate, Network
 from etude.sandbox.guest import services
 from etude.sandbox.guest.root import RUN
-from etude.sandbox.images import RootImage
+from etude.sandbox.images.store import RootImage
 from etude.sandbox.namespace.image_templates import ImageTemplate, ImageTemplates
 from etude.sandbox.namespace.run_templates import RunTemplates, folder_of
 from etude.sandbox.namespace.zygote import Zygote

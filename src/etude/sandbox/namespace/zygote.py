@@ -16,7 +16,7 @@ import msgspec
 from etude.errors import UserError
 from etude.sandbox.backend import RunServer
 from etude.sandbox.connection import START_SECONDS
-from etude.sandbox.images import RootImage
+from etude.sandbox.images.store import RootImage
 from etude.sandbox.kernel import cause, read_host
 
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
