@@ -21,9 +21,10 @@ from etude.config import NamespaceSandboxConfig, validate_sandbox
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.images.store import find_image
 from etude.sandbox.images.archive import ImageArchive, inside
+from etude.sandbox.images.store import find_image
 
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 SERVER = "python3 -m http.server --bind 127.0.0.1 --directory /srv 8123"
 READY = "python3 -c 'import urllib.request as u; u.urlopen(\"http://127.0.0.1:8123/price.txt\", timeout=1)'"
 SERVICE = {"name": "prices", "start": SERVER, "ready": READY, "seconds": 20.0}
@@ -76,7 +77,7 @@ def product(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("product") / "root"
     shutil.copytree(base, root, symlinks=True, copy_function=_link)
     files = {
-        "usr/local/lib/python%d.%d/site-packages/installed.py" % sys.version_info[:2]: "VALUE = 5\n",
+        f"usr/local/lib/{PYTHON}/site-packages/installed.py": "VALUE = 5\n",
         "srv/price.txt": "7\n",
         "app/shop.py": LIBRARY,
         "opt/tool/run": "#!/bin/sh\necho tool\n",
@@ -137,9 +138,9 @@ def test_an_image_is_made_once_and_named_by_its_content(
 def test_programs_are_added_by_name() -> None:
     program = "echo 'int main(void) { return 42; }' > /tmp/a.c; gcc /tmp/a.c -o /tmp/a; /tmp/a; echo $?"
     assert lines(NamespaceSandboxConfig(programs=("gcc",)), program) == ["42"]
-    with pytest.raises(UserError, match="sandbox.programs: frobnicate is not installed on this machine"):
+    with pytest.raises(UserError, match=r"sandbox.programs: frobnicate is not installed on this machine"):
         find_image(NamespaceSandboxConfig(programs=("frobnicate",)))
-    with pytest.raises(UserError, match="sandbox.programs are added to the minimal image"):
+    with pytest.raises(UserError, match=r"sandbox.programs are added to the minimal image"):
         validate_sandbox({"image": "x.tar", "programs": ["gcc"]}, "here")
 
 
@@ -189,7 +190,7 @@ def test_services_run_for_agents_and_for_tests_that_are_decided_outside(product:
 def test_a_service_that_does_not_get_ready_is_told_before_anything_runs(product: Path) -> None:
     slow = SERVICE | {"ready": "false", "seconds": 0.5}
     config = validate_sandbox({"image": str(product), "services": [slow]}, "here")
-    with pytest.raises(UserError, match="the service prices was not ready within 0 s; see sandbox.services"):
+    with pytest.raises(UserError, match=r"the service prices was not ready within 0 s; see sandbox.services"):
         lines(config, "true")
 
 
@@ -372,5 +373,5 @@ def test_an_image_that_is_none_is_refused_in_a_sentence(
 
 
 def test_an_excluded_path_must_exist(product: Path) -> None:
-    with pytest.raises(UserError, match="sandbox.exclude: /nowhere is not in the image"):
+    with pytest.raises(UserError, match=r"sandbox.exclude: /nowhere is not in the image"):
         find_image(NamespaceSandboxConfig(image=str(product), exclude=("/nowhere",)))

@@ -32,8 +32,8 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 def build(image: dict[str, Any], runner: dict[str, str]) -> None:
-    """Make and enter the root in this mount namespace: an image's `folder` of the host, with the paths `exclude` covered,
-    and host paths by name in RUNNER."""
+    """Make and enter the root in this mount namespace: an image's `folder` of the host, with its paths `exclude`
+    covered, and host paths by name in RUNNER."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     new = "/tmp"  # any folder: it is covered in this namespace alone, until pivot_root
     folder = image["folder"]

@@ -234,7 +234,8 @@ def _is_object(path: str) -> bool:
 
 
 def _package_files(path: str) -> Iterator[str]:
-    """The files of the Debian package that holds a file, and of all packages that this one needs."""
+    """The files of the Debian package that holds a file, of those that this one recommends, and of all that they
+    need."""
     if shutil.which("dpkg-query") is None:
         return
 
@@ -243,16 +244,20 @@ def _package_files(path: str) -> Iterator[str]:
 
     holders = query("--search", path).partition(": ")[0].split(", ")
     waiting, seen = [name.partition(":")[0] for name in holders if name], set[str]()
+    waiting += [other for name in waiting for other in _names(query("--show", "--showformat=${Recommends}", name))]
     while waiting:
         name = waiting.pop()
         if name in seen:
             continue
         seen.add(name)
         yield from query("--listfiles", name).splitlines()
-        needed = query("--show", "--showformat=${Depends}, ${Pre-Depends}", name)
-        waiting += [
-            part.split("|")[0].split("(")[0].split(":")[0].strip() for part in needed.split(",") if part.strip()
-        ]
+        waiting += _names(query("--show", "--showformat=${Depends}, ${Pre-Depends}", name))
+
+
+def _names(relations: str) -> list[str]:
+    """The first alternatives of a field of a package, such as "libc6 (>= 2.34), gcc | clang"."""
+    parts = (part.split("|")[0].split("(")[0].split(":")[0].strip() for part in relations.split(","))
+    return [part for part in parts if part]
 
 
 def _copy(source: str, target: Path) -> None:
