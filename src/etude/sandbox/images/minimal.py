@@ -21,7 +21,6 @@ import blake3
 from etude.errors import UserError
 from etude.sandbox.guest import root
 
-_FORMAT = b"1"  # of this module: another number makes all images anew
 _INTERPRETER: str = sys._base_executable  # type: ignore[attr-defined]  # outside of any virtual environment
 _USUAL = (
     *("sh", "bash", "env", "getent", "locale", "grep", "egrep", "fgrep", "sed", "awk", "mawk", "gawk", "find", "xargs"),
@@ -96,8 +95,8 @@ class MinimalImage:
         self._wanted = programs
 
     def key(self) -> str:
-        """Changes with the programs, the interpreter and the libraries of this machine."""
-        digest = blake3.blake3(_FORMAT + repr((sys.version, self._prefix, self._wanted)).encode())
+        """Changes with the programs, the interpreter and the libraries of this machine, and with this module."""
+        digest = blake3.blake3(Path(__file__).read_bytes() + repr((sys.version, self._prefix, self._wanted)).encode())
         paths = [_INTERPRETER, self._library, "/etc/ld.so.cache", "/usr/lib/os-release", "/var/lib/dpkg/status"]
         for path in [*paths, *filter(None, map(_place, (*_USUAL, *self._wanted)))]:
             if os.path.exists(path):
