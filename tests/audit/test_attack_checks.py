@@ -189,7 +189,9 @@ def test_too_few_fingerprints_are_refused_before_anything_is_played(tmp_path: Pa
     path.write_text(json.dumps({"format": 2, "machine": "a", "probes": {"umask": 18}}) + "\n")
     with pytest.raises(UserError, match="say nothing"):
         fingerprints.fingerprints_against([path], 60, dataset=None, machine_profiles=None)
-    for wrong in (["--machine-profiles", "x.toml"], ["--against", str(path), "--type", "podman", "--image", "x"]):
+    podman = tmp_path / "podman.toml"
+    podman.write_text('[sandbox]\ntype = "podman"\nimage = "x"\n')
+    for wrong in (["--machine-profiles", "x.toml"], ["--against", str(path), "--sandbox", str(podman)]):
         with pytest.raises(SystemExit) as ended:
             main.main(["doctor", "sandbox", *wrong])
         assert ended.value.code == 2

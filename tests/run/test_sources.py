@@ -93,7 +93,8 @@ def test_a_source_that_fails_to_build_is_named(tmp_path: Path, monkeypatch: pyte
 
     built: list[Path] = []
 
-    def build(repository: Path, out: Path, *_: object) -> dataset.Dataset:
+    def build(repository: Path, out: Path, *_: object, boxes: object) -> dataset.Dataset:
+        assert boxes == wrong.sandbox
         built.append(out)
         return dataset.load_dataset(renamed(out, "other-2.0"))
 
@@ -112,7 +113,7 @@ def test_a_source_for_training_alone_joins_when_it_is_built(tmp_path: Path, monk
         {"repository": "b", "heldout_fraction": 0, "weight": 4},
     )  # fmt: skip
     monkeypatch.setattr(
-        inputs, "build_dataset", lambda repo, out, *_: dataset.load_dataset(renamed(out, f"{repo.name}-1.0"))
+        inputs, "build_dataset", lambda repo, out, *_, **__: dataset.load_dataset(renamed(out, f"{repo.name}-1.0"))
     )
     pool = sources.TaskPool(run_taskset(found, folder, print), sources.missing(found, folder))
     assert (pool.waiting, sources.arrived(folder, pool)) == ((1, 2), [])
@@ -170,7 +171,10 @@ def test_a_folder_of_harbor_tasks_is_a_source(tmp_path: Path, monkeypatch: pytes
     found = config({"dataset": str(TINY)}, {"harbor": "tasks", "min_decided": 0.0, "heldout_fraction": 0.5})
     given: list[tuple[Any, ...]] = []
 
-    def build(roots: list[Path], out: Path, note: Any, *, heldout_fraction: float) -> tuple[dataset.Dataset, None]:
+    def build(
+        roots: list[Path], out: Path, note: Any, *, heldout_fraction: float, boxes: object
+    ) -> tuple[dataset.Dataset, None]:
+        assert boxes == found.sandbox
         given.append((roots, out, heldout_fraction))
         return dataset.load_dataset(renamed(out, "harbor-tasks")), None
 

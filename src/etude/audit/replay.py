@@ -49,7 +49,10 @@ async def _replay(episodes: StoredEpisodes, taskset: Taskset) -> list[EpisodeRep
     nobody: Any = None  # an episode's own turns take the policy's place
 
     async with open_sandbox(
-        config.sandbox, machine_profiles=parts.profiles_of(config), repeatable=config.deterministic
+        config.sandbox,
+        machine_profiles=parts.profiles_of(config),
+        packages=parts.packages_of(taskset),
+        repeatable=config.deterministic,
     ) as sandbox:
         setting = parts.context_of(config, taskset, sandbox, nobody, training=True)
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from etude.cli import doctor_reports as reports
-from etude.cli.flags import add_flags
-from etude.config import SANDBOX_TYPES, ModelConfig, validate_sandbox
+from etude.cli.flags import add_flags, add_sandbox, sandbox_of
+from etude.config import ModelConfig, NamespaceSandboxConfig, SandboxConfig
 from etude.errors import UserError
 from etude.weights import model_folder
 
@@ -67,10 +67,7 @@ def _add_sandbox(attacks: argparse.ArgumentParser) -> None:
     attacks.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
     packs = "folders of attacks of your own, played in place of the suite (docs/sandbox.md)"
     attacks.add_argument("--pack", type=Path, nargs="+", metavar="DIR", help=packs)
-    boxes = attacks.add_argument_group("boxes", "as in [sandbox]")
-    boxes.add_argument("--type", choices=SANDBOX_TYPES, default="namespace", help="who makes the boxes")
-    for name in ("image", "runtime", "namespace"):
-        boxes.add_argument(f"--{name}", default=argparse.SUPPRESS)
+    add_sandbox(attacks)
     against = attacks.add_argument_group("comparison with production machines", "items E; see the check parity")
     against.add_argument("--against", type=Path, nargs="+", metavar="FILE", help="fingerprints of such machines")
     against.add_argument("--machine-profiles", type=Path, metavar="FILE", help="as rollout.machine_profiles")
@@ -82,23 +79,30 @@ def _add_sandbox(attacks: argparse.ArgumentParser) -> None:
 def _sandbox(arguments: argparse.Namespace) -> int:
     from etude.audit.attacks import fingerprints_against
 
-    names = ("type", "image", "runtime", "namespace")
-    table = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    config = validate_sandbox(table, "etude doctor sandbox")
+    config = sandbox_of(arguments) or NamespaceSandboxConfig()
     if arguments.pack is not None:
         if arguments.against is not None or arguments.dataset is not None or arguments.machine_profiles is not None:
             raise UserError("--pack plays attacks of your own: drop --against, --dataset and --machine-profiles.")
         return reports.show_packs(arguments.pack, config, as_json=arguments.json)
     against = None
     if arguments.against is not None:
-        if arguments.type != "namespace":
-            raise UserError("--against needs boxes with machine profiles, which only --type namespace makes.")
+        _check_profiles(config)
         against = fingerprints_against(
-            arguments.against, arguments.boxes, dataset=arguments.dataset, machine_profiles=arguments.machine_profiles
+            arguments.against,
+            arguments.boxes,
+            dataset=arguments.dataset,
+            machine_profiles=arguments.machine_profiles,
+            config=config,
         )
     elif arguments.dataset is not None or arguments.machine_profiles is not None:
         raise UserError("--dataset and --machine-profiles describe boxes that are compared: give --against, too.")
     return reports.show_attacks(as_json=arguments.json, quick=arguments.quick, config=config, against=against)
+
+
+def _check_profiles(config: SandboxConfig) -> None:
+    """Raises UserError for boxes that cannot imitate a machine."""
+    if config.type != "namespace":
+        raise UserError(f'--against needs boxes with machine profiles, which sandbox.type = "{config.type}" lacks.')
 
 
 def _add_parity(parity: argparse.ArgumentParser) -> None:
@@ -113,9 +117,14 @@ def _add_parity(parity: argparse.ArgumentParser) -> None:
     tasks, profiles = "tasks whose boxes are compared; else a made-up one", "as rollout.machine_profiles; else half"
     parity.add_argument("--dataset", type=Path, metavar="DIR", help=tasks)
     parity.add_argument("--machine-profiles", type=Path, metavar="FILE", help=f"{profiles} of the machines")
+    add_sandbox(parity)
 
 
 def _parity(arguments: argparse.Namespace) -> int:
+    if (config := sandbox_of(arguments)) is not None:
+        if arguments.against is None:
+            raise UserError("--sandbox describes boxes that are compared: give --against, too.")
+        _check_profiles(config)
     if arguments.script:
         from etude.audit.parity import FINGERPRINT_SCRIPT
 
@@ -131,4 +140,5 @@ def _parity(arguments: argparse.Namespace) -> int:
         as_json=arguments.json,
         dataset=arguments.dataset,
         machine_profiles=arguments.machine_profiles,
+        config=config,
     )

@@ -197,12 +197,13 @@ def show_parity(
     as_json: bool,
     dataset: Path | None = None,
     machine_profiles: Path | None = None,
+    config: SandboxConfig | None = None,
 ) -> int:
     """Prints the audit; 1 if boxes with a machine profile are told apart more often than the gate allows. Raises
     UserError."""
     from etude.audit.parity import compare_boxes
 
-    comparison = compare_boxes(files, boxes, dataset=dataset, machine_profiles=machine_profiles)
+    comparison = compare_boxes(files, boxes, dataset=dataset, machine_profiles=machine_profiles, boxes=config)
     if as_json:
         print(json.dumps(_summary(comparison)))
     else:

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.cli.flags import add_flags, from_flags
+from etude.cli.flags import add_flags, add_sandbox, from_flags, sandbox_of
 from etude.config import EvalConfig, InferenceConfig, ModelConfig, RLConfig, RolloutConfig, validate
 from etude.errors import UserError
 from etude.weights import model_folder, rl_config
@@ -41,6 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EvalConfig, ("samples", "max_tasks"))
     parser.add_argument("--seed", type=int, help="of the episodes (default: that of a run that is measured, or 0)")
     parser.add_argument("--against", metavar="MODEL", help="a second model: paired difference, second minus first")
+    add_sandbox(parser, "that of a run or TOML among the suites, else of the model's run, else namespaces")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     engine = parser.add_argument_group("engine")
     add_flags(engine, InferenceConfig, ENGINE)
@@ -118,6 +119,11 @@ _RULES = (
         ("tests", "judge", "judge_model"),
         (_Mode.EDITS, _Mode.RETRIEVAL),
         "--tests, --judge and --judge-model belong to --suite fast-apply",
+    ),
+    _Rule(
+        ("sandbox",),
+        (_Mode.FOLDERS, _Mode.CHAT_API, _Mode.EDITS),
+        "--sandbox is for tasks with boxes, and --suite retrieval has none",
     ),
     _Rule(
         ("key_file", "temperature"),
@@ -212,9 +218,11 @@ def _measure_tasks(
     rendered: Mapping[str, Any],
 ) -> None:
     """Plays task datasets. `budget` and `tools` are the values without flags, `rendered` the renderer's options."""
-    from etude.run.evaluate import Measurement, Remote, evaluate_models, named_suites
+    from etude.run.evaluate import Measurement, Remote, evaluate_models, named_suites, sandbox_of_suites
 
-    trained = _trained(arguments)
+    trained, boxes = _trained(arguments), sandbox_of(arguments)
+    if boxes is None:
+        boxes = sandbox_of_suites(arguments.suite, None if trained is None else trained.sandbox)
     seed = arguments.seed if arguments.seed is not None else trained.seed if trained is not None else 0
     changed = {name: getattr(arguments, name) for name in BUDGET if hasattr(arguments, name)}
     measurement = Measurement(
@@ -225,6 +233,7 @@ def _measure_tasks(
         seed,
         arguments.concurrency,
         arguments.output,
+        boxes=boxes,
         **{name: tuple(getattr(arguments, name, tools.get(name, ()))) for name in TOOLS},
         **rendered,
     )
@@ -289,6 +298,8 @@ def _measure_edits(arguments: argparse.Namespace, engine: InferenceConfig) -> No
         raise UserError("--judge and --judge-model belong together: give both")
     if arguments.tests is not None and arguments.suite != [Path("fast-apply")]:
         raise UserError("--tests brings edits of its own: give it with --suite fast-apply")
+    if arguments.sandbox is not None and arguments.tests is None:
+        raise UserError("--sandbox is for edits whose tests decide: give --tests with it")
     evaluate_edits(
         models,
         arguments.suite[0],
@@ -299,6 +310,7 @@ def _measure_edits(arguments: argparse.Namespace, engine: InferenceConfig) -> No
         tests=arguments.tests,
         split=arguments.split,
         judge=Judge(arguments.judge, arguments.judge_model) if arguments.judge else None,
+        boxes=sandbox_of(arguments),
     )
 
 

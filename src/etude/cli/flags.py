@@ -6,11 +6,13 @@ import argparse
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from etude.config import Section, validate
+from etude.config import SandboxConfig, Section, load_toml, validate, validate_sandbox
+from etude.errors import UserError
 
 S = TypeVar("S", bound=Section)
 
@@ -36,6 +38,25 @@ def flag_values(arguments: argparse.Namespace, options: type[Section]) -> dict[s
 def from_flags(arguments: argparse.Namespace, options: type[S], **fixed: Any) -> S:
     """`options` from the flags on the command line and `fixed` values. Raises UserError for the first wrong flag."""
     return validate(options, flag_values(arguments, options) | fixed, f"etude {arguments.command}")
+
+
+def add_sandbox(parser: argparse._ActionsContainer, otherwise: str = "namespaces of this machine") -> None:
+    """Adds the flag --sandbox, which `sandbox_of` reads; `otherwise` says where boxes are made without it."""
+    text = (
+        f"TOML whose table [sandbox] says how boxes are made, such as a run's; no more is read (default: {otherwise})"
+    )
+    parser.add_argument("--sandbox", type=Path, metavar="FILE", help=text)
+
+
+def sandbox_of(arguments: argparse.Namespace) -> SandboxConfig | None:
+    """The table [sandbox] of the file behind --sandbox; None without the flag. Raises UserError for a file without the
+    table, and for the first wrong key."""
+    if (path := arguments.sandbox) is None:
+        return None
+    table = load_toml(path).get("sandbox")
+    if not isinstance(table, dict):
+        raise UserError(f"--sandbox {path} has no table [sandbox]: write one into it, or drop the flag")
+    return validate_sandbox(table, str(path))
 
 
 def _kind(field: FieldInfo) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import argparse
 import json
 import math
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -112,8 +111,8 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_gate(arguments: argparse.Namespace) -> int:
-    """Prints every part of the gate; 1 for a version that fails. Budget, engine and dialect are those of the recipe
-    `train`. Raises UserError."""
+    """Prints every part of the gate; 1 for a version that fails. Budget, engine, dialect and [sandbox] are those of the
+    recipe `train`. Raises UserError."""
     import msgspec
 
     from etude.cli.overlays import read_toml
@@ -122,17 +121,13 @@ def run_gate(arguments: argparse.Namespace) -> int:
     from etude.live.release.operations import candidate
 
     with opened(arguments.config, make=True) as loop:
-        budget, engine, dialect = RolloutConfig().budget(), InferenceConfig(), "auto"
+        budget, engine, dialect, boxes = RolloutConfig().budget(), InferenceConfig(), "auto", None
         if (train := loop.config.train) is not None:
             recipe = validate(RLConfig, read_toml(Path(train)), train)
-            if recipe.sandbox.type != "namespace":
-                kind = recipe.sandbox.type
-                raise UserError(f'{train}: sandbox.type = "{kind}", and the gate plays in namespaces alone')
-            if recipe.sandbox.egress or recipe.sandbox.index is not None:
-                print(f"boxes of the gate reach nothing, whatever {train} says", file=sys.stderr)
             budget, engine, dialect = recipe.rollout.budget(), recipe.inference, recipe.model.dialect
+            boxes = recipe.sandbox
         version = candidate(loop.site, arguments.store, arguments.version)
-        with Player(loop.site, budget, engine, dialect) as player:
+        with Player(loop.site, budget, engine, dialect, boxes) as player:
             report = play_gate(loop.site, version, player.measure, player.replay, print, arguments.new_anchor)
     failed = report.failed
     print(f"version {report.version}: " + ("passed" if failed is None else f"refused, {failed.name}: {failed.reason}"))

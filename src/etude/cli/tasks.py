@@ -13,9 +13,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from etude import runfolder
-from etude.cli.flags import add_flags, flag_values, from_flags
+from etude.cli.flags import add_flags, add_sandbox, flag_values, from_flags, sandbox_of
 from etude.cli.overlays import read_toml
-from etude.config import BuildConfig, EditTableConfig, RLConfig, TaskSource, TracesConfig, validate
+from etude.config import BuildConfig, EditTableConfig, RLConfig, SandboxConfig, TaskSource, TracesConfig, validate
 from etude.errors import UserError
 
 SHOWN_FAILURES = 20
@@ -28,9 +28,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     what = "folder of a Python or JavaScript repository with tests, or the TOML of a run on one"
     build.add_argument("repository", type=Path, help=what)
     build.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    add_sandbox(build, "that of the TOML, or namespaces")
     add_flags(build, BuildConfig)
     check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
     check.add_argument("dataset", type=Path, help="folder made by `etude tasks build`")
+    add_sandbox(check)
     harbor = actions.add_parser("harbor", help="take Harbor tasks that others wrote", allow_abbrev=False)
     harbor.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="Harbor task folders, or folders of them")
     harbor.add_argument("-o", "--output", type=Path, help="folder to write; without it the tasks are only tried")
@@ -41,6 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="IMAGE",
         help="base images besides python, ubuntu and debian that boxes stand in for",
     )
+    add_sandbox(harbor)
     harbor.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     traces = actions.add_parser("traces", help="tell gold answers as episodes, to train on", allow_abbrev=False)
     sources = (
@@ -49,6 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     traces.add_argument("datasets", nargs="+", type=Path, metavar="DIR", help=sources)
     rows = "file to write (.jsonl), for data.files of stage sft; must not exist; the same command goes on after a stop"
     traces.add_argument("-o", "--output", type=Path, required=True, help=rows)
+    add_sandbox(traces, "that of the TOML, or namespaces")
     add_flags(traces, TracesConfig)
     edits = actions.add_parser("fast-apply", help="make tables of applied edits from repositories", allow_abbrev=False)
     edits.add_argument(
@@ -69,9 +73,9 @@ def _build(arguments: argparse.Namespace) -> int:
     from etude.cli.progress import bar
     from etude.run.inputs import build_source
 
-    output, source = arguments.output, _source(arguments)
+    output, (source, boxes) = arguments.output, _source(arguments)
     with bar() as progress, tempfile.TemporaryDirectory(prefix="etude-library-") as library:
-        part = build_source(source, Path(library), output, progress)
+        part = build_source(source, Path(library), output, progress, boxes)
     for warning in part.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     train, heldout = len(part.split("train")), len(part.split("heldout"))
@@ -79,17 +83,20 @@ def _build(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _source(arguments: argparse.Namespace) -> TaskSource:
-    """The repository, or that of [tasks] in a TOML, with the flags over its options. Raises UserError."""
+def _source(arguments: argparse.Namespace) -> tuple[TaskSource, SandboxConfig | None]:
+    """The repository, or that of [tasks] in a TOML, with the flags over its options; and the boxes, of --sandbox or of
+    the TOML. Raises UserError."""
+    boxes = sandbox_of(arguments)
     path, flags = arguments.repository, flag_values(arguments, BuildConfig)
     if path.suffix != ".toml" or path.is_dir():
-        return from_flags(arguments, TaskSource, repository=str(path))
+        return from_flags(arguments, TaskSource, repository=str(path)), boxes
     data = read_toml(path)
     tasks = data.get("tasks")
     source = tasks | flags if isinstance(tasks, dict) else None
     if source is None or "repository" not in source or source.keys() & {"sources", "dataset", "harbor"}:
         raise UserError(f"{path} does not say in [tasks] which repository its tasks are made from: give its folder")
-    return validate(RLConfig, data | {"tasks": source}, str(path)).tasks
+    config = validate(RLConfig, data | {"tasks": source}, str(path))
+    return config.tasks, boxes or config.sandbox
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -97,9 +104,9 @@ def _check(arguments: argparse.Namespace) -> int:
     from etude.tasks import check_dataset, read_dataset_manifest
     from etude.tasks.foreign import check_foreign
 
-    foreign = read_dataset_manifest(arguments.dataset).kind
+    boxes, foreign = sandbox_of(arguments), read_dataset_manifest(arguments.dataset).kind
     with bar() as progress:
-        report = (check_foreign if foreign else check_dataset)(arguments.dataset, progress)
+        report = (check_foreign if foreign else check_dataset)(arguments.dataset, progress, boxes)
     problems = [*report.problems, *(f"{task}: {why}" for task, why in sorted(report.failures.items()))]
     for line in problems[:SHOWN_FAILURES]:
         print(line)
@@ -111,13 +118,17 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _harbor(arguments: argparse.Namespace) -> int:
     from etude.cli.progress import bar
+    from etude.rollout import foreign_refusal
     from etude.tasks.foreign import build_foreign, trial_lines, trials_as_json, try_folders
 
+    boxes, bases = sandbox_of(arguments), arguments.base
+    if boxes is not None and (why := foreign_refusal(False, boxes.type)):
+        raise UserError(why)
     with bar() as progress:
         if arguments.output is None:
-            trials = try_folders(arguments.folders, arguments.base, progress)
+            trials = try_folders(arguments.folders, bases, progress, boxes)
         else:
-            _, trials = build_foreign(arguments.folders, arguments.output, progress, bases=arguments.base)
+            _, trials = build_foreign(arguments.folders, arguments.output, progress, bases=bases, boxes=boxes)
     for line in trial_lines(trials):
         print(line)
     if arguments.json:
@@ -130,22 +141,39 @@ def _traces(arguments: argparse.Namespace) -> int:
     from etude.run.traces import write_traces
 
     output, options = arguments.output, from_flags(arguments, TracesConfig)
+    sources = [(path, _recipe(path)) for path in arguments.datasets]
+    boxes, recipes = sandbox_of(arguments), [config for _, config in sources if config is not None]
+    if boxes is None and recipes:
+        boxes = recipes[0].sandbox
+        if any(config.sandbox != boxes for config in recipes):
+            raise UserError("the TOMLs have different tables [sandbox]: choose one with --sandbox FILE")
     with bar() as progress:
-        datasets = [folder for path in arguments.datasets for folder in _datasets(path, output, progress)]
-        written, tried = write_traces(datasets, output, options, progress)
+        datasets = [folder for path, config in sources for folder in _datasets(path, config, output, progress, boxes)]
+        written, tried = write_traces(datasets, output, options, progress, boxes)
     print(f"{written} traces of {tried} in {arguments.output}: give the file as data.files to stage sft")
     return 0
 
 
-def _datasets(path: Path, output: Path, progress: Callable[[str, int, int], None]) -> list[Path]:
-    """The folder itself, or the dataset folders of a TOML's sources, built in `OUTPUT.sources` if missing. Raises
-    UserError."""
+def _recipe(path: Path) -> RLConfig | None:
+    """The configuration in a TOML; None for a folder. Raises UserError."""
+    return None if path.suffix != ".toml" or path.is_dir() else validate(RLConfig, read_toml(path), str(path))
+
+
+def _datasets(
+    path: Path,
+    config: RLConfig | None,
+    output: Path,
+    progress: Callable[[str, int, int], None],
+    boxes: SandboxConfig | None,
+) -> list[Path]:
+    """The folder itself, or the dataset folders of the sources of its configuration, built in `OUTPUT.sources` if
+    missing. Raises UserError."""
     from etude.run.inputs import build_source
     from etude.run.parts import source_part
 
-    if path.suffix != ".toml" or path.is_dir():
+    if config is None:
         return [path]
-    sources = validate(RLConfig, read_toml(path), str(path)).tasks.sources
+    sources = config.tasks.sources
     if not sources:
         raise UserError(f"{path} has no tasks.sources, whose answers would be told: give the folder of a dataset")
     folder, roots = output.with_name(f"{output.name}.sources"), list[Path]()
@@ -153,7 +181,7 @@ def _datasets(path: Path, output: Path, progress: Callable[[str, int, int], None
     for source in sources:  # of other options: another folder
         built = folder / blake3(source.model_dump_json().encode()).hexdigest()[:12]
         if source_part(source, built) is None:
-            build_source(source, folder, built, progress)
+            build_source(source, folder, built, progress, boxes)
         roots.append(built if source.dataset is None else Path(source.dataset))
     return roots
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from etude.config import EngineConfig
+from etude.config import EngineConfig, SandboxConfig
 from etude.corpus.edits import bin_name
 from etude.edits import (
     DoesNotFit,
@@ -71,10 +71,11 @@ def evaluate_edits(
     tests: Path | None = None,
     split: str = "heldout",
     judge: Judge | None = None,
+    boxes: SandboxConfig | None = None,
 ) -> None:
     """Print grades with 95 % intervals, by language, size and noise. Raises UserError. `form` is the format in which
     models write an edit. With `tests`, a task dataset, the edits are those that undo the mutations of its split.
-    `judge` judges failed answers."""
+    `judge` judges failed answers. Tests run in boxes of the table [sandbox] `boxes`."""
     dataset = None if tests is None else tested_edits.load(tests, split)
     whole = list(dataset.examples) if dataset else load_examples(SUITE if suite == Path("fast-apply") else suite)
     examples = whole[:max_edits]
@@ -82,7 +83,7 @@ def evaluate_edits(
         raise UserError("the suite holds no edits: raise --max-tasks")
     answers = [("merge", [merged(example) for example in examples], 0.0)]
     answers += [(str(model), *run(model, examples, form, inference)) for model in models]
-    named = [(name, judged(with_tests(applied, dataset), judge), seconds) for name, applied, seconds in answers]
+    named = [(name, judged(with_tests(applied, dataset, boxes), judge), seconds) for name, applied, seconds in answers]
     for name, applied, seconds in named:
         _show(name, applied, seconds, form if name != "merge" else "no model")
     report = {
@@ -109,13 +110,13 @@ def merged(example: Example) -> Applied:
     return _graded(example, text, 0)
 
 
-def with_tests(applied: Sequence[Applied], dataset: Tested | None) -> list[Applied]:
+def with_tests(applied: Sequence[Applied], dataset: Tested | None, boxes: SandboxConfig | None = None) -> list[Applied]:
     """The results with the grade `tests` for failed answers that pass the tests of their edit and change nothing
     outside its hunks."""
     result = list(applied)
     if dataset is not None:
         failed = [i for i, a in enumerate(applied) if a.grade == EditGrade.FAIL and a.answered and not a.outside]
-        passed = tested_edits.passing(dataset, [(applied[i].example, applied[i].text or "") for i in failed])
+        passed = tested_edits.passing(dataset, [(applied[i].example, applied[i].text or "") for i in failed], boxes)
         for i in (i for i, good in zip(failed, passed, strict=True) if good):
             result[i] = replace(result[i], grade=EditGrade.TESTS)
     return result

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.config import SandboxConfig
 from etude.corpus.edits import Repository, edit_with_sketch
 from etude.edits import Example
 from etude.errors import UserError
@@ -91,14 +92,15 @@ def _sides(task: CodeTask) -> tuple[FunctionLines, str, str] | None:
     return place, before, after
 
 
-def passing(tested: Tested, answers: Sequence[tuple[Example, str]]) -> list[bool]:
-    """Whether each answer passes the tests of its task. Raises UserError where boxes cannot be made."""
-    return asyncio.run(_passing(tested, answers)) if answers else []
+def passing(tested: Tested, answers: Sequence[tuple[Example, str]], boxes: SandboxConfig | None = None) -> list[bool]:
+    """Whether each answer passes the tests of its task, in boxes of the table [sandbox] `boxes`. Raises UserError where
+    boxes cannot be made."""
+    return asyncio.run(_passing(tested, answers, boxes)) if answers else []
 
 
-async def _passing(tested: Tested, answers: Sequence[tuple[Example, str]]) -> list[bool]:
+async def _passing(tested: Tested, answers: Sequence[tuple[Example, str]], boxes: SandboxConfig | None) -> list[bool]:
     dataset = tested.dataset
-    async with open_sandbox() as sandbox:
+    async with open_sandbox(boxes) as sandbox:
 
         async def run(example: Example, text: str) -> bool:
             task, place = tested.places[example.id]

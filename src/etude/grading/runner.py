@@ -45,7 +45,7 @@ from etude.sandbox import (
     VerifyRequest,
 )
 from etude.sandbox.backends.choose import open_backend
-from etude.sandbox.egress import Egress
+from etude.sandbox.egress import Egress, configured_egress
 
 RUNS = 3  # of a recorded test
 BATCH = 100  # tests of one recording run: their records fit into its pipe
@@ -302,6 +302,7 @@ async def open_sandbox(
     outside: bool = True,
     machine_profiles: ProfileSource | None = (),
     egress: Egress | None = None,
+    packages: Iterable[str] = (),
     repeatable: bool = False,
 ) -> AsyncIterator[TestRunner]:
     """Open the backend that `config` names (default: this machine's namespaces), with its test runner.
@@ -309,10 +310,13 @@ async def open_sandbox(
     workers: test runs at a time.
     memo: test reports to remember; 0: every run is made.
     outside: decide hidden tests in a process of their own. False runs all of them in that of the tested code.
-    machine_profiles, egress, repeatable: see `BackendOptions`.
+    machine_profiles, egress, repeatable: see `BackendOptions`. Without `egress` boxes reach what `config` allows.
+    packages: projects that an index of `config` leaves out, those that tasks are made from.
 
     Raises UserError where boxes cannot be made, or for an option that the backend lacks.
     """
+    config = config or NamespaceSandboxConfig()
+    egress = configured_egress(config, packages) if egress is None else egress
     options = BackendOptions(EXAMINER, machine_profiles, egress, repeatable)
-    async with open_backend(config or NamespaceSandboxConfig(), options) as backend:
+    async with open_backend(config, options) as backend:
         yield TestRunner(backend, workers=workers, memo=memo, outside=outside)

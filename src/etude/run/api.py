@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from etude.code import need
-from etude.config import EvalConfig, InferenceConfig, RLConfig, RolloutConfig, TasksConfig, load_toml, validate
+from etude.config import (
+    EvalConfig,
+    InferenceConfig,
+    RLConfig,
+    RolloutConfig,
+    TasksConfig,
+    load_toml,
+    validate,
+    validate_sandbox,
+)
 from etude.config.secrets import without_secrets
 from etude.dashboard import RunReport
 from etude.errors import UserError
@@ -16,7 +25,16 @@ from etude.evals import EvalResult
 from etude.protocol.backends import ChatModel
 from etude.records import Budget
 from etude.rollout import Environment
-from etude.run.evaluate import CHAT_BUDGET, KEYS, Measurement, Remote, measure_models, named_suites, remote
+from etude.run.evaluate import (
+    CHAT_BUDGET,
+    KEYS,
+    Measurement,
+    Remote,
+    measure_models,
+    named_suites,
+    remote,
+    sandbox_of_suites,
+)
 from etude.run.launch import train_rl
 from etude.runfolder import load_config
 from etude.weights import model_folder, rl_config, with_models
@@ -62,12 +80,14 @@ def evaluate(
     api: str = "openai",
     key: str | None = None,
     output: str | Path | None = None,
+    sandbox: Mapping[str, Any] | None = None,
 ) -> EvalResult:
     """Plays tasks with a model, as `etude eval` does. `model` is the name of a model, a folder, or the URL of a chat
     API ("openai" or "anthropic") that has the model `served_as`; its key is that of the environment unless given.
     `tasks` are environments, or what `--suite` takes ("module:Class", a dataset, a TOML, a run's folder), or several.
     `budget` changes the limits of an episode: turns, tokens, context, seconds. `inference` are options of the engine,
-    such as {"device": "cuda"}. With `output`, finished episodes are kept in that folder, and not played again. Raises
+    such as {"device": "cuda"}; `sandbox` is the table of boxes (by default that of a run among tasks or model). With
+    `output`, finished episodes are kept in that folder, and not played again. Raises
     UserError."""
     _check_no_loop("etude.evaluate")
     if split not in ("heldout", "train"):
@@ -79,6 +99,11 @@ def evaluate(
         raise UserError(f"etude.evaluate: budget has no {unknown[0]}, only {', '.join(Budget.__struct_fields__)}")
     rollout = validate(RolloutConfig, {**usual, **(budget or {})}, "etude.evaluate: budget")
     trained = None if isinstance(measured, Remote) else rl_config(model)
+    if sandbox is None:
+        named = [each for each in _several(tasks) if not isinstance(each, Environment)]
+        boxes = sandbox_of_suites(named, None if trained is None else trained.sandbox)
+    else:
+        boxes = validate_sandbox(dict(sandbox), "etude.evaluate")
     measurement = Measurement(
         [suite for each in _several(tasks) for suite in _suites(each)],
         options,
@@ -86,6 +111,7 @@ def evaluate(
         split,
         seed if seed is not None else trained.seed if trained is not None else 0,
         output=None if output is None else Path(output),
+        boxes=boxes,
         tools=() if trained is None else trained.rollout.tools,
         custom_tools=() if trained is None else trained.rollout.custom_tools,
     )

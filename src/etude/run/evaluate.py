@@ -27,6 +27,7 @@ from etude.config import (
     EvalConfig,
     RLConfig,
     RolloutConfig,
+    SandboxConfig,
     ServerConfig,
     TasksConfig,
     bundled_model,
@@ -44,7 +45,7 @@ from etude.renderers import Renderer, load_tokenizer, named, renderer_for, say_d
 from etude.rollout import Environment, RolloutContext, TaskPart, Taskset, dataset_part, mix, task_part
 from etude.run.engines import engine_token, engine_url, spawn_engine
 from etude.run.inputs import check_playable
-from etude.run.parts import folders_of_tasks, part_of, sampling_of
+from etude.run.parts import folders_of_tasks, packages_of, part_of, sampling_of
 from etude.sandbox import Sandbox
 from etude.weights import rl_config, run_and_version
 
@@ -89,12 +90,29 @@ def named_suites(suite: str | Path) -> Sequence[Path | TasksConfig]:
     return folders_of_tasks(config, run_and_version(suite)[0])
 
 
+def sandbox_of_suites(suites: Sequence[str | Path], model: SandboxConfig | None) -> SandboxConfig | None:
+    """The table [sandbox] of the run folders and TOMLs among the suites, else that of the model's run. Raises UserError
+    if the suites differ."""
+    found: dict[str, tuple[str | Path, SandboxConfig]] = {}
+    for suite in suites:
+        config, path = rl_config(suite), Path(suite)
+        if config is None and path.suffix == ".toml" and path.is_file():
+            config = validate(RLConfig, load_toml(path), str(path))
+        if config is not None:
+            found.setdefault(config.sandbox.model_dump_json(), (suite, config.sandbox))
+    if len(found) > 1:
+        first, second = (name for name, _ in list(found.values())[:2])
+        raise UserError(f"{first} and {second} have different tables [sandbox]: choose one with --sandbox FILE")
+    return next((config for _, config in found.values()), model)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """The tasks and settings of a measurement. `suites` are folders of datasets, environments, or tables [tasks] with
     an environment or edits. Finished episodes are kept in the folder `output`, if there is one, and not played again.
     `dialect` and `chat_template_kwargs` are for model folders, as in a run's configuration; `tools`
-    are the names of the agent's built-in tools, () for all, `custom_tools` the import paths of others."""
+    are the names of the agent's built-in tools, () for all, `custom_tools` the import paths of others. `boxes` is the
+    table [sandbox]."""
 
     suites: Sequence[Path | TasksConfig | Environment[Any]]
     options: EvalConfig
@@ -107,6 +125,7 @@ class Measurement:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tools: tuple[str, ...] = ()
     custom_tools: tuple[str, ...] = ()
+    boxes: SandboxConfig | None = None
 
     def parts(self) -> list[TaskPart]:
         """The tasks of each suite. Raises UserError."""
@@ -250,6 +269,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Tasks
             *measurement.custom_tools,
         ],
         "served": served,
+        "sandbox": None if measurement.boxes is None else measurement.boxes.model_dump(mode="json"),
     }
     path, text = folder / "measurement.json", json.dumps(settings, indent=1).encode()
     if path.exists() and path.read_bytes() != text:
@@ -269,7 +289,10 @@ async def _measure(
 ) -> EvalResult:
     rows = measurement.concurrency or (CHATS if isinstance(model, Remote) else inference.max_batch)
     options = measurement.options
-    async with open_sandbox() as sandbox, _context(model, taskset, sandbox, inference, measurement) as context:
+    async with (
+        open_sandbox(measurement.boxes, packages=packages_of(taskset)) as sandbox,
+        _context(model, taskset, sandbox, inference, measurement) as context,
+    ):
         return await evaluate(
             context,
             samples=options.samples,

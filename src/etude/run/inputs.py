@@ -155,7 +155,7 @@ def run_taskset(config: RLConfig, folder: Path, note: Note) -> Taskset:
         return taskset
     tasks = config.tasks
     if not tasks.sources:
-        return Taskset((build_source(tasks, folder, folder / "tasks", note),))
+        return Taskset((build_source(tasks, folder, folder / "tasks", note, config.sandbox),))
     later = built_beside(config)
     for number in range(len(tasks.sources)):
         if number not in later:
@@ -170,7 +170,7 @@ def build_numbered(config: RLConfig, number: int, folder: Path, note: Note) -> T
     source, built = config.tasks.sources[number], folder / "tasks" / str(number)
     built.parent.mkdir(exist_ok=True)
     try:
-        return source_part(source, built) or build_source(source, folder, built, note)
+        return source_part(source, built) or build_source(source, folder, built, note, config.sandbox)
     except UserError as e:
         raise UserError(f"tasks.sources: {source.where} gives no tasks: {e}") from None
 
@@ -212,11 +212,15 @@ def check_playable(parts: Sequence[TaskPart], renderer: Renderer, boxes: str = "
             raise UserError(why)
 
 
-def build_source(source: TaskSource, folder: Path, built: Path, note: Note) -> TaskPart:
-    """The tasks of a repository, in the folder `built`; a package is fetched into `folder`. Raises UserError."""
+def build_source(
+    source: TaskSource, folder: Path, built: Path, note: Note, boxes: SandboxConfig | None = None
+) -> TaskPart:
+    """The tasks of a repository, in the folder `built`, from boxes of the table [sandbox] `boxes`; a package is fetched
+    into `folder`. Raises UserError."""
     if source.harbor is not None:
         fraction = source.heldout_fraction
-        return dataset_part(build_foreign([Path(source.harbor)], built, note, heldout_fraction=fraction)[0])
+        made, _ = build_foreign([Path(source.harbor)], built, note, heldout_fraction=fraction, boxes=boxes)
+        return dataset_part(made)
     if "==" in source.repository:
         name, _, version = source.repository.partition("==")
         if source.sha256 is None:
@@ -226,7 +230,7 @@ def build_source(source: TaskSource, folder: Path, built: Path, note: Note) -> T
         repository = fetch_library(name, version, source.sha256, folder / "library")
     else:
         repository = Path(source.repository)
-    return dataset_part(build_dataset(repository, built, source, note))
+    return dataset_part(build_dataset(repository, built, source, note, boxes=boxes))
 
 
 def _check_architecture(config: RLConfig) -> None:

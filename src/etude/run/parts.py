@@ -28,7 +28,7 @@ from etude.rollout import (
     task_part,
 )
 from etude.sandbox import ProfileSource, Sandbox, load_profiles
-from etude.sandbox.egress import Egress, package_index, parse_allowed_hosts
+from etude.sandbox.egress import Egress, configured_egress
 
 
 def renderer_of(config: RLConfig) -> Renderer:
@@ -151,15 +151,12 @@ def profiles_of(config: RLConfig) -> ProfileSource | None:
 def egress_of(config: RLConfig, taskset: Taskset, folder: Path) -> Egress | None:
     """The hosts and package index that boxes may reach; None without. The index leaves out the packages that tasks are
     made from. Raises UserError."""
-    sandbox, index = config.sandbox, None
-    if sandbox.type != "namespace":
-        return None
-    if sandbox.index is not None and sandbox.index_before is not None:
-        without = set(sandbox.index_without).union(*(part.packages for part in taskset.parts))
-        index = package_index(sandbox.index, sandbox.index_before, without)
-    if not sandbox.egress and index is None:
-        return None
-    return Egress(parse_allowed_hosts(sandbox.egress), index, folder / "egress.jsonl")
+    return configured_egress(config.sandbox, packages_of(taskset), folder / "egress.jsonl")
+
+
+def packages_of(taskset: Taskset) -> frozenset[str]:
+    """The packages that tasks are made from, which no index of their boxes may have."""
+    return frozenset().union(*(part.packages for part in taskset.parts))
 
 
 def concurrency_of(config: RLConfig) -> Concurrency:

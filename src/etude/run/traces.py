@@ -12,19 +12,26 @@ from pathlib import Path
 import blake3
 
 from etude import runfolder
-from etude.config import TracesConfig
+from etude.config import SandboxConfig, TracesConfig
 from etude.errors import UserError
 from etude.grading import open_sandbox
 from etude.records import CodeTask
 from etude.renderers import named
 from etude.rollout import TRACE_TOOLS, gold_edit, record_trace
 from etude.sandbox import BoxError, Sandbox
+from etude.sandbox.egress import wheel_project
 from etude.tasks import Dataset, load_dataset
 
 Progress = Callable[[str, int, int], None]
 
 
-def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, progress: Progress) -> tuple[int, int]:
+def write_traces(
+    datasets: Sequence[Path],
+    output: Path,
+    options: TracesConfig,
+    progress: Progress,
+    boxes: SandboxConfig | None = None,
+) -> tuple[int, int]:
     """Writes a row for each trace into `output`; returns the numbers of rows and of tries. OUTPUT.partial keeps the
     rows so far, so that the same command continues after a stop. Held-out tasks are left out. Raises UserError."""
     named(options.tools)
@@ -53,7 +60,7 @@ def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, 
         if not first:
             runfolder.append_json(partial, header)
         try:
-            asyncio.run(_write(wanted, partial, options, progress))
+            asyncio.run(_write(wanted, partial, options, progress, boxes))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # such as a UserError, which is for the user to read
         rows = [line for line in runfolder.read_jsonl(partial, texts=("name",)) if "messages" in line]
@@ -77,7 +84,11 @@ def _held(lock: Path) -> Iterator[None]:
 
 
 async def _write(
-    wanted: Mapping[str, tuple[Dataset, CodeTask]], partial: Path, options: TracesConfig, progress: Progress
+    wanted: Mapping[str, tuple[Dataset, CodeTask]],
+    partial: Path,
+    options: TracesConfig,
+    progress: Progress,
+    boxes: SandboxConfig | None,
 ) -> None:
     """Appends the missing traces to `partial`: a row, or the name alone of a trace that did not work."""
     known = {line["name"] for line in runfolder.read_jsonl(partial, texts=("name",))}
@@ -101,6 +112,7 @@ async def _write(
         done += 1
         progress("telling answers", done, len(wanted))
 
-    async with open_sandbox() as sandbox, asyncio.TaskGroup() as group:
+    packages = {wheel_project(dataset.name) for dataset, _ in wanted.values()}
+    async with open_sandbox(boxes, packages=packages) as sandbox, asyncio.TaskGroup() as group:
         for name, (dataset, task) in wanted.items():
             group.create_task(one(sandbox, name, dataset, task))

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ _COUNT = re.compile(r"(\d+) (passed|failed|errors?)\b")
 
 
 Missed = tuple[tuple[str, str], ...]  # (command, end of its output)
+OpenBoxes = Callable[..., AbstractAsyncContextManager[TestRunner]]  # `open_sandbox` with a configuration
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,17 @@ class Kit:
     installer: str  # "pip" or "npm"
     install: Install
     miss: Callable[[TestRunner, Path, Goal], Awaitable[str | None]]  # see `miss`
+    boxes: OpenBoxes = open_sandbox
 
 
 async def find(
-    repository: Path, layout: RepositoryLayout, work: Path, how: str, install: Install, named: Path
+    repository: Path,
+    layout: RepositoryLayout,
+    work: Path,
+    how: str,
+    install: Install,
+    named: Path,
+    boxes: OpenBoxes = open_sandbox,
 ) -> BootstrapRecipe:
     """Install the requirements of a Python repository into `work`/site. `how` is "rules" or the URL of a model;
     `named` is the path of the repository in messages. Raises UserError with the reason of the last try if none of TRIES
@@ -98,6 +107,7 @@ async def find(
         installer="pip",
         install=install,
         miss=partial(miss, repository),
+        boxes=boxes,
     )
     return await try_out(repository, work, how, kit)
 
@@ -147,7 +157,7 @@ async def _reach(kit: Kit, site: Path, wanted: Sequence[str], goals: Sequence[Go
         kit.install(wanted, site)
     except UserError as e:
         return ((f"{kit.installer} install", str(e)),)
-    async with open_sandbox(workers=1, memo=0) as sandbox:
+    async with kit.boxes(workers=1, memo=0) as sandbox:
         outputs = [(goal.command, await kit.miss(sandbox, site, goal)) for goal in goals]
     return tuple((command, text) for command, text in outputs if text is not None)
 

@@ -9,15 +9,17 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from etude.code import OPERATORS, find_licence, install_wheels, is_script, project_name
 from etude.code import functions as discover
 from etude.code.functions import Function, Unit
-from etude.config import BuildConfig
+from etude.config import BuildConfig, SandboxConfig
 from etude.errors import UserError
 from etude.grading import open_sandbox
 from etude.sandbox import Image, Limits, Sandbox
+from etude.sandbox.egress import wheel_project
 from etude.tasks import (
     bootstrap,
     card,
@@ -36,6 +38,7 @@ from etude.tasks import (
     split,
     synthesis,
 )
+from etude.tasks.bootstrap import OpenBoxes
 from etude.tasks.gates import MAX_TESTS, Bench, Rejected
 from etude.tasks.git_history import Past
 from etude.tasks.inventory import Inventory
@@ -57,10 +60,16 @@ _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agen
 
 
 def build_dataset(
-    repo: Path, out: Path, options: BuildConfig, progress: Progress, writer: synthesis.Writer | None = None
+    repo: Path,
+    out: Path,
+    options: BuildConfig,
+    progress: Progress,
+    writer: synthesis.Writer | None = None,
+    boxes: SandboxConfig | None = None,
 ) -> dataset.Dataset:
     """Make a dataset of gated tasks from the repository at `repo` in the folder `out`. `writer` writes tests for
-    functions that no test calls (`synthesis.py`); by default `options.write_tests` does. All files are written to
+    functions that no test calls (`synthesis.py`); by default `options.write_tests` does. `boxes` is the table [sandbox]
+    of the boxes in which the suite and the gates run. All files are written to
     `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no Python code, no tests that
     pass, or nothing to break; if a file does not parse; if `out` exists; or for an unknown operator."""
     check_operators(options)
@@ -85,7 +94,9 @@ def build_dataset(
         discover.copy(repo, tree, [path for path in facts.layout.files if path not in facts.generated])
         for path, text in facts.generated.items():
             (tree / path).write_text(text, encoding="utf-8")
-        asyncio.run(_run(_BuildPlan(repo, tree, work, options, progress, facts, past, sources, functions, writer)))
+        opened = partial(open_sandbox, boxes, packages=[wheel_project(project_name(repo))])
+        plan = _BuildPlan(repo, tree, work, options, progress, facts, past, sources, functions, writer, opened)
+        asyncio.run(_run(plan))
     return dataset.load_dataset(out)
 
 
@@ -152,6 +163,7 @@ class _BuildPlan:
     sources: Mapping[str, str]  # path -> text
     functions: Sequence[Unit]
     writer: synthesis.Writer | None
+    boxes: OpenBoxes
 
     @property
     def eligible(self) -> list[Unit]:
@@ -161,7 +173,7 @@ class _BuildPlan:
 async def _run(plan: _BuildPlan) -> None:
     options, work = plan.options, plan.work
     licence_name, licence_source = find_licence(plan.repo)
-    async with open_sandbox(workers=options.workers, memo=0) as sandbox:
+    async with plan.boxes(workers=options.workers, memo=0) as sandbox:
         prepared = await _prepare(plan, sandbox)
         policy, shown = _write_trees(plan, prepared)
         bench = Bench(
@@ -246,7 +258,9 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     facts, options = plan.facts, plan.options
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
-        recipe, callers = await node.prepare(plan.tree, facts.layout, plan.work, scripts, options, plan.repo)
+        recipe, callers = await node.prepare(
+            plan.tree, facts.layout, plan.work, scripts, options, plan.repo, plan.boxes
+        )
         return _Prepared(callers, recipe.requirements, {}, recipe)
     name = project_name(plan.repo).removesuffix(f"-{facts.version}")
 
@@ -260,7 +274,9 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
         )
         recipe = None
     else:
-        recipe = await bootstrap.find(plan.tree, facts.layout, plan.work, options.bootstrap, install, plan.repo)
+        recipe = await bootstrap.find(
+            plan.tree, facts.layout, plan.work, options.bootstrap, install, plan.repo, plan.boxes
+        )
         result = environment.PythonEnvironment(recipe.requirements, await _trace(plan, sandbox, plan.work / "site"))
     trace = result.trace
     if not trace.passed:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.code import functions
+from etude.config import SandboxConfig
 from etude.grading import grade_changes, open_sandbox
 from etude.records import CodeTask, Outcome
 from etude.tasks import dataset, leaks, node, split
@@ -31,11 +32,12 @@ class CheckReport:
         return not self.problems and not self.failures
 
 
-def check_dataset(dataset_dir: Path, progress: Progress) -> CheckReport:
-    """Verify digests and secrecy, then grade every task unchanged (must fail) and with its gold answer (must pass).
+def check_dataset(dataset_dir: Path, progress: Progress, boxes: SandboxConfig | None = None) -> CheckReport:
+    """Verify digests and secrecy, then grade every task unchanged (must fail) and with its gold answer (must pass), in
+    boxes of the table [sandbox] `boxes`.
     Raises UserError if `dataset_dir` is not a dataset that etude has made."""
     data, changed = dataset.load_changed(dataset_dir)
-    failures = asyncio.run(_grade_all(data, progress))
+    failures = asyncio.run(_grade_all(data, progress, boxes))
     return CheckReport(tasks=len(data.tasks), problems=tuple(_problems(data, changed)), failures=failures)
 
 
@@ -63,9 +65,9 @@ def _problems(data: Dataset, changed: list[str]) -> list[str]:
     return problems
 
 
-async def _grade_all(data: Dataset, progress: Progress) -> dict[str, str]:
+async def _grade_all(data: Dataset, progress: Progress, boxes: SandboxConfig | None) -> dict[str, str]:
     failures: dict[str, str] = {}
-    async with open_sandbox(workers=_WORKERS, memo=0) as sandbox:
+    async with open_sandbox(boxes, workers=_WORKERS, memo=0) as sandbox:
 
         async def check_task(task: CodeTask) -> str | None:
             image = data.image(task)

@@ -12,10 +12,10 @@ from etude.code import SCRIPT_SUFFIXES
 from etude.code.functions import RepositoryLayout
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.grading import CALLED_FILE, TestRunner, read_package, test_framework
+from etude.grading import CALLED_FILE, TestRunner, open_sandbox, read_package, test_framework
 from etude.sandbox import WORKSPACE, Image
 from etude.tasks import bootstrap, javascript
-from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Try
+from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, OpenBoxes, Try
 from etude.tasks.javascript import JsFunction
 
 NPM_SECONDS = 900.0  # hundreds of packages, on a busy machine
@@ -57,6 +57,7 @@ async def prepare(
     functions: Sequence[JsFunction],
     options: BuildConfig,
     named: Path,
+    boxes: OpenBoxes = open_sandbox,
 ) -> tuple[BootstrapRecipe, dict[str, set[str]]]:
     """Install the packages of the repository, which gets a link to them, into `work`/site. Returns the recipe, and
     function id -> tests that call it. Raises UserError with the reason if in no try SHARE of the tests pass; `named` is
@@ -85,6 +86,7 @@ async def prepare(
         installer="npm",
         install=lambda wanted, site: _install(wanted, site, read_package(repository).get("name")),
         miss=miss,
+        boxes=boxes,
     )
     return await bootstrap.try_out(repository, work, how, kit), callers
 

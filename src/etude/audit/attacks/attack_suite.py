@@ -75,7 +75,10 @@ async def run_attacks(
     quick: bool,
     progress: Callable[[str], None] = lambda _: None,
 ) -> AttackReport:
-    """Play every attack on the configured backend, or the `quick` ones. Raises UserError where boxes cannot be made."""
+    """Play every attack on the configured backend, or the `quick` ones. Boxes reach nothing: the way out is attacked
+    with servers of this process. Raises UserError where boxes cannot be made."""
+    if config.type == "namespace":
+        config = config.model_copy(update={"egress": (), "index": None})
     report = AttackReport(skipped=dict(fingerprints.REASONS))
     with tempfile.TemporaryDirectory(prefix="etude-attacks-") as folder, contextlib.closing(_listener()) as listener:
         python, javascript = prepare(Path(folder)), unpacked(JAVASCRIPT, Path(folder))
@@ -89,7 +92,7 @@ async def run_attacks(
                 if where == OUTSIDE:
                     await played.boxes(sandbox, listener.getsockname()[1])
                     if sandbox.capabilities().egress:
-                        await played.gates()
+                        await played.gates(config)
                     await played.checks(LIBRARY_CHECKS, "box", sandbox)
                     if reason := no_scripts(sandbox):
                         report.skipped |= dict.fromkeys((each.item for each in javascript.programs), reason)
@@ -152,10 +155,10 @@ class _Attacks:
             work = self._in_box(sandbox, partial(check, sandbox, self.pack.data.image(TASK)))
             await self._check(item, check.__name__, "box", work)
 
-    async def gates(self) -> None:
+    async def gates(self, config: SandboxConfig) -> None:
         """Plays the attacks on boxes with a way out, which leads to servers of this process."""
         with outside() as world:
-            async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
+            async with open_sandbox(config, memo=0, egress=world.egress(None)) as sandbox:
                 for item, check in GATES.items():
                     work = self._in_box(sandbox, lambda box, check=check: check(box, world))
                     await self._check(item, check.__name__, "box", work)

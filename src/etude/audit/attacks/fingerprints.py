@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.audit.parity import audit
+from etude.config import SandboxConfig
 from etude.errors import UserError
 from etude.sandbox import FingerprintSample, ProfileSource, load_profiles, read_fingerprints
 
@@ -40,13 +41,18 @@ class FingerprintsAgainst:
     boxes: int
     dataset: Path | None
     machine_profiles: ProfileSource
+    config: SandboxConfig | None = None
 
     async def results(self, progress: audit.Progress) -> dict[str, ItemResult]:
         """The results of items that can be played. Raises UserError, RunFailed, and BoxError without boxes."""
         items: dict[str, audit.Item] = {}
         if self.machines:
             boxes = await audit.box_samples(
-                self.boxes, machine_profiles=self.machine_profiles, dataset=self.dataset, progress=progress
+                self.boxes,
+                machine_profiles=self.machine_profiles,
+                dataset=self.dataset,
+                boxes=self.config,
+                progress=progress,
             )
             items |= audit.by_item(boxes, self.machines)
         if self.requests and self.dataset is not None:
@@ -55,7 +61,12 @@ class FingerprintsAgainst:
 
 
 def fingerprints_against(
-    files: Sequence[Path], boxes: int, *, dataset: Path | None, machine_profiles: Path | None
+    files: Sequence[Path],
+    boxes: int,
+    *,
+    dataset: Path | None,
+    machine_profiles: Path | None,
+    config: SandboxConfig | None = None,
 ) -> FingerprintsAgainst:
     """The samples and settings of a comparison with boxes as a run makes them. Raises UserError."""
     samples = read_fingerprints(files)
@@ -63,7 +74,12 @@ def fingerprints_against(
     if any(0 < len(side) < audit.MIN_SAMPLES for side in sides) or boxes < audit.MIN_SAMPLES:
         raise UserError(f"fewer than {audit.MIN_SAMPLES} fingerprints of a side say nothing: record more, or --boxes.")
     return FingerprintsAgainst(
-        sides[0], sides[1], boxes, dataset, () if machine_profiles is None else load_profiles(machine_profiles)
+        sides[0],
+        sides[1],
+        boxes,
+        dataset,
+        () if machine_profiles is None else load_profiles(machine_profiles),
+        config,
     )
 
 

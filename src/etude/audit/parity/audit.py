@@ -22,6 +22,7 @@ import numpy as np
 from etude.audit.parity import fingerprint, probes
 from etude.audit.parity.classifier import auc, folds, held_out, interval, logistic, scores, stumps
 from etude.audit.parity.features import Table, table
+from etude.config import SandboxConfig
 from etude.errors import RunFailed, UserError
 from etude.evals import Estimate
 from etude.grading import open_sandbox
@@ -161,14 +162,16 @@ async def box_samples(
     *,
     machine_profiles: ProfileSource | None,
     dataset: Path | None = None,
+    boxes: SandboxConfig | None = None,
     progress: Progress = lambda *_: None,
 ) -> list[FingerprintSample]:
-    """Fingerprints of `count` fresh boxes, of the tasks of `dataset`. Raises UserError, or BoxError without boxes."""
+    """Fingerprints of `count` fresh boxes, of the tasks of `dataset`, by the table [sandbox] `boxes`. Raises UserError,
+    or BoxError without boxes."""
     samples: list[FingerprintSample] = []
     with tempfile.TemporaryDirectory(prefix="etude-parity-") as folder:
         images = _made_up(Path(folder), count) if dataset is None else _of_tasks(dataset, count)
         line = f"python3 -c {shlex.quote(FINGERPRINT_SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
-        async with open_sandbox(machine_profiles=machine_profiles) as sandbox:
+        async with open_sandbox(boxes, machine_profiles=machine_profiles) as sandbox:
             for number, (name, image) in enumerate(images):
                 box = await sandbox.create(image, LIMITS)
                 try:
@@ -249,7 +252,12 @@ class ParityComparison:
 
 
 def compare_boxes(
-    files: Sequence[Path], count: int, *, dataset: Path | None = None, machine_profiles: Path | None = None
+    files: Sequence[Path],
+    count: int,
+    *,
+    dataset: Path | None = None,
+    machine_profiles: Path | None = None,
+    boxes: SandboxConfig | None = None,
 ) -> ParityComparison:
     """Make 2 x `count` boxes and compare them with the fingerprints in `files`. Raises UserError.
 
@@ -266,7 +274,9 @@ def compare_boxes(
     _check_count(rest, "production machines to compare with")
     if os.environ.get("TERM", "dumb") != "dumb":
         print(f"making {2 * count} boxes", file=sys.stderr)
-    sides = [asyncio.run(box_samples(count, machine_profiles=each, dataset=dataset)) for each in (source, None)]
+    sides = [
+        asyncio.run(box_samples(count, machine_profiles=each, dataset=dataset, boxes=boxes)) for each in (source, None)
+    ]
     treated, untreated = (compare(side, rest) for side in sides)
     machines = len({sample.machine for sample in production})
     labels_N = np.array([0.0] * len(rest) + [1.0] * count)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import sqlalchemy as sa
 
-from etude.config import EngineConfig, EvalConfig, ServerConfig
+from etude.config import EngineConfig, EvalConfig, SandboxConfig, ServerConfig
 from etude.evals import EvalResult
 from etude.live.learn.window import LiveContents
 from etude.live.log import journal, schema
@@ -79,6 +79,7 @@ class Player:
     budget: Budget
     inference: EngineConfig
     dialect: str = "auto"
+    boxes: SandboxConfig | None = None
     _scratch: tempfile.TemporaryDirectory[str] = field(
         default_factory=lambda: tempfile.TemporaryDirectory(prefix="etude-gate-")
     )
@@ -102,7 +103,7 @@ class Player:
     def measure(self, release: Release, suite: Path) -> EvalResult:
         """Plays a suite with real boxes. Raises UserError."""
         options = EvalConfig(samples=self.site.config.gate.samples)
-        measurement = Measurement([suite], options, self.budget, SPLIT, seed=0, dialect=self.dialect)
+        measurement = Measurement([suite], options, self.budget, SPLIT, seed=0, dialect=self.dialect, boxes=self.boxes)
         return measure_models([self.model(release)], measurement, self.inference)[0]
 
     def replay(self, release: Release, incumbent: Release | None) -> GatePart:

@@ -10,6 +10,7 @@ from etude.sandbox.egress.policy import (
     Egress,
     EgressRequest,
     check_package_index,
+    configured_egress,
     normal_project,
     package_index,
     parse_allowed_hosts,

@@ -12,6 +12,7 @@ from datetime import UTC, date, datetime, time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from etude.config import SandboxConfig
 from etude.errors import UserError
 
 PORTS = (80, 443)
@@ -122,6 +123,19 @@ def package_index(url: str, before: date, without: Iterable[str]) -> PackageInde
     """An index as it was when `before` began, in UTC. Raises UserError."""
     names = frozenset(normal_project(name) for name in without)
     return PackageIndex(check_package_index(url), datetime.combine(before, time(), UTC), names)
+
+
+def configured_egress(config: SandboxConfig, packages: Iterable[str], log: Path | None = None) -> Egress | None:
+    """The hosts and the index that [sandbox] allows, without `packages`; None if it allows nothing. Requests are noted
+    in the file `log`. Raises UserError."""
+    if config.type != "namespace":
+        return None
+    index = None
+    if config.index is not None and config.index_before is not None:
+        index = package_index(config.index, config.index_before, {*config.index_without, *packages})
+    if not config.egress and index is None:
+        return None
+    return Egress(parse_allowed_hosts(config.egress), index, log)
 
 
 def wheel_project(name: str) -> str:

@@ -17,6 +17,7 @@ import blake3
 import msgspec
 
 from etude.code import table
+from etude.config import SandboxConfig
 from etude.errors import UserError
 from etude.grading import grade_harbor, open_sandbox, run_solution, taken_changes
 from etude.sandbox import BoxError, Image, Sandbox
@@ -65,20 +66,29 @@ class Trials:
         return f"{len(self.kept)} of {total} folders work ({100 * len(self.kept) / max(1, total):.0f} %)"
 
 
-def try_folders(roots: Sequence[Path], bases: Sequence[str], progress: Progress) -> Trials:
-    """Try every Harbor folder at and below `roots`, without writing a dataset. Raises UserError."""
+def try_folders(
+    roots: Sequence[Path], bases: Sequence[str], progress: Progress, boxes: SandboxConfig | None = None
+) -> Trials:
+    """Try every Harbor folder at and below `roots` in boxes of the table [sandbox] `boxes`, without writing a dataset.
+    Raises UserError."""
     with tempfile.TemporaryDirectory(prefix="etude-harbor-") as work:
-        return asyncio.run(_try_all(find_folders(roots), Path(work), bases, progress))
+        return asyncio.run(_try_all(find_folders(roots), Path(work), bases, progress, boxes))
 
 
 def build_foreign(
-    roots: Sequence[Path], out: Path, progress: Progress, *, bases: Sequence[str] = (), heldout_fraction: float = 0.25
+    roots: Sequence[Path],
+    out: Path,
+    progress: Progress,
+    *,
+    bases: Sequence[str] = (),
+    heldout_fraction: float = 0.25,
+    boxes: SandboxConfig | None = None,
 ) -> tuple[Dataset, Trials]:
     """Write a dataset of the folders that pass the gates. Raises UserError if none does, or if `out` exists."""
     folders = find_folders(roots)
     dataset.check_free(out)
     with dataset.unfinished(out) as work:
-        trials = asyncio.run(_try_all(folders, work, bases, progress))
+        trials = asyncio.run(_try_all(folders, work, bases, progress, boxes))
         if not trials.kept:
             first = trials.trials[0]
             raise UserError(f"no Harbor folder of {len(folders)} works here; the first, {first.folder}: {first.why}.")
@@ -87,18 +97,18 @@ def build_foreign(
     return load_dataset(out), trials
 
 
-def check_foreign(dataset_dir: Path, progress: Progress) -> CheckReport:
+def check_foreign(dataset_dir: Path, progress: Progress, boxes: SandboxConfig | None = None) -> CheckReport:
     """Verify digests, then run the gates of every foreign task again."""
     data = read(dataset_dir, dataset.read_dataset_manifest(dataset_dir))
     problems = [f"{name} has changed since it was built" for name in dataset.changes(dataset_dir, data.manifest)]
-    failures = asyncio.run(_failures(data, progress))
+    failures = asyncio.run(_failures(data, progress, boxes))
     return CheckReport(tasks=len(data.tasks), problems=tuple(problems), failures=failures)
 
 
-async def _failures(data: ForeignDataset, progress: Progress) -> dict[str, str]:
+async def _failures(data: ForeignDataset, progress: Progress, boxes: SandboxConfig | None) -> dict[str, str]:
     """Task id -> the reason why the task's gates do not hold."""
     failures: dict[str, str] = {}
-    async with open_sandbox(memo=0) as sandbox:
+    async with open_sandbox(boxes, memo=0) as sandbox:
         for number, task in enumerate(data.tasks):
             try:
                 await _gates(sandbox, data.records[task.id], data.root / "tasks" / task.id, data.image(task))
@@ -108,9 +118,11 @@ async def _failures(data: ForeignDataset, progress: Progress) -> dict[str, str]:
     return failures
 
 
-async def _try_all(folders: Sequence[Path], work: Path, bases: Sequence[str], progress: Progress) -> Trials:
+async def _try_all(
+    folders: Sequence[Path], work: Path, bases: Sequence[str], progress: Progress, boxes: SandboxConfig | None
+) -> Trials:
     ids, done = _ids(folders), 0
-    async with open_sandbox(workers=WORKERS, memo=0) as sandbox:
+    async with open_sandbox(boxes, workers=WORKERS, memo=0) as sandbox:
 
         async def one(path: Path) -> Trial:
             nonlocal done
