@@ -17,7 +17,7 @@ Limit = Literal["memory", "processes", "disk"]
 class ServiceConfig(Section):
     """A service of the image, which runs in the boxes of agents and of tested code."""
 
-    name: str = Field(min_length=1, description="name of the service, in messages")
+    name: str = Field(pattern=r"^[\w-]+$", description="name of the service; its output lies in /tmp/NAME.log of a box")
     start: str = Field(min_length=1, description="command line that starts the service, for bash")
     ready: str = Field(min_length=1, description="command line that succeeds once the service is ready")
     seconds: float = option(30.0, "until then the service must be ready", gt=0, le=600)

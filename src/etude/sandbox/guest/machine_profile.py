@@ -113,14 +113,18 @@ def _files(profile: dict[str, Any]) -> dict[str, str]:
     files = {
         "/etc/hostname": f"{host}\n",
         "/etc/hosts": f"127.0.0.1 localhost\n{own}::1 localhost ip6-localhost ip6-loopback\n",
-        "/etc/passwd": root.passwd(user, profile["accounts"]),
-        "/etc/group": root.group(user),
+        "/etc/passwd": root.passwd(user, profile["accounts"], _text("/etc/passwd")),
+        "/etc/group": root.group(user, _text("/etc/group")),
     }
     if profile["machine_id"]:
         files["/etc/machine-id"] = profile["machine_id"]
     if profile["kernel_line"] is not None:
         files["/proc/cmdline"] = profile["kernel_line"]
     if profile["hypervisor"] is False:
-        with open("/proc/cpuinfo") as file:
-            files["/proc/cpuinfo"] = file.read().replace(" hypervisor", "")
+        files["/proc/cpuinfo"] = _text("/proc/cpuinfo").replace(" hypervisor", "")
     return files
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()

@@ -90,25 +90,32 @@ _SERVICES = (  # of Debian: name, number, group, full name, home
 )
 
 
-def passwd(user: str, count: int = 0) -> str:
-    """Text of /etc/passwd: accounts of a distribution, of services up to `count`, and of the user."""
+def passwd(user: str, count: int = 0, known: str | None = None) -> str:
+    """Text of /etc/passwd: the accounts `known` (None: of a distribution), services up to `count`, and the user."""
+    lines = (known or _distribution()).splitlines()
+    lines = [line for line in lines if line.split(":")[2:3] not in ([], [str(BOX_ID)])]
+    lines += [_account(f"_service{n}", n, 65534, "", "/nonexistent") for n in range(100, 99 + min(401, count - len(lines)))]
+    return "".join(f"{line}\n" for line in [*lines, f"{user}:x:{BOX_ID}:{BOX_ID}::/home/{user}:/bin/bash"])
+
+
+def _distribution() -> str:
     rows = [service.split(":") for service in _SERVICES]
-    more = range(100, 100 + min(400, count - len(rows) - 2))
-    rows += [[f"_service{n}", str(n), "65534", "", "/nonexistent"] for n in more]
-    services = "".join(f"{name}:x:{uid}:{gid}:{full}:{home}:{_login(name)}\n" for name, uid, gid, full, home in rows)
-    return f"root:x:0:0:root:/root:/bin/bash\n{services}{user}:x:{BOX_ID}:{BOX_ID}::/home/{user}:/bin/bash\n"
+    return "\n".join(["root:x:0:0:root:/root:/bin/bash", *(_account(*row) for row in rows)])
 
 
-def _login(name: str) -> str:
-    return "/bin/sync" if name == "sync" else "/usr/sbin/nologin"
+def _account(name: str, uid: object, gid: object, full: str, home: str) -> str:
+    return f"{name}:x:{uid}:{gid}:{full}:{home}:{'/bin/sync' if name == 'sync' else '/usr/sbin/nologin'}"
 
 
-def group(user: str) -> str:
-    """Text of /etc/group for that user."""
-    rows = [service.split(":") for service in _SERVICES]
-    names = [("nogroup" if name == "nobody" else name, gid) for name, uid, gid, *_ in rows if uid == gid]
-    names += [("games", "60"), ("man", "12"), ("users", "100")]
-    return "root:x:0:\n" + "".join(f"{name}:x:{gid}:\n" for name, gid in names) + f"{user}:x:{BOX_ID}:\n"
+def group(user: str, known: str | None = None) -> str:
+    """Text of /etc/group for that user; the groups `known` (None: of a distribution) stay."""
+    if known is None:
+        rows = [service.split(":") for service in _SERVICES]
+        names = [("nogroup" if name == "nobody" else name, gid) for name, uid, gid, *_ in rows if uid == gid]
+        names += [("games", "60"), ("man", "12"), ("users", "100")]
+        known = "root:x:0:\n" + "".join(f"{name}:x:{gid}:\n" for name, gid in names)
+    lines = [line for line in known.splitlines() if line.split(":")[2:3] not in ([], [str(BOX_ID)])]
+    return "".join(f"{line}\n" for line in [*lines, f"{user}:x:{BOX_ID}:"])
 
 
 def _dev() -> None:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-# Arguments: the command that starts a service, and the one that succeeds once the service is ready.
+# Arguments: name of the service, the command that starts it, and the one that succeeds once the service is ready.
 SCRIPT = """
-setsid bash -c "$1" </dev/null >/dev/null 2>&1 &
+setsid bash -c "$1" </dev/null >"/tmp/$0.log" 2>&1 &
 until bash -c "$2" </dev/null >/dev/null 2>&1; do sleep 0.03; done
 """
 
@@ -18,6 +18,11 @@ until bash -c "$2" </dev/null >/dev/null 2>&1; do sleep 0.03; done
 def command(service: dict[str, Any]) -> list[str]:
     """A program that starts a service and ends once the service is ready."""
     return ["bash", "-c", SCRIPT, service["name"], service["start"], service["ready"]]
+
+
+def log(service: dict[str, Any]) -> list[str]:
+    """A program that prints the end of a service's output."""
+    return ["bash", "-c", 'tail -c 300 "/tmp/$0.log" >&2', service["name"]]
 
 
 def start(services: Sequence[dict[str, Any]]) -> None:

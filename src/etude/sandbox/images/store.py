@@ -117,7 +117,7 @@ def _known(key: str, make: Callable[[], str]) -> str:
     return digest
 
 
-def _store(build: Callable[[Path], None], facts: _Facts, digest: str = "") -> str:
+def _store(build: Callable[[Path], object], facts: _Facts, digest: str = "") -> str:
     """Build a root and move it to its place. Its content is its name, unless `digest` is known. Raises UserError."""
     try:
         _images().mkdir(parents=True, exist_ok=True)
@@ -188,15 +188,25 @@ def _digest(folder: Path) -> str:
 
 
 def _imported(source: Path) -> str:
-    """Unpack an archive, or copy a root folder. Raises UserError."""
+    """Unpack an archive, or copy a root folder; then add the user of boxes. Raises UserError."""
+
+    def add_user(folder: Path) -> None:
+        for name, text in (("passwd", root.passwd), ("group", root.group)):
+            path = Path(inside(folder, f"etc/{name}"))
+            known = path.read_text("utf-8", "surrogateescape") if path.is_file() else None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text("user", known=known), "utf-8", "surrogateescape")
+
     if source.is_dir():
-        return _store(lambda folder: _copy(source, folder), _Facts())
+        return _store(lambda folder: (_copy(source, folder), add_user(folder)), _Facts())
     with ImageArchive(source) as archive:
         image = archive.image()
         digest = image.digest.replace(":", "-")
         if (_images() / digest / "image.json").is_file():
             return digest
-        return _store(lambda folder: archive.unpack(image, folder), _Facts(image.environment), digest)
+        return _store(
+            lambda folder: (archive.unpack(image, folder), add_user(folder)), _Facts(image.environment), digest
+        )
 
 
 def _copy(source: Path, folder: Path) -> None:

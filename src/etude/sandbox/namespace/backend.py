@@ -160,9 +160,10 @@ class NamespaceBackend(Backend):
         for service in self._services:
             done = await shell.program(services.command(service), b"", service["seconds"], environment=environment)
             if done.status != 0:
+                output = (await shell.program(services.log(service), b"", 10.0, environment=environment)).errors
                 raise LaunchFailed(
-                    f"the service {service['name']} was not ready within {service['seconds']:.0f} s; "
-                    f"see sandbox.services"
+                    f"the service {service['name']} was not ready within {service['seconds']:g} s; see sandbox.services"
+                    f" (its last output: {' '.join(output.split()) or 'none'})"
                 )
 
     async def check_services(self) -> None:
