@@ -60,7 +60,7 @@ def _find(repository: Path, work: Path, how: str) -> bootstrap.BootstrapRecipe:
 def test_the_second_try_installs_what_the_tests_need(repository: Path, index: Path, tmp_path: Path) -> None:
     recipe = _find(repository, tmp_path / "work", "rules")
     assert (recipe.requirements, recipe.tries) == (("helperlib>=1",), 2)
-    assert recipe.goals[0].command == "python -c 'import lib'"
+    assert recipe.goals[0].command == "python3 -c 'import lib'"
     assert recipe.goals[-1].share == bootstrap.SHARE
     assert len(recipe.goals) <= bootstrap.MAX_GOALS
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"site"}

@@ -15,10 +15,10 @@ MOST = 100  # diagnostics
 SECONDS = 20.0  # for a linter and one file
 LONGEST = 60_000  # bytes of a file for the linter, which travel in a command
 
-_FIND = "python -c \"import importlib.util as u; print([m for m in ('ruff', 'pyflakes') if u.find_spec(m)])\""
+_FIND = "python3 -c \"import importlib.util as u; print([m for m in ('ruff', 'pyflakes') if u.find_spec(m)])\""
 _COMMANDS = {
-    "ruff": "python -m ruff check --quiet --no-cache --output-format=concise --stdin-filename {path} -",
-    "pyflakes": "python -m pyflakes",
+    "ruff": "python3 -m ruff check --quiet --no-cache --output-format=concise --stdin-filename {path} -",
+    "pyflakes": "python3 -m pyflakes",
 }
 _DIAGNOSTIC = re.compile(r"^[^\n]*?:(\d+):(?:\d+:?)?\s+(.+)$", re.MULTILINE)
 

@@ -144,9 +144,9 @@ def _goals(layout: RepositoryLayout) -> Iterator[Goal]:
     passes."""
     names = [root.rsplit("/", 1)[-1].removesuffix(".py") for root in layout.source_roots]
     for name in names[: MAX_GOALS - 4]:
-        yield Goal(f"python -c 'import {name}'")
+        yield Goal(f"python3 -c 'import {name}'")
     modules = " ".join(f"'{path}'" for path in layout.modules)
-    plain = f"python -m pytest -q -p no:cacheprovider -c $(ls /site/pytest.ini || echo /dev/null) --rootdir . {modules}"
+    plain = f"python3 -m pytest -q -p no:cacheprovider -c $(ls /site/pytest.ini || echo /dev/null) --rootdir . {modules}"
     yield Goal(f"{plain} --collect-only", r"\d+ tests? collected|::")
     yield Goal(f"{plain} --tb=line", share=SHARE)
 

@@ -117,7 +117,7 @@ async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeo
     arguments = ", ".join(map(json.dumps, values))
     script = f"from __future__ import annotations\n\n\n{inspect.getsource(record)}\n\nrecord({arguments})\n"
     await box.write(SCRIPT, script.encode())
-    done = await box.exec(f"python {SCRIPT}", timeout)
+    done = await box.exec(f"python3 {SCRIPT}", timeout)
     if done.timed_out:
         raise UserError(
             f"the test suite runs longer than {timeout:.0f} s; leave slow test files out with `--exclude FILE`."

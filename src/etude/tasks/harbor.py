@@ -72,7 +72,7 @@ def write_task(task: CodeTask, folder: Path) -> None:
     """Write `task` as a Harbor folder. `folder` must not exist."""
     folder.mkdir(parents=True)
     image = image_name(task.repository)
-    command = "node /verifier/grade.mjs" if is_script(task.function) else "python /verifier/grade.py"
+    command = "node /verifier/grade.mjs" if is_script(task.function) else "python3 /verifier/grade.py"
     tests = {"fail_to_pass": task.fail_to_pass, "pass_to_pass": task.pass_to_pass}
     files = {
         "task.toml": _task_toml(task),
