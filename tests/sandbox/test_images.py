@@ -338,6 +338,10 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda at: _docker(at / "x.tar", [gzip.compress(_layer(LOWER))[:200]]),
         "0/layer.tar is damaged",
     ),
+    "a damaged layer in zstd": (
+        lambda at: _docker(at / "x.tar", [_zstd(_layer(LOWER))[:90]]),
+        "0/layer.tar is damaged",
+    ),
     "no Python": (lambda at: _docker(at / "x.tar", [_layer(LOWER[:3])]), "has no python3 in its PATH"),
     "no shell": (lambda at: _docker(at / "x.tar", [_layer([("usr/bin/python3", "f", b"")])]), "has no /bin/bash"),
     "no root folder": (lambda at: _folder(at / "empty"), "is no root folder of an image: it has no /bin/sh"),

@@ -349,7 +349,7 @@ def check_nothing_ran(clone: Hostile, ran: Ran) -> None:
             assert words[2] in READING, words
         else:
             assert words[:6] == [sys._base_executable, "-S", "-s", "-P", "-B", "-c"], words
-            assert "sandbox.guest.zygote" in words[6]
+            assert "sandbox.guest.launch" in words[6]
     assert ran.started_by_git == []
     assert [file for file in ran.modules if file.startswith(f"{clone.folder}/")] == []
     assert not clone.ran.exists(), clone.ran.read_text()

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import zstandard
-
 from etude.errors import UserError
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -127,7 +125,9 @@ class ImageArchive:
             try:
                 with tarfile.open(fileobj=_plain(file), mode="r|") as layer:
                     _apply(layer, folder)
-            except (tarfile.TarError, EOFError, gzip.BadGzipFile, zstandard.ZstdError) as e:
+            except Exception as e:  # every compression has errors of its own
+                if isinstance(e, (UserError, OSError)) and not isinstance(e, gzip.BadGzipFile):
+                    raise
                 raise UserError(f"{self.path}: the layer {name} is damaged ({e}); save the image again.") from None
 
 
@@ -142,6 +142,8 @@ def _plain(file: IO[bytes]) -> Any:
     if head[:2] == b"\x1f\x8b":
         return gzip.GzipFile(fileobj=file)
     if head == b"\x28\xb5\x2f\xfd":
+        import zstandard  # not a dependency of the core, and few archives need it
+
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file))
     return file
 
