@@ -13,6 +13,8 @@ from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image
 from tests.helpers.boxlibrary import HIDDEN, REPOSITORY, Place, write_tree
 
+collect_ignore = ["data"]  # a product with tests of its own
+
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:

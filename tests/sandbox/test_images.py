@@ -190,7 +190,9 @@ def test_services_run_for_agents_and_for_tests_that_are_decided_outside(product:
 def test_a_service_that_does_not_get_ready_is_told_before_anything_runs(product: Path) -> None:
     slow = SERVICE | {"ready": "false", "seconds": 0.5}
     config = validate_sandbox({"image": str(product), "services": [slow]}, "here")
-    with pytest.raises(UserError, match=r"the service prices was not ready within 0.5 s; see sandbox.services .its last output: "):
+    with pytest.raises(
+        UserError, match=r"the service prices was not ready within 0.5 s; see sandbox.services .its last output: "
+    ):
         lines(config, "true")
 
 

@@ -140,14 +140,17 @@ def install_dependencies(repository: Path, site: Path, timeout: float = 300.0) -
     return required
 
 
-def install_wheels(required: Sequence[str], site: Path, timeout: float = 300.0) -> None:
+def install_wheels(required: Sequence[str], site: Path, timeout: float = 300.0, python: str | None = None) -> None:
     """Install wheels of requirements into the folder `site`, which is created, within `timeout` seconds. A wheel is
-    unpacked, not run. Raises UserError for a requirement that is not plain or has no wheel, and if pip fails."""
+    unpacked, not run. `python` is the version that will import them, such as "3.13"; None: this one. Raises UserError
+    for a requirement that is not plain or has no wheel, and if pip fails."""
     wanted = [plain(line) for line in required]
     site.mkdir(parents=True, exist_ok=True)
     if not wanted:
         return
     options = ["--target", str(site), "--no-compile", "--no-warn-script-location", "--only-binary", ":all:"]
+    if python not in (None, f"{sys.version_info.major}.{sys.version_info.minor}"):
+        options += ["--python-version", python]
     _pip(["install", *options, "--", *wanted], timeout)
     # Scripts name this machine's interpreter; nothing in a box calls them. Start-up files would run at every start.
     shutil.rmtree(site / "bin", ignore_errors=True)

@@ -105,6 +105,11 @@ class TestRunner:
         """The id of the process that makes boxes, if there is one."""
         return self.backend.zygote_pid
 
+    @property
+    def python(self) -> str:
+        """The version of Python in boxes."""
+        return self.backend.python
+
     def capabilities(self) -> Capabilities:
         """The capabilities of boxes on this machine."""
         return self.backend.capabilities()

@@ -223,6 +223,11 @@ class Sandbox(Protocol):
         """Pid of the process that makes boxes; None without such a process."""
         ...
 
+    @property
+    def python(self) -> str:
+        """The version of Python in boxes, such as "3.13"."""
+        ...
+
     def capabilities(self) -> Capabilities:
         """The abilities of boxes on this machine."""
         ...

@@ -146,7 +146,9 @@ def _goals(layout: RepositoryLayout) -> Iterator[Goal]:
     for name in names[: MAX_GOALS - 4]:
         yield Goal(f"python3 -c 'import {name}'")
     modules = " ".join(f"'{path}'" for path in layout.modules)
-    plain = f"python3 -m pytest -q -p no:cacheprovider -c $(ls /site/pytest.ini || echo /dev/null) --rootdir . {modules}"
+    plain = (
+        f"python3 -m pytest -q -p no:cacheprovider -c $(ls /site/pytest.ini || echo /dev/null) --rootdir . {modules}"
+    )
     yield Goal(f"{plain} --collect-only", r"\d+ tests? collected|::")
     yield Goal(f"{plain} --tb=line", share=SHARE)
 

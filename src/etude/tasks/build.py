@@ -265,7 +265,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     name = project_name(plan.repo).removesuffix(f"-{facts.version}")
 
     def install(wanted: Sequence[str], site: Path) -> None:
-        install_wheels(wanted, site)
+        install_wheels(wanted, site, python=sandbox.python)
         environment.finish(site, plan.tree, name, facts.version, facts.pytest)
 
     if options.bootstrap == "declared":

@@ -94,7 +94,9 @@ def passwd(user: str, count: int = 0, known: str | None = None) -> str:
     """Text of /etc/passwd: the accounts `known` (None: of a distribution), services up to `count`, and the user."""
     lines = (known or _distribution()).splitlines()
     lines = [line for line in lines if line.split(":")[2:3] not in ([], [str(BOX_ID)])]
-    lines += [_account(f"_service{n}", n, 65534, "", "/nonexistent") for n in range(100, 99 + min(401, count - len(lines)))]
+    lines += [
+        _account(f"_service{n}", n, 65534, "", "/nonexistent") for n in range(100, 99 + min(401, count - len(lines)))
+    ]
     return "".join(f"{line}\n" for line in [*lines, f"{user}:x:{BOX_ID}:{BOX_ID}::/home/{user}:/bin/bash"])
 
 

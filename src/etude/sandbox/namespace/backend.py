@@ -256,7 +256,7 @@ async def open_namespace(
         zygote = await Zygote.start(image, () if trial is None else trial.descriptors, options.runs)
     backend = NamespaceBackend(zygote, image, services, options, groups)
     try:
-        joins = await zygote.joins_groups()
+        backend.python, joins = await zygote.started()
         if groups is not None and not joins:  # boxes may not enter groups that this process may make
             groups.close()
             backend.groups = None

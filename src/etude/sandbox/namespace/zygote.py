@@ -53,6 +53,7 @@ class _Start(msgspec.Struct, frozen=True):
     """The first message of a zygote: it has started, or could not."""
 
     joins: bool = False
+    python: str = ""  # the version of the image's Python
     error: str = ""
     old: str = ""  # the version of the image's Python, if it is too old
 
@@ -78,8 +79,9 @@ class Zygote:
         """Whether the process runs."""
         return self.process.returncode is None
 
-    async def joins_groups(self) -> bool:
-        """Wait until boxes can be made; returns whether they can join the control groups. Raises UserError."""
+    async def started(self) -> tuple[str, bool]:
+        """Wait until boxes can be made. Returns the version of the image's Python, such as "3.13", and whether boxes can
+        join the control groups. Raises UserError."""
         async with asyncio.timeout(START_SECONDS):
             data = await asyncio.get_running_loop().sock_recv(self.control, 65536)
         answer = msgspec.json.decode(data or b'{"error": "it died"}', type=_Start)
@@ -87,7 +89,7 @@ class Zygote:
             raise UserError(f"python3 of the image is {answer.old}; boxes need 3.11 or later.")
         if answer.error:
             raise UserError(f"boxes cannot be made here ({answer.error}); {cause(read_host())}.")
-        return answer.joins
+        return answer.python, answer.joins
 
     async def close(self) -> None:
         """End the process, and with it everything below."""
