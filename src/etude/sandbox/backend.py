@@ -145,7 +145,7 @@ class Backend(ABC):
 
     gated = False  # whether live boxes have a way out
     channels = False  # whether a program in a live box can be given a socket of the owner
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"  # version of the Python in boxes; this one's where it is not known
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"  # in boxes; this one where the version is not known
     zygote_pid: int | None = None  # of the process that makes boxes, where there is one
 
     @property
