@@ -47,14 +47,19 @@ def link_programs(interpreter: str) -> None:
             os.symlink(interpreter, f"{PROGRAMS}/{name}")
 
 
+def system_folders(prefix: str) -> list[str]:
+    """Folders of the host that boxes have at the same path: the system's, and the Python at `prefix`."""
+    folders = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+    inside = any(prefix == path or prefix.startswith(path + "/") for path in _SYSTEM)
+    return folders if inside else [*folders, prefix]
+
+
 def build(prefix: str, interpreter: str, runner: dict[str, str]) -> None:
     """Make and enter the root in this mount namespace, with the Python at `prefix` and host paths by name in RUNNER."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     new = "/tmp"  # any folder: it is covered in this namespace alone, until pivot_root
-    binds = [(path, path) for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+    binds = [(path, path) for path in system_folders(prefix)]
     links = [(path, os.readlink(path)) for path in _SYSTEM if os.path.islink(path)]
-    if not any(prefix == path or prefix.startswith(path + "/") for path in _SYSTEM):
-        binds.append((prefix, prefix))
     binds += [(source, f"{RUNNER}/{name}") for name, source in runner.items()]
     etc = {name: f"/etc/{name}" for name in _ETC if os.path.isfile(f"/etc/{name}")}
     linux.mount("tmpfs", new, "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")

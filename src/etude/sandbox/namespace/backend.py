@@ -83,6 +83,10 @@ class NamespaceBackend(Backend):
             limits=("memory", "processes", "disk", "files", *([] if self.groups is None else ["cpus"])),
         )
 
+    def system_folders(self) -> Mapping[str, Path]:
+        """The system's programs, the Python of this process, and the modules that run tests."""
+        return self.zygote.system
+
     async def fork(self, request: ForkRequest) -> ForkResult:
         """Run tests in a fork of a process that holds the image."""
         await self._room()

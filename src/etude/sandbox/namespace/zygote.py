@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -51,6 +51,12 @@ def installed_runner(runs: RunServer) -> dict[str, str]:
     return places
 
 
+def system_folders(runs: RunServer) -> dict[str, Path]:
+    """Path in a box -> path on this machine, of all that every box has."""
+    runner = {f"{root.RUNNER}/{name}": Path(place) for name, place in installed_runner(runs).items()}
+    return {path: Path(path) for path in root.system_folders(sys.base_prefix)} | runner
+
+
 class _Start(msgspec.Struct, frozen=True):
     """The first message of a zygote: it has started, or could not."""
 
@@ -61,9 +67,10 @@ class _Start(msgspec.Struct, frozen=True):
 class Zygote:
     """A started zygote and its control socket. Made by `start`."""
 
-    def __init__(self, control: socket.socket, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, control: socket.socket, process: asyncio.subprocess.Process, system: Mapping[str, Path]) -> None:
         self.control = control
         self.process = process
+        self.system = system  # see `system_folders`
 
     @classmethod
     async def start(cls, groups: Sequence[int], runs: RunServer) -> Zygote:
@@ -71,7 +78,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            return cls(ours, await _start_process(theirs, groups, runs))
+            return cls(ours, await _start_process(theirs, groups, runs), system_folders(runs))
 
     @property
     def alive(self) -> bool:
