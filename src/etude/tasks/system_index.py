@@ -33,6 +33,11 @@ HOST = "host"
 _FORMAT = 1  # of the files in the cache
 _COMPILED = (".pyc", ".pyo", ".so", ".pyd")
 _EXTENSION = re.compile(r"\.(cpython-[^/]*|abi3|pypy[^/]*)\.so$")
+_NO_CODE = (  # of kinds of files that hold no source or bytecode
+    *(".h", ".hh", ".hpp", ".jar", ".jmod", ".jsa", ".class", ".bc", ".sym", ".mo", ".gmo", ".qm", ".ttf", ".otf"),
+    *(".pfb", ".afm", ".woff", ".woff2", ".png", ".gif", ".jpg", ".jpeg", ".webp", ".svg", ".ico", ".icns", ".xpm"),
+    *(".wav", ".mp3", ".ogg", ".mp4", ".pdf", ".ps", ".eps", ".exe", ".dll", ".a", ".o", ".ko", ".pem", ".crt"),
+)
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -100,8 +105,9 @@ def index_of(label: str, root: Path) -> SystemIndex:
 
 
 def texts(root: Path) -> Iterator[tuple[str, bytes]]:
-    """(place, content) of the files below `root`, and of the members of archives. Programs and objects of the machine's
-    code are left out, unless they are modules of Python, and files that this user cannot read."""
+    """(place, content) of the files below `root`, and of the members of archives. Left out are the machine's code,
+    unless it is a module of Python, other kinds of files that hold no source, bytecode beside its source, and files
+    that this user cannot read."""
     for name, path in _files(root):
         data = _read(Path(path))
         if data is not None:
@@ -109,14 +115,17 @@ def texts(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _files(root: Path) -> Iterator[tuple[str, str]]:
-    """(path below `root`, path) of all regular files; ("", path) if `root` is one."""
+    """(path below `root`, path) of all files that may hold code; ("", path) if `root` is a file."""
     if root.is_file():
         yield "", str(root)
     start = len(str(root)) + 1
     for folder, folders, files in os.walk(root):
         folders.sort()
-        for path in (f"{folder}/{name}" for name in sorted(files)):
-            yield os.fsencode(path[start:]).decode("utf-8", "replace"), path
+        sources = {*os.listdir(os.path.dirname(folder))} if os.path.basename(folder) == "__pycache__" else set[str]()
+        for name in sorted(files):
+            if not name.endswith(_NO_CODE) and f"{name.partition('.')[0]}.py" not in sources:
+                path = f"{folder}/{name}"
+                yield os.fsencode(path[start:]).decode("utf-8", "replace"), path
 
 
 def _read(path: Path) -> bytes | None:
