@@ -230,7 +230,7 @@ def test_an_index_is_kept_and_that_of_the_host_made_anew_when_a_file_changes(
     assert len(made) == 1
     assert again.places == first.places == ("a.py",)
     assert again.having(b"something").tolist() == first.having(b"something").tolist() == [0]
-    assert again.data(0) == b"def something(): ...\n"
+    assert list(again.contents([0])) == [(0, b"def something(): ...\n")]
     put(tmp_path / "usr", "a.py", "def another(): ...\n")
     assert read("host").having(b"another").tolist() == [0]
     assert len(made) == 2
@@ -251,4 +251,4 @@ def test_programs_links_and_files_that_cannot_be_read_are_left_out(tmp_path: Pat
     assert index.places == ("a.py", "module.cpython-311-x86_64-linux-gnu.so")
     assert index.having(b"something").tolist() == [0, 1]
     alone = index_of("/opt/a.py", root / "a.py")
-    assert (alone.shown(0), alone.data(0)) == ("/opt/a.py", b"something = 1\n")
+    assert (alone.shown(0), *alone.contents([0])) == ("/opt/a.py", (0, b"something = 1\n"))

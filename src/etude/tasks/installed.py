@@ -12,21 +12,25 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
 from etude.code import is_script
 from etude.errors import UserError
-from etude.grading import LEAK_SHARE, AnswerFingerprint, held_runs, read_package
+from etude.grading import AnswerFingerprint, held_runs, read_package
 from etude.records import CodeTask
 from etude.sandbox import SITE
 from etude.sandbox.egress import normal_project, wheel_project
 from etude.tasks import leaks
 from etude.tasks.system_index import WORD, SystemIndex, index_of, words_of
 
-COPY_SHARE = 0.25  # of a module's functions and classes, which another version of it still has
+RUN_SHARE = 0.9  # of an answer's runs of tokens; idioms of the language share half
+COPY_SHARE = 0.25  # of a module's functions and classes, which another version still has
 WORD_SHARE = 0.7  # of an answer's words that its bytecode keeps; it has no comments
+_COMMENT = re.compile(r'"{3}.*?"{3}|\'{3}.*?\'{3}|/\*.*?\*/|(?:#|//)[^\n]*', re.DOTALL)
 _DEFINED = re.compile(rb"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(?!__)(\w+)", re.MULTILINE)
 _CODE = re.compile(r"(?:\.(?:cpython|pypy|abi)[^/]*)?(?:\.opt-\d)?\.(?:py|pyc|pyx|so|pyd)$")
 
@@ -145,75 +149,93 @@ def _shares(index: SystemIndex, places: Sequence[int], names: frozenset[bytes], 
 
 def held(systems: Sequence[SystemIndex], tasks: Iterable[CodeTask]) -> dict[str, str]:
     """CodeTask id -> a place of the system that holds the task's answer."""
-    parts = [(task.id, part) for task in tasks for part in leaks.answers_of(task)]
-    wanted = [_Wanted.of(part) for _, part in parts]
+    wanted = [(task.id, answer) for task in tasks for answer in _answers(task)]
     found: dict[str, str] = {}
     for index in systems:
         candidates: dict[int, list[int]] = defaultdict(list)
-        for number, answer in enumerate(wanted):
-            for place in () if parts[number][0] in found else answer.candidates(index):
+        for number, (task, answer) in enumerate(wanted):
+            for place in () if task in found else answer.candidates(index):
                 candidates[place].append(number)
-        for place, numbers in sorted(candidates.items()):
-            numbers = [number for number in numbers if parts[number][0] not in found]
-            if numbers:
-                data, shown = index.data(place), index.shown(place)
-                if index.text_P[place]:
-                    every = frozenset[tuple[str, ...]]().union(*(parts[number][1].shingles for number in numbers))
-                    runs = held_runs(every, data.decode("utf-8", "replace"))
-                    found |= {parts[number][0]: shown for number in numbers if wanted[number].in_text(runs)}
-                else:
-                    found |= {parts[number][0]: shown for number in numbers if wanted[number].in_code(data)}
+        for place, data in index.contents(candidates):
+            holds = _Wanted.in_text if index.text_P[place] else _Wanted.in_code
+            for task, answer in (wanted[number] for number in candidates[place]):
+                if task not in found and holds(answer, data):
+                    found[task] = index.shown(place)
     return found
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """An answer, and the words that a place with it has. `needed` counts the runs of tokens whose rarest word it is;
-    `free` are those without a word. `words` are all names in it, `inner` the words within its constants."""
+    """An answer, and the words that a place with it has. `runs` counts its runs of tokens by the words in them,
+    `around` are those of the whole function without its comments, `words` are all names in the runs, `inner` the words within
+    its constants."""
 
     part: AnswerFingerprint
-    needed: Mapping[bytes, int]
-    free: int
+    runs: Mapping[frozenset[bytes], int]
+    around: frozenset[bytes]
     words: frozenset[bytes]
     inner: frozenset[bytes]
 
     @classmethod
-    def of(cls, part: AnswerFingerprint) -> _Wanted:
+    def of(cls, part: AnswerFingerprint, function: str) -> _Wanted:
         words = words_of({token for run in part.shingles for token in run})
-        longest = [
-            max((words[token] for token in run if token in words), key=len, default=b"") for run in part.shingles
-        ]
-        needed = Counter(longest)
+        runs = Counter(frozenset(words[token] for token in run if token in words) for run in part.shingles)
+        around = frozenset(WORD.findall(_COMMENT.sub(" ", function).encode("ascii", "ignore")))
         names = {token.encode() for token in words if token.isidentifier() and not keyword.iskeyword(token)}
         # The ends of a constant may touch other bytes in compiled code.
         inner = {word for text in part.constants for word in WORD.findall(re.sub(rb"^\w+|\w+$", b"", text))}
-        return cls(part, {w: n for w, n in needed.items() if w}, needed[b""], frozenset(names), frozenset(inner))
+        return cls(part, runs, around, frozenset(names), frozenset(inner))
 
     def candidates(self, index: SystemIndex) -> Sequence[int]:
         """The places that have the words of the answer."""
-        held = np.zeros(len(index.places), np.int64)
-        for word, count in self.needed.items():
-            held[index.having(word)] += count
-        least = LEAK_SHARE * len(self.part.shingles)
-        found = index.text_P & (held > 0) & (held + self.free >= least)
+        found = index.text_P & _have(index, self.around, WORD_SHARE)
+        if found.any():
+            held = np.zeros(len(index.places), np.int64)
+            for words, count in self.runs.items():
+                held += count * _have(index, words, 1.0)
+            found &= held >= RUN_SHARE * len(self.part.shingles)
         if self.part.constants and self.words:
-            names = np.zeros(len(index.places), np.int64)
-            for word in self.words:
-                names[index.having(word)] += 1
-            compiled = ~index.text_P & (names >= WORD_SHARE * len(self.words))
-            for word in self.inner:
-                has = np.zeros(len(index.places), bool)
-                has[index.having(word)] = True
-                compiled &= has
-            found = found | compiled
+            compiled = ~index.text_P & _have(index, self.inner, 1.0)
+            found |= compiled & _have(index, self.words, WORD_SHARE)
         return np.flatnonzero(found).tolist()
 
-    def in_text(self, runs: frozenset[tuple[str, ...]]) -> bool:
-        """Whether a text with these runs of tokens holds the answer: half of its runs."""
-        held = len(runs & self.part.shingles)
-        return bool(held) and held >= LEAK_SHARE * len(self.part.shingles)
+    def in_text(self, data: bytes) -> bool:
+        """Whether a text holds the answer: nearly all of its runs of tokens."""
+        most = len(self.patterns) - RUN_SHARE * len(self.patterns)  # that may be missing
+        missing = 0
+        for pattern in self.patterns:  # much faster than the tokens of the text, which are few that pass
+            missing += pattern.search(data) is None
+            if missing > most:
+                return False
+        held = held_runs(self.part.shingles, data.decode("utf-8", "replace"))
+        return bool(held) and len(held) >= RUN_SHARE * len(self.part.shingles)
+
+    @cached_property
+    def patterns(self) -> Sequence[re.Pattern[bytes]]:
+        """The runs with any space between their tokens."""
+        runs = sorted(self.part.shingles, key=lambda run: -len(run[0]))
+        return [re.compile(rb"\s*".join(re.escape(token.encode()) for token in run)) for run in runs]
 
     def in_code(self, data: bytes) -> bool:
         """Whether compiled code holds the answer: all its constants, and most of its names."""
         names = sum(word in data for word in self.words)
         return all(constant in data for constant in self.part.constants) and names >= WORD_SHARE * len(self.words)
+
+
+def _have(index: SystemIndex, words: Iterable[bytes], share: float) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which places have a share of the words."""
+    words = tuple(words)
+    count = np.zeros(len(index.places), np.int32)
+    for word in words:
+        count[index.having(word)] += 1
+    return count >= share * len(words)
+
+
+def _answers(task: CodeTask) -> Iterator[_Wanted]:
+    """The answer of a task in each file that it breaks."""
+    for (path, broken), part in zip(task.changes.items(), leaks.answers_of(task), strict=True):
+        right, function = task.solution[path].split("\n"), ""
+        if path == task.focus.path:
+            last = task.focus.last_line + len(right) - len(broken.split("\n"))
+            function = "\n".join(right[task.focus.first_line - 1 : last])
+        yield _Wanted.of(part, function)

@@ -62,12 +62,12 @@ class SystemIndex:
         """The place as a path in a box."""
         return f"{self.label}/{self.places[place]}".rstrip("/")
 
-    def data(self, place: int) -> bytes:
-        """The content of a place; empty if it is gone."""
-        wanted = self.places[place]
-        name = wanted.partition("!")[0]
-        read = _read(self.root / name if name else self.root)
-        return next((data for found, data in file_texts(name, read or b"") if found == wanted), b"")
+    def contents(self, places: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """The places that are still there, in order, with their content; an archive is read once."""
+        wanted = {self.places[place]: place for place in places}
+        for name in sorted({place.partition("!")[0] for place in wanted}):
+            data = _read(self.root / name if name else self.root)
+            yield from ((wanted[place], text) for place, text in file_texts(name, data or b"") if place in wanted)
 
 
 def indexes(sandbox: Sandbox) -> list[SystemIndex]:
