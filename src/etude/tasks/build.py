@@ -200,17 +200,17 @@ async def _run(plan: _BuildPlan) -> None:
         system = sandbox.image_name
     _cut_out(bench.repository, drawn.unstable)
     copied = leaks.stored({"repository": bench.repository, "site": bench.site}, searched.tasks)
-    found = installed.held(systems, [task for task in searched.tasks if task.id not in copied])
-    for reason, places in ((Rejected.LEAK, copied), (Rejected.INSTALLED, found)):
+    in_system = installed.held(systems, [task for task in searched.tasks if task.id not in copied])
+    for reason, places in ((Rejected.LEAK, copied), (Rejected.INSTALLED, in_system)):
         searched.rejected.update({reason: len(places)} if places else {})
-    tasks = [task for task in searched.tasks if task.id not in {*copied, *found}]
+    tasks = [task for task in searched.tasks if task.id not in {*copied, *in_system}]
     shutil.rmtree(work / "written", ignore_errors=True)
     shutil.rmtree(plan.tree)  # not earlier, since folders of an open sandbox must not change
     if not tasks:
         reasons = searched.rejected.most_common(3)
         advice = _ADVICE.get(reasons[0][0], "add tests") if reasons else "add tests"
-        if found and reasons[0][0] == Rejected.INSTALLED:
-            advice = f"leave {Counter(found.values()).most_common(1)[0][0]} out of the image with `exclude`"
+        if in_system and reasons[0][0] == Rejected.INSTALLED:
+            advice = f"leave {Counter(in_system.values()).most_common(1)[0][0]} out of the image with `exclude`"
         listed = ", ".join(f"{reason}: {n}" for reason, n in reasons)
         raise UserError(f"no broken program of {plan.repo} passed the gates ({listed}); {advice}.")
     commits = histories.build(plan.past, bench.repository, tasks, work)
@@ -232,7 +232,7 @@ async def _run(plan: _BuildPlan) -> None:
         recipe=prepared.recipe,
         straddling=drawn.straddling,
         copies=searched.copies,
-        installed=Counter(found.values()),
+        installed=Counter(in_system.values()),
         system=system,
     )
     manifest = dataset.Manifest(

@@ -71,8 +71,8 @@ def _below(repository: Path, roots: Iterable[str]) -> list[str]:
     files = []
     for root in roots:
         place = repository / root
-        found = [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file())
-        files += [each.relative_to(repository).as_posix() for each in found]
+        hits = [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file())
+        files += [each.relative_to(repository).as_posix() for each in hits]
     return files
 
 
@@ -83,8 +83,8 @@ def refuse_copies(library: Library, systems: Sequence[SystemIndex], site: Path) 
     if not shown:
         index = index_of(SITE, site)  # it may say that the library is installed
         names = [place.replace("!", "/") for place in index.places]
-        found = {*_modules(library, index, names), *_packages(library, index, names)}
-        shown, advice = [*map(index.shown, sorted(found))], "do without the package that brings it"
+        hits = {*_modules(library, index, names), *_packages(library, index, names)}
+        shown, advice = [*map(index.shown, sorted(hits))], "do without the package that brings it"
     if shown:
         more = f" and {len(shown) - 1} more places" if len(shown) > 1 else ""
         whose = f"boxes have a copy of {library.project} in {shown[0]}{more}"
@@ -94,10 +94,10 @@ def refuse_copies(library: Library, systems: Sequence[SystemIndex], site: Path) 
 def copies(library: Library, index: SystemIndex) -> list[int]:
     """The first place of each copy of the library, of any version."""
     names = [place.replace("!", "/") for place in index.places]
-    found = _named(library, names)
+    hits = _named(library, names)
     for place in (*_modules(library, index, names), *_packages(library, index, names)):
-        found.setdefault(PurePosixPath(names[place]).parent.as_posix(), place)
-    return sorted(set(found.values()))
+        hits.setdefault(PurePosixPath(names[place]).parent.as_posix(), place)
+    return sorted(set(hits.values()))
 
 
 def _named(library: Library, names: Sequence[str]) -> dict[str, int]:
@@ -108,11 +108,11 @@ def _named(library: Library, names: Sequence[str]) -> dict[str, int]:
     if library.package:
         pattern += rf"|(?:node_modules|nodejs)/{re.escape(library.package)}/"
     search = re.compile(rf"(?:^|/)(?:{pattern})", re.IGNORECASE).search
-    found: dict[str, int] = {}
+    hits: dict[str, int] = {}
     for place, name in enumerate(names):
         if (match := search(name)) is not None:
-            found.setdefault(name[: match.end()], place)
-    return found
+            hits.setdefault(name[: match.end()], place)
+    return hits
 
 
 def _modules(library: Library, index: SystemIndex, names: Sequence[str]) -> Iterator[int]:
@@ -150,25 +150,25 @@ def _shares(index: SystemIndex, places: Sequence[int], names: frozenset[bytes], 
 def held(systems: Sequence[SystemIndex], tasks: Iterable[CodeTask]) -> dict[str, str]:
     """CodeTask id -> a place of the system that holds the task's answer."""
     wanted = [(task.id, answer) for task in tasks for answer in _answers(task)]
-    found: dict[str, str] = {}
+    hits: dict[str, str] = {}
     for index in systems:
         candidates: dict[int, list[int]] = defaultdict(list)
         for number, (task, answer) in enumerate(wanted):
-            for place in () if task in found else answer.candidates(index):
+            for place in () if task in hits else answer.candidates(index):
                 candidates[place].append(number)
         for place, data in index.contents(candidates):
             holds = _Wanted.in_text if index.text_P[place] else _Wanted.in_code
             for task, answer in (wanted[number] for number in candidates[place]):
-                if task not in found and holds(answer, data):
-                    found[task] = index.shown(place)
-    return found
+                if task not in hits and holds(answer, data):
+                    hits[task] = index.shown(place)
+    return hits
 
 
 @dataclass(frozen=True)
 class _Wanted:
     """An answer, and the words that a place with it has. `runs` counts its runs of tokens by the words in them,
-    `around` are those of the whole function without its comments, `words` are all names in the runs, `inner` the words within
-    its constants."""
+    `around` are those of the whole function without its comments, `words` are all names in the runs, `inner` the words
+    within its constants."""
 
     part: AnswerFingerprint
     runs: Mapping[frozenset[bytes], int]
@@ -188,16 +188,16 @@ class _Wanted:
 
     def candidates(self, index: SystemIndex) -> Sequence[int]:
         """The places that have the words of the answer."""
-        found = index.text_P & _have(index, self.around, WORD_SHARE)
-        if found.any():
+        hits = index.text_P & _have(index, self.around, WORD_SHARE)
+        if hits.any():
             held = np.zeros(len(index.places), np.int64)
             for words, count in self.runs.items():
                 held += count * _have(index, words, 1.0)
-            found &= held >= RUN_SHARE * len(self.part.shingles)
+            hits &= held >= RUN_SHARE * len(self.part.shingles)
         if self.part.constants and self.words:
             compiled = ~index.text_P & _have(index, self.inner, 1.0)
-            found |= compiled & _have(index, self.words, WORD_SHARE)
-        return np.flatnonzero(found).tolist()
+            hits |= compiled & _have(index, self.words, WORD_SHARE)
+        return np.flatnonzero(hits).tolist()
 
     def in_text(self, data: bytes) -> bool:
         """Whether a text holds the answer: nearly all of its runs of tokens."""

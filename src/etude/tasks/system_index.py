@@ -146,10 +146,10 @@ def _state(root: Path) -> str:
     digest = blake3.blake3()
     for name, path in _files(root):
         try:
-            found = os.lstat(path)
+            status = os.lstat(path)
         except OSError:
             continue
-        digest.update(f"{name}\0{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}\n".encode())
+        digest.update(f"{name}\0{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode())
     return digest.hexdigest()
 
 
