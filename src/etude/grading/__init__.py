@@ -7,7 +7,16 @@
 from etude.grading.grade import GRADE_LIMITS, Grade, grade_changes, is_test_file
 from etude.grading.harbor import HARBOR_STATE, HarborTests, grade_harbor, note_state, run_solution, taken_changes
 from etude.grading.javascript import holds_tests, read_package, test_framework
-from etude.grading.leaks import LEAK_SHARE, AnswerFingerprint, answer_fingerprint, answer_runs, folder_texts
+from etude.grading.leaks import (
+    LEAK_SHARE,
+    MAX_FILE,
+    AnswerFingerprint,
+    answer_fingerprint,
+    answer_runs,
+    file_texts,
+    folder_texts,
+    held_runs,
+)
 from etude.grading.runner import TestRunner, open_sandbox
 from etude.grading.script_runner import CALLED_FILE
 

@@ -77,6 +77,13 @@ def answer_runs(text: str) -> Iterator[tuple[str, ...]]:
     return token_runs(_TOKEN.findall(text), SHINGLE)
 
 
+def held_runs(wanted: frozenset[tuple[str, ...]], text: str) -> frozenset[tuple[str, ...]]:
+    """The runs among `wanted` that a text holds."""
+    tokens, firsts = _TOKEN.findall(text), {run[0] for run in wanted}
+    runs = (tuple(tokens[i : i + SHINGLE]) for i, token in enumerate(tokens) if token in firsts)
+    return wanted.intersection(runs)
+
+
 def _constants(text: str) -> set[bytes]:
     constants = (double or single for double, single in _CONSTANT.findall(text))
     return {constant.encode() for constant in constants if len(constant) >= MIN_CONSTANT}
@@ -98,9 +105,13 @@ def folder_texts(root: Path) -> Iterator[tuple[str, bytes]]:
             if is_git_directory(path):
                 yield from ((f"{name}: object {object_id}", data) for object_id, data in _objects(name, path))
         elif path.is_file() and path.stat().st_size <= MAX_FILE:
-            data = path.read_bytes()
-            yield name, data
-            yield from ((f"{name}!{member}", content) for member, content in (*_members(data), *_mapped(data)))
+            yield from file_texts(name, path.read_bytes())
+
+
+def file_texts(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+    """The content of a file, then that of the archive or the source map that it is, by place."""
+    yield name, data
+    yield from ((f"{name}!{member}", content) for member, content in (*_members(data), *_mapped(data)))
 
 
 def _objects(name: str, folder: Path) -> Iterable[tuple[str, bytes]]:

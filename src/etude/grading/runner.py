@@ -16,7 +16,7 @@ import asyncio
 import json
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -113,6 +113,15 @@ class TestRunner:
     def capabilities(self) -> Capabilities:
         """The capabilities of boxes on this machine."""
         return self.backend.capabilities()
+
+    @property
+    def image_name(self) -> str:
+        """The name of the system in boxes."""
+        return self.backend.image_name
+
+    def system_folders(self) -> Mapping[str, Path]:
+        """The folders of the system in boxes."""
+        return self.backend.system_folders()
 
     async def create(self, image: Image, limits: Limits, *, bare: bool = False) -> ValueBox:
         """A box on `image`, whose test runs are decided by this runner."""

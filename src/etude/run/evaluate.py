@@ -93,17 +93,17 @@ def named_suites(suite: str | Path) -> Sequence[Path | TasksConfig]:
 def sandbox_of_suites(suites: Sequence[str | Path], model: SandboxConfig | None) -> SandboxConfig | None:
     """The table [sandbox] of the run folders and TOMLs among the suites, else that of the model's run. Raises UserError
     if the suites differ."""
-    found: dict[str, tuple[str | Path, SandboxConfig]] = {}
+    tables: dict[str, tuple[str | Path, SandboxConfig]] = {}
     for suite in suites:
         config, path = rl_config(suite), Path(suite)
         if config is None and path.suffix == ".toml" and path.is_file():
             config = validate(RLConfig, load_toml(path), str(path))
         if config is not None:
-            found.setdefault(config.sandbox.model_dump_json(), (suite, config.sandbox))
-    if len(found) > 1:
-        first, second = (name for name, _ in list(found.values())[:2])
+            tables.setdefault(config.sandbox.model_dump_json(), (suite, config.sandbox))
+    if len(tables) > 1:
+        first, second = (name for name, _ in list(tables.values())[:2])
         raise UserError(f"{first} and {second} have different tables [sandbox]: choose one with --sandbox FILE")
-    return next((config for _, config in found.values()), model)
+    return next((config for _, config in tables.values()), model)
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ class Backend(ABC):
     channels = False  # whether a program in a live box can be given a socket of the owner
     python = f"{sys.version_info.major}.{sys.version_info.minor}"  # in boxes; this one where the version is not known
     zygote_pid: int | None = None  # of the process that makes boxes, where there is one
+    image_name: str = "host"  # of the system in boxes; of an image with its digest, so that equal names are equal files
 
     @property
     @abstractmethod
@@ -156,6 +157,11 @@ class Backend(ABC):
     @abstractmethod
     def capabilities(self) -> Capabilities:
         """The abilities of this backend's boxes on this machine."""
+
+    def system_folders(self) -> Mapping[str, Path]:
+        """Path in a box -> folder or file of this machine, of all that boxes have besides their task. Empty for boxes
+        whose system is not on this machine."""
+        return {}
 
     @abstractmethod
     async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:

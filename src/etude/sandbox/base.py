@@ -228,8 +228,17 @@ class Sandbox(Protocol):
         """The version of Python in boxes, such as "3.13"."""
         ...
 
+    @property
+    def image_name(self) -> str:
+        """The name of the system in boxes: "host", or an image with its digest."""
+        ...
+
     def capabilities(self) -> Capabilities:
         """The abilities of boxes on this machine."""
+        ...
+
+    def system_folders(self) -> Mapping[str, Path]:
+        """Path in a box -> folder or file of this machine, of all that boxes have besides their task."""
         ...
 
     async def create(self, image: Image, limits: Limits, *, bare: bool = False) -> Box:

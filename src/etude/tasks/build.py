@@ -29,6 +29,7 @@ from etude.tasks import (
     environment,
     gates,
     histories,
+    installed,
     inventory,
     javascript,
     leaks,
@@ -37,6 +38,7 @@ from etude.tasks import (
     settings,
     split,
     synthesis,
+    system_index,
 )
 from etude.tasks.bootstrap import OpenBoxes
 from etude.tasks.gates import MAX_TESTS, Bench, Rejected
@@ -175,6 +177,10 @@ async def _run(plan: _BuildPlan) -> None:
     licence_name, licence_source = find_licence(plan.repo)
     async with plan.boxes(workers=options.workers, memo=0) as sandbox:
         prepared = await _prepare(plan, sandbox)
+        plan.progress("reading the system of boxes", 0, 1)
+        systems = await asyncio.to_thread(system_index.indexes, sandbox)
+        library = installed.library_of(project_name(plan.repo), plan.tree, plan.facts.layout.source_roots)
+        installed.refuse_copies(library, systems, work / "site")
         policy, shown = _write_trees(plan, prepared)
         bench = Bench(
             sandbox=sandbox,
@@ -191,16 +197,20 @@ async def _run(plan: _BuildPlan) -> None:
             callers = await _write_tests(plan, bench, callers, plan.writer)
         drawn = await _targets(plan, bench, callers, policy, shown)
         searched = await search(bench, drawn.targets, LeakIndex(bench.repository), plan.progress)
+        system = sandbox.image_name
     _cut_out(bench.repository, drawn.unstable)
     copied = leaks.stored({"repository": bench.repository, "site": bench.site}, searched.tasks)
-    if copied:
-        searched.rejected[Rejected.LEAK] += len(copied)
-    tasks = [task for task in searched.tasks if task.id not in copied]
+    in_system = installed.held(systems, [task for task in searched.tasks if task.id not in copied])
+    for reason, places in ((Rejected.LEAK, copied), (Rejected.INSTALLED, in_system)):
+        searched.rejected.update({reason: len(places)} if places else {})
+    tasks = [task for task in searched.tasks if task.id not in {*copied, *in_system}]
     shutil.rmtree(work / "written", ignore_errors=True)
     shutil.rmtree(plan.tree)  # not earlier, since folders of an open sandbox must not change
     if not tasks:
         reasons = searched.rejected.most_common(3)
         advice = _ADVICE.get(reasons[0][0], "add tests") if reasons else "add tests"
+        if in_system and reasons[0][0] == Rejected.INSTALLED:
+            advice = f"leave {Counter(in_system.values()).most_common(1)[0][0]} out of the image with `exclude`"
         listed = ", ".join(f"{reason}: {n}" for reason, n in reasons)
         raise UserError(f"no broken program of {plan.repo} passed the gates ({listed}); {advice}.")
     commits = histories.build(plan.past, bench.repository, tasks, work)
@@ -222,6 +232,8 @@ async def _run(plan: _BuildPlan) -> None:
         recipe=prepared.recipe,
         straddling=drawn.straddling,
         copies=searched.copies,
+        installed=Counter(in_system.values()),
+        system=system,
     )
     manifest = dataset.Manifest(
         format=dataset.DATASET_FORMAT,

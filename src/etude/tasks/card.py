@@ -37,6 +37,8 @@ class TaskBuildLog:
     generated: Sequence[str]  # files that were written because a build of the project writes them
     straddling: Mapping[str, int]  # kind -> changes left out, since they touch functions of both sides
     copies: Mapping[str, int]  # file -> programs dropped, since it holds their answer
+    installed: Mapping[str, int]  # place in the system of boxes -> tasks dropped, since it holds their answer
+    system: str  # the name of the system in the boxes of the gates
     refused: str = ""  # why requirements for tests were not installed
     requirements: Sequence[str] = ()
     recipe: BootstrapRecipe | None = None  # the requirements that a search reached the goals with, if there was one
@@ -136,6 +138,7 @@ def datacard(manifest: Manifest, tasks: Sequence[CodeTask], history: TaskBuildLo
         f"passes, {manifest.options['repeats']} times each, in the grading box.\n",
         "Duplicates: no two tasks have the same broken text. Leaks: a program is dropped if nine tenths of the "
         "runs of eight tokens that it lost occur elsewhere in the tree.\n",
+        *_system(history),
         "## Difficulty\n",
         *(_histogram(name, width, [task.difficulty.get(name, 0.0) for task in tasks]) for name, width in _FACTS),
     ]
@@ -206,6 +209,15 @@ def _decided(tasks: Sequence[CodeTask]) -> list[str]:
             f"Decided so, or beside a negative-control test: {mean:.0%} on average; {none} tasks have none.\n"
         )
     return sentences
+
+
+def _system(log: TaskBuildLog) -> list[str]:
+    """The system of the boxes in which the gates ran, and its places that hold answers."""
+    ran = "the system of this machine" if log.system == "host" else f"the image {log.system}"
+    places = _named(
+        " Tasks whose answer is there were dropped, by place", [f"{p}: {n}" for p, n in log.installed.items()]
+    )
+    return [f"Boxes of the gates had {ran}; it holds no copy of the library, and no answer.{places}\n"]
 
 
 def _failing(tests: Mapping[str, str]) -> str:

@@ -9,10 +9,11 @@ from etude.code import functions
 from etude.config import SandboxConfig
 from etude.grading import grade_changes, open_sandbox
 from etude.records import CodeTask, Outcome
-from etude.tasks import dataset, leaks, node, split
+from etude.tasks import dataset, installed, leaks, node, split, system_index
 from etude.tasks.dataset import Dataset
 from etude.tasks.gates import in_order
 from etude.tasks.search import Progress
+from etude.tasks.system_index import SystemIndex
 
 _WORKERS = 2
 _BATCH = 20  # tasks between two calls of `progress`
@@ -37,8 +38,9 @@ def check_dataset(dataset_dir: Path, progress: Progress, boxes: SandboxConfig | 
     boxes of the table [sandbox] `boxes`.
     Raises UserError if `dataset_dir` is not a dataset that etude has made."""
     data, changed = dataset.load_changed(dataset_dir)
-    failures = asyncio.run(_grade_all(data, progress, boxes))
-    return CheckReport(tasks=len(data.tasks), problems=tuple(_problems(data, changed)), failures=failures)
+    failures, systems = asyncio.run(_grade_all(data, progress, boxes))
+    problems = [*_problems(data, changed), *_installed(data, systems)]
+    return CheckReport(tasks=len(data.tasks), problems=tuple(problems), failures=failures)
 
 
 def _problems(data: Dataset, changed: list[str]) -> list[str]:
@@ -65,7 +67,22 @@ def _problems(data: Dataset, changed: list[str]) -> list[str]:
     return problems
 
 
-async def _grade_all(data: Dataset, progress: Progress, boxes: SandboxConfig | None) -> dict[str, str]:
+def _installed(data: Dataset, systems: list[SystemIndex]) -> list[str]:
+    """Problems with the system of boxes."""
+    library = installed.library_of(data.name, data.repository, data.manifest.source_roots)
+    problems = [
+        f"{index.shown(place)} of boxes is a copy of {library.project}"
+        for index in systems
+        for place in installed.copies(library, index)
+    ]
+    held = installed.held(systems, data.tasks)
+    return problems + [f"{place} of boxes holds the answer of {task}" for task, place in sorted(held.items())]
+
+
+async def _grade_all(
+    data: Dataset, progress: Progress, boxes: SandboxConfig | None
+) -> tuple[dict[str, str], list[SystemIndex]]:
+    """The problems of tasks, and what their boxes have besides them."""
     failures: dict[str, str] = {}
     async with open_sandbox(boxes, workers=_WORKERS, memo=0) as sandbox:
 
@@ -83,4 +100,4 @@ async def _grade_all(data: Dataset, progress: Progress, boxes: SandboxConfig | N
             results = await in_order(check_task, tasks, _WORKERS)
             failures.update({t.id: reason for t, reason in zip(tasks, results, strict=True) if reason})
             progress("checking tasks", start + len(tasks), len(data.tasks))
-    return failures
+        return failures, await asyncio.to_thread(system_index.indexes, sandbox)

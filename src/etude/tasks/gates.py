@@ -47,6 +47,7 @@ class Rejected(StrEnum):
     DUPLICATE = "same text as another task"
     GUESS = "the tests need a name or text that is stated nowhere"
     LEAK = "the answer is elsewhere in the tree"
+    INSTALLED = "the answer is in the system of boxes"
 
 
 @dataclass(frozen=True)

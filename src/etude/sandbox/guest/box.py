@@ -46,8 +46,6 @@ def furnish(
     _overlay(lowers, changes)
     for place in root.layered:
         _layer(place)
-    for path in root.excluded:
-        root.cover(path)
     linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
     linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
     linux.mount(f"{layer}/home", "/home/user", None, linux.MS_BIND)

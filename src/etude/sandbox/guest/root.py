@@ -14,7 +14,6 @@ WORKSPACE = "/workspace"
 SITE = "/site"
 RUN = "/run"  # private mounts; its entries can't be listed
 LAYER = "/run/box"  # the files that a box writes
-EMPTY = "/run/empty"  # lies over what boxes lack of an image
 UPPER = f"{LAYER}/upper"  # those of them in the work tree
 SHARED = "/run/lower"  # the common files of an image's boxes: those of the task
 TASK = f"{SHARED}/0"
@@ -26,14 +25,13 @@ BASE_ID = 200_000  # host ids of boxes when the sandbox is started by root
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot")
 # Folders that boxes have of their own, whatever the image has there.
 OWN = ("proc", "sys", "dev", "run", "tmp", "home", "workspace", "site", "mnt", "media", "lost+found", "opt")
-excluded: tuple[str, ...] = ()  # paths in the latter that boxes lack
 layered: tuple[str, ...] = ()  # those of the others that this zygote's image has, set when it starts
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 def build(image: dict[str, Any], runner: dict[str, str]) -> None:
-    """Make and enter the root in this mount namespace: an image's `folder` of the host, with its paths `exclude`
-    covered, and host paths by name in RUNNER."""
+    """Make and enter the root in this mount namespace: an image's `folder` of the host, and host paths by name in
+    RUNNER."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     new = "/tmp"  # any folder: it is covered in this namespace alone, until pivot_root
     folder = image["folder"]
@@ -56,11 +54,6 @@ def build(image: dict[str, Any], runner: dict[str, str]) -> None:
             _bind(f"{HOST}{folder}/{entry}", f"/{entry}")
     for name, source in runner.items():
         _bind(HOST + source, f"{RUNNER}/{name}")
-    os.makedirs(f"{EMPTY}/folder", 0o755)
-    with open(f"{EMPTY}/file", "w"):
-        pass
-    for path in image["exclude"]:
-        cover(path)
     linux.bind(f"{HOST}/proc", "/proc", read_only=False)
     _dev()
 
@@ -73,11 +66,6 @@ def _bind(source: str, target: str) -> None:
         with open(target, "w"):
             pass
     linux.bind(source, target)
-
-
-def cover(path: str) -> None:
-    """Hide a file or folder of the image below an empty one."""
-    linux.mount(f"{EMPTY}/{'folder' if os.path.isdir(path) else 'file'}", path, None, linux.MS_BIND)
 
 
 _SERVICES = (  # of Debian: name, number, group, full name, home

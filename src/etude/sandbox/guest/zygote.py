@@ -40,7 +40,6 @@ def main() -> None:
         os._exit(1)
     os.set_inheritable(control.fileno(), False)
     root.layered = tuple(config["image"]["writable"])
-    root.excluded = tuple(path for path in config["image"]["exclude"] if path.startswith(root.layered))
     packages = [folder for folder in site.getsitepackages() if os.path.isdir(folder)]
     sys.path[:] = [path for path in sys.path if path and path != root.RUNNER] + [root.RUNNER, *packages]
     templates = _templates(control, config["runs"])

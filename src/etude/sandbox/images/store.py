@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +39,6 @@ class RootImage:
     environment: variables that the image sets.
     python: the path of python3 in the image.
     writable: folders at the top of the root that every box has a writable layer over.
-    exclude: paths that boxes lack.
     """
 
     name: str
@@ -48,7 +47,6 @@ class RootImage:
     python: str
     environment: Mapping[str, str] = field(default_factory=dict)
     writable: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -65,7 +63,7 @@ def find_image(config: NamespaceSandboxConfig) -> RootImage:
     if config.image is None:
         made = MinimalImage(config.programs)
         digest = _known(made.key(), lambda: _store(made.build, _Facts()))
-        return _opened(MINIMAL, digest, config.exclude, own=True)
+        return _opened(MINIMAL, _without(MINIMAL, digest, config.exclude), own=True)
     source = Path(config.image)
     try:
         key = _key(source)
@@ -74,28 +72,51 @@ def find_image(config: NamespaceSandboxConfig) -> RootImage:
             f"sandbox.image: {source} cannot be read ({e.strerror}); name an archive or a folder."
         ) from None
     digest = _known(key, lambda: _imported(source))
-    return _opened(str(source), digest, config.exclude, own=False)
+    return _opened(str(source), _without(str(source), digest, config.exclude), own=False)
 
 
-def _opened(name: str, digest: str, exclude: tuple[str, ...], own: bool) -> RootImage:
+def _opened(name: str, digest: str, own: bool) -> RootImage:
     folder = _images() / digest / "root"
-    facts = msgspec.json.decode((folder.parent / "image.json").read_bytes(), type=_Facts)
+    facts = _facts(digest)
     top = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    own_layers = () if own else (f"/{entry}" for entry in top if entry not in (*root.SYSTEM, *root.OWN))
-    writable = tuple(place for place in own_layers if place not in exclude)
-    for path in exclude:
-        place = inside(folder, path)
-        if not os.path.lexists(place) or place == str(folder):
-            raise UserError(f"sandbox.exclude: {path} is not in the image {name}.")
-    # Of a symbolic link, what it leads to.
-    exclude = tuple(inside(folder, path).removeprefix(str(folder)) for path in exclude)
+    writable = () if own else tuple(f"/{entry}" for entry in top if entry not in (*root.SYSTEM, *root.OWN))
     path = facts.environment.get("PATH", PATH)
     places = [f"{entry}/python3" for entry in path.split(":") if entry.startswith("/")]
     python = next((place for place in places if os.path.isfile(inside(folder, place))), None)
     if python is None or not os.path.isfile(inside(folder, "/bin/bash")):
         lacks = "python3 in its PATH" if python is None else "/bin/bash"
         raise UserError(f"the image {name} has no {lacks}; boxes need python3 (3.11 or later) and bash.")
-    return RootImage(name, digest, folder, python, facts.environment, writable, exclude)
+    return RootImage(name, digest, folder, python, facts.environment, writable)
+
+
+def _without(name: str, digest: str, exclude: Sequence[str]) -> str:
+    """The digest of the image without some paths, whose files are those of the whole image. Raises UserError."""
+    if not exclude:
+        return digest
+    whole = _images() / digest / "root"
+    places = {inside(whole, path) for path in exclude}
+    for path in exclude:
+        place = inside(whole, path)
+        if place == str(whole) or not os.path.lexists(place):
+            raise UserError(f"sandbox.exclude: {path} is not in the image {name}.")
+    reduced = f"{digest}-without-{blake3.blake3(repr(sorted(places)).encode()).hexdigest()[:16]}"
+    if (_images() / reduced / "image.json").is_file():
+        return reduced
+
+    def left_out(parent: str, names: list[str]) -> list[str]:
+        return [entry for entry in names if f"{parent}/{entry}" in places]
+
+    def link(source: str, target: str) -> None:
+        os.link(source, target, follow_symlinks=False)
+
+    def build(folder: Path) -> None:
+        shutil.copytree(whole, folder, symlinks=True, ignore=left_out, dirs_exist_ok=True, copy_function=link)
+
+    return _store(build, _facts(digest), reduced)
+
+
+def _facts(digest: str) -> _Facts:
+    return msgspec.json.decode((_images() / digest / "image.json").read_bytes(), type=_Facts)
 
 
 def _images() -> Path:

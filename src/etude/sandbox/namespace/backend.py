@@ -67,6 +67,7 @@ class NamespaceBackend(Backend):
         self.image = image
         self._services = [service.model_dump() for service in services]
         self.zygote_pid = zygote.process.pid
+        self.image_name = f"{image.name} {image.digest}"
         self.groups = groups
         self._machine_profiles = options.machine_profiles
         self._repeatable = options.repeatable
@@ -96,6 +97,10 @@ class NamespaceBackend(Backend):
             host_socket=True,
             limits=("memory", "processes", "disk", "files", *([] if self.groups is None else ["cpus"])),
         )
+
+    def system_folders(self) -> Mapping[str, Path]:
+        """The image, and the modules that run tests."""
+        return {"/": self.image.folder, **self.zygote.runner}
 
     async def fork(self, request: ForkRequest) -> ForkResult:
         """Run tests in a fork of a process that holds the image."""

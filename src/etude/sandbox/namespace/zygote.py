@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from etude.errors import UserError
 from etude.sandbox.backend import RunServer
 from etude.sandbox.connection import START_SECONDS
+from etude.sandbox.guest import root
 from etude.sandbox.images.store import RootImage
 from etude.sandbox.kernel import cause, read_host
 
@@ -61,9 +62,11 @@ class _Start(msgspec.Struct, frozen=True):
 class Zygote:
     """A started zygote and its control socket. Made by `start`."""
 
-    def __init__(self, control: socket.socket, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, control: socket.socket, process: asyncio.subprocess.Process, runner: Mapping[str, str]) -> None:
+        """`runner`: path in every box -> path on this machine, of the modules that run tests."""
         self.control = control
         self.process = process
+        self.runner = {f"{root.RUNNER}/{name}": Path(place) for name, place in runner.items()}
 
     @classmethod
     async def start(cls, image: RootImage, groups: Sequence[int], runs: RunServer) -> Zygote:
@@ -72,7 +75,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            return cls(ours, await _start_process(theirs, image, groups, runs))
+            return cls(ours, await _start_process(theirs, image, groups, runs), installed_runner(runs))
 
     @property
     def alive(self) -> bool:
@@ -108,7 +111,6 @@ async def _start_process(
             "image": {
                 "folder": str(image.folder.resolve()),
                 "python": image.python,
-                "exclude": image.exclude,
                 "writable": image.writable,
             },
             "environment": {
