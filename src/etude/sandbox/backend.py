@@ -18,6 +18,7 @@ from etude.sandbox.shell import Shell
 
 LEARN_SECONDS = 180.0  # to import the modules that a recording needed
 GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the process that forks the runs is taken for dead
+VERIFIER_SECONDS = 5.0  # that a verifier has after the tested process has run out of time
 
 
 @dataclass(frozen=True)

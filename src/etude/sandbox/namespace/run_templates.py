@@ -17,6 +17,7 @@ import msgspec
 from etude.sandbox.backend import (
     GRACE_SECONDS,
     LEARN_SECONDS,
+    VERIFIER_SECONDS,
     ForkRequest,
     ForkResult,
     RunImage,
@@ -29,7 +30,6 @@ from etude.sandbox.connection import Connection, Reply, encode, limits_of, memor
 from etude.sandbox.guest.root import WORKSPACE
 
 KEPT = 24  # templates kept without a run, for the next run on their image
-VERIFIER_SECONDS = 5.0  # that a verifier has after the tested process has run out of time
 MODULE = "module:"  # as in grading/guest/runs.py
 _COLD = b'{"cold": true}\n'  # a hot template's output where a change needs a fresh import
 
