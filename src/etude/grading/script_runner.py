@@ -271,7 +271,7 @@ class ScriptRunner:
             ends.callback(ours.close)
             ends.callback(theirs.close)
             verifier, tested = await asyncio.gather(
-                self._open(ends, image, held, limits), self._open(ends, image, {**job.layers, **server}, limits)
+                self._open(ends, image, held, limits), self._open(ends, job.image, {**job.layers, **server}, limits)
             )
             serving = asyncio.create_task(self._serve(tested, config, [*server], flags, seconds, theirs.detach()))
             try:

@@ -54,6 +54,7 @@ class RemoteBackend(Backend):
     """Boxes in machines of a remote host. Made by `open_remote`."""
 
     channels = True
+    recordings = 1  # each takes two machines
 
     def __init__(self, host: RemoteHost, capabilities: Capabilities, runs: RunServer) -> None:
         self._host = host
