@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from itertools import count
@@ -110,26 +110,26 @@ class RemoteBackend(Backend):
             )
             ours, theirs = socket.socketpair()
             with ours, theirs:
-                tests = asyncio.create_task(self._run_verifier(verifier, request, late, ours.fileno()))
-                library = asyncio.create_task(self._run_tested(tested, request, theirs.fileno()))
-                await asyncio.sleep(0)  # the requests are sent, and each machine has its end
-            return VerifyResult(*await _both(tests, library))
+                runs = self._run_verifier(verifier, request, late, ours), self._run_tested(tested, request, theirs)
+                return VerifyResult(*await _both(*runs))
         finally:
             await asyncio.gather(*(end.aclose() for end in ends))
 
     async def _run_verifier(
-        self, connection: StreamConnection, request: VerifyRequest, limits: Limits, sock: int
+        self, connection: StreamConnection, request: VerifyRequest, limits: Limits, sock: socket.socket
     ) -> ForkResult:
         body = {"names": request.names, "tests": request.tests, "allowed": request.allowed or {}}
         payload = encode({**body, "recording": request.allowed is None, "role": "verifier"}, {})
-        return await _run(connection, payload, limits, [sock])
+        return await _run(connection, payload, limits, sock)
 
-    async def _run_tested(self, connection: StreamConnection, request: VerifyRequest, sock: int) -> ForkResult:
+    async def _run_tested(
+        self, connection: StreamConnection, request: VerifyRequest, sock: socket.socket
+    ) -> ForkResult:
         """The end of its machine is that of its process: whatever ended it, an agent's code was in it."""
         payload = encode({"tests": []}, {**dict(request.image.changes), **request.changes})
         started = time.monotonic()
         try:
-            return await _run(connection, payload, request.limits, [sock])
+            return await _run(connection, payload, request.limits, sock)
         except BoxDead:
             if request.allowed is None:  # the right library, without an agent
                 raise
@@ -226,21 +226,28 @@ class RemoteBackend(Backend):
 
 
 async def _run(
-    connection: StreamConnection, payload: bytes, limits: Limits, descriptors: Sequence[int] = ()
+    connection: StreamConnection, payload: bytes, limits: Limits, sock: socket.socket | None = None
 ) -> ForkResult:
+    """One run of a machine, which is joined to `sock`; closes it here. Raises BoxDead."""
     head = {"files": [], "limits": limits_of(limits)}
-    reply, output = await connection.request(head, payload, limits.seconds + GRACE_SECONDS, descriptors)
-    return ForkResult(reply.status, reply.timed_out, reply.seconds, bytes(output), reply.cpu)
+    descriptors = () if sock is None else (sock.fileno(),)
+    reply = asyncio.create_task(connection.request(head, payload, limits.seconds + GRACE_SECONDS, descriptors))
+    await asyncio.sleep(0)  # now the request is sent
+    if sock is not None:
+        sock.close()
+    answer, output = await reply
+    return ForkResult(answer.status, answer.timed_out, answer.seconds, bytes(output), answer.cpu)
 
 
-async def _both(one: Awaitable[T], other: Awaitable[T]) -> tuple[T, T]:
-    """Both results. Raises the first error, once both have ended."""
-    first, second = await asyncio.gather(one, other, return_exceptions=True)
-    if isinstance(first, BaseException):
-        raise first
-    if isinstance(second, BaseException):
-        raise second
-    return first, second
+async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, T]) -> tuple[T, T]:
+    """Both results. Raises the first error, which ends the other."""
+    tasks = asyncio.create_task(one), asyncio.create_task(other)
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -70,6 +70,7 @@ class Relay:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._sock.close()
         self._send({"wire": "end"}, b"")
 
     def _inward(self) -> None:
