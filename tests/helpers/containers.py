@@ -7,10 +7,15 @@ import os
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from etude.sandbox.backends.containers import Containers
+from etude.sandbox.backends.host import Need
+from etude.sandbox.backends.processes import ProcessStream
 
 NAME = "localhost/etude-tests:host"
 _PROGRAMS = (
@@ -79,10 +84,26 @@ def _make_image() -> None:
     )
 
 
-def containers() -> set[str]:
-    """Names of the containers of this program that podman knows, running or not."""
-    names = _ask("podman", "ps", "--all", "--format", "{{.Names}}").split()
-    return {name for name in names if name.startswith("etude-")}
+class Podman(Containers):
+    """Podman with that image; `names` are those of its containers so far."""
+
+    def __init__(self) -> None:
+        super().__init__("podman", NAME, runtime())
+        self.names: list[str] = []
+
+    async def start(self, command: Sequence[str], need: Need) -> ProcessStream:
+        stream = await super().start(command, need)
+        self.names.append(stream._end[-1])
+        return stream
 
 
-needs_podman = pytest.mark.skipif("tests.helpers.containers.reason()", reason="")
+def host() -> Podman:
+    """Skips the test where no container can be made."""
+    if why := reason():
+        pytest.skip(why)
+    return Podman()
+
+
+def left(names: Sequence[str]) -> set[str]:
+    """Those of the containers that podman still knows, running or not."""
+    return set(names) & set(_ask("podman", "ps", "--all", "--format", "{{.Names}}").split())

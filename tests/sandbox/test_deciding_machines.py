@@ -4,6 +4,11 @@ apart."""
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -16,9 +21,8 @@ import pytest
 from etude.grading.runner import EXAMINER, TestRunner
 from etude.records import Outcome
 from etude.sandbox.backend import BackendOptions, RunImage
-from etude.sandbox.backends.containers import Containers
 from etude.sandbox.backends.remote import open_remote
-from etude.sandbox.base import BoxDead, Limits, TestReport
+from etude.sandbox.base import BoxDead, Image, Limits, TestReport
 from tests.helpers import containers
 from tests.helpers.boxlibrary import BROKEN, CHUNKS, CORE, OTHERS, PATH, Place, write_tree
 from tests.helpers.machines import Local, needs_machines
@@ -66,6 +70,7 @@ OWN_HIDDEN = {
         "    places = [p for f in ('/workspace', '/site', '/run', '/tmp') for p, _, names in os.walk(f)\n"
         "              if {'core.py', 'numbers.py'} & set(names)]\n"
         "    assert (places, lib.chunk([1], 1)) == ([], [[1]])\n"
+        "    assert not any(os.access(f, os.W_OK) for f in ('/workspace', __file__, '/site', '/home/user'))\n"
     ),
 }
 LARGE, NO_SOURCE = "tests/test_places.py::test_large", "tests/test_places.py::test_no_source_is_here"
@@ -84,16 +89,12 @@ class Machines:
     params=[pytest.param("local", marks=needs_machines), pytest.param("podman", marks=pytest.mark.slow)],
 )
 def machines(request: pytest.FixtureRequest, library: Path) -> Iterator[Machines]:
-    host = Local("memory", "processes", "disk")
-    if request.param == "podman":
-        if why := containers.reason():
-            pytest.skip(why)
-        host = Containers("podman", containers.NAME, containers.runtime())
+    host = Local("memory", "processes", "disk") if request.param == "local" else containers.host()
     streams: dict[str, Any] = {}
 
-    async def runs(image: RunImage, limits: Limits, ends: AsyncExitStack) -> Any:
-        connection = await original(image, limits, ends)
-        streams["verifier" if image.repository == library / "hidden" else "tested"] = connection._stream
+    async def runs(image: RunImage, limits: Limits, ends: AsyncExitStack, decides: bool = False) -> Any:
+        connection = await original(image, limits, ends, decides)
+        streams["verifier" if decides else "tested"] = connection._stream
         return connection
 
     loop = asyncio.new_event_loop()
@@ -103,8 +104,9 @@ def machines(request: pytest.FixtureRequest, library: Path) -> Iterator[Machines
     yield Machines(Place(loop, TestRunner(backend, memo=0), library), streams)
     loop.run_until_complete(stack.aclose())
     loop.close()
-    if request.param == "podman":
-        assert containers.containers() == set()
+    if isinstance(host, containers.Podman):
+        assert len(host.names) > 10
+        assert containers.left(host.names) == set()
 
 
 def test_gold_earns_one_and_nothing_earns_none(machines: Machines) -> None:
@@ -182,3 +184,69 @@ def test_large_values_pass_and_no_source_lies_beside_the_tests(machines: Machine
     )
     assert report.outcomes == {LARGE: "passed", NO_SOURCE: "passed"}, report.messages
     assert report.outside == {LARGE, NO_SOURCE}
+
+
+_OWNER = """
+import asyncio, json, sys
+from pathlib import Path
+from etude.grading.runner import EXAMINER, TestRunner
+from etude.sandbox.backend import BackendOptions
+from etude.sandbox.backends.remote import open_remote
+from etude.sandbox.base import Image, Limits
+from tests.helpers import containers
+from tests.helpers.boxlibrary import CHUNKS
+from tests.sandbox.test_deciding_machines import PATH, SLEEPS
+
+async def main(root):
+    host = containers.host()
+    async with open_remote(host, BackendOptions(EXAMINER)) as backend:
+        image, runner = Image(root / "repository", None, {}), TestRunner(backend)
+        box = await runner.create(image, Limits())
+        await box.exec("true", 30)
+        await runner.run_tests(image, {}, CHUNKS, root / "hidden", Limits())
+        arguments = image, {PATH: SLEEPS.encode()}, CHUNKS, root / "hidden", Limits(seconds=120)
+        run = asyncio.create_task(runner.run_tests(*arguments))
+        await asyncio.sleep(5)
+        print(json.dumps(host.names), flush=True)
+        await run
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+def test_containers_end_with_their_owner(library: Path) -> None:
+    """Also if it is killed; a live box and the two machines of a run are left then."""
+    containers.host()
+    command = [sys.executable, "-c", _OWNER, str(library)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        names = json.loads(owner.stdout.readline())
+        assert len(containers.left(names)) == 3
+        owner.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while containers.left(names):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_containers_that_somebody_ends_are_ours_in_one_sentence(library: Path) -> None:
+    async def play() -> None:
+        host = containers.host()
+        async with open_remote(host, BackendOptions(EXAMINER)) as backend:
+            runner, image = TestRunner(backend), Image(library / "repository", None, {})
+            await runner.run_tests(image, {}, CHUNKS, library / "hidden", Limits())
+            changes = {PATH: SLEEPS.encode()}
+            run = asyncio.create_task(runner.run_tests(image, changes, CHUNKS, library / "hidden", Limits(seconds=60)))
+            await asyncio.sleep(5)
+            names = sorted(containers.left(host.names))
+            assert len(names) == 2
+            subprocess.run(["podman", "kill", *names], check=True, capture_output=True, timeout=60)
+            with pytest.raises(BoxDead, match="the machine of a box has ended") as caught:
+                await run
+            assert caught.value.payer == "infra"
+            assert "\n" not in str(caught.value)
+
+    asyncio.run(play())

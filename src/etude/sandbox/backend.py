@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from etude.sandbox.base import Capabilities, Changes, Image, Limits
 from etude.sandbox.egress.policy import Egress
@@ -130,6 +131,17 @@ class VerifyRequest:
     limits: Limits
     allowed: Mapping[str, Sequence[str]] | None
     modules: Sequence[str] = ()
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the verifier gets of it."""
+        return {
+            "role": "verifier",
+            "recording": self.allowed is None,
+            "names": self.names,
+            "tests": self.tests,
+            "allowed": self.allowed or {},
+        }
 
 
 @dataclass(frozen=True)

@@ -106,21 +106,14 @@ class RemoteBackend(Backend):
         ends = AsyncExitStack(), AsyncExitStack()
         try:
             verifier, tested = await _both(
-                self._runs(hidden, late, ends[0]), self._runs(request.image, request.limits, ends[1])
+                self._runs(hidden, late, ends[0], decides=True), self._runs(request.image, request.limits, ends[1])
             )
             ours, theirs = socket.socketpair()
             with ours, theirs:
-                runs = self._run_verifier(verifier, request, late, ours), self._run_tested(tested, request, theirs)
-                return VerifyResult(*await _both(*runs))
+                tests = _run(verifier, encode(request.body, {}), late, ours)
+                return VerifyResult(*await _both(tests, self._run_tested(tested, request, theirs)))
         finally:
             await asyncio.gather(*(end.aclose() for end in ends))
-
-    async def _run_verifier(
-        self, connection: StreamConnection, request: VerifyRequest, limits: Limits, sock: socket.socket
-    ) -> ForkResult:
-        body = {"names": request.names, "tests": request.tests, "allowed": request.allowed or {}}
-        payload = encode({**body, "recording": request.allowed is None, "role": "verifier"}, {})
-        return await _run(connection, payload, limits, sock)
 
     async def _run_tested(
         self, connection: StreamConnection, request: VerifyRequest, sock: socket.socket
@@ -139,9 +132,13 @@ class RemoteBackend(Backend):
     async def remember(self, image: RunImage, learned: bytes) -> None:
         """Nothing is kept: every run has a new machine."""
 
-    async def _runs(self, image: RunImage, limits: Limits, ends: AsyncExitStack) -> StreamConnection:
+    async def _runs(
+        self, image: RunImage, limits: Limits, ends: AsyncExitStack, decides: bool = False
+    ) -> StreamConnection:
+        """A machine for one test run; `decides`: for a verifier, which writes no files but temporary ones."""
         hello = {
             "kind": "runs",
+            "decides": decides,
             "module": module_of(self._run_server, "remote_runs"),
             "hidden": None if image.hidden is None else f"{RUN}/{secrets.token_hex(12)}",
             "controls": None if image.controls is None else asdict(image.controls),
@@ -161,7 +158,11 @@ class RemoteBackend(Backend):
             raise BoxDead("the sandbox is closed")
         runner = await self._packed(None)
         user = USERS[next(self._users) % len(USERS)]
-        places = {WORKSPACE: (image.repository, user), SITE: (image.site, 0), hello.get("hidden"): (image.hidden, 0)}
+        places = {
+            WORKSPACE: (image.repository, 0 if hello.get("decides") else user),
+            SITE: (image.site, 0),
+            hello.get("hidden"): (image.hidden, 0),
+        }
         # No file of the repository that the task has in another version ever gets there.
         own = frozenset(path for path, _ in image.changes)
         packs = [

@@ -123,12 +123,10 @@ class RunTemplates:
 
     async def _run_verifier(self, request: VerifyRequest, sock: socket.socket) -> ForkResult:
         limits = replace(request.limits, seconds=request.limits.seconds + VERIFIER_SECONDS)
-        recording = request.allowed is None
-        body = {"names": request.names, "tests": request.tests, "allowed": request.allowed or {}}
         image = RunImage(request.hidden, request.image.site, None)
         async with self._template(image, False) as template:
             head = {"limits": limits_of(limits), "groups": 0, "socket": True}
-            payload = encode({**body, "recording": recording, "role": "verifier"}, {})
+            payload = encode(request.body, {})
             reply, output = await template.request(head, payload, limits, [sock.fileno()], sock.close)
         return _result(reply, output)
 
