@@ -206,7 +206,8 @@ async def main(root):
         await runner.run_tests(image, {}, CHUNKS, root / "hidden", Limits())
         arguments = image, {PATH: SLEEPS.encode()}, CHUNKS, root / "hidden", Limits(seconds=120)
         run = asyncio.create_task(runner.run_tests(*arguments))
-        await asyncio.sleep(5)
+        while len(containers.left(host.names)) < 3:
+            await asyncio.sleep(0.2)
         print(json.dumps(host.names), flush=True)
         await run
 
@@ -232,17 +233,20 @@ def test_containers_end_with_their_owner(library: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_containers_that_somebody_ends_are_ours_in_one_sentence(library: Path) -> None:
     async def play() -> None:
         host = containers.host()
         async with open_remote(host, BackendOptions(EXAMINER)) as backend:
             runner, image = TestRunner(backend), Image(library / "repository", None, {})
-            await runner.run_tests(image, {}, CHUNKS, library / "hidden", Limits())
+            report = await runner.run_tests(image, {}, CHUNKS, library / "hidden", Limits())
+            assert (set(report.outcomes.values()), report.decided) == ({"passed"}, 1.0)
             changes = {PATH: SLEEPS.encode()}
             run = asyncio.create_task(runner.run_tests(image, changes, CHUNKS, library / "hidden", Limits(seconds=60)))
-            await asyncio.sleep(5)
-            names = sorted(containers.left(host.names))
-            assert len(names) == 2
+            names: set[str] = set()
+            while len(names) < 2:
+                await asyncio.sleep(0.5)
+                names = containers.left(host.names)
             subprocess.run(["podman", "kill", *names], check=True, capture_output=True, timeout=60)
             with pytest.raises(BoxDead, match="the machine of a box has ended") as caught:
                 await run
