@@ -39,7 +39,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> AttackPack:
 
     async def reason() -> str:
         async with open_sandbox(memo=0) as sandbox:
-            return attack_suite.no_scripts(sandbox)
+            return await attack_suite.no_scripts(sandbox, found)
 
     if said := asyncio.run(reason()):
         pytest.skip(said)

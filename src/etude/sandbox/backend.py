@@ -156,7 +156,6 @@ class Backend(ABC):
     """Makes boxes. Every method raises BoxDead once the backend has died, LaunchFailed for a box that cannot start."""
 
     gated = False  # whether live boxes have a way out
-    channels = False  # whether a program in a live box can be given a socket of the owner
     recordings = 4  # runs that record tests at a time: while a test sleeps, others can run
     zygote_pid: int | None = None  # of the process that makes boxes, where there is one
 

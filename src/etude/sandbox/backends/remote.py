@@ -53,7 +53,6 @@ _PROGRAMS = "/usr/local/bin"
 class RemoteBackend(Backend):
     """Boxes in machines of a remote host. Made by `open_remote`."""
 
-    channels = True
     recordings = 1  # each takes two machines
 
     def __init__(self, host: RemoteHost, capabilities: Capabilities, runs: RunServer) -> None:
