@@ -14,7 +14,7 @@ import pytest
 
 from etude.sandbox.backends.relay import HostRelay
 from etude.sandbox.connection import Reply
-from etude.sandbox.guest.relay import WINDOW, Relay
+from etude.sandbox.guest.relay import WINDOW, GuestRelay
 
 SECONDS = 20.0
 
@@ -38,7 +38,7 @@ class Wire:
 
         self.host = HostRelay(theirs.fileno(), put)
         theirs.close()
-        self.guest = Relay(ours, out)
+        self.guest = GuestRelay(ours, out)
 
     def _arrive(self, frame: Reply, body: bytes) -> None:
         self.host.take(frame, body)

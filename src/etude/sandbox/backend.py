@@ -134,7 +134,7 @@ class VerifyRequest:
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the verifier gets of it."""
+        """The part that the verifier gets."""
         return {
             "role": "verifier",
             "recording": self.allowed is None,

@@ -109,10 +109,10 @@ async def no_scripts(sandbox: TestRunner, pack: AttackPack) -> str:
         return "the extra `apply` is not installed"
     box = await sandbox.create(pack.data.image(pack.tasks[0]), Limits(), bare=True)
     try:
-        found = await box.exec("command -v node", 30)
+        node = await box.exec("command -v node", 30)
     finally:
         await box.close()
-    return "" if found.rc == 0 else "boxes have no Node.js"
+    return "" if node.rc == 0 else "boxes have no Node.js"
 
 
 def _listener() -> socket.socket:

@@ -54,7 +54,7 @@ def main(stream: BinaryIO) -> NoReturn:
         _serve(theirs, hello)
     theirs.close()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as pid 1, this process is the parent of all orphans
-    output = Output(out)
+    output = OwnerStream(out)
     threading.Thread(target=_replies, args=(ours, output), daemon=True).start()
     with contextlib.suppress(EOFError, BrokenPipeError):
         _requests(stream, ours, output)
@@ -63,7 +63,7 @@ def main(stream: BinaryIO) -> NoReturn:
     os._exit(0)
 
 
-class Output:
+class OwnerStream:
     """The stream to the owner, which several threads share."""
 
     def __init__(self, fd: int) -> None:
@@ -99,7 +99,7 @@ class Output:
             data = data[os.write(self._fd, data) :]
 
 
-def _replies(server: socket.socket, output: Output) -> NoReturn:
+def _replies(server: socket.socket, output: OwnerStream) -> NoReturn:
     with server.makefile("rb") as replies:
         while output.forward(replies):
             pass
@@ -117,9 +117,9 @@ def _frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
     return frame, body
 
 
-def _requests(stream: BinaryIO, server: socket.socket, output: Output) -> NoReturn:
+def _requests(stream: BinaryIO, server: socket.socket, output: OwnerStream) -> NoReturn:
     """Hand requests on as the owner's `Connection` would: the payload is in memory that only its reader sees."""
-    wire: relay.Relay | None = None
+    wire: relay.GuestRelay | None = None
     while True:
         head, body = _frame(stream)
         if "wire" in head:
@@ -133,7 +133,7 @@ def _requests(stream: BinaryIO, server: socket.socket, output: Output) -> NoRetu
         if head.get("socket"):
             ours, theirs = socket.socketpair()
             descriptors.append(theirs.detach())
-            wire = relay.Relay(ours, output.send)
+            wire = relay.GuestRelay(ours, output.send)
         data = json.dumps(head).encode()
         socket.send_fds(server, [struct.pack("<I", len(data)) + data], descriptors)
         for fd in descriptors:

@@ -19,7 +19,7 @@ PART = 1 << 16  # bytes of one frame
 NOTICE = WINDOW // 2  # bytes that are taken before the other side is told
 
 
-class Relay:
+class GuestRelay:
     """Moves bytes between the socket of a process and the owner; closes the socket once both sides have ended."""
 
     def __init__(self, sock: socket.socket, send: Callable[[dict[str, Any], bytes], None]) -> None:
