@@ -20,7 +20,7 @@ from etude.sandbox.backends.processes import ProcessStream
 NAME = "localhost/etude-tests:host"
 _PROGRAMS = (
     *("bash", "sh", "env", "python3", "cat", "cp", "echo", "false", "grep", "id", "kill", "ln", "ls", "mkdir", "pwd"),
-    *("rm", "sleep", "touch", "true", "tty", "unshare"),
+    *("rm", "sleep", "stat", "touch", "true", "tty", "unshare"),
 )
 _FOLDERS = ("home/user", "opt/runner", "proc", "run", "site", "sys", "tmp", "var/tmp", "workspace")
 

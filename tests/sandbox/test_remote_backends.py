@@ -49,6 +49,7 @@ def test_a_live_box_is_that_of_namespaces(place: Place) -> None:
     assert run(box.exec("pwd; echo $WORD; tty -s && echo terminal", 30)).output == "/workspace/src\nhere\nterminal\n"
     assert run(box.read(PATH)) == BROKEN.encode()
     assert run(box.changes()) == {}
+    assert run(box.exec("stat -c %Y lib/core.py lib/numbers.py", 30)).output == "1700000000\n" * 2
     run(box.write("src/lib/new/deep.py", b"\x00\xff"))
     run(box.write(PATH, CORE.encode()))
     run(box.delete("README.md"))

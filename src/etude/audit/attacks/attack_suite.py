@@ -103,16 +103,19 @@ async def run_attacks(
     return report
 
 
+_NEW_ENOUGH = 'const [a, b] = process.versions.node.split("."); process.exit(a > 20 || (a == 20 && b >= 16) ? 0 : 1)'
+
+
 async def no_scripts(sandbox: TestRunner, pack: AttackPack) -> str:
     """The reason why JavaScript tests cannot be decided outside of the tested process; "" if they can."""
     if not has_syntax("javascript"):
         return "the extra `apply` is not installed"
     box = await sandbox.create(pack.data.image(pack.tasks[0]), Limits(), bare=True)
     try:
-        node = await box.exec("command -v node", 30)
+        node = await box.exec(f"node -e '{_NEW_ENOUGH}'", 30)
     finally:
         await box.close()
-    return "" if node.rc == 0 else "boxes have no Node.js"
+    return "" if node.rc == 0 else "boxes have no Node.js of 20.16 or later"
 
 
 def _listener() -> socket.socket:

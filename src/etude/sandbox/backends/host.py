@@ -181,12 +181,15 @@ _LEXERS = re.compile(r"pygments/lexers/(__pycache__/)?(?!__init__|_mapping|diff|
 
 
 def pack(places: Mapping[str, Path], without: frozenset[str] = frozenset()) -> Packed:
-    """Files and folders by their name in the archive, but for the paths `without`; "" is the folder itself. Links stay
-    links."""
+    """Files and folders by their name in the archive; "" is the folder itself. Links stay links. The files `without`
+    are empty there: their modes and times alone are kept."""
 
     def wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         name = member.name.removeprefix("./")
-        return None if name in without or ("pygments" in places and _LEXERS.match(name)) else member
+        if name in without:
+            member.size = 0
+        linked = name in without and not member.isreg()
+        return None if linked or ("pygments" in places and _LEXERS.match(name)) else member
 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:

@@ -162,7 +162,7 @@ class RemoteBackend(Backend):
             SITE: (image.site, 0),
             hello.get("hidden"): (image.hidden, 0),
         }
-        # No file of the repository that the task has in another version ever gets there.
+        # No text of a file that the task has in another version ever gets there.
         own = frozenset(path for path, _ in image.changes)
         packs = [
             (at, owner, await self._packed(folder, own if at == WORKSPACE else frozenset()))
