@@ -11,8 +11,11 @@ from etude.audit.attacks import attack_suite, packs
 from etude.audit.attacks.library import JAVASCRIPT, unpacked
 from etude.audit.attacks.packs import GOLD, NOTHING, AttackPack, AttackProgram, PlayedAttack
 from etude.grading import stubs
-from etude.grading.runner import TestRunner, open_sandbox
+from etude.grading.runner import EXAMINER, TestRunner, open_sandbox
+from etude.sandbox.backend import BackendOptions
+from etude.sandbox.backends.remote import open_remote
 from etude.sandbox.base import Limits, TestReport
+from tests.helpers.machines import Local, needs_machines
 
 FILE = "test/index.test.js"
 INSIDE = f"{FILE}::needs its own source"  # runs beside the tested code, and decides nothing of the pack's task
@@ -36,7 +39,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> AttackPack:
 
     async def reason() -> str:
         async with open_sandbox(memo=0) as sandbox:
-            return attack_suite.no_scripts(sandbox)
+            return await attack_suite.no_scripts(sandbox, found)
 
     if said := asyncio.run(reason()):
         pytest.skip(said)
@@ -88,6 +91,23 @@ def test_gold_is_decided_outside(pack: AttackPack, played: dict[str, PlayedAttac
     assert (report.tampered, report.crashed, report.timed_out) == (False, False, False)
     assert report.outside == set(tests)
     assert report.outcomes[INSIDE] == "passed"
+
+
+@needs_machines
+def test_two_machines_decide(pack: AttackPack) -> None:
+    """On a backend over machines: the verifier in one, the package in another."""
+    (task,) = pack.tasks
+
+    async def run() -> list[PlayedAttack]:
+        host = Local("memory", "processes", "disk")
+        async with open_remote(host, BackendOptions(EXAMINER)) as backend:
+            sandbox = TestRunner(backend, memo=0)
+            return [await packs.attack(sandbox, pack, task, each) for each in (GOLD, NOTHING, PATCHED)]
+
+    played = asyncio.run(run())
+    assert [each.problem for each in played] == ["", "", ""]
+    reports = [each.graded.report for each in played]
+    assert [report.outside for report in reports] == [{*task.fail_to_pass, *task.pass_to_pass}] * 3
 
 
 def test_the_broken_tree_fails(pack: AttackPack, played: dict[str, PlayedAttack]) -> None:

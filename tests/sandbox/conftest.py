@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -24,6 +25,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tree(root / "site", {"dependency.py": "VALUE = 7\n"})
     for path in (root, *root.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
+        os.utime(path, (1_700_000_000, 1_700_000_000))
     return root
 
 

@@ -49,7 +49,6 @@ from etude.sandbox.egress import Egress, configured_egress
 
 RUNS = 3  # of a recorded test
 BATCH = 100  # tests of one recording run: their records fit into its pipe
-PARTS = 4  # recording runs at a time: while a test sleeps, others can run
 RECORD_LIMITS = Limits(seconds=60.0, memory_mb=2048)
 
 
@@ -240,9 +239,10 @@ async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) ->
         new = [test for test in dict.fromkeys(tests) if test not in hidden.places]
         candidates = [test for test in new if "::doctest:" not in test]
         made: dict[str, tuple[str, ...] | None] = dict.fromkeys(new)
-        for start in range(0, len(candidates), PARTS * BATCH):
-            some = candidates[start : start + PARTS * BATCH]
-            parts = (_recorded(backend, hidden, some[part::PARTS]) for part in range(min(PARTS, len(some))))
+        count = backend.recordings
+        for start in range(0, len(candidates), count * BATCH):
+            some = candidates[start : start + count * BATCH]
+            parts = (_recorded(backend, hidden, some[part::count]) for part in range(min(count, len(some))))
             for places in await asyncio.gather(*parts):
                 made |= places
         inside = [test for test, places in made.items() if places is None]

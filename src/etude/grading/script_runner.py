@@ -243,8 +243,6 @@ class ScriptRunner:
         return await asyncio.shield(task)
 
     async def _learn(self, job: _ScriptJob) -> VerifiedTests:
-        if not self._backend.channels:
-            return VerifiedTests(frozenset(), {})
         names: frozenset[str] | None = None
         kinds: dict[str, str] = {}
         for _ in range(LEARN_RUNS):
@@ -271,7 +269,7 @@ class ScriptRunner:
             ends.callback(ours.close)
             ends.callback(theirs.close)
             verifier, tested = await asyncio.gather(
-                self._open(ends, image, held, limits), self._open(ends, image, {**job.layers, **server}, limits)
+                self._open(ends, image, held, limits), self._open(ends, job.image, {**job.layers, **server}, limits)
             )
             serving = asyncio.create_task(self._serve(tested, config, [*server], flags, seconds, theirs.detach()))
             try:

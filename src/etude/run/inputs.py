@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.code import fetch_library, is_script
-from etude.config import RLConfig, SandboxConfig, TaskSource
+from etude.code import fetch_library
+from etude.config import RLConfig, TaskSource
 from etude.errors import UserError
 from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
@@ -19,7 +19,7 @@ from etude.rollout import TaskPart, Taskset, check_agent, custom_component, data
 from etude.run.engines import check_python
 from etude.run.parts import built_beside, part_of, profiles_of, renderer_of, source_part, taskset_of
 from etude.sandbox.egress import check_package_index, parse_allowed_hosts
-from etude.tasks import build_dataset, check_operators, is_repository
+from etude.tasks import build_dataset, check_operators
 from etude.tasks.foreign import build_foreign, find_folders
 from etude.weights import read_private_key, read_public_key
 
@@ -99,21 +99,14 @@ def _check_agent(part: TaskPart, config: RLConfig) -> None:
 
 
 def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
-    sandbox = config.sandbox
     if source.sha256 is not None and "==" not in source.repository:
         raise UserError(f"{table}.sha256 is the digest of a package NAME==VERSION, and {source.where} is none: drop it")
     if source.dataset is not None:
-        part = dataset_part(Path(source.dataset))
-        tests = [test for task in part.tasks for test in task.hidden_tests]
-        if sandbox.type != "namespace" and not all(map(is_script, tests)):
-            raise _undecidable(sandbox)
-        check_playable([part], renderer_of(config), sandbox.type)
+        check_playable([dataset_part(Path(source.dataset))], renderer_of(config), config.sandbox.type)
     elif source.harbor is not None:
         find_folders([Path(source.harbor)])
-        if why := foreign_refusal(renderer_of(config).dialect == "compact", sandbox.type):
+        if why := foreign_refusal(renderer_of(config).dialect == "compact", config.sandbox.type):
             raise UserError(why)
-    elif sandbox.type != "namespace" and not is_repository(Path(source.repository)):
-        raise _undecidable(sandbox)
     elif "==" in source.repository:
         if source.sha256 is None:
             raise UserError(f"{table}.repository = {source.repository!r} needs {table}.sha256, the digest of its sdist")
@@ -173,13 +166,6 @@ def build_numbered(config: RLConfig, number: int, folder: Path, note: Note) -> T
         return source_part(source, built) or build_source(source, folder, built, note, config.sandbox)
     except UserError as e:
         raise UserError(f"tasks.sources: {source.where} gives no tasks: {e}") from None
-
-
-def _undecidable(sandbox: SandboxConfig) -> UserError:
-    return UserError(
-        f'boxes of sandbox.type = "{sandbox.type}" cannot decide hidden tests of Python, which need a process of '
-        "their own: drop sandbox.type"
-    )
 
 
 def _check_tools(config: RLConfig) -> None:

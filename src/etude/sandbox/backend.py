@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from etude.sandbox.base import Capabilities, Changes, Image, Limits
 from etude.sandbox.egress.policy import Egress
@@ -19,6 +20,7 @@ from etude.sandbox.shell import Shell
 
 LEARN_SECONDS = 180.0  # to import the modules that a recording needed
 GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the process that forks the runs is taken for dead
+VERIFIER_SECONDS = 5.0  # that a verifier has after the tested process has run out of time
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,17 @@ class VerifyRequest:
     allowed: Mapping[str, Sequence[str]] | None
     modules: Sequence[str] = ()
 
+    @property
+    def body(self) -> dict[str, Any]:
+        """The part that the verifier gets."""
+        return {
+            "role": "verifier",
+            "recording": self.allowed is None,
+            "names": self.names,
+            "tests": self.tests,
+            "allowed": self.allowed or {},
+        }
+
 
 @dataclass(frozen=True)
 class VerifyResult:
@@ -144,8 +157,8 @@ class Backend(ABC):
     """Makes boxes. Every method raises BoxDead once the backend has died, LaunchFailed for a box that cannot start."""
 
     gated = False  # whether live boxes have a way out
-    channels = False  # whether a program in a live box can be given a socket of the owner
     python = f"{sys.version_info.major}.{sys.version_info.minor}"  # in boxes; this one where the version is not known
+    recordings = 4  # runs that record tests at a time: while a test sleeps, others can run
     zygote_pid: int | None = None  # of the process that makes boxes, where there is one
     image_name: str = "host"  # of the system in boxes; of an image with its digest, so that equal names are equal files
 

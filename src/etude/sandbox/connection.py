@@ -48,6 +48,8 @@ class Reply(msgspec.Struct, frozen=True):
     cpu: float = 0.0
     held: list[str] = []
     bash: bool = False
+    wire: Literal["", "data", "taken", "end"] = ""  # a frame of `guest/relay.py`
+    taken: Size = 0
 
 
 class Connection:

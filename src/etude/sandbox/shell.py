@@ -140,8 +140,8 @@ class Shell:
     ) -> ProgramResult:
         """Run one program in the work tree, without a shell: `guest/program.py`.
 
-        `payload` is its standard input, `channel` a socket that it gets as descriptor 4, where the backend has
-        `channels`; it is closed here. Raises BoxDead, or Busy while a command runs.
+        `payload` is its standard input, `channel` a socket that it gets as descriptor 4; it is closed here. Raises
+        BoxDead, or Busy while a command runs.
         """
         if self._running:
             raise Busy("a command is still running in this box")

@@ -10,6 +10,5 @@ from etude.tasks.check import check_dataset
 from etude.tasks.dataset import Dataset, load_dataset, read_dataset_manifest
 from etude.tasks.harbor import read_harbor_task
 from etude.tasks.impossible import make_impossible
-from etude.tasks.javascript import is_repository
 
 PUBLIC = ("", "foreign", "git_history", "histories")

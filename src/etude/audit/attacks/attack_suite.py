@@ -29,7 +29,7 @@ from etude.code import has_syntax
 from etude.config import SandboxConfig
 from etude.grading import Grade, TestRunner, open_sandbox
 from etude.records import Outcome
-from etude.sandbox import Box, BoxError, Sandbox
+from etude.sandbox import Box, BoxError, Limits, Sandbox
 
 LIBRARY_CHECKS = {"A10": (look_ups,), "C9": (forgeries,)}  # of the harness: no grader takes part
 GRADED_CHECKS = {**MONITORS, "A7": (memory,), "C11": (injections,)}
@@ -94,7 +94,7 @@ async def run_attacks(
                     if sandbox.capabilities().egress:
                         await played.gates(config)
                     await played.checks(LIBRARY_CHECKS, "box", sandbox)
-                    if reason := no_scripts(sandbox):
+                    if reason := await no_scripts(sandbox, javascript):
                         report.skipped |= dict.fromkeys((each.item for each in javascript.programs), reason)
                     else:
                         await played.grades(sandbox, javascript, where, 1)
@@ -106,13 +106,19 @@ async def run_attacks(
     return report
 
 
-def no_scripts(sandbox: TestRunner) -> str:
+_NEW_ENOUGH = 'const [a, b] = process.versions.node.split("."); process.exit(a > 20 || (a == 20 && b >= 16) ? 0 : 1)'
+
+
+async def no_scripts(sandbox: TestRunner, pack: AttackPack) -> str:
     """The reason why JavaScript tests cannot be decided outside of the tested process; "" if they can."""
-    if shutil.which("node") is None:
-        return "Node.js is not installed"
     if not has_syntax("javascript"):
         return "the extra `apply` is not installed"
-    return "" if sandbox.backend.channels else "this backend cannot join two boxes"
+    box = await sandbox.create(pack.data.image(pack.tasks[0]), Limits(), bare=True)
+    try:
+        node = await box.exec(f"node -e '{_NEW_ENOUGH}'", 30)
+    finally:
+        await box.close()
+    return "" if node.rc == 0 else "boxes have no Node.js of 20.16 or later"
 
 
 def _listener() -> socket.socket:

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from ...sandbox.guest import box, linux
-from ...sandbox.guest.guest import folders, lay, signal_all
+from ...sandbox.guest import box, linux, root
+from ...sandbox.guest.guest import HOME, folders, lay, signal_all
 from .runs import ForkedRun, RunTemplate
 
 
@@ -19,6 +19,10 @@ class RemoteRuns(RunTemplate):
     def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         self.user = hello["user"]
         folders(self.user)
+        if hello["decides"]:
+            for folder in (root.WORKSPACE, HOME, "/dev/shm"):
+                os.chown(folder, 0, 0)
+                os.chmod(folder, 0o755)
         super().__init__(connection, False, hello["hidden"], hello["controls"])
 
     def _fork(self) -> int:

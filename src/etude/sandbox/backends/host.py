@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from etude.sandbox.backends.relay import HostRelay
 from etude.sandbox.base import BoxDead, BoxError, Capabilities, LaunchFailed, Limits
-from etude.sandbox.connection import Connection
+from etude.sandbox.connection import Connection, Reply
+from etude.sandbox.guest.relay import PART
 from etude.sandbox.guest.root import RUNNER
 
 SERVER_MB = 160  # memory of the server of a box, besides the box's own
@@ -97,9 +99,13 @@ class RemoteHost(Protocol):
 
 
 class StreamConnection(Connection):
-    """Requests and replies as in `Connection`, over a stream: the payload of a request follows it."""
+    """Requests and replies as in `Connection`, over a stream: the payload of a request follows it.
+
+    One request of a machine may bring a socket: the machine gets one of its own, and bytes move between the two.
+    """
 
     start_seconds = 180.0  # files travel
+    _relay: HostRelay | None = None
 
     def __init__(self, stream: ProgramStream, fault: type[BoxError] = BoxDead) -> None:
         self._begin(fault)
@@ -110,8 +116,10 @@ class StreamConnection(Connection):
     def put(self, head: Mapping[str, Any], body: bytes = b"") -> None:
         """Send a message and its body."""
         data = json.dumps({**head, "bytes": len(body)}).encode()
-        self._outgoing.put_nowait(struct.pack("<I", len(data)) + data)
-        self._outgoing.put_nowait(body)
+        first, rest = (body, b"") if len(body) <= PART else (b"", body)
+        self._outgoing.put_nowait(struct.pack("<I", len(data)) + data + first)
+        if rest:
+            self._outgoing.put_nowait(rest)
 
     def boot(self, runner: bytes) -> None:
         """Send the guest's modules, which the first program in the machine unpacks."""
@@ -137,10 +145,24 @@ class StreamConnection(Connection):
                 await self._stream.write(await self._outgoing.get())
 
     def _send(self, head: dict[str, Any], payload: bytes, descriptors: Sequence[int]) -> None:
-        assert not descriptors
+        if descriptors:
+            (fd,) = descriptors
+            assert self._relay is None
+            self._relay = HostRelay(fd, self.put)
+            head["socket"] = True
         self.put(head, payload)
 
+    def _take(self, reply: Reply, body: bytearray) -> None:
+        if not reply.wire:
+            super()._take(reply, body)
+        elif self._relay is None:
+            raise ValueError("a frame of no wire")
+        else:
+            self._relay.take(reply, body)
+
     def _hang_up(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -159,12 +181,15 @@ _LEXERS = re.compile(r"pygments/lexers/(__pycache__/)?(?!__init__|_mapping|diff|
 
 
 def pack(places: Mapping[str, Path], without: frozenset[str] = frozenset()) -> Packed:
-    """Files and folders by their name in the archive, but for the paths `without`; "" is the folder itself. Links stay
-    links."""
+    """Files and folders by their name in the archive; "" is the folder itself. Links stay links. The files `without`
+    are empty there: their modes and times alone are kept."""
 
     def wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         name = member.name.removeprefix("./")
-        return None if name in without or ("pygments" in places and _LEXERS.match(name)) else member
+        if name in without:
+            member.size = 0
+        linked = name in without and not member.isreg()
+        return None if linked or ("pygments" in places and _LEXERS.match(name)) else member
 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:

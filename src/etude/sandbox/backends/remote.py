@@ -1,5 +1,8 @@
 """A backend over a remote host: one machine for every live box, and a new one for every test run.
 
+Hidden tests that are decided outside have two machines: one with the library and without the tests, and one with the
+tests and without the library, whose report counts. The bytes between the two pass through this process.
+
 The requests to a machine, and its replies, are those of the namespace backend: `guest/shell.py` and
 `grading/guest/runs.py` run in the box.
 """
@@ -8,19 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
+import socket
 import tempfile
+import time
 import weakref
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from etude.errors import UserError
 from etude.sandbox.backend import (
     GRACE_SECONDS,
     LEARN_SECONDS,
+    VERIFIER_SECONDS,
     Backend,
     BackendOptions,
     ForkRequest,
@@ -37,12 +44,16 @@ from etude.sandbox.guest.root import RUN, SITE, WORKSPACE
 from etude.sandbox.namespace.zygote import installed_runner, module_of
 from etude.sandbox.shell import Shell
 
+T = TypeVar("T")
+
 USERS = range(10_000, 60_000)  # processes are counted by user, on some hosts over all boxes of a machine
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class RemoteBackend(Backend):
     """Boxes in machines of a remote host. Made by `open_remote`."""
+
+    recordings = 1  # each takes two machines
 
     def __init__(self, host: RemoteHost, capabilities: Capabilities, runs: RunServer) -> None:
         self._host = host
@@ -67,7 +78,8 @@ class RemoteBackend(Backend):
         if image.host_socket is not None or image.mounts or image.places:
             raise LaunchFailed(f"boxes of {self._host.name} hold neither outside agents nor foreign Harbor tasks")
         async with AsyncExitStack() as ends:
-            files = tuple((path, text.encode("utf-8", "surrogateescape")) for path, text in image.changes.items())
+            own = image.changes if image.changes.keys() <= layers.keys() else {}  # else the box is of the repository
+            files = tuple((path, text.encode("utf-8", "surrogateescape")) for path, text in own.items())
             bare_image = RunImage(image.repository, image.site, None, files)
             connection = await self._machine(bare_image, {"kind": "live"}, limits, ends, Garbled)
             shell = Shell(connection, None, None, ends.pop_all())
@@ -81,24 +93,51 @@ class RemoteBackend(Backend):
 
     async def fork(self, request: ForkRequest) -> ForkResult:
         """Run tests in a new machine."""
-        image, limits = request.image, request.limits
+        image = request.image
+        payload = encode({"tests": request.tests}, {**dict(image.changes), **request.changes})
         async with AsyncExitStack() as ends:
-            connection = await self._runs(image, limits, ends)
-            head = {"files": [], "limits": limits_of(limits)}
-            payload = encode({"tests": request.tests}, {**dict(image.changes), **request.changes})
-            reply, output = await connection.request(head, payload, limits.seconds + GRACE_SECONDS)
-        return ForkResult(reply.status, reply.timed_out, reply.seconds, bytes(output), reply.cpu)
+            return await _run(await self._runs(image, request.limits, ends), payload, request.limits)
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:
-        """Refused: a remote machine does not keep two processes apart."""
-        raise LaunchFailed(f"boxes of {self._host.name} cannot decide hidden tests of Python in a process of their own")
+        """Run hidden tests in a machine without the library, on a library in a machine without the tests."""
+        late = replace(request.limits, seconds=request.limits.seconds + VERIFIER_SECONDS)
+        hidden = RunImage(request.hidden, request.image.site, None)
+        ends = AsyncExitStack(), AsyncExitStack()
+        try:
+            verifier, tested = await _both(
+                self._runs(hidden, late, ends[0], decides=True), self._runs(request.image, request.limits, ends[1])
+            )
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                tests = _run(verifier, encode(request.body, {}), late, ours)
+                return VerifyResult(*await _both(tests, self._run_tested(tested, request, theirs)))
+        finally:
+            await asyncio.gather(*(end.aclose() for end in ends))
+
+    async def _run_tested(
+        self, connection: StreamConnection, request: VerifyRequest, sock: socket.socket
+    ) -> ForkResult:
+        """The end of its machine is that of its process: whatever ended it, an agent's code was in it."""
+        payload = encode({"tests": []}, {**dict(request.image.changes), **request.changes})
+        started = time.monotonic()
+        try:
+            return await _run(connection, payload, request.limits, sock)
+        except BoxDead:
+            if request.allowed is None:  # the right library, without an agent
+                raise
+            seconds = time.monotonic() - started
+            return ForkResult(-signal.SIGKILL, seconds >= request.limits.seconds, seconds, b"", 0.0)
 
     async def remember(self, image: RunImage, learned: bytes) -> None:
         """Nothing is kept: every run has a new machine."""
 
-    async def _runs(self, image: RunImage, limits: Limits, ends: AsyncExitStack) -> StreamConnection:
+    async def _runs(
+        self, image: RunImage, limits: Limits, ends: AsyncExitStack, decides: bool = False
+    ) -> StreamConnection:
+        """A machine for one test run; `decides`: for a verifier, which writes no files but temporary ones."""
         hello = {
             "kind": "runs",
+            "decides": decides,
             "module": module_of(self._run_server, "remote_runs"),
             "hidden": None if image.hidden is None else f"{RUN}/{secrets.token_hex(12)}",
             "controls": None if image.controls is None else asdict(image.controls),
@@ -118,8 +157,12 @@ class RemoteBackend(Backend):
             raise BoxDead("the sandbox is closed")
         runner = await self._packed(None)
         user = USERS[next(self._users) % len(USERS)]
-        places = {WORKSPACE: (image.repository, user), SITE: (image.site, 0), hello.get("hidden"): (image.hidden, 0)}
-        # No file of the repository that the task has in another version ever gets there.
+        places = {
+            WORKSPACE: (image.repository, 0 if hello.get("decides") else user),
+            SITE: (image.site, 0),
+            hello.get("hidden"): (image.hidden, 0),
+        }
+        # No text of a file that the task has in another version ever gets there.
         own = frozenset(path for path, _ in image.changes)
         packs = [
             (at, owner, await self._packed(folder, own if at == WORKSPACE else frozenset()))
@@ -180,6 +223,31 @@ class RemoteBackend(Backend):
         """End all live boxes."""
         self._closed = True
         await asyncio.gather(*(shell.close() for shell in list(self._shells)))
+
+
+async def _run(
+    connection: StreamConnection, payload: bytes, limits: Limits, sock: socket.socket | None = None
+) -> ForkResult:
+    """One run of a machine, which is joined to `sock`; closes it here. Raises BoxDead."""
+    head = {"files": [], "limits": limits_of(limits)}
+    descriptors = () if sock is None else (sock.fileno(),)
+    reply = asyncio.create_task(connection.request(head, payload, limits.seconds + GRACE_SECONDS, descriptors))
+    await asyncio.sleep(0)  # now the request is sent
+    if sock is not None:
+        sock.close()
+    answer, output = await reply
+    return ForkResult(answer.status, answer.timed_out, answer.seconds, bytes(output), answer.cpu)
+
+
+async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, T]) -> tuple[T, T]:
+    """Both results. Raises the first error, which ends the other."""
+    tasks = asyncio.create_task(one), asyncio.create_task(other)
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -2,7 +2,8 @@
 
 Its standard input and output are a stream to the owner: frames of a length, JSON with a count of bytes, and the bytes.
 First come the files of the image, then one hello, then requests for `shell.ShellServer` or a server of test runs, which
-see the same socket with memory files as below the zygote. The server is root and acts as the box's user; the programs
+see the same socket with memory files as below the zygote. A socket that comes with a request is one end of a wire,
+whose other end the owner has (`relay.py`). The server is root and acts as the box's user; the programs
 that it starts are that user's, without capabilities and under the system-call filter. When the stream ends, everything
 here ends.
 """
@@ -25,9 +26,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NoReturn
 
-from . import box, files, linux, root, shell
+from . import box, files, linux, relay, root, shell
 
 HOME = "/home/user"
+MAX_HEAD = 4 << 20  # bytes of the head of a message that an owner reads
 
 
 def main(stream: BinaryIO) -> NoReturn:
@@ -52,18 +54,55 @@ def main(stream: BinaryIO) -> NoReturn:
         _serve(theirs, hello)
     theirs.close()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as pid 1, this process is the parent of all orphans
-    threading.Thread(target=_replies, args=(ours, out), daemon=True).start()
+    output = OwnerStream(out)
+    threading.Thread(target=_replies, args=(ours, output), daemon=True).start()
     with contextlib.suppress(EOFError, BrokenPipeError):
-        _requests(stream, ours)
+        _requests(stream, ours, output)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal_all(hello["user"], signal.SIGKILL)
     os._exit(0)
 
 
-def _replies(server: socket.socket, out: int) -> NoReturn:
-    while data := server.recv(1 << 16):
+class OwnerStream:
+    """The stream to the owner, which several threads share."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def send(self, head: dict[str, Any], body: bytes) -> None:
+        """Write a frame."""
+        text = json.dumps(head | {"bytes": len(body)}).encode()
+        with self._lock:
+            self._write(struct.pack("<I", len(text)) + text + body)
+
+    def forward(self, replies: BinaryIO) -> bool:
+        """Hand on one message of a server; False once it has hung up. Of a malformed one the owner sees what came."""
+        length = replies.read(4)
+        if len(length) < 4:
+            return False
+        (size,) = struct.unpack("<I", length)
+        text = replies.read(size) if size <= MAX_HEAD else b""
+        try:
+            left = int(json.loads(text)["bytes"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            left = 0
+        with self._lock:
+            self._write(length + text)
+            while left > 0 and (part := replies.read(min(left, relay.PART))):
+                self._write(part)
+                left -= len(part)
+        return True
+
+    def _write(self, data: bytes) -> None:
         while data:
-            data = data[os.write(out, data) :]
+            data = data[os.write(self._fd, data) :]
+
+
+def _replies(server: socket.socket, output: OwnerStream) -> NoReturn:
+    with server.makefile("rb") as replies:
+        while output.forward(replies):
+            pass
     os._exit(0)
 
 
@@ -78,16 +117,27 @@ def _frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
     return frame, body
 
 
-def _requests(stream: BinaryIO, server: socket.socket) -> NoReturn:
+def _requests(stream: BinaryIO, server: socket.socket, output: OwnerStream) -> NoReturn:
     """Hand requests on as the owner's `Connection` would: the payload is in memory that only its reader sees."""
+    wire: relay.GuestRelay | None = None
     while True:
         head, body = _frame(stream)
+        if "wire" in head:
+            assert wire is not None
+            wire.take(head, body)
+            continue
         memory = os.memfd_create("request", os.MFD_CLOEXEC)
         with open(memory, "wb", closefd=False) as file:
             file.write(body)
+        descriptors = [memory]
+        if head.get("socket"):
+            ours, theirs = socket.socketpair()
+            descriptors.append(theirs.detach())
+            wire = relay.GuestRelay(ours, output.send)
         data = json.dumps(head).encode()
-        socket.send_fds(server, [struct.pack("<I", len(data)) + data], [memory])
-        os.close(memory)
+        socket.send_fds(server, [struct.pack("<I", len(data)) + data], descriptors)
+        for fd in descriptors:
+            os.close(fd)
 
 
 def _unpack(at: str, owner: int, data: bytes) -> None:

@@ -53,8 +53,6 @@ STARTING = 4  # live boxes that start at a time: more would wait for each other
 class NamespaceBackend(Backend):
     """A started zygote, the templates below it and the live boxes. Made by `open_namespace`."""
 
-    channels = True
-
     def __init__(
         self,
         zygote: Zygote,

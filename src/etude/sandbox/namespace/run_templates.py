@@ -17,6 +17,7 @@ import msgspec
 from etude.sandbox.backend import (
     GRACE_SECONDS,
     LEARN_SECONDS,
+    VERIFIER_SECONDS,
     ForkRequest,
     ForkResult,
     RunImage,
@@ -29,7 +30,6 @@ from etude.sandbox.connection import Connection, Reply, encode, limits_of, memor
 from etude.sandbox.guest.root import WORKSPACE
 
 KEPT = 24  # templates kept without a run, for the next run on their image
-VERIFIER_SECONDS = 5.0  # that a verifier has after the tested process has run out of time
 MODULE = "module:"  # as in grading/guest/runs.py
 _COLD = b'{"cold": true}\n'  # a hot template's output where a change needs a fresh import
 
@@ -128,12 +128,10 @@ class RunTemplates:
 
     async def _run_verifier(self, request: VerifyRequest, sock: socket.socket) -> ForkResult:
         limits = replace(request.limits, seconds=request.limits.seconds + VERIFIER_SECONDS)
-        recording = request.allowed is None
-        body = {"names": request.names, "tests": request.tests, "allowed": request.allowed or {}}
         image = RunImage(request.hidden, request.image.site, None)
         async with self._template(image, False) as template:
             head = {"limits": limits_of(limits), "groups": 0, "socket": True}
-            payload = encode({**body, "recording": recording, "role": "verifier"}, {})
+            payload = encode(request.body, {})
             reply, output = await template.request(head, payload, limits, [sock.fileno()], sock.close)
         return _result(reply, output)
 
