@@ -124,7 +124,13 @@ class RunTemplates:
     async def _run_verifier(self, request: VerifyRequest, sock: socket.socket) -> ForkResult:
         limits = replace(request.limits, seconds=request.limits.seconds + VERIFIER_SECONDS)
         recording = request.allowed is None
-        body = {"names": request.names, "tests": request.tests, "allowed": request.allowed or {}}
+        body = {
+            "names": request.names,
+            "tests": request.tests,
+            "allowed": request.allowed or {},
+            "exports": request.exports,
+            "decoys": request.decoys,
+        }
         image = RunImage(request.hidden, request.image.site, None)
         async with self._template(image, False) as template:
             head = {"limits": limits_of(limits), "groups": 0, "socket": True}
