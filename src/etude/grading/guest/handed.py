@@ -89,7 +89,8 @@ def _call(wire: Any, target: Any, arguments: Any, keywords: Any, owned: list[Any
     if bound is None or isinstance(bound, types.ModuleType):
         _allow(wire, target, "call")
     else:
-        _allow(wire, bound, _METHOD_FAMILY.get(target.__name__, target.__name__))
+        name = str(target.__name__)
+        _allow(wire, bound, _METHOD_FAMILY.get(name, name))
     _pass(wire, target, owned, (target,))
     with _serving(wire):
         return target(*arguments, **keywords)
@@ -156,14 +157,15 @@ def _pass(wire: Any, target: object, owned: list[Any], targets: Sequence[object]
 def texts(wire: Any, forms: Sequence[Any]) -> None:
     """Refuse texts in a request that lead to attributes in functions which look up or format, unless the right library
     passes such texts."""
-    pending = [form for form in forms if type(form) is list]
-    pending += [form for form in forms if type(form) is str and _TEXT.match(form)]
+    pending: list[Any] = [*forms]
     while pending:
         form = pending.pop()
         if type(form) is list:
-            pending += [part for part in form if type(part) is list or (type(part) is str and _TEXT.match(part))]
-        elif not wire.allows(f"text {form[:40] if form.startswith('_') else 'with fields'} passed"):
-            _refuse(wire, form, "an argument that names attributes")
+            pending += form
+        elif type(form) is str and _TEXT.match(form):
+            name = form if form.isidentifier() else "with fields"
+            if not wire.allows(f"text {name} passed"):
+                _refuse(wire, form, "an argument that names attributes")
 
 
 def _refuse(wire: Any, target: object, what: str) -> None:
