@@ -17,7 +17,7 @@ from typing import Any
 
 from .mirrors import Handle
 
-ALIKE, OTHERS = 3, 1  # decoys of one comparison: of the class of the real operand, and others
+ALIKE, OTHERS = 4, 1  # decoys of one comparison: of the class of the real operand, and others
 OBJECTS = 3  # objects of the library that can stand in one place
 VISITS, LATER = 8, 8  # comparisons of one place that have decoys; of the later ones, one in LATER
 MAX_RECEIVED = 2000  # objects of one test that are kept as decoys
