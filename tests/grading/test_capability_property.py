@@ -271,7 +271,9 @@ NAMES = st.sampled_from(
 
 def forms(path: str) -> st.SearchStrategy[Any]:
     """Anything that can stand in a request."""
-    classes = st.sampled_from(["type", "object", "int", "str", "dict", "list", "Exception", "KeyboardInterrupt", "eval"])
+    classes = st.sampled_from(
+        ["type", "object", "int", "str", "dict", "list", "Exception", "KeyboardInterrupt", "eval"]
+    )
     texts = st.sampled_from(
         [path, f"@{path}", "secret", "{0.secret}", "{0.__class__.__init__.__globals__}", "{0!r}", "{}", "a", "--file"]
         + [path.replace("secret.txt", "made.txt"), "{0.__func__.__globals__[EXPECTED]}", "__globals__", "%s"]
@@ -397,7 +399,7 @@ def permissive(wire: Any, operation: str, values: list[Any], owned: list[Any]) -
     return isinstance(*values)
 
 
-@pytest.mark.parametrize("kind", ["instance", "class"])
+@pytest.mark.parametrize("kind", ["instance"])
 def test_it_finds_what_is_reached(tests: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(handed, "serve", permissive)
     with pytest.raises((AssertionError, ExceptionGroup)):

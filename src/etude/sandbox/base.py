@@ -129,9 +129,7 @@ class TestReport:
     tampered: bool = False
     outside: frozenset[str] = frozenset()  # tests decided in a process that the tested code does not run in
     controlled: int = 0  # other tests that ran beside a negative control
-    equality: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of tests outside
+    equality: Mapping[str, float] = field(default_factory=dict)  # of tests outside
 
     @property
     def decided(self) -> float:

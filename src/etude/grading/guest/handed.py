@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from _pytest.outcomes import OutcomeException
+
 from ...sandbox.guest import root
 from .tested import OPERATIONS
 from .wire import Garbage
@@ -175,10 +177,16 @@ def _refuse(wire: Any, target: object, what: str) -> None:
 
 @contextmanager
 def _serving(wire: Any) -> Any:
-    """The context in which code of a test runs on behalf of the library: see `watch`."""
+    """The context in which code of a test runs on behalf of the library: see `watch`. An assertion that fails there
+    fails the test, and its message, which may hold an expected value, stays here."""
     wire.serving += 1
     try:
         yield
+    except (AssertionError, OutcomeException):
+        if not wire.allows("a failed assertion"):
+            wire.blame("an assertion fails in a callback")
+            raise AssertionError from None
+        raise
     finally:
         wire.serving -= 1
 
