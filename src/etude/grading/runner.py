@@ -56,7 +56,7 @@ RECORD_LIMITS = Limits(seconds=60.0, memory_mb=2048)
 
 @dataclass(frozen=True)
 class RecordedTest:
-    """What a test did on the right library, in all of its recordings: see `verdict.TestRecording`.
+    """The recordings of a test on the right library as one: see `verdict.TestRecording`.
 
     decoys: the answers on decoys that were the same each time.
     equality: share of its judged lines at which the library decides and no decoy checks it.
@@ -265,26 +265,26 @@ async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) ->
 
 
 async def _recorded(backend: Backend, hidden: HiddenTests, tests: Sequence[str]) -> dict[str, RecordedTest | None]:
-    """The recordings of tests that pass each time. A test that fails where decoys are asked is recorded without."""
-    asked: list[str] = []
-    made = await _record_runs(backend, hidden, tests, asked)
-    again = [test for test in asked if made[test] is None]
+    """The recordings of tests that pass each time. A test that fails where decoys are decoyed is recorded without."""
+    decoyed: list[str] = []
+    made = await _record_runs(backend, hidden, tests, decoyed)
+    again = [test for test in decoyed if made[test] is None]
     return made | await _record_runs(backend, hidden, again, None) if again else made
 
 
 async def _record_runs(
-    backend: Backend, hidden: HiddenTests, tests: Sequence[str], asked: list[str] | None
+    backend: Backend, hidden: HiddenTests, tests: Sequence[str], decoyed: list[str] | None
 ) -> dict[str, RecordedTest | None]:
-    """RUNS recordings. `asked` gets the tests in which decoys were asked; None: none are asked."""
+    """RUNS recordings. `decoyed` gets the tests in which decoys were decoyed; None: none are decoyed."""
     runs: dict[str, list[verdict.TestRecording]] = {test: [] for test in tests}
     for _ in range(RUNS):
         groups = [[test for test in tests if test in runs]]
         while groups:
             group = groups.pop(0)
-            made = await _record_once(backend, hidden, group, asked is not None) if group else {}
+            made = await _record_once(backend, hidden, group, decoyed is not None) if group else {}
             for test, recording in made.items():
-                if asked is not None and recording.decoys:
-                    asked.append(test)
+                if decoyed is not None and recording.decoys:
+                    decoyed.append(test)
                 if recording.outcome == "passed":
                     runs[test].append(recording)
                 else:

@@ -38,7 +38,7 @@ _CHANGES: dict[type, tuple[Callable[[Any], Any], ...]] = {
 _ANY = ("None", "object")  # decoys of no class
 
 
-class Decoys:
+class ComparisonDecoys:
     """The decoys of one test at a time.
 
     answers: place, operation and decoy -> the answer of the library, None if it is no use: in a recording, what the
@@ -80,14 +80,14 @@ class Decoys:
         """The library's answer on a comparison, after those on some decoys, in random order."""
         place = f"{self.wire.place()} {name}"
         self.visits[place] += 1
-        asked = self.visits[place] <= VISITS or self.random.randrange(LATER) == 0
+        due = self.visits[place] <= VISITS or self.random.randrange(LATER) == 0
         if self.recording:
             answer = self._ask(name, left, right)
             self.real.setdefault(place, set()).add(answer if type(answer) is bool else None)
-            if asked and self.used:
+            if due and self.used:
                 self._record(place, name, left, right)
             return answer
-        if not asked or place not in self.by_place:
+        if not due or place not in self.by_place:
             return self._ask(name, left, right)
         return self._mixed(place, name, left, right)
 
@@ -146,13 +146,13 @@ class Decoys:
                 if not decoy:
                     answer = self._ask(name, left, right)
                     continue
-                said = self._ask(name, left, self._operand(decoy, left, right))
+                reply = self._ask(name, left, self._operand(decoy, left, right))
             except Exception as e:
                 if not decoy:
                     error = e
                     continue
-                said = None
-            if said is not self.answers[f"{place} {decoy}"]:
+                reply = None
+            if reply is not self.answers[f"{place} {decoy}"]:
                 self.wire.blame("a comparison by the library is wrong about another operand")
         if error is not None:
             raise error
@@ -161,9 +161,9 @@ class Decoys:
     @property
     def undecidable(self) -> list[str]:
         """Places of comparisons without a decoy of the same class whose answer differs from the real one."""
-        return [place for place, answers in self.real.items() if not self._told(place, answers)]
+        return [place for place, answers in self.real.items() if not self._checks(place, answers)]
 
-    def _told(self, place: str, answers: set[bool | None]) -> bool:
+    def _checks(self, place: str, answers: set[bool | None]) -> bool:
         for key, answer in self.answers.items():
             where, _, decoy = key.rpartition(" ")
             alike = decoy not in _ANY and not decoy.startswith("type:")

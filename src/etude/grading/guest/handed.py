@@ -1,4 +1,4 @@
-"""What the library may do with the objects that a test hands over.
+"""The operations that the library may carry out on the objects that a test hands over.
 
 An operation has a name: the class of the object, and a family of operations. While the right library is recorded, the
 names of its operations are kept by test; later an operation without its name is refused, and the test fails. So a

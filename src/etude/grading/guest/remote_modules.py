@@ -83,13 +83,13 @@ class RemoteFinder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the module in the tested process."""
-        given = self.wire.request("import", module.__name__)
-        if type(given) is not list or not all(type(name) is str for name in given):
+        names = self.wire.request("import", module.__name__)
+        if type(names) is not list or not all(type(name) is str for name in names):
             raise Garbage("no names")
         if self.exports is not None:
-            given = [name for name in self.exports.get(module.__name__, ()) if name in given]
-        self.imported[module.__name__] = given
-        module.__dict__["__all__"] = given
+            names = [name for name in self.exports.get(module.__name__, ()) if name in names]
+        self.imported[module.__name__] = names
+        module.__dict__["__all__"] = names
 
     def known(self, name: str) -> ModuleType | None:
         """The mirror of a module that the tested process names; None for one that the right library did not import.

@@ -30,7 +30,7 @@ from _pytest.config import Config
 
 from ...sandbox.guest import root
 from . import code, handed, mirrors, suite
-from .decoys import Decoys
+from .decoys import ComparisonDecoys
 from .mirrors import SPECIAL, Bound, Handle, RemoteError, RemoteType
 from .remote_modules import RemoteFinder, RemoteModule, watch_patches
 from .tested import PLAIN_CLASSES
@@ -66,7 +66,7 @@ class Verifier(Wire):
         super().__init__(sock)
         self.recording = recording = request["recording"]
         self.finder = RemoteFinder(self, request["names"], None if recording else request["exports"])
-        self.decoys = Decoys(self, recording, request["decoys"])
+        self.decoys = ComparisonDecoys(self, recording, request["decoys"])
         self.meet: Callable[[], None] | None = met
         self.serving = 0  # operations of the library that are under way in this process
         self.judged: dict[str, None] = {}
@@ -166,14 +166,14 @@ class Verifier(Wire):
         return data
 
     def _result(self, reply: list[Any], sent: list[Any]) -> Any:
-        told = self.recording and not self.decoys.asking
+        counts_here = self.recording and not self.decoys.asking
         try:
             value = super()._result(reply, sent)
         except Exception:
-            if told:
+            if counts_here:
                 self.judged[self.place()] = None
             raise
-        if told and value is not None and not isinstance(value, (Handle, RemoteModule, type)):
+        if counts_here and value is not None and not isinstance(value, (Handle, RemoteModule, type)):
             self.judged[self.place()] = None
         return value
 
