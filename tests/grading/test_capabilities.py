@@ -22,7 +22,7 @@ PATH = "src/parcels/__init__.py"
 PARCELS = '''"""Parcels."""
 
 __all__ = ["Parcel", "announce", "wrapped", "members", "counted", "settle", "ordered", "merge", "first", "weights",
-           "named", "total", "appended", "checked"]
+           "named", "total", "appended", "checked", "Noted"]
 
 
 class Parcel:
@@ -34,6 +34,15 @@ class Parcel:
 
     def __hash__(self):
         return hash(self.weight)
+
+
+class Noted:
+    def __init__(self):
+        self.compared = 0
+
+    def __eq__(self, other):
+        self.compared += 1
+        return True
 
 
 def announce(listener, weight):
@@ -167,6 +176,12 @@ def test_alike():
     assert Parcel(1) == Parcel(1)
 
 
+def test_noted():
+    noted = Noted()
+    assert noted == 3
+    assert noted.compared == 1
+
+
 def test_first():
     class Item:
         pass
@@ -213,7 +228,8 @@ def test_appended():
 
 def test_alone(tmp_path):
     for act in (os.fork, lambda: subprocess.run(["/bin/true"]), socket.socket, socket.socketpair,
-                lambda: open("note.txt", "w"), lambda: open("/proc/self/mem", "rb"), lambda: os.kill(os.getpid(), 0),
+                lambda: open("note.txt", "w"), lambda: open("/run/box/upper/note.txt", "w"),
+                lambda: open("/proc/self/mem", "rb"), lambda: os.kill(os.getpid(), 0),
                 lambda: os.execv("/bin/true", ["true"])):
         with pytest.raises(OSError):
             act()
@@ -228,7 +244,7 @@ def test_alone(tmp_path):
 """
 FUNCTIONS = (
     *("announce", "wrapped", "members", "counted", "settle", "ordered", "merge", "alike", "first", "weights", "named"),
-    *("total", "appended", "checked", "alone"),
+    *("total", "appended", "checked", "noted", "alone"),
 )
 ATTACKS = {  # name: (function, body that replaces it)
     "a mock that equals everything, returned": (
@@ -384,6 +400,7 @@ def test_all_tests_are_decided_outside(parcels: Place) -> None:
     assert report.outside == frozenset(tests)
     assert report.equality[test_id("alike")] == 1.0, "nothing there tells it from an operator that is always true"
     assert report.equality[test_id("merge")] == 0.0
+    assert report.equality[test_id("noted")] == 0.5, "recorded without decoys, which it counts"
     assert (report.tampered, report.crashed, report.timed_out) == (False, False, False)
 
 

@@ -132,7 +132,7 @@ def close_files() -> None:
     none of /proc, through which memory can be written."""
     linux.offer_to_the_kernel(1000)
     linux.unshare(linux.NEWNS)
-    for folder in (root.WORKSPACE, "/home/user", "/dev/shm"):
+    for folder in (root.WORKSPACE, root.LAYER, "/home/user", "/dev/shm"):
         linux.set_attributes(folder, linux.MS_RDONLY)
     linux.mount("tmpfs", "/proc", "tmpfs", PRIVATE | linux.MS_RDONLY, "size=4k,mode=555")
 
