@@ -560,7 +560,7 @@ def test_the_tested_process_makes_nothing_in_the_verifier(shapes: Place, text: s
 
 def test_a_verifier_that_runs_out_of_memory_is_the_agents_failure() -> None:
     """It ends normally with the right library."""
-    ended = ForkResult(3, False, 1.0, b'{"test": "a::b", "outcome": "passed", "fault": ""}\n', 1.0)
+    ended = ForkResult(3, False, 1.0, b'{"met": true}\n{"test": "a::b", "outcome": "passed", "fault": ""}\n', 1.0)
     report = decide_outside(("a::b", "a::c"), VerifyResult(ended, ForkResult(0, False, 1.0, b"", 1.0)))
     assert report.outcomes == {"a::b": "passed", "a::c": "missing"}
     assert report.crashed

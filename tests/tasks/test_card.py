@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 
 from etude.config import BuildConfig
 from etude.records import CodeTask
-from etude.tasks import card
+from etude.sandbox import TestReport
+from etude.tasks import card, gates
 from etude.tasks.inventory import Inventory
 from etude.tasks.settings import PytestSettings
 from tests.tasks.test_harbor import TASK
@@ -61,3 +64,14 @@ def test_a_repository_that_repeats_itself() -> None:
     (warning,) = card.warnings(_tasks(60, 30), _log({"urlutils.py": 60, "a.py": 5}), options)
     assert "the answers of 65 of 100 programs" in warning
     assert "most often in urlutils.py (60), a.py (5)" in warning
+
+
+def test_comparisons_by_the_library() -> None:
+    """A hidden test that rests on them is not used; the card has the share of those that hold one."""
+    report = TestReport({}, {}, 0.0, equality={"a": 0.0, "b": 0.5, "c": 0.6})
+    candidate = SimpleNamespace(hidden=("a", "b", "c", "d"))
+    assert gates._telling(candidate, report) == ["a", "b", "d"]  # type: ignore[arg-type]
+    tasks = [msgspec.structs.replace(TASK, difficulty={"library_equality": share}) for share in (0.5, 0.25)]
+    (sentence,) = card._decided(tasks)
+    assert "38% of a task's tests on average" in sentence
+    assert "more than 50% of the judged lines" in sentence

@@ -58,6 +58,8 @@ async def grade_changes(
     taken, aside = split(changes, task.source_roots)
     note = f"; set aside {len(aside)}: {', '.join(map(escaped, aside[:3]))}"[:200] if aside else ""
     tests = tuple(dict.fromkeys(task.hidden_tests))
+    if not tests:
+        return Grade(Outcome.SCORED, 0.0, False, f"no hidden test decides{note}", None, _flags(aside, None))
     report = await sandbox.run_tests(image, taken, tests, hidden, limits)
     flags = _flags(aside, report)
     if report.tampered:
@@ -68,11 +70,13 @@ async def grade_changes(
     return Grade(Outcome.SCORED, 0.0, False, _why(report, bad, len(tests), limits) + note, report, flags)
 
 
-def _flags(aside: Sequence[str], report: TestReport) -> tuple[str, ...]:
+def _flags(aside: Sequence[str], report: TestReport | None) -> tuple[str, ...]:
     paths = [PurePosixPath(path) for path in aside]
     tests = [p.name == "conftest.py" or p.name.startswith("test_") or {"tests", "test"} & set(p.parts) for p in paths]
     touched = {"tests-touched" if of_tests else "outside-roots" for of_tests in tests}
-    signals = {"tamper": report.tampered, "crash": report.crashed, "timeout": report.timed_out}
+    signals: dict[str, bool] = {}
+    if report is not None:
+        signals = {"tamper": report.tampered, "crash": report.crashed, "timeout": report.timed_out}
     return (*sorted(touched), *(name for name, present in signals.items() if present))
 
 

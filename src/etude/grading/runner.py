@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import blake3
 
@@ -52,12 +53,31 @@ BATCH = 100  # tests of one recording run: their records fit into its pipe
 RECORD_LIMITS = Limits(seconds=60.0, memory_mb=2048)
 
 
+@dataclass(frozen=True)
+class RecordedTest:
+    """The recordings of a test on the right library as one: see `verdict.TestRecording`.
+
+    decoys: the answers on decoys that were the same each time.
+    equality: share of its judged lines at which the library decides and no decoy checks it.
+    """
+
+    places: tuple[str, ...]
+    decoys: dict[str, bool]
+    equality: float
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The recording as a verifier takes it."""
+        return {"places": self.places, "decoys": self.decoys}
+
+
 @dataclass
 class HiddenTests:
     """The hidden tests of one library.
 
-    image: the right library, without changes. `names` are its top-level modules, `modules` those that tests import.
-    places: test -> where the library may decide; None for a test that runs inside.
+    image: the right library, without changes. `names` are its top-level modules, `modules` those that tests import, and
+        `exports` the names that each gives to `import *`.
+    recorded: the recordings of tests; None for a test that runs inside.
     prepared: files that templates of the hidden tests keep compiled.
     controlled: whether a test that runs inside has a negative control that fails on the right library.
     """
@@ -67,7 +87,8 @@ class HiddenTests:
     sentinels: verdict.SentinelTests
     names: tuple[str, ...]
     modules: list[str] = field(default_factory=list)
-    places: dict[str, tuple[str, ...] | None] = field(default_factory=dict)
+    exports: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    recorded: dict[str, RecordedTest | None] = field(default_factory=dict)
     controlled: dict[str, bool] = field(default_factory=dict)
     prepared: set[str] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -167,8 +188,8 @@ class TestRunner:
         known = self._hidden_tests(replace(tree, changes=()), hidden)
         if self._outside:
             await record(self.backend, known, tests)
-        outside = [test for test in tests if known.places.get(test) is not None]
-        inside = [test for test in tests if known.places.get(test) is None]
+        outside = [test for test in tests if known.recorded.get(test) is not None]
+        inside = [test for test in tests if known.recorded.get(test) is None]
         async with self._slots:
             first = await self._verify(known, tree, changes, outside, limits) if outside else None
             second = await self._run_inside(known, tree, changes, inside, limits) if inside else None
@@ -204,12 +225,15 @@ class TestRunner:
         self, hidden: HiddenTests, tree: RunImage, changes: Changes, tests: Sequence[str], limits: Limits
     ) -> TestReport:
         """Run hidden tests in a process of their own."""
-        allowed = {test: hidden.places[test] or () for test in tests}
-        request = VerifyRequest(tree, hidden.folder, hidden.names, tests, changes, limits, allowed, hidden.modules)
+        recorded = {test: known for test in tests if (known := hidden.recorded[test]) is not None}
+        allowed = {test: known.request for test, known in recorded.items()}
+        names, exports = hidden.names, hidden.exports
+        request = VerifyRequest(tree, hidden.folder, names, tests, changes, limits, allowed, hidden.modules, exports)
         result = await self.backend.verify(request)
         self.stats.cpu_seconds += result.verifier.cpu_seconds + result.tested.cpu_seconds
         self.stats.cold += result.tested.cold
-        return verdict.decide_outside(tests, result)
+        equality = {test: known.equality for test, known in recorded.items()}
+        return replace(verdict.decide_outside(tests, result), equality=equality)
 
 
 def hidden_tests(image: RunImage, folder: Path) -> HiddenTests:
@@ -236,55 +260,80 @@ def library_names(repository: Path, hidden: Path) -> tuple[str, ...]:
 async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) -> None:
     """Record the tests that have no recording yet. Raises BoxError if boxes fail."""
     async with hidden.lock:
-        new = [test for test in dict.fromkeys(tests) if test not in hidden.places]
+        new = [test for test in dict.fromkeys(tests) if test not in hidden.recorded]
         candidates = [test for test in new if "::doctest:" not in test]
-        made: dict[str, tuple[str, ...] | None] = dict.fromkeys(new)
+        made: dict[str, RecordedTest | None] = dict.fromkeys(new)
         count = backend.recordings
         for start in range(0, len(candidates), count * BATCH):
             some = candidates[start : start + count * BATCH]
             parts = (_recorded(backend, hidden, some[part::count]) for part in range(min(count, len(some))))
-            for places in await asyncio.gather(*parts):
-                made |= places
-        inside = [test for test, places in made.items() if places is None]
+            for recorded in await asyncio.gather(*parts):
+                made |= recorded
+        inside = [test for test, recorded in made.items() if recorded is None]
         if inside:
             plan = verdict.plan(inside, hidden.sentinels)
             result = await backend.fork(ForkRequest(hidden.inside, plan.files, plan.tests, {}, RECORD_LIMITS))
             working = verdict.working_controls(plan, result)
             hidden.controlled |= {test: test in working for test in inside}
-        hidden.places |= made
+        hidden.recorded |= made
 
 
-async def _recorded(backend: Backend, hidden: HiddenTests, tests: Sequence[str]) -> dict[str, tuple[str, ...] | None]:
-    """Places by test, for the tests that pass each time."""
-    places: dict[str, set[str]] = {test: set() for test in tests}
+async def _recorded(backend: Backend, hidden: HiddenTests, tests: Sequence[str]) -> dict[str, RecordedTest | None]:
+    """The recordings of tests that pass each time. A test that fails where decoys are decoyed is recorded without."""
+    decoyed: list[str] = []
+    made = await _record_runs(backend, hidden, tests, decoyed)
+    again = [test for test in decoyed if made[test] is None]
+    return made | await _record_runs(backend, hidden, again, None) if again else made
+
+
+async def _record_runs(
+    backend: Backend, hidden: HiddenTests, tests: Sequence[str], decoyed: list[str] | None
+) -> dict[str, RecordedTest | None]:
+    """RUNS recordings. `decoyed` gets the tests in which decoys were decoyed; None: none are decoyed."""
+    runs: dict[str, list[verdict.TestRecording]] = {test: [] for test in tests}
     for _ in range(RUNS):
-        groups = [[test for test in tests if test in places]]
+        groups = [[test for test in tests if test in runs]]
         while groups:
             group = groups.pop(0)
-            made = await _record_once(backend, hidden, group) if group else {}
+            made = await _record_once(backend, hidden, group, decoyed is not None) if group else {}
             for test, recording in made.items():
+                if decoyed is not None and recording.decoys:
+                    decoyed.append(test)
                 if recording.outcome == "passed":
-                    places[test].update(recording.places)
+                    runs[test].append(recording)
                 else:
-                    del places[test]
+                    del runs[test]
             rest = [test for test in group if test not in made]
             files = {test.partition("::")[0] for test in rest}
             if made and rest:  # the first test without a recording ended the run for the others
-                del places[rest[0]]
+                del runs[rest[0]]
                 groups.append(rest[1:])
             elif len(files) > 1:
                 groups += [[test for test in rest if test.startswith(f"{path}::")] for path in sorted(files)]
             else:  # the import of their file ends the run
                 for test in rest:
-                    del places[test]
-    return {test: tuple(sorted(places[test])) if test in places else None for test in tests}
+                    del runs[test]
+    return {test: _agreed(runs[test]) if test in runs else None for test in tests}
 
 
-async def _record_once(backend: Backend, hidden: HiddenTests, tests: Sequence[str]) -> dict[str, verdict.TestRecording]:
+def _agreed(runs: Sequence[verdict.TestRecording]) -> RecordedTest:
+    places = {place for run in runs for place in run.places}
+    decoys = {key: answer for key, answer in runs[0].decoys.items() if answer is not None}
+    decoys = {key: answer for key, answer in decoys.items() if all(run.decoys.get(key) is answer for run in runs)}
+    shares = [open_ / max(1, judged + decided) for judged, decided, open_ in (run.judged for run in runs)]
+    return RecordedTest(tuple(sorted(places)), decoys, round(max(shares), 3))
+
+
+async def _record_once(
+    backend: Backend, hidden: HiddenTests, tests: Sequence[str], decoys: bool = True
+) -> dict[str, verdict.TestRecording]:
     """Recordings of the tests that ran to their end."""
-    request = VerifyRequest(hidden.image, hidden.folder, hidden.names, tests, {}, RECORD_LIMITS, None, hidden.modules)
+    request = VerifyRequest(
+        hidden.image, hidden.folder, hidden.names, tests, {}, RECORD_LIMITS, None, hidden.modules, decoys=decoys
+    )
     made, learned, library = verdict.recordings(tests, await backend.verify(request))
     hidden.modules += [name for name in library if name not in hidden.modules]
+    hidden.exports |= {name: names for name, names in library.items() if name not in hidden.exports}
     if library and not hidden.prepared.issuperset(learned.get("sources", ())):
         hidden.prepared.update(learned["sources"])
         await backend.remember(RunImage(hidden.folder, hidden.image.site, None), json.dumps(learned).encode())

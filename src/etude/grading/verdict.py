@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Sequence
+import signal
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,7 +105,8 @@ class _RunRecord(msgspec.Struct, frozen=True):
     """A line that a run wrote: the record of a test, the reason of an early end, or the end itself.
 
     fault: of a test that was decided outside: "gone", "garbage" or "refused" (`guest/verifier.py`).
-    places, learned: of a recording.
+    places, decoys, judged, learned: of a recording.
+    met: the verifier has received its first bytes from the tested process.
     """
 
     test: str = ""
@@ -112,7 +114,10 @@ class _RunRecord(msgspec.Struct, frozen=True):
     message: str = ""
     fault: str = ""
     places: tuple[str, ...] = ()
+    decoys: dict[str, bool | None] = {}
+    judged: tuple[int, int, int] = (0, 0, 0)
     learned: dict[str, Any] | None = None
+    met: bool = False
     lost: str = ""
     end: int | None = None
 
@@ -126,6 +131,7 @@ class _RunOutput:
     ended: bool
     forged: bool
     learned: dict[str, Any]
+    met: bool
 
 
 def working_controls(plan: TestPlan, result: ForkResult) -> set[str]:
@@ -151,30 +157,37 @@ def decide(plan: TestPlan, result: ForkResult) -> TestReport:
 
 @dataclass(frozen=True)
 class TestRecording:
-    """The outcome of a test on the right library in a verifier, and the places at which the library decided."""
+    """The outcome of a test on the right library in a verifier.
+
+    places: what the library decided there, and did with the test's objects (`guest/verifier.py`).
+    decoys: its answers on decoy comparisons (`guest/decoys.py`); None: of no use.
+    judged: lines judged by the verifier, comparisons decided by the library, and those of them that no decoy checks.
+    """
 
     __test__ = False  # for pytest, which would collect the class
 
     outcome: str
     fault: str
     places: tuple[str, ...]
+    decoys: Mapping[str, bool | None]
+    judged: tuple[int, int, int]
 
 
 def recordings(
     tests: Sequence[str], result: VerifyResult
-) -> tuple[dict[str, TestRecording], dict[str, Any], list[str]]:
-    """(test -> recording, modules and code to keep, modules of the library that were imported). No code of an agent was
-    run.
+) -> tuple[dict[str, TestRecording], dict[str, Any], dict[str, tuple[str, ...]]]:
+    """(test -> recording, modules and code to keep, modules of the library that were imported and the names that
+    `import *` brings). No code of an agent was run.
 
     A missing test was not reached: the run ended before it.
     """
     output = _parsed(frozenset(tests), result.verifier)
     made = {
-        test: TestRecording(record.outcome, record.fault, record.places)
+        test: TestRecording(record.outcome, record.fault, record.places, record.decoys, record.judged)
         for test, record in output.records.items()
         if record.outcome in OUTCOMES
     }
-    library = [name for name in output.learned.get("library", ()) if isinstance(name, str)]
+    library = {str(name): tuple(map(str, names)) for name, names in output.learned.get("library", {}).items()}
     return made, output.learned, library
 
 
@@ -182,11 +195,16 @@ def decide_outside(tests: Sequence[str], result: VerifyResult) -> TestReport:
     """The report on tests that a verifier decided. Raises BoxDead if the verifier itself failed.
 
     Failures of the tested process count against the agent: its end, its silence, and any message that no library sends.
+    So does an early end of the verifier once it has received anything: with the right library it ends normally each
+    time, and what it received is all that is new. Before that, nothing of an agent has reached it, and its end is ours.
+    A verifier that is killed was killed by the machine, in either case: its own limits end it in other ways (an
+    allocation that fails, a deadline that is reported).
     """
     ran = result.verifier
     output = _parsed(frozenset(tests), ran)
-    if output.lost:
-        raise BoxDead(f"the verifier of hidden tests failed: {output.lost}")
+    early = output.lost or ("" if output.ended and ran.status == 0 else f"status {ran.status}")
+    if early and not ran.timed_out and (not output.met or ran.status == -signal.SIGKILL):
+        raise BoxDead(f"the verifier of hidden tests failed: {early}")
     faults = {record.fault for record in output.records.values()}
     outcomes = {test: record.outcome for test, record in output.records.items() if record.outcome in OUTCOMES}
     messages = {test: printable(record.message[:MAX_MESSAGE]) for test, record in output.records.items()}
@@ -208,7 +226,7 @@ def _parsed(expected: frozenset[str], result: ForkResult) -> _RunOutput:
     records: dict[str, _RunRecord] = {}
     learned: dict[str, Any] = {}
     lost = ""
-    forged = ended = False
+    forged = ended = met = False
     lines = result.output.split(b"\n")
     if lines.pop() and not result.timed_out and result.status == 0:
         forged = True  # an honest run that ends by itself ends its last line
@@ -218,6 +236,8 @@ def _parsed(expected: frozenset[str], result: ForkResult) -> _RunOutput:
             forged = True
         elif record.end is not None and not ended:
             ended = True
+        elif record.met:
+            met = True
         elif record.learned is not None:
             learned = record.learned
         elif record.lost:
@@ -226,7 +246,7 @@ def _parsed(expected: frozenset[str], result: ForkResult) -> _RunOutput:
             forged = True
         else:
             records[record.test] = record
-    return _RunOutput(records, lost, ended, forged, learned)
+    return _RunOutput(records, lost, ended, forged, learned, met)
 
 
 def _report(
@@ -244,6 +264,7 @@ def joined(reports: Sequence[TestReport], tests: Sequence[str]) -> TestReport:
     """One report of several runs without common tests, in the order of `tests`."""
     outcomes = {test: outcome for report in reports for test, outcome in report.outcomes.items()}
     messages = {test: message for report in reports for test, message in report.messages.items()}
+    equality = {test: share for report in reports for test, share in report.equality.items()}
     return TestReport(
         {test: outcomes[test] for test in tests},
         messages,
@@ -253,6 +274,7 @@ def joined(reports: Sequence[TestReport], tests: Sequence[str]) -> TestReport:
         any(report.tampered for report in reports),
         frozenset().union(*(report.outside for report in reports)),
         sum(report.controlled for report in reports),
+        equality,
     )
 
 

@@ -120,8 +120,11 @@ class VerifyRequest:
     image: the tree of the library, without hidden tests; `changes` are an agent's.
     hidden: the folder of hidden tests.
     names: top-level modules of the library.
-    allowed: test -> places where the library may decide. None: the run is a recording of the right library.
+    allowed: test -> its recording: {"places": decisions and operations of the library, "decoys": its answers on decoy
+        comparisons}. None: the run is a recording of the right library.
     modules: modules of the library that a process imports ahead.
+    exports: module -> names that `from module import *` may bring.
+    decoys: whether a recording asks for decoy comparisons.
     """
 
     image: RunImage
@@ -130,8 +133,10 @@ class VerifyRequest:
     tests: Sequence[str]
     changes: Changes
     limits: Limits
-    allowed: Mapping[str, Sequence[str]] | None
+    allowed: Mapping[str, Mapping[str, Any]] | None
     modules: Sequence[str] = ()
+    exports: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    decoys: bool = True
 
     @property
     def body(self) -> dict[str, Any]:
@@ -142,6 +147,8 @@ class VerifyRequest:
             "names": self.names,
             "tests": self.tests,
             "allowed": self.allowed or {},
+            "exports": self.exports,
+            "decoys": self.decoys,
         }
 
 

@@ -115,7 +115,8 @@ class TestReport:
     """Node id -> "passed" | "failed" | "error" | "missing", decided outside the tested process.
 
     `messages` holds one line for each test that failed. `tampered` is proof: a sentinel came out wrong, a decoy
-    was returned, or a result was forged.
+    was returned, or a result was forged. `equality` is the share of a test's judged lines at which an operator of the
+    library alone decides, and no decoy comparison could show it to be wrong.
     """
 
     __test__ = False  # for pytest, which would collect the class
@@ -128,6 +129,7 @@ class TestReport:
     tampered: bool = False
     outside: frozenset[str] = frozenset()  # tests decided in a process that the tested code does not run in
     controlled: int = 0  # other tests that ran beside a negative control
+    equality: Mapping[str, float] = field(default_factory=dict)  # of tests outside
 
     @property
     def decided(self) -> float:

@@ -10,7 +10,7 @@ from etude.records import CodeTask
 from etude.tasks import split
 from etude.tasks.bootstrap import BootstrapRecipe
 from etude.tasks.dataset import Manifest
-from etude.tasks.gates import MAX_TESTS
+from etude.tasks.gates import MAX_EQUALITY, MAX_TESTS
 from etude.tasks.inventory import Inventory, shortened
 from etude.tasks.settings import PytestSettings
 
@@ -202,6 +202,12 @@ def _decided(tasks: Sequence[CodeTask]) -> list[str]:
         sentences.append(
             f"Decided outside of the tested process: {mean:.0%} of a task's tests on average. Below half: {low} tasks, "
             "which are not trained on unless `tasks.min_decided` allows it.\n"
+        )
+    if shares := [task.difficulty["library_equality"] for task in tasks if "library_equality" in task.difficulty]:
+        sentences.append(
+            f"Tests in which a comparison rests on the library's own operators, and no altered operand could show them "
+            f"to be wrong: {sum(shares) / len(shares):.0%} of a task's tests on average. Tests in which more than "
+            f"{MAX_EQUALITY:.0%} of the judged lines do are not used.\n"
         )
     if shares := [task.difficulty["covered"] for task in tasks if "covered" in task.difficulty]:
         none, mean = sum(share == 0 for share in shares), sum(shares) / len(shares)

@@ -26,6 +26,9 @@ from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
 from etude.tasks.statements import Determined, failing, with_symptom
 
 MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep passing
+# Of the judged lines of a hidden test, those at which an operator of the library decides and no decoy comparison could
+# show it to be wrong (`grading/guest/decoys.py`). Beyond half, such operators weigh more than the test's own values.
+MAX_EQUALITY = 0.5
 _GUESSED = ("removal", "feature", "class", "commit")  # kinds that remove more text than the agent still sees
 _BATCH = 200  # tests that run together
 _WORDS = 5  # in the message of a commit, at least, where no visible test fails
@@ -37,6 +40,7 @@ class Rejected(StrEnum):
     """The reason for which a candidate did not become a task."""
 
     EQUIVALENT = "no hidden test notices"
+    EQUALITY = "only comparisons by the library notice"
     SILENT = "no visible test notices"
     HANGS = "runs too long"
     CRASHES = "kills the test runner"
@@ -141,9 +145,9 @@ async def probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejecte
         return Rejected.HANGS
     if report.crashed or report.tampered:
         return Rejected.CRASHES
-    failed, shown = failing(report, candidate.hidden), failing(report, candidate.visible)
+    failed, shown = failing(report, _telling(candidate, report)), failing(report, candidate.visible)
     if not failed:
-        return Rejected.EQUIVALENT
+        return Rejected.EQUALITY if failing(report, candidate.hidden) else Rejected.EQUIVALENT
     if bench.options.visible_failure and not shown:
         return Rejected.SILENT
     statement = await _statement(bench, candidate, report, changes)
@@ -155,6 +159,11 @@ async def probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejecte
         if not failed or vague:
             return Rejected.GUESS
     return ProvisionalTask(task=_task(bench, candidate, report, failed, statement), outcomes=report.outcomes)
+
+
+def _telling(candidate: Candidate, report: TestReport) -> list[str]:
+    """The hidden tests that do not rest on comparisons by the library alone."""
+    return [test for test in candidate.hidden if report.equality.get(test, 0.0) <= MAX_EQUALITY]
 
 
 async def _statement(bench: Bench, candidate: Candidate, report: TestReport, changes: Changes) -> str:
@@ -197,7 +206,9 @@ async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
 def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequence[str], statement: str) -> CodeTask:
     function, broken = candidate.function, candidate.broken
     f2p = tuple(sorted(failed[:MAX_TESTS]))
-    p2p = tuple(sorted([test for test in candidate.hidden if report.outcomes.get(test) == "passed"][:MAX_TESTS]))
+    p2p = tuple(
+        sorted([test for test in _telling(candidate, report) if report.outcomes.get(test) == "passed"][:MAX_TESTS])
+    )
     # Lines of the original that the broken text lacks; at least 1, since moved lines occur in both.
     lost = (Counter(m.original.split("\n")) - Counter(m.snippet.split("\n")) for m in candidate.mutants.values())
     outside = report.outside.intersection((*f2p, *p2p))
@@ -215,6 +226,9 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
     }
     if is_script(function.path):
         difficulty["covered"] = round(report.covered, 3)
+    else:
+        resting = [test for test in (*f2p, *p2p) if report.equality.get(test)]
+        difficulty["library_equality"] = round(len(resting) / len((*f2p, *p2p)), 3)
     return CodeTask(
         id=task_id(candidate),
         repository=bench.name,

@@ -41,6 +41,7 @@ _KNOWN = (
     | {kind.__name__: kind for kind in (map, filter, zip, enumerate, reversed, memoryview, functools.partial)}
     | {kind.__name__: kind for kind in vars(itertools).values() if isinstance(kind, type)}
 )
+_MAKERS = (type, types.CodeType)  # no object of the library shows these as its class: a test may call that
 
 
 class RemoteType(type):
@@ -55,6 +56,10 @@ class RemoteType(type):
         """Make a class. A class that a test derives from one of the library is made in both processes."""
         made = super().__new__(mcs, name, bases, space)
         if not mirrored:
+            theirs = [value for key, value in space.items() if key in SPECIAL and value is not None]
+            if any(isinstance(value, Bound) or isinstance(type(value), RemoteType) for value in theirs):
+                made.wire.blame("a class of the tests has members of the library")  # they would decide in its stead
+                raise TypeError(made.wire.fault)
             own = {key: value for key, value in space.items() if key not in ("__classcell__", "__qualname__")}
             made.wire.subclassed(made, bases, own)
         return made
@@ -84,12 +89,12 @@ class RemoteType(type):
     def __instancecheck__(cls, value: object) -> bool:
         if cls in type(value).__mro__:
             return True
-        return cls.abstract and cls.wire.request("instance", value, cls) is True
+        return cls.abstract and cls.wire.decides("instance") and cls.wire.request("instance", value, cls) is True
 
     def __subclasscheck__(cls, kind: type) -> bool:
         if cls in type.mro(kind) if isinstance(kind, RemoteType) else cls in kind.__mro__:
             return True
-        return cls.abstract and cls.wire.request("subclass", kind, cls) is True
+        return cls.abstract and cls.wire.decides("subclass") and cls.wire.request("subclass", kind, cls) is True
 
     def __iter__(cls) -> Iterator[Any]:
         return cls.wire.request("op", "iter", cls)
@@ -101,6 +106,8 @@ class RemoteType(type):
         return True
 
     def __contains__(cls, value: object) -> bool:
+        if not cls.wire.decides("contains"):
+            cls.wire.refuse(cls)
         return cls.wire.request("op", "contains", cls, value) is True
 
     def __getitem__(cls, key: object) -> Any:
@@ -271,11 +278,9 @@ def _compared(name: str) -> Callable[[Any, Any], Any]:
                     here = evaluate(_content(self), _content(other) if _has_content(other) else other)
                 if here is there:
                     return there
-            wire.decides(name)
-            return there
         if not wire.decides(name):
             return evaluate(_content(self), _content(other) if _has_content(other) else other)
-        return wire.request("op", name, self, other)
+        return wire.decoys.compare(name, self, other)
 
     return compare
 
@@ -351,7 +356,7 @@ def build(wire: Any, module: str, name: str, bases: list[type], members: list[li
     space["abstract"] = ABSTRACT in own or any(base.abstract for base in mirrors)
     if module in _STANDARD and not errors:
         real = _KNOWN.get(name) or getattr(sys.modules.get(module), name, None)
-        if isinstance(real, type):
+        if isinstance(real, type) and real is not object and not issubclass(real, _MAKERS) and name[0] != "_":
             space["__class__"] = property(lambda self: real)
         if name == "function":
             space["__get__"] = _bound

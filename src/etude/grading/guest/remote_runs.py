@@ -28,10 +28,10 @@ class RemoteRuns(RunTemplate):
     def _fork(self) -> int:
         return os.fork()
 
-    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None], alone: bool) -> None:
         linux.own_session()
         lay(changes, self.user)
-        box.confine(limits, self.filter, self.user)
+        box.confine(limits, self.filters[alone], self.user)
 
     def _warm_up(self, files: Sequence[str]) -> None:
         """Do nothing, for there is no second run."""

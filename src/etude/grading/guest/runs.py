@@ -90,7 +90,7 @@ class RunTemplate:
         self.ran: swap.Ran = set()
         self.modules: dict[str, ModuleType] = {}  # imported, by file
         self.runs: dict[int, ForkedRun] = {}  # by pidfd
-        self.filter = linux.filter_program(os.uname().machine)
+        self.filters = {alone: linux.filter_program(os.uname().machine, alone) for alone in (False, True)}
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.buffer = bytearray()
         self.descriptors: list[int] = []
@@ -290,7 +290,7 @@ class RunTemplate:
             os.closerange(first + 1, last)
             os.closerange(last + 1, 65536)
             self.cache.changed = {f"{root.WORKSPACE}/{path}": data for path, data in changes.items()}
-            self._enter(limits, changes)
+            self._enter(limits, changes, request.get("role") == "verifier")
             if warm is not None:
                 self._learn(warm, writer)
             elif request.get("role") == "verifier":
@@ -305,24 +305,28 @@ class RunTemplate:
             os._exit(2)
         os._exit(0)
 
-    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
-        """Make this fork a box."""
+    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None], alone: bool) -> None:
+        """Make this fork a box; `alone`: that of a verifier, which starts no process and opens no connection."""
         box.enter()
         box.furnish(limits, changes, self.lowers)
         if root.REPOSITORY in self.lowers:
             linux.unmount(root.SHARED)  # the repository without the task's files
         linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
         linux.own_session()
-        box.confine(limits, self.filter)
+        if alone:
+            box.close_files()
+        box.confine(limits, self.filters[alone])
+        if alone:
+            linux.hide()
 
     def _verify(self, request: dict[str, Any], sock: int, writer: int) -> None:
         """Run hidden tests against a library at the other end of the socket."""
         before = set(sys.modules)
-        wire = verifier.Verifier(socket.socket(fileno=sock), request["names"], request["recording"])
+        wire = verifier.Verifier(socket.socket(fileno=sock), request, lambda: _write(writer, {"met": True}))
         tests = verifier.VerifiedSuite(self.config, self.reporter, self.cache, wire)
         verifier.verify(request, tests, lambda record: _write(writer, record))
         if wire.recording:
-            _write(writer, {"learned": {**self._learned(before), "library": list(dict.fromkeys(wire.library_modules))}})
+            _write(writer, {"learned": {**self._learned(before), "library": wire.finder.imported}})
         _write(writer, {"end": len(request["tests"])})
 
     def _run(self, request: dict[str, Any], writer: int, sock: int) -> None:

@@ -132,6 +132,8 @@ class _Module(pytest.Module):
 class Suite:
     """The tests of one run. Ids are relative to the folders `hidden` and `workspace`; the first wins."""
 
+    fatal: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError)  # at an import: they end the run
+
     def __init__(
         self, config: Config, reporter: _Reporter, cache: code.Cache, hidden: str | None, workspace: str
     ) -> None:
@@ -221,7 +223,7 @@ class Suite:
             try:
                 entries |= self._collect(path, ids)
             except BaseException as e:
-                if isinstance(e, (KeyboardInterrupt, MemoryError)):
+                if isinstance(e, self.fatal):
                     raise
                 entries |= dict.fromkeys(ids, describe(e))
         for test in tests:
@@ -268,7 +270,7 @@ class Suite:
         try:
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         except BaseException as e:
-            if isinstance(e, MemoryError):
+            if isinstance(e, self.fatal) and not isinstance(e, KeyboardInterrupt):
                 raise
             report(test, "error", describe(e))
             return

@@ -116,7 +116,7 @@ class TestedSide(Wire):
 
     # Requests
 
-    def serve(self, operation: str, values: list[Any]) -> object:
+    def serve(self, operation: str, values: list[Any], context: Context) -> object:
         """As `Wire.serve`."""
         return _SERVED[operation](self, *values)
 
@@ -191,7 +191,7 @@ class TestedSide(Wire):
         number = self.theirs.get(id(error))
         if number is not None:
             return ["o", number]
-        kind = RuntimeError if isinstance(error, (KeyboardInterrupt, GeneratorExit)) else type(error)
+        kind = type(error) if isinstance(error, Exception) or type(error) is SystemExit else RuntimeError
         try:
             text = str(error)[:4000]
         except BaseException as e:  # from the code's own __str__

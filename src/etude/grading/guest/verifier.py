@@ -6,7 +6,8 @@ the verdict, which leaves over a descriptor that the tested process never had.
 
 Recordings limit the decisions of the library: a comparison that the tested process answers counts only if the recorded
 run of the right library had one at the same place of the same test. So an object that claims to equal everything fails
-where the library returns a plain value.
+where the library returns a plain value. What the library does with objects that a test hands over is limited likewise
+(`handed.py`), and decisions are checked with decoys (`decoys.py`).
 """
 
 from __future__ import annotations
@@ -14,59 +15,61 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import importlib
 import inspect
-import os
 import signal
 import socket
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from _pytest.config import Config
-from _pytest.monkeypatch import MonkeyPatch
 
 from ...sandbox.guest import root
-from . import code, mirrors, suite
+from . import code, handed, mirrors, suite
+from .decoys import ComparisonDecoys
 from .mirrors import SPECIAL, Bound, Handle, RemoteError, RemoteType
-from .tested import OPERATIONS, PLAIN_CLASSES
-from .wire import Context, Garbage, Gone, Unsendable, Wire
+from .remote_modules import RemoteFinder, RemoteModule, watch_patches
+from .tested import PLAIN_CLASSES
+from .wire import RAISED, Context, Garbage, Gone, Unsendable, Wire
 
 _PLAIN_BY_NAME = {kind.__name__: kind for kind in PLAIN_CLASSES}
-_FRAMES = (
-    "_",
-    "gi_",
-    "cr_",
-    "ag_",
-    "f_",
-    "tb_",
-    "co_",
-    "func_",
-)  # attributes that lead from an object to its test
-_NAMES = frozenset({"__name__", "__qualname__", "__doc__", "__module__"})
 RECORDING_SECONDS = 15.0  # of one test; longer than any should take on a busy machine
 MAX_PLACES = 5000  # of one test
 
 
 class Refused(BaseException):
-    """The tested process would decide a comparison that it did not decide when the test was recorded."""
+    """The tested process would decide something that the right library did not decide when the test was recorded."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The recording of a test: names of operations and decisions, and the right answers on decoys (`decoys.py`)."""
+
+    places: Sequence[str] = ()
+    decoys: Mapping[str, bool] = field(default_factory=dict)
 
 
 class Verifier(Wire):
     """The verifier's end of the connection.
 
     fault: the reason for which the current test can no longer pass, whatever its code catches.
-    places: where the library decided in the current test; `allowed`: where it may.
+    places: the decisions and operations of the library in the current test (`handed.py`); `allowed`: those it may make.
+    judged: lines at which a result was a plain value or an exception.
     """
 
-    def __init__(self, sock: socket.socket, names: Sequence[str], recording: bool) -> None:
+    def __init__(self, sock: socket.socket, request: Mapping[str, Any], met: Callable[[], None]) -> None:
+        """`met` is called when the tested process has sent its first bytes."""
         super().__init__(sock)
-        self.names = frozenset(names)  # top-level modules of the library
-        self.recording = recording
+        self.recording = recording = request["recording"]
+        self.finder = RemoteFinder(self, request["names"], None if recording else request["exports"])
+        self.decoys = ComparisonDecoys(self, recording, request["decoys"])
+        self.meet: Callable[[], None] | None = met
+        self.serving = 0  # operations of the library that are under way in this process
+        self.judged: dict[str, None] = {}
         self.fault = ""
         self.gone = False
         self.places: dict[str, None] = {}
@@ -77,8 +80,7 @@ class Verifier(Wire):
         self.class_numbers: dict[type, int] = {}
         self.errors: dict[int, tuple[BaseException, int]] = {}  # id of a remote exception -> (exception, number)
         self.kinds: dict[type, int] = {}  # classes of objects passed on; below zero, unlike numbers of objects
-        self.library_modules: list[str] = []  # modules of the library that were imported
-        self.imported: dict[str, None] | None = None  # places that were used while test modules were imported
+        self.imported: dict[str, None] = {}  # places that were used while test modules were imported
         type.__setattr__(Handle, "wire", self)
         type.__setattr__(RemoteError, "wire", self)
 
@@ -86,17 +88,27 @@ class Verifier(Wire):
 
     def decides(self, operation: str) -> bool:
         """Whether the library may decide at this place. A recording allows all decisions and keeps their places."""
-        place = f"{self._place()} {operation}"
+        place = f"{self.place()} {operation}"
         if self.recording:
             if not self.silent and len(self.places) < MAX_PLACES:
                 self.places[place] = None
             return True
         return place in self.allowed
 
-    def begin(self, allowed: Iterable[str]) -> None:
-        """Start a test."""
-        self.allowed, self.places = frozenset(allowed), dict(self.imported or {})
-        self.fault = self.fault if self.gone else ""
+    def allows(self, operation: str) -> bool:
+        """Whether the library may carry out an operation on the objects of this test: see `handed.py`."""
+        if self.recording:
+            if len(self.places) < MAX_PLACES:
+                self.places[operation] = None
+            return True
+        return operation in self.allowed
+
+    def begin(self, recorded: Recorded, fault: str = "") -> None:
+        """Start a test; `fault` is that of the import of its file."""
+        self.allowed, self.places = frozenset(recorded.places), dict(self.imported)
+        self.decoys.begin(recorded.decoys)
+        self.judged = {}
+        self.fault = self.fault if self.gone else fault
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -107,8 +119,9 @@ class Verifier(Wire):
         finally:
             self.silent = before
 
-    def _place(self) -> str:
-        frame: Any = sys._getframe(2)
+    def place(self) -> str:
+        """The line of the test that is under way: of the innermost frame in its files."""
+        frame: Any = sys._getframe(1)
         while frame is not None:
             path = frame.f_code.co_filename
             if path.startswith(root.WORKSPACE):
@@ -145,6 +158,27 @@ class Verifier(Wire):
             self.end("the tested process ended")
             raise
 
+    def _read(self, size: int) -> bytes:
+        data = super()._read(size)
+        if self.meet is not None:
+            self.meet()
+            self.meet = None
+        return data
+
+    def _result(self, reply: list[Any], sent: list[Any]) -> Any:
+        counts_here = self.recording and not self.decoys.asking
+        try:
+            value = super()._result(reply, sent)
+        except Exception:
+            if counts_here:
+                self.judged[self.place()] = None
+            raise
+        if self.serving and len(reply) > 1:  # a callback may look up what it reads from its argument
+            handed.texts(self, reply[1:2])
+        if counts_here and value is not None and not isinstance(value, (Handle, RemoteModule, type)):
+            self.judged[self.place()] = None
+        return value
+
     def receive(self) -> list[Any]:
         """As `Wire.receive`."""
         try:
@@ -178,35 +212,25 @@ class Verifier(Wire):
         kind = getattr(builtins, warning[0], None)
         if not isinstance(kind, type) or not issubclass(kind, Warning):
             raise Garbage("no warning")
-        place = self._place() or "library:1"
+        place = self.place() or "library:1"
         path, _, line = place.rpartition(":")
         warnings.warn_explicit(warning[1], kind, path, int(line))
 
-    # Requests of the tested process: it may use objects that a test has passed on, and no names that lead on from them
+    # Requests of the tested process: it may use objects that a test has passed on as the right library does
 
-    def serve(self, operation: str, values: list[Any]) -> object:
-        """As `Wire.serve`. Raises Garbage for a request that no library needs."""
-        if operation == "call" and len(values) == 3:
-            target, arguments, keywords = values
-            self._handed(target)
-            return target(*arguments, **keywords)
-        if operation in ("get", "set") and len(values) >= 2:
-            target, name = values[:2]
-            self._handed(target)
-            if type(name) is not str or (name.startswith(_FRAMES) and name not in _NAMES):
-                raise AttributeError(name)
-            return getattr(target, name) if operation == "get" else setattr(target, name, values[2])
-        if operation == "op" and len(values) >= 2 and values[0] in OPERATIONS:
-            if not any(id(value) in self.numbers for value in values[1:3]):
-                raise Garbage("not handed over")
-            return OPERATIONS[values[0]](*values[1:])
-        if operation == "instance" and len(values) == 2 and isinstance(values[1], type):
-            return isinstance(values[0], values[1])
-        raise Garbage("an unknown operation")
+    def answer(self, message: list[Any]) -> None:
+        """As `Wire.answer`."""
+        if message[0] in ("call", "op"):
+            try:
+                handed.texts(self, message[2:])
+            except TypeError as e:
+                self._reply([RAISED, self.encode_exception(e, Context())], Context())
+                return
+        super().answer(message)
 
-    def _handed(self, target: object) -> None:
-        if id(target) not in self.numbers:
-            raise Garbage("not handed over")
+    def serve(self, operation: str, values: list[Any], context: Context) -> object:
+        """As `Wire.serve`. Raises Garbage for a request that no library sends."""
+        return handed.serve(self, operation, values, context.owned or [])
 
     # Objects of the tests
 
@@ -293,29 +317,43 @@ class Verifier(Wire):
         """As `Wire.decode_other`."""
         match form:
             case ["o", number]:
-                return self.own(number)
+                return self._owned(self.own(number), "returned", context)
             case ["h", int(number), kind]:
                 if number not in self.handles:
-                    cls = self._class(kind, context)
+                    cls = self._class(kind)
                     cls = Handle if cls is object else cls
                     if not isinstance(cls, RemoteType) or issubclass(cls, BaseException):
                         raise Garbage("a handle of no class")
                     made = self.handles[number] = object.__new__(cls)
                     object.__setattr__(made, "_remote_number", number)
                 elif type(kind) is list:
-                    self._class(kind, context)
+                    self._class(kind)
+                if context.owned is None:
+                    self.decoys.receive(self.handles[number])
                 return self.handles[number]
-            case ["k", kind]:
-                return self._class(kind, context)
-            case ["g", "builtins", str()]:
-                return self._class(form, context)
-            case ["m", str(name)] if name.partition(".")[0] in self.names:
-                return importlib.import_module(name)
+            case ["k", kind] | (["g", "builtins", str()] as kind):
+                cls = self._class(kind)
+                return cls if isinstance(cls, RemoteType) else self._owned(cls, "returned", context)
+            case ["m", str(name)]:
+                if (module := self.finder.known(name)) is None:
+                    self.blame(f"the module {name} was not recorded")
+                    raise Refused(self.fault)
+                return module
             case ["E", *_]:
                 return self.decode_exception(form, context)
         raise Garbage("an unknown form")
 
-    def _class(self, form: Any, context: Context) -> type:
+    def _owned(self, value: Any, how: str, context: Context) -> Any:
+        """An object or real class of this process that comes from the library: part of a request, or a result, which is
+        the library's decision."""
+        if context.owned is not None:
+            context.owned.append(value)
+        elif not self.decides(f"{handed.class_name(value)} {how}"):
+            self.blame(f"{handed.class_name(value)} is {how} where the right library does not")
+            raise Refused(self.fault)
+        return value
+
+    def _class(self, form: Any) -> type:
         """The class of a number, or of a description: [number, module, name, bases, members]."""
         if type(form) is int:
             return self.classes[form]
@@ -324,18 +362,19 @@ class Verifier(Wire):
                 kind = _PLAIN_BY_NAME.get(name) or getattr(builtins, name)
                 if isinstance(kind, type) and (kind in PLAIN_CLASSES or issubclass(kind, BaseException)):
                     return kind
-            case ["o", number]:
-                kind = self.own(number)
-                if isinstance(kind, type):
-                    return kind
             case [int(number), str(module), str(name), list(bases), list(members)] if number not in self.classes:
                 if any(type(m) is not list or [type(part) for part in m] != [str, str] for m in members):
                     raise Garbage("a class of another form")
-                made = mirrors.build(self, module, name, [self._class(base, context) for base in bases], members)
+                made = mirrors.build(self, module, name, [self._base(base) for base in bases], members)
                 self.classes[number] = made
                 self.class_numbers[made] = number
                 return made
         raise Garbage("no class")
+
+    def _base(self, form: Any) -> type:
+        """A base of a mirror. What is raised here is caught as an Exception, so that no library ends this process."""
+        kind = self._class(form)
+        return Exception if issubclass(kind, BaseException) and not issubclass(kind, Exception) else kind
 
     def decode_exception(self, form: Any, context: Context) -> BaseException:
         """As `Wire.decode_exception`."""
@@ -343,20 +382,22 @@ class Verifier(Wire):
             error = self.own(form[1])
             if not isinstance(error, BaseException):
                 raise Garbage("no exception")
-            return error
+            return self._owned(error, "raised", context)
         tag, number, kind, arguments, text = form
         if tag != "E" or type(number) is not int or type(text) is not str:
             raise Garbage("no exception")
-        cls = self._class(kind, context)
+        cls = self._class(kind)
         values = self.decode(arguments, context)
         if number in self.handles:
             return self.handles[number]
-        if not issubclass(cls, BaseException) or type(values) is not tuple or cls in (KeyboardInterrupt, GeneratorExit):
+        if not (issubclass(cls, Exception) or cls is SystemExit) or type(values) is not tuple:
             raise Garbage("no exception")
+        if cls is SystemExit:
+            self._owned(cls, "raised", context)
         try:
             made: Any = cls.__new__(cls, *values) if isinstance(cls, RemoteType) else cls(*values)  # type: ignore[arg-type]
         except TypeError:
-            made = Exception.__new__(cls) if issubclass(cls, Exception) else RuntimeError(text)
+            made = BaseException.__new__(cls)
         made.args = values
         if isinstance(cls, RemoteType):
             vars(made).update(_remote_number=number, _remote_text=text)
@@ -396,82 +437,31 @@ def _shared(module: str) -> bool:
     return origin in ("built-in", "frozen") or origin.startswith(stable)
 
 
-class RemoteModule(ModuleType):
-    """The mirror of a library module. Attributes are kept until the test changes the module."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ("__version__", "__author__", "__all__", "__doc__"):
-            raise AttributeError(name)
-        attribute = _wire().request("get", self, name)
-        if isinstance(attribute, (Handle, RemoteType, RemoteModule)):
-            self.__dict__[name] = attribute
-        return attribute
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name.startswith("__") or isinstance(value, RemoteModule):
-            super().__setattr__(name, value)
-        else:
-            _wire().request("set", self, name, value)
-            self.__dict__.pop(name, None)
-
-    def __delattr__(self, name: str) -> None:
-        _wire().request("del", self, name)
-        self.__dict__.pop(name, None)
-
-    def __dir__(self) -> list[str]:
-        return _wire().request("op", "dir", self)
-
-
-def _wire() -> Verifier:
-    return Handle.wire
-
-
-class RemoteFinder:
-    """Finds modules of the library in the tested process, except those that the hidden tests bring."""
-
-    def __init__(self, wire: Verifier) -> None:
-        self.wire = wire
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """As `importlib.abc.MetaPathFinder.find_spec`."""
-        if name.partition(".")[0] not in self.wire.names:
-            return None
-        place = f"{root.WORKSPACE}/{name.replace('.', '/')}"
-        if os.path.isfile(f"{place}.py") or (os.path.isdir(place) and "." in name):
-            return None
-        spec = ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-        spec.submodule_search_locations = [place]
-        return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The mirror of the module of the same name."""
-        return RemoteModule(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Import the module in the tested process."""
-        names = self.wire.request("import", module.__name__)
-        if type(names) is not list or not all(type(name) is str for name in names):
-            raise Garbage("no names")
-        self.wire.library_modules.append(module.__name__)
-        module.__dict__["__all__"] = names
-
-
 class VerifiedSuite(suite.Suite):
-    """The hidden tests of one run, each with the places at which the library may decide."""
+    """The hidden tests of one run, each with its recording."""
+
+    fatal = ()  # nothing that the library raises ends this process
 
     def __init__(self, config: Config, reporter: Any, cache: code.Cache, wire: Verifier) -> None:
         super().__init__(config, reporter, cache, None, root.WORKSPACE)
         self.wire = wire
-        self.allowed: Mapping[str, Sequence[str]] = {}
+        self.recorded: Mapping[str, Recorded] = {}
+        self.spoilt: dict[str, str] = {}  # path -> what the library did while the file was imported
+
+    def _collect(self, path: str, ids: Sequence[str]) -> dict[str, Any]:
+        wire = self.wire
+        try:
+            return super()._collect(path, ids)
+        finally:
+            wire.imported |= wire.places
+            self.spoilt[path], wire.fault = wire.fault, wire.fault if wire.gone else ""
 
     def _run_item(self, test: str, item: Any, following: Any, report: suite.Report) -> None:
-        if self.wire.imported is None:
-            self.wire.imported = dict(self.wire.places)
-        self.wire.begin(self.allowed.get(test, ()))
+        self.wire.begin(self.recorded.get(test, Recorded()), self.spoilt.get(test.partition("::")[0], ""))
         if self.wire.recording:  # a test that deadlocks over the two processes would take the time of all others
             signal.signal(signal.SIGALRM, self._late)
             signal.setitimer(signal.ITIMER_REAL, RECORDING_SECONDS)
-            _watch_patches(self.wire)
+            watch_patches(self.wire)
         super()._run_item(test, item, following, report)
 
     def _late(self, number: int, frame: object) -> None:
@@ -479,44 +469,28 @@ class VerifiedSuite(suite.Suite):
         raise Gone
 
 
-def _watch_patches(wire: Verifier) -> None:
-    """Make pytest's `monkeypatch` and `unittest.mock`, if it is imported, report their patches to the wire from now
-    on."""
-    mock = sys.modules.get("unittest.mock")
-    if mock is not None and not hasattr(mock._patch.get_original, "__wrapped__"):
-        mock._patch.get_original = _showing(wire, mock._patch.get_original, lambda patch: patch.target)
-    if not hasattr(MonkeyPatch.setattr, "__wrapped__"):
-        MonkeyPatch.setattr = _showing(wire, MonkeyPatch.setattr, lambda _, target, *rest, **named: target)  # type: ignore
-
-
-def _showing(wire: Verifier, change: Callable[..., Any], target: Callable[..., object]) -> Callable[..., Any]:
-    """`change`, preceded by a report to the wire of the object that it will change."""
-
-    @functools.wraps(change)
-    def shown(*arguments: Any, **named: Any) -> Any:
-        changed = target(*arguments, **named)
-        wire.patched(sys.modules.get(changed.rpartition(".")[0]) if isinstance(changed, str) else changed)
-        return change(*arguments, **named)
-
-    return shown
-
-
 def verify(request: dict[str, Any], tests: VerifiedSuite, write: Callable[[dict[str, Any]], None]) -> None:
-    """Run tests, and write the outcome of each: {"test", "outcome", "message", "fault"}, for a recording also
-    "places"."""
+    """Run tests, and write the outcome of each: {"test", "outcome", "message", "fault"}, for a recording also "places",
+    "decoys", and how many lines of the test were judged here, by the library, and by it without a decoy that tells."""
     wire = tests.wire
-    tests.allowed = request["allowed"]
-    wire.allowed = frozenset(place for places in tests.allowed.values() for place in places)
-    sys.meta_path.insert(0, RemoteFinder(wire))  # type: ignore[arg-type]
+    tests.recorded = {test: Recorded(**recorded) for test, recorded in request["allowed"].items()}
+    wire.allowed = frozenset(place for recorded in tests.recorded.values() for place in recorded.places)
+    sys.meta_path.insert(0, wire.finder)  # type: ignore[arg-type]
+    sys.addaudithook(handed.watch(wire))
 
     def report(test: str, outcome: str, message: str) -> None:
-        fault = "" if not wire.fault else "gone" if wire.gone else "refused"
-        if wire.fault.startswith("garbage"):
-            fault = "garbage"
-        if wire.fault and outcome == "passed":
+        fault = wire.fault or tests.spoilt.get(test.partition("::")[0], "")
+        kind = "" if not fault else "gone" if wire.gone else "refused"
+        if fault.startswith("garbage"):
+            kind = "garbage"
+        if fault and outcome == "passed":
             outcome = "failed"
-        message = wire.fault if wire.fault and wire.fault not in message else message
-        record = {"test": test, "outcome": outcome, "message": suite.one_line(message), "fault": fault}
-        write(record | {"places": list(wire.places)} if wire.recording else record)
+        message = fault if fault and fault not in message else message
+        record: dict[str, Any] = {"test": test, "outcome": outcome, "message": suite.one_line(message), "fault": kind}
+        if wire.recording:
+            decoys, decided = wire.decoys, wire.decoys.real
+            counts = [len(wire.judged), len(decided), len(decoys.undecidable)]
+            record |= {"places": list(wire.places), "decoys": decoys.answers, "judged": counts}
+        write(record)
 
     tests.run(request["tests"], report)

@@ -53,6 +53,7 @@ class Context:
         self.seen: dict[int, list[Any]] = {id(v): ["r", n] for n, v in enumerate(known)}
         self.known = known
         self.described: list[int] = []  # classes that this message describes
+        self.owned: list[Any] | None = None  # in a request: objects of the side that serves it, which the other names
         self.depth = 0
 
 
@@ -171,12 +172,13 @@ class Wire:
     def answer(self, message: list[Any]) -> None:
         """Serve a request of the other side."""
         made = Context()
+        made.owned = []
         values = self.checked(lambda: [self.decode(part, made) for part in message[1:]])
         mutable = [(n, v) for n, v in enumerate(made.order) if type(v) in MUTABLE]
         before = [(n, v, bytes(v) if type(v) is bytearray else v.copy()) for n, v in mutable]
         context = Context(made.order)
         try:
-            result = self.serve(message[0], values)
+            result = self.serve(message[0], values, made)
             changes = [self._changed(n, v, context) for n, v, old in before if not _same(v, old)]
             reply = [REPLY, self.encode(result, context), changes, self.warnings()]
             self._reply(reply, context)
@@ -202,8 +204,8 @@ class Wire:
 
     # Methods for subclasses
 
-    def serve(self, operation: str, values: list[Any]) -> object:
-        """Carry out a request of the other side."""
+    def serve(self, operation: str, values: list[Any], context: Context) -> object:
+        """Carry out a request of the other side, which was decoded in that context."""
         raise NotImplementedError
 
     def encode_other(self, value: object, context: Context) -> list[Any]:

@@ -309,6 +309,14 @@ _DENIED = {
     "ioperm": (173, None), "modify_ldt": (154, None), "move_pages": (279, 239), "migrate_pages": (256, 238),
     "lookup_dcookie": (212, 18), "nfsservctl": (180, 42), "vhangup": (153, 58),
 }  # fmt: skip
+# Besides, in a process that is alone: it makes threads, no processes, and has one connection, which it is given.
+_ALONE = {
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "socket": (41, 198),
+    "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
+    "accept4": (288, 242), "sendmsg": (46, 211), "sendmmsg": (307, 269), "recvmsg": (47, 212), "recvmmsg": (299, 243),
+    "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
+}  # fmt: skip
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NAMESPACES = NEWTIME | NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x50000
@@ -318,11 +326,17 @@ _NETLINK, _ROUTE = 16, 0
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
 
+_THREAD = 0x10000  # CLONE_THREAD
+
+
 @functools.cache
-def filter_program(machine: str) -> bytes:
-    """The deny list as classic BPF over `struct seccomp_data` (nr at 0, arch at 4, low half of argument i at 16+8i)."""
+def filter_program(machine: str, alone: bool = False) -> bytes:
+    """The deny list as classic BPF over `struct seccomp_data` (nr at 0, arch at 4, low half of argument i at 16+8i).
+
+    alone: the process may make threads, but no process, and use the connections that it has, but make none.
+    """
     column = {"x86_64": 0, "aarch64": 1}[machine]
-    clone, clone3, socket_, ioctl = ((56, 435, 41, 16), (220, 435, 198, 29))[column]
+    clone, clone3, socket_, ioctl, sendto = ((56, 435, 41, 16, 44), (220, 435, 198, 29, 206))[column]
     code: list[tuple[int, int, int, int]] = []
 
     def op(kind: int, value: int, yes: int = 0, no: int = 0) -> None:
@@ -337,9 +351,22 @@ def filter_program(machine: str) -> bytes:
         op(_RETURN, _ERRNO | errno.ENOSYS)
     op(_EQUAL, clone3, 0, 1)  # its flags lie in memory, out of reach of a filter; libc falls back to clone
     op(_RETURN, _ERRNO | errno.ENOSYS)
-    for number in sorted(numbers[column] for numbers in _DENIED.values() if numbers[column] is not None):
+    denied = _DENIED | (_ALONE if alone else {})
+    for number in sorted(numbers[column] for numbers in denied.values() if numbers[column] is not None):
         op(_EQUAL, number, 0, 1)
         op(_RETURN, _ERRNO | errno.EPERM)
+    if alone:
+        op(_EQUAL, clone, 0, 3)
+        op(_LOAD, 16)
+        op(_MASK, _THREAD, 1, 0)
+        op(_RETURN, _ERRNO | errno.EPERM)
+        op(_LOAD, 0)
+        op(_EQUAL, sendto, 0, 6)
+        for half in (48, 52):  # the address of a peer
+            op(_LOAD, half)
+            op(_EQUAL, 0, 1, 0)
+            op(_RETURN, _ERRNO | errno.EPERM)
+        op(_LOAD, 0)
     op(_EQUAL, clone, 0, 4)
     op(_LOAD, 16)
     op(_MASK, _NAMESPACES & ~NEWTIME, 0, 1)  # CLONE_NEWTIME's bit belongs to the exit signal in clone(2)
