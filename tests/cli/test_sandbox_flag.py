@@ -20,7 +20,7 @@ from tests.helpers.foreign import write as harbor_folder
 TINY = Path(__file__).parents[1] / "tasks/data/tiny"
 FILES = {
     "pyproject.toml": '[project]\nname = "lib"\nversion = "1.0"\nlicense = "MIT"\n',
-    "lib/__init__.py": "def total(items):\n    result = 0\n    for one in items:\n        result += one\n    return result\n",
+    "lib/__init__.py": "def total(items):\n    count = 0\n    for i in items:\n        count += i\n    return count\n",
     "tests/test_lib.py": "from lib import total\n\n\ndef test_total():\n    assert total([1, 2]) == 3\n",
 }
 TABLE = {
@@ -28,8 +28,13 @@ TABLE = {
     "index": "https://index.example/simple",
     "index_before": "2024-05-01",
 }
-LISTED = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TABLE.items() if key != "index_before")
-TOML += "index_before = 2024-05-01\n[other]\nkey = 1\n"
+TOML = """[sandbox]
+egress = ["git.example:8443@127.0.0.1"]
+index = "https://index.example/simple"
+index_before = 2024-05-01
+[other]
+key = 1
+"""
 
 
 @pytest.fixture

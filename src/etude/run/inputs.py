@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.code import fetch_library
-from etude.config import RLConfig, TaskSource
+from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.errors import UserError
 from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url

@@ -29,6 +29,7 @@ class Containers:
     def __init__(self, name: ContainerEngine, image: str, runtime: str | None) -> None:
         self.name = name
         self._image = image
+        self.image_name = f"{image} of {name}"
         self._runtime = runtime
 
     async def reach(self) -> None:

@@ -85,6 +85,7 @@ class RemoteHost(Protocol):
     """Makes machines, as a container engine does."""
 
     name: str
+    image_name: str  # of its machines
 
     async def reach(self) -> None:
         """Raises UserError if the host is not installed or does not answer."""

@@ -57,6 +57,7 @@ class RemoteBackend(Backend):
 
     def __init__(self, host: RemoteHost, capabilities: Capabilities, runs: RunServer) -> None:
         self._host = host
+        self.image_name = host.image_name
         self._run_server = runs
         self._capabilities = capabilities
         self._users = count(secrets.randbelow(len(USERS)))
