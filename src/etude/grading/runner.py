@@ -291,8 +291,9 @@ async def _record_runs(
 ) -> dict[str, RecordedTest | None]:
     """RUNS recordings. `decoyed` gets the tests in which decoys were decoyed; None: none are decoyed."""
     runs: dict[str, list[verdict.TestRecording]] = {test: [] for test in tests}
-    for _ in range(RUNS):
-        groups = [[test for test in tests if test in runs]]
+    for n in range(RUNS):
+        order = tests if n % 2 == 0 else tests[::-1]  # what a test does must not depend on those before it
+        groups = [[test for test in order if test in runs]]
         while groups:
             group = groups.pop(0)
             made = await _record_once(backend, hidden, group, decoyed is not None) if group else {}

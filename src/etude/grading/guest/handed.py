@@ -54,6 +54,7 @@ _TEXT = re.compile(
     r"|.*?\{\w*[.\[]\w",
     re.DOTALL,
 )
+_REFERENCES = ("h", "k", "g", "m", "o")  # forms of objects; descriptions of their classes have names of methods
 _STANDARD = frozenset({"builtins", "itertools"})
 # Events of the interpreter that give access to files (https://docs.python.org/3/library/audit_events.html).
 _FILES = frozenset({"open", "os.listdir", "os.scandir", "os.chdir", "os.rename", "os.remove", "sqlite3.connect"})
@@ -163,7 +164,8 @@ def texts(wire: Any, forms: Sequence[Any]) -> None:
     while pending:
         form = pending.pop()
         if type(form) is list:
-            pending += form
+            tag = form[0] if form else None
+            pending += () if tag in _REFERENCES else form[3:4] if tag == "E" else form[1:]
         elif type(form) is str and _TEXT.match(form):
             name = form if form.isidentifier() else "with fields"
             if not wire.allows(f"text {name} passed"):
