@@ -249,7 +249,7 @@ def test_containers_that_somebody_ends_are_ours_in_one_sentence(library: Path) -
                 names = containers.left(host.names)
             subprocess.run(["podman", "kill", *names], check=True, capture_output=True, timeout=60)
             # A container that had not begun yet ends "at once".
-            with pytest.raises((BoxDead, LaunchFailed), match="the machine of a box (has )?ended") as caught:
+            with pytest.raises((BoxDead, LaunchFailed), match=r"the machine of a box (has )?ended") as caught:
                 await run
             assert caught.value.payer == "infra"
             assert "\n" not in str(caught.value)
