@@ -35,6 +35,7 @@ class Local:
     """A remote host whose machines are this one's, with a root file system and processes of their own."""
 
     name = "local"
+    image_name = "this machine"
 
     def __init__(self, *limits: str) -> None:
         self.capabilities = Capabilities("container", False, False, True, True, "none", limits=limits)

@@ -61,6 +61,7 @@ class ContainerSandboxConfig(Section):
     image: str = Field(min_length=1, description="container image of boxes, with sh, bash and python3")
     runtime: str | None = option(None, "OCI runtime, such as runsc")
     without: tuple[Limit, ...] = option((), "limits that boxes may lack if `type` cannot give them")
+    services: tuple[ServiceConfig, ...] = option((), "services of the image, as tables [[sandbox.services]]")
 
 
 def _with_type(table: Any) -> Any:

@@ -381,6 +381,7 @@ async def open_sandbox(
     """
     config = config or NamespaceSandboxConfig()
     egress = configured_egress(config, packages) if egress is None else egress
-    options = BackendOptions(EXAMINER, machine_profiles, egress, repeatable)
+    services = tuple(service.model_dump() for service in config.services)
+    options = BackendOptions(EXAMINER, machine_profiles, egress, repeatable, services)
     async with open_backend(config, options) as backend:
         yield TestRunner(backend, workers=workers, memo=memo, outside=outside)

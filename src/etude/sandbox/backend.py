@@ -6,14 +6,17 @@ judges the output.
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.sandbox.base import Capabilities, Changes, Image, Limits
+from etude.errors import UserError
+from etude.sandbox.base import Capabilities, Changes, Image, LaunchFailed, Limits
 from etude.sandbox.egress.policy import Egress
 from etude.sandbox.machine_profile import ProfileSource
 from etude.sandbox.shell import Shell
@@ -46,12 +49,14 @@ class BackendOptions:
     egress: the hosts and index that boxes may reach. None: nothing.
     repeatable: fix the hash seed of Python in boxes. The variable is no part of a user's machine, so by default only
         boxes without a machine profile have it.
+    services: `ServiceConfig`s as dictionaries, which run in the boxes of agents and of tested code.
     """
 
     runs: RunServer
     machine_profiles: ProfileSource | None = ()
     egress: Egress | None = None
     repeatable: bool = False
+    services: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,8 @@ class Backend(ABC):
     zygote_pid: int | None = None  # of the process that makes boxes, where there is one
     image_name: str = "host"  # of the system in boxes; of an image with its digest, so that equal names are equal files
 
+    services: Sequence[dict[str, Any]] = ()
+
     @property
     @abstractmethod
     def alive(self) -> bool:
@@ -187,6 +194,18 @@ class Backend(ABC):
     async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:
         """A live box on `image` with the files of `layers` over it. A `bare` box has no decoys, no machine profile and
         no way out."""
+
+    async def check_services(self) -> None:
+        """Start all services in a box without a task. Raises UserError for one that does not get ready."""
+        if not self.services:
+            return
+        with tempfile.TemporaryDirectory(prefix="etude-services-") as folder:
+            os.chmod(folder, 0o755)
+            try:
+                shell = await self.shell(Image(Path(folder), None, {}), {}, Limits(), bare=True)
+            except LaunchFailed as e:
+                raise UserError(f"{e}.") from None
+            await shell.close()
 
     @abstractmethod
     async def fork(self, request: ForkRequest) -> ForkResult:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.sandbox import base
-from etude.sandbox.base import BoxError, Busy, Changes, ExecResult, TooLarge
+from etude.sandbox.base import BoxError, Busy, Changes, ExecResult, LaunchFailed, TooLarge
 from etude.sandbox.connection import Connection, Reply, encode
 from etude.sandbox.egress.gate import PORT, Gate
 from etude.sandbox.egress.policy import EgressRequest
 from etude.sandbox.guest.root import RUNNER, SITE, WORKSPACE
+from etude.sandbox.guest.services import command, log
 from etude.sandbox.machine_profile import MachineProfile
 
 FILE_SECONDS = 30.0
@@ -104,6 +105,18 @@ class Shell:
         await self._ask(head, encode({}, layers))
         if self._gate is not None:
             await self._gate.open(socket.socket(fileno=self._connection.descriptor()))
+
+    async def start_services(self, services: Sequence[dict[str, Any]], environment: Mapping[str, str]) -> None:
+        """Start the services of the image one after another. Raises LaunchFailed for one that does not get ready."""
+        variables = {"HOME": "/tmp", "LANG": "C.UTF-8", **environment}
+        for service in services:
+            done = await self.program(command(service), b"", service["seconds"], environment=variables)
+            if done.status != 0:
+                output = (await self.program(log(service), b"", FILE_SECONDS, environment=variables)).errors
+                raise LaunchFailed(
+                    f"the service {service['name']} was not ready within {service['seconds']:g} s; see sandbox.services"
+                    f" (its last output: {' '.join(output.split()) or 'none'})"
+                )
 
     def requests(self) -> Sequence[EgressRequest]:
         """Requests of the box to the outside so far."""

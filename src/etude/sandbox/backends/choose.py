@@ -28,5 +28,5 @@ async def reachable() -> dict[str, str]:
 def open_backend(config: SandboxConfig, options: BackendOptions) -> AbstractAsyncContextManager[Backend]:
     """Open the configured backend. Raises UserError if this machine or the backend lacks a requirement."""
     if config.type == "namespace":
-        return open_namespace(find_image(config), config.services, options)
+        return open_namespace(find_image(config), options)
     return open_remote(Containers(config.type, config.image, config.runtime), options, config.without)

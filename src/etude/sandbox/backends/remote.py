@@ -33,7 +33,6 @@ from etude.sandbox.backend import (
     ForkRequest,
     ForkResult,
     RunImage,
-    RunServer,
     VerifyRequest,
     VerifyResult,
 )
@@ -55,10 +54,11 @@ class RemoteBackend(Backend):
 
     recordings = 1  # each takes two machines
 
-    def __init__(self, host: RemoteHost, capabilities: Capabilities, runs: RunServer) -> None:
+    def __init__(self, host: RemoteHost, capabilities: Capabilities, options: BackendOptions) -> None:
+        self.services = options.services
         self._host = host
         self.image_name = host.image_name
-        self._run_server = runs
+        self._run_server = options.runs
         self._capabilities = capabilities
         self._users = count(secrets.randbelow(len(USERS)))
         self._packs: dict[tuple[Path | None, frozenset[str]], asyncio.Task[Packed]] = {}
@@ -87,6 +87,7 @@ class RemoteBackend(Backend):
         self._shells.add(shell)
         try:
             await shell.start(limits_of(limits), layers, _PATH, {"PYTHONHASHSEED": "0"}, None)
+            await shell.start_services(self.services, {"PATH": _PATH})
         except BaseException:
             await shell.close()
             raise
@@ -95,7 +96,9 @@ class RemoteBackend(Backend):
     async def fork(self, request: ForkRequest) -> ForkResult:
         """Run tests in a new machine."""
         image = request.image
-        payload = encode({"tests": request.tests}, {**dict(image.changes), **request.changes})
+        payload = encode(
+            {"tests": request.tests, "services": self.services}, {**dict(image.changes), **request.changes}
+        )
         async with AsyncExitStack() as ends:
             return await _run(await self._runs(image, request.limits, ends), payload, request.limits)
 
@@ -119,7 +122,7 @@ class RemoteBackend(Backend):
         self, connection: StreamConnection, request: VerifyRequest, sock: socket.socket
     ) -> ForkResult:
         """The end of its machine is that of its process: whatever ended it, an agent's code was in it."""
-        payload = encode({"tests": []}, {**dict(request.image.changes), **request.changes})
+        payload = encode({"tests": [], "services": self.services}, {**dict(request.image.changes), **request.changes})
         started = time.monotonic()
         try:
             return await _run(connection, payload, request.limits, sock)
@@ -263,9 +266,10 @@ async def open_remote(
         )
     if options.machine_profiles:
         raise UserError(f"boxes of {host.name} cannot look like a given machine; drop rollout.machine_profiles.")
-    backend = RemoteBackend(host, capabilities, options.runs)
+    backend = RemoteBackend(host, capabilities, options)
     try:
         await backend.probe(frozenset(without))
+        await backend.check_services()
         yield backend
     finally:
         await backend.close()

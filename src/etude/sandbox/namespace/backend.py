@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import tempfile
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,8 +19,6 @@ from typing import Any
 
 import blake3
 
-from etude.config import ServiceConfig
-from etude.errors import UserError
 from etude.sandbox import cgroups, machine_profile
 from etude.sandbox.backend import (
     Backend,
@@ -36,7 +33,6 @@ from etude.sandbox.base import HOST_SOCKET_PORT, Capabilities, Changes, Garbled,
 from etude.sandbox.cgroups import Groups
 from etude.sandbox.connection import DIED, Connection, encode, limits_of, memory, new_process
 from etude.sandbox.egress.gate import Gate, Network
-from etude.sandbox.guest import services
 from etude.sandbox.guest.root import RUN
 from etude.sandbox.images.store import RootImage
 from etude.sandbox.namespace.image_templates import ImageTemplate, ImageTemplates
@@ -53,17 +49,10 @@ STARTING = 4  # live boxes that start at a time: more would wait for each other
 class NamespaceBackend(Backend):
     """A started zygote, the templates below it and the live boxes. Made by `open_namespace`."""
 
-    def __init__(
-        self,
-        zygote: Zygote,
-        image: RootImage,
-        services: Sequence[ServiceConfig],
-        options: BackendOptions,
-        groups: Groups | None,
-    ) -> None:
+    def __init__(self, zygote: Zygote, image: RootImage, options: BackendOptions, groups: Groups | None) -> None:
         self.zygote = zygote
         self.image = image
-        self._services = [service.model_dump() for service in services]
+        self.services = options.services
         self.zygote_pid = zygote.process.pid
         self.image_name = f"{image.name} {image.digest}"
         self.groups = groups
@@ -71,7 +60,7 @@ class NamespaceBackend(Backend):
         self._repeatable = options.repeatable
         self._network = None if options.egress is None else Network(options.egress)
         self.gated = self._network is not None
-        self._runs = RunTemplates(zygote.control, _layered(image), self._services)
+        self._runs = RunTemplates(zygote.control, _layered(image), self.services)
         self._templates = ImageTemplates()
         self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
         self._starting = asyncio.Semaphore(STARTING)
@@ -151,35 +140,11 @@ class NamespaceBackend(Backend):
             variables = {**self.image.environment, **variables, **image.environment}
             try:
                 await shell.start(limits_of(limits), own, self.image.path, variables, host_socket, image.places)
-                await self._start_services(shell, variables)
+                await shell.start_services(self.services, {"PATH": self.image.path, **variables})
             except BaseException:
                 await shell.close()
                 raise
         return shell
-
-    async def _start_services(self, shell: Shell, variables: Mapping[str, str]) -> None:
-        """Raises LaunchFailed for a service that does not get ready."""
-        environment = {"PATH": self.image.path, "HOME": "/tmp", "LANG": "C.UTF-8", **variables}
-        for service in self._services:
-            done = await shell.program(services.command(service), b"", service["seconds"], environment=environment)
-            if done.status != 0:
-                output = (await shell.program(services.log(service), b"", 10.0, environment=environment)).errors
-                raise LaunchFailed(
-                    f"the service {service['name']} was not ready within {service['seconds']:g} s; see sandbox.services"
-                    f" (its last output: {' '.join(output.split()) or 'none'})"
-                )
-
-    async def check_services(self) -> None:
-        """Start all services in a box without a task. Raises UserError for one that does not get ready."""
-        if not self._services:
-            return
-        with tempfile.TemporaryDirectory(prefix="etude-services-") as folder:
-            os.chmod(folder, 0o755)
-            try:
-                shell = await self.shell(Image(Path(folder), None, {}), {}, Limits(), bare=True)
-            except LaunchFailed as e:
-                raise UserError(f"{e}.") from None
-            await shell.close()
 
     async def _room(self) -> None:
         """Wait for memory where no control group holds all boxes together. Raises LaunchFailed."""
@@ -250,14 +215,12 @@ def _socket_folder(path: Path) -> str:
 
 
 @asynccontextmanager
-async def open_namespace(
-    image: RootImage, services: Sequence[ServiceConfig], options: BackendOptions
-) -> AsyncIterator[NamespaceBackend]:
+async def open_namespace(image: RootImage, options: BackendOptions) -> AsyncIterator[NamespaceBackend]:
     """Start the backend, and end it with all its boxes. Raises UserError where the machine lacks a requirement."""
     groups = cgroups.find(MEMORY_SHARE)
     with nullcontext() if groups is None else groups.lent(Limits()) as trial:
         zygote = await Zygote.start(image, () if trial is None else trial.descriptors, options.runs)
-    backend = NamespaceBackend(zygote, image, services, options, groups)
+    backend = NamespaceBackend(zygote, image, options, groups)
     try:
         backend.python, joins = await zygote.started()
         if groups is not None and not joins:  # boxes may not enter groups that this process may make

@@ -86,7 +86,7 @@ class RunTemplates:
     Each holds the tree of one task; the KEPT used last are kept.
     """
 
-    def __init__(self, zygote: socket.socket, mounts: Mapping[str, str], services: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, zygote: socket.socket, mounts: Mapping[str, str], services: Sequence[dict[str, Any]]) -> None:
         """`zygote`: the zygote's control socket; `mounts`: folders that boxes have besides their own, by place;
         `services` run in the boxes of tested code."""
         self._zygote = zygote
