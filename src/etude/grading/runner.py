@@ -49,7 +49,7 @@ from etude.sandbox.backends.choose import open_backend
 from etude.sandbox.egress import Egress
 
 RUNS = 3  # of a recorded test
-BATCH = 100  # tests of one recording run: their records fit into its pipe
+BATCH = 50  # tests of one recording run: their records fit into its pipe
 PARTS = 4  # recording runs at a time: while a test sleeps, others can run
 RECORD_LIMITS = Limits(seconds=60.0, memory_mb=2048)
 
@@ -63,7 +63,7 @@ class RecordedTest:
     """
 
     places: tuple[str, ...]
-    decoys: dict[str, bool]
+    decoys: dict[str, dict[str, bool]]
     equality: float
 
     @property
@@ -284,7 +284,7 @@ async def _record_runs(
             group = groups.pop(0)
             made = await _record_once(backend, hidden, group, decoyed is not None) if group else {}
             for test, recording in made.items():
-                if decoyed is not None and recording.decoys:
+                if decoyed is not None and recording.judged[1]:
                     decoyed.append(test)
                 if recording.outcome == "passed":
                     runs[test].append(recording)
@@ -305,8 +305,12 @@ async def _record_runs(
 
 def _agreed(runs: Sequence[verdict.TestRecording]) -> RecordedTest:
     places = {place for run in runs for place in run.places}
-    decoys = {key: answer for key, answer in runs[0].decoys.items() if answer is not None}
-    decoys = {key: answer for key, answer in decoys.items() if all(run.decoys.get(key) is answer for run in runs)}
+    decoys = {
+        place: {
+            name: it for name, it in known.items() if all(run.decoys.get(place, {}).get(name) is it for run in runs)
+        }
+        for place, known in runs[0].decoys.items()
+    }
     shares = [open_ / max(1, judged + decided) for judged, decided, open_ in (run.judged for run in runs)]
     return RecordedTest(tuple(sorted(places)), decoys, round(max(shares), 3))
 
