@@ -265,7 +265,7 @@ async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) ->
 
 
 async def _recorded(backend: Backend, hidden: HiddenTests, tests: Sequence[str]) -> dict[str, RecordedTest | None]:
-    """The recordings of tests that pass each time. A test that fails where decoys are decoyed is recorded without."""
+    """The recordings of tests that pass each time. A test that fails with decoys is recorded without."""
     decoyed: list[str] = []
     made = await _record_runs(backend, hidden, tests, decoyed)
     again = [test for test in decoyed if made[test] is None]
@@ -275,7 +275,7 @@ async def _recorded(backend: Backend, hidden: HiddenTests, tests: Sequence[str])
 async def _record_runs(
     backend: Backend, hidden: HiddenTests, tests: Sequence[str], decoyed: list[str] | None
 ) -> dict[str, RecordedTest | None]:
-    """RUNS recordings. `decoyed` gets the tests in which decoys were decoyed; None: none are decoyed."""
+    """RUNS recordings. `decoyed` gets the tests in which the library was asked about decoys; None: it is not asked."""
     runs: dict[str, list[verdict.TestRecording]] = {test: [] for test in tests}
     for n in range(RUNS):
         order = tests if n % 2 == 0 else tests[::-1]  # what a test does must not depend on those before it
@@ -305,12 +305,10 @@ async def _record_runs(
 
 def _agreed(runs: Sequence[verdict.TestRecording]) -> RecordedTest:
     places = {place for run in runs for place in run.places}
-    decoys = {
-        place: {
-            name: it for name, it in known.items() if all(run.decoys.get(place, {}).get(name) is it for run in runs)
-        }
-        for place, known in runs[0].decoys.items()
-    }
+    decoys: dict[str, dict[str, bool]] = {}
+    for place, known in runs[0].decoys.items():
+        others = [run.decoys.get(place, {}) for run in runs[1:]]
+        decoys[place] = {name: answer for name, answer in known.items() if all(o.get(name) is answer for o in others)}
     shares = [open_ / max(1, judged + decided) for judged, decided, open_ in (run.judged for run in runs)]
     return RecordedTest(tuple(sorted(places)), decoys, round(max(shares), 3))
 

@@ -156,7 +156,7 @@ class ComparisonDecoys:
             raise error
         return answer
 
-    def record(self) -> dict[str, dict[str, bool | None]]:
+    def record(self) -> dict[str, dict[str, bool]]:
         """The answers that are of use."""
         useful = {place: {k: v for k, v in answers.items() if v is not None} for place, answers in self.answers.items()}
         return {place: answers for place, answers in useful.items() if len(answers) > 1}
