@@ -49,7 +49,7 @@ from etude.sandbox.backends.choose import open_backend
 from etude.sandbox.egress import Egress, configured_egress
 
 RUNS = 3  # of a recorded test
-BATCH = 100  # tests of one recording run: their records fit into its pipe
+BATCH = 50  # tests of one recording run: their records fit into its pipe
 RECORD_LIMITS = Limits(seconds=60.0, memory_mb=2048)
 
 
@@ -62,7 +62,7 @@ class RecordedTest:
     """
 
     places: tuple[str, ...]
-    decoys: dict[str, bool]
+    decoys: dict[str, dict[str, bool]]
     equality: float
 
     @property
@@ -279,7 +279,7 @@ async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) ->
 
 
 async def _recorded(backend: Backend, hidden: HiddenTests, tests: Sequence[str]) -> dict[str, RecordedTest | None]:
-    """The recordings of tests that pass each time. A test that fails where decoys are decoyed is recorded without."""
+    """The recordings of tests that pass each time. A test that fails with decoys is recorded without."""
     decoyed: list[str] = []
     made = await _record_runs(backend, hidden, tests, decoyed)
     again = [test for test in decoyed if made[test] is None]
@@ -289,7 +289,7 @@ async def _recorded(backend: Backend, hidden: HiddenTests, tests: Sequence[str])
 async def _record_runs(
     backend: Backend, hidden: HiddenTests, tests: Sequence[str], decoyed: list[str] | None
 ) -> dict[str, RecordedTest | None]:
-    """RUNS recordings. `decoyed` gets the tests in which decoys were decoyed; None: none are decoyed."""
+    """RUNS recordings. `decoyed` gets the tests in which the library was asked about decoys; None: it is not asked."""
     runs: dict[str, list[verdict.TestRecording]] = {test: [] for test in tests}
     for n in range(RUNS):
         order = tests if n % 2 == 0 else tests[::-1]  # what a test does must not depend on those before it
@@ -298,7 +298,7 @@ async def _record_runs(
             group = groups.pop(0)
             made = await _record_once(backend, hidden, group, decoyed is not None) if group else {}
             for test, recording in made.items():
-                if decoyed is not None and recording.decoys:
+                if decoyed is not None and recording.judged[1]:
                     decoyed.append(test)
                 if recording.outcome == "passed":
                     runs[test].append(recording)
@@ -319,8 +319,10 @@ async def _record_runs(
 
 def _agreed(runs: Sequence[verdict.TestRecording]) -> RecordedTest:
     places = {place for run in runs for place in run.places}
-    decoys = {key: answer for key, answer in runs[0].decoys.items() if answer is not None}
-    decoys = {key: answer for key, answer in decoys.items() if all(run.decoys.get(key) is answer for run in runs)}
+    decoys: dict[str, dict[str, bool]] = {}
+    for place, known in runs[0].decoys.items():
+        others = [run.decoys.get(place, {}) for run in runs[1:]]
+        decoys[place] = {name: answer for name, answer in known.items() if all(o.get(name) is answer for o in others)}
     shares = [open_ / max(1, judged + decided) for judged, decided, open_ in (run.judged for run in runs)]
     return RecordedTest(tuple(sorted(places)), decoys, round(max(shares), 3))
 

@@ -114,7 +114,7 @@ class _RunRecord(msgspec.Struct, frozen=True):
     message: str = ""
     fault: str = ""
     places: tuple[str, ...] = ()
-    decoys: dict[str, bool | None] = {}
+    decoys: dict[str, dict[str, bool]] = {}
     judged: tuple[int, int, int] = (0, 0, 0)
     learned: dict[str, Any] | None = None
     met: bool = False
@@ -160,7 +160,7 @@ class TestRecording:
     """The outcome of a test on the right library in a verifier.
 
     places: what the library decided there, and did with the test's objects (`guest/verifier.py`).
-    decoys: its answers on decoy comparisons (`guest/decoys.py`); None: of no use.
+    decoys: its answers on decoy comparisons (`guest/decoys.py`).
     judged: lines judged by the verifier, comparisons decided by the library, and those of them that no decoy checks.
     """
 
@@ -169,7 +169,7 @@ class TestRecording:
     outcome: str
     fault: str
     places: tuple[str, ...]
-    decoys: Mapping[str, bool | None]
+    decoys: Mapping[str, Mapping[str, bool]]
     judged: tuple[int, int, int]
 
 

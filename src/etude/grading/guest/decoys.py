@@ -21,7 +21,7 @@ ALIKE, OTHERS = 4, 1  # decoys of one comparison: of the class of the real opera
 OBJECTS = 3  # objects of the library that can stand in one place
 VISITS, LATER = 8, 8  # comparisons of one place that have decoys; of the later ones, one in LATER
 MAX_RECEIVED = 2000  # objects of one test that are kept as decoys
-MAX_ANSWERS = 1000  # of one test
+MAX_ANSWERS = 400  # of one test
 
 _CHANGES: dict[type, tuple[Callable[[Any], Any], ...]] = {
     bool: (lambda v: not v,),
@@ -41,8 +41,8 @@ _ANY = ("None", "object")  # decoys of no class
 class ComparisonDecoys:
     """The decoys of one test at a time.
 
-    answers: place, operation and decoy -> the answer of the library, None if it is no use: in a recording, what the
-        library said; later, what the right one said.
+    answers: place and operation -> decoy -> the answer of the library, None if it is no use; once the right library is
+        recorded, of that one.
     undecidable: in a recording, comparisons that no decoy of the same class tells from a library that always says the
         same.
     """
@@ -56,13 +56,10 @@ class ComparisonDecoys:
         self.random = random.SystemRandom()  # forks share the state of the others
         self.begin({})
 
-    def begin(self, answers: Mapping[str, bool]) -> None:
+    def begin(self, answers: Mapping[str, Mapping[str, bool | None]]) -> None:
         """Start a test."""
-        self.answers: dict[str, bool | None] = dict(answers)
-        self.by_place: dict[str, list[str]] = {}
-        for name in answers:
-            place, _, decoy = name.rpartition(" ")
-            self.by_place.setdefault(place, []).append(decoy)
+        self.answers = {place: dict(known) for place, known in answers.items()}
+        self.count = 0  # of answers in a recording
         self.real: dict[str, set[bool | None]] = {}
         self.received: dict[str, Handle] = {}
         self.counts: Counter[str] = Counter()
@@ -87,7 +84,7 @@ class ComparisonDecoys:
             if due and self.used:
                 self._record(place, name, left, right)
             return answer
-        if not due or place not in self.by_place:
+        if not due or place not in self.answers:
             return self._ask(name, left, right)
         return self._mixed(place, name, left, right)
 
@@ -107,17 +104,18 @@ class ComparisonDecoys:
                 if type(made) is kind and made is not left and made is not right
             )
             self.objects[place] = [*itertools.islice(others, OBJECTS)]
-        self.answers[f"{place} {_type(right)}"] = True
+        answers = self.answers.setdefault(place, {})
+        answers[_type(right)] = True
         for decoy in ("None", "object", "self", *self.objects[place], *_changed(right)):
-            key = f"{place} {decoy}"
-            if len(self.answers) >= MAX_ANSWERS and key not in self.answers:
+            if self.count >= MAX_ANSWERS and decoy not in answers:
                 return
+            self.count += decoy not in answers
             try:
                 answer = self._ask(name, left, self._operand(decoy, left, right))
             except Exception:  # the library may raise anything
                 answer = None
             answer = answer if type(answer) is bool else None
-            self.answers[key] = answer if self.answers.get(key, answer) is answer else None
+            answers[decoy] = answer if answers.get(decoy, answer) is answer else None
 
     def _operand(self, decoy: str, left: Any, right: Any) -> Any:
         """The operand of that name. Raises LookupError if the library has given no such object."""
@@ -130,7 +128,7 @@ class ComparisonDecoys:
         return _CHANGES[type(right)][int(decoy.rpartition(":")[2])](right)
 
     def _mixed(self, place: str, name: str, left: Any, right: Any) -> Any:
-        recorded = self.by_place[place]
+        recorded = self.answers[place]
         if _type(right) not in recorded:
             self.wire.blame("a comparison by the library has an operand of another type")
         others = [decoy for decoy in recorded if decoy in _ANY]
@@ -152,24 +150,25 @@ class ComparisonDecoys:
                     error = e
                     continue
                 reply = None
-            if reply is not self.answers[f"{place} {decoy}"]:
+            if reply is not recorded[decoy]:
                 self.wire.blame("a comparison by the library is wrong about another operand")
         if error is not None:
             raise error
         return answer
 
+    def record(self) -> dict[str, dict[str, bool]]:
+        """The answers that are of use."""
+        useful = {place: {k: v for k, v in answers.items() if v is not None} for place, answers in self.answers.items()}
+        return {place: answers for place, answers in useful.items() if len(answers) > 1}
+
     @property
     def undecidable(self) -> list[str]:
         """Places of comparisons without a decoy of the same class whose answer differs from the real one."""
-        return [place for place, answers in self.real.items() if not self._checks(place, answers)]
+        return [place for place, real in self.real.items() if not self._checks(place, real)]
 
-    def _checks(self, place: str, answers: set[bool | None]) -> bool:
-        for key, answer in self.answers.items():
-            where, _, decoy = key.rpartition(" ")
-            alike = decoy not in _ANY and not decoy.startswith("type:")
-            if where == place and alike and answer is not None and answers == {not answer}:
-                return True
-        return False
+    def _checks(self, place: str, real: set[bool | None]) -> bool:
+        alike = (a for d, a in self.answers.get(place, {}).items() if d not in _ANY and not d.startswith("type:"))
+        return any(answer is not None and real == {not answer} for answer in alike)
 
 
 def _type(value: Any) -> str:

@@ -50,7 +50,7 @@ class Recorded:
     """The recording of a test: names of operations and decisions, and the right answers on decoys (`decoys.py`)."""
 
     places: Sequence[str] = ()
-    decoys: Mapping[str, bool] = field(default_factory=dict)
+    decoys: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
 
 
 class Verifier(Wire):
@@ -490,7 +490,7 @@ def verify(request: dict[str, Any], tests: VerifiedSuite, write: Callable[[dict[
         if wire.recording:
             decoys, decided = wire.decoys, wire.decoys.real
             counts = [len(wire.judged), len(decided), len(decoys.undecidable)]
-            record |= {"places": list(wire.places), "decoys": decoys.answers, "judged": counts}
+            record |= {"places": list(wire.places), "decoys": decoys.record(), "judged": counts}
         write(record)
 
     tests.run(request["tests"], report)
