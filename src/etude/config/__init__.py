@@ -24,7 +24,7 @@ from etude.config.run import (
     RolloutConfig,
     TrainerConfig,
 )
-from etude.config.sandbox import NamespaceSandboxConfig, SandboxConfig, ServiceConfig, validate_sandbox
+from etude.config.sandbox import NamespaceSandboxConfig, SandboxConfig, validate_sandbox
 from etude.config.sections import (
     Section,
     bundled,
