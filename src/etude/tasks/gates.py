@@ -1,7 +1,8 @@
 """The gates: the conditions that a broken program must meet in the grading box before it becomes a task.
 
 The broken tree fails the same hidden tests every time, scores 0 without a change, and scores 1 with the gold answer;
-each `repeats` times. Programs that hang, crash the runner or change the outcome of no test are dropped.
+each `repeats` times. Sham answers (`shams.py`) score 0. Programs that hang, crash the runner or change the outcome of
+no test are dropped.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from etude.errors import UserError
 from etude.grading import grade_changes
 from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
+from etude.tasks.shams import shams
 from etude.tasks.statements import Determined, failing, with_symptom
 
 MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep passing
@@ -48,6 +50,7 @@ class Rejected(StrEnum):
     UNSTABLE = "results differ between runs"
     GOLD = "the gold answer does not pass"
     NO_OP = "scores without a change"
+    SHAM = "a sham answer passes, such as one that returns None"
     DUPLICATE = "same text as another task"
     GUESS = "the tests need a name or text that is stated nowhere"
     LEAK = "the answer is elsewhere in the tree"
@@ -196,6 +199,9 @@ async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
         decisive = (*task.fail_to_pass, *task.pass_to_pass)
         if none.report is None or any(none.report.outcomes.get(t) != provisional.outcomes[t] for t in decisive):
             return Rejected.UNSTABLE
+    for sham in shams(task):
+        if (await grade_changes(bench.sandbox, task, image, bench.hidden, sham)).passed:
+            return Rejected.SHAM
     for _ in range(bench.options.repeats):
         fixed = await grade_changes(bench.sandbox, task, image, bench.hidden, gold)
         if not fixed.passed or fixed.outcome is not Outcome.SCORED:
