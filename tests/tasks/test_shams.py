@@ -36,10 +36,23 @@ LAST = 1
 
 def _task(function: str, text: str = MODULE, path: str = "lib.py") -> CodeTask:
     return CodeTask(
-        id="x", repository="r", kind="mutation", operator="o", function=f"{path}::{function}", split="train",
-        prompt="p", focus=Focus(path=path, first_line=1, last_line=2), source_roots=("",), changes={path: text}, solution={},
-        visible_tests=(), fail_to_pass=(), pass_to_pass=(), difficulty={}, licence="MIT",
-    )  # fmt: skip
+        id="x",
+        repository="r",
+        kind="mutation",
+        operator="o",
+        function=f"{path}::{function}",
+        split="train",
+        prompt="p",
+        focus=Focus(path=path, first_line=1, last_line=2),
+        source_roots=("",),
+        changes={path: text},
+        solution={},
+        visible_tests=(),
+        fail_to_pass=(),
+        pass_to_pass=(),
+        difficulty={},
+        licence="MIT",
+    )
 
 
 @pytest.mark.parametrize("function", ["one", "Shelf.of", "Shelf.wrap"])
