@@ -68,7 +68,7 @@ def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
         (["--name.x", "1"], "name is a value, not a table"),
         (["--trainer.lr"], "--trainer.lr needs a value"),
         (["lr"], "unexpected argument 'lr'"),
-        (["--sandbox.image", "python"], "sandbox: give sandbox.type as well: docker"),
+        (["--sandbox.runtime", "runc"], "sandbox: give sandbox.type as well: docker"),
         (["--sandbox.type", "docker"], 'sandbox.image is needed with sandbox.type = "docker"'),
         (["--sandbox.type", "vm"], "sandbox: Input tag 'vm'"),
         (

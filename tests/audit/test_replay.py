@@ -18,7 +18,7 @@ def test_a_replay_uses_the_backend_of_the_run(monkeypatch: pytest.MonkeyPatch, t
     """The configured backend is not installed here: nothing is played on another one."""
     table = {"tasks": {"dataset": "unused"}, "sandbox": {"type": "podman", "image": "unused"}}
     episodes: Any = SimpleNamespace(config=validate(RLConfig, table, "test"), keys=[])
-    dataset: Any = None
+    dataset: Any = SimpleNamespace(parts=())
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="podman is not installed"):
         asyncio.run(replay._replay(episodes, dataset))

@@ -46,7 +46,9 @@ def test_flags_are_the_options() -> None:
 def test_the_tasks_of_a_run_are_those_of_its_configuration(tmp_path: Path) -> None:
     toml = tmp_path / "run.toml"
     toml.write_text('[tasks]\nrepository = "lib"\nmax_tasks = 7\nkinds = ["class"]\n')
-    source = tasks._source(parsed("build", str(toml), "-o", "out", "--max-tasks", "9"))
+    source, boxes = tasks._source(parsed("build", str(toml), "-o", "out", "--max-tasks", "9"))
+    assert boxes is not None
+    assert boxes.type == "namespace"
     assert (source.repository, source.max_tasks, source.kinds) == (str(Path("lib").absolute()), 9, ("class",))
     for text in ('[tasks]\ndataset = "d"\n', "[model]\n"):
         toml.write_text(text)

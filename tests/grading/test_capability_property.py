@@ -326,6 +326,12 @@ def requests(path: str) -> st.SearchStrategy[list[Any]]:
     )
 
 
+def present() -> list[str]:
+    """The files of the tests, and those in the folder beside them."""
+    folder = Path(root.WORKSPACE)
+    return sorted(str(path) for place in (folder, folder.parent / "public") for path in place.rglob("*"))
+
+
 def attack(tests: Any, kind: str, frames: list[Any], answers: list[Any], result: Any) -> None:
     """Send requests about a handed object, then a result; assert that nothing was reached."""
     make, uses = KINDS[kind]
@@ -335,7 +341,7 @@ def attack(tests: Any, kind: str, frames: list[Any], answers: list[Any], result:
     value = make(tests)
     hand(wire, value)
     before = {name: repr(part) for name, part in vars(tests).items() if not name.startswith("__")}
-    files = sorted(map(str, Path(root.WORKSPACE).parent.rglob("*")))
+    files = present()
     WATCH.processes = []
     faults = []
     try:
@@ -349,7 +355,7 @@ def attack(tests: Any, kind: str, frames: list[Any], answers: list[Any], result:
         got = None
     assert SECRET.encode() not in end.sent
     assert WATCH.processes == []
-    assert sorted(map(str, Path(root.WORKSPACE).parent.rglob("*"))) == files
+    assert present() == files
     assert {name: repr(part) for name, part in vars(tests).items() if not name.startswith("__")} == before
     assert kind == "magic" or value != 4006
     assert kind not in ("instance", "callable") or vars(value) == vars(make(tests))

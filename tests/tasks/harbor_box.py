@@ -15,8 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from etude.config import NamespaceSandboxConfig
 from etude.grading.runner import EXAMINER
 from etude.sandbox.guest import linux, root
+from etude.sandbox.images.store import find_image
 from etude.sandbox.namespace.zygote import installed_runner
 
 
@@ -30,11 +32,10 @@ def reward(dataset: Path, task: str, solved: bool, extra: dict[str, str] | None 
 
 
 def _main(spec: dict) -> None:
-    prefix = os.path.realpath(sys.base_prefix)
+    image = find_image(NamespaceSandboxConfig())
     runner = installed_runner(EXAMINER)
     linux.unshare(linux.NEWNS) if os.geteuid() == 0 else linux.become(None, root.BOX_ID, linux.NEWNS)
-    interpreter = os.path.realpath(sys.executable)
-    root.build(prefix, interpreter, runner)
+    root.build({"folder": str(image.folder)}, runner)
     data = Path(root.HOST + spec["dataset"])
     linux.mount("tmpfs", "/workspace", "tmpfs", 0, "mode=755,size=256m")
     for name in ("grade", "tests", "solution", "logs", "verifier", "hidden"):
@@ -52,7 +53,7 @@ def _main(spec: dict) -> None:
     for source, target in ((folder / "environment/files", "/workspace"), (folder / "tests", "/tests"),
                            (folder / "solution", "/solution")):  # fmt: skip
         shutil.copytree(source, target, dirs_exist_ok=True)
-    environment = {"PATH": f"{root.programs(interpreter)}:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", **search}
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", **search}
     if spec["solved"]:
         subprocess.run(["/solution/solve.sh"], check=True, timeout=30, cwd="/workspace", env=environment)
     for path, text in spec["extra"].items():

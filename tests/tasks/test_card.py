@@ -19,6 +19,7 @@ def _log(copies: dict[str, int], candidates: int = 100) -> card.TaskBuildLog:
     return card.TaskBuildLog(
         functions=9, eligible=9, covered=9, candidates=candidates, rejected={}, tests=9, unstable=(), failed={},
         inventory=Inventory(()), settings=PytestSettings(), generated=(), straddling={}, copies=copies,
+        installed={}, system="minimal blake3-0",
     )  # fmt: skip
 
 

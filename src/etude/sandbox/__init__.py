@@ -2,6 +2,7 @@
 
     backends/    boxes of containers, and the choice of a backend
     namespace/   boxes of this machine's kernel
+    images/      the root folders that boxes are made of, and their cache
     this folder  `base`: the types that the rest of the program is written against; `backend`: the contract of a
                  backend; `box`, `shell`, `connection`: the owner's side of a box; features and looks of a machine
     egress/      the way out of boxes
@@ -51,4 +52,4 @@ from etude.sandbox.kernel import MachineCheck, read_host, requirements
 from etude.sandbox.machine_profile import ProfileSource, load_profiles
 from etude.sandbox.shell import ProgramResult, Shell
 
-PUBLIC = ("", "backends.choose", "egress", "guest.boxed_runner", "namespace")
+PUBLIC = ("", "backends.choose", "egress", "guest.boxed_runner", "images.store", "namespace")
