@@ -5,6 +5,7 @@ mmdebstrap makes the image, which takes root, minutes and Debian's packages.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -14,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from etude.config import validate_sandbox
+from etude.grading import Grade, grade_changes, open_sandbox
 from etude.tasks import load_dataset
+from tests.helpers.containers import runtime
 
 pytestmark = [
     pytest.mark.release,
@@ -71,9 +75,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hook.write_text(f"#!/bin/sh -e{HOOK}")
     hook.chmod(0o755)
     command = ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", f"--customize-hook={hook}", "trixie"]
-    subprocess.run(
-        [*command, str(folder / "root"), "deb [trusted=yes] http://deb.debian.org/debian trixie main"], check=True
-    )
+    subprocess.run([*command, str(folder / "root")], check=True)
     return folder / "root"
 
 
@@ -84,15 +86,53 @@ def etude(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_a_product_with_a_database_is_built_and_trained_on(image: Path, tmp_path: Path) -> None:
-    shutil.copytree(Path(__file__).parent / "data/orders", tmp_path / "orders")
-    table = SANDBOX.format(image=image, config=CONFIG)
-    (tmp_path / "sandbox.toml").write_text(table)
-    etude(tmp_path, "tasks", "build", "orders", "-o", "tasks", "--sandbox", "sandbox.toml")
-    dataset = load_dataset(tmp_path / "tasks")
+@pytest.fixture(scope="module")
+def tasks(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    shutil.copytree(Path(__file__).parent / "data/orders", folder / "orders")
+    (folder / "sandbox.toml").write_text(SANDBOX.format(image=image, config=CONFIG))
+    etude(folder, "tasks", "build", "orders", "-o", "tasks", "--sandbox", "sandbox.toml")
+    return folder / "tasks"
+
+
+def test_a_product_with_a_database_is_built_and_trained_on(image: Path, tasks: Path, tmp_path: Path) -> None:
+    dataset = load_dataset(tasks)
     assert len(dataset.tasks) >= 20
     assert all(task.difficulty["decided"] == 1.0 for task in dataset.tasks), "every test is decided outside"
-    (tmp_path / "run.toml").write_text(RUN.format(dataset=tmp_path / "tasks") + table)
+    (tmp_path / "run.toml").write_text(RUN.format(dataset=tasks) + SANDBOX.format(image=image, config=CONFIG))
     etude(tmp_path, "train", "run.toml")
     report = json.loads((tmp_path / "outputs/shop/report.json").read_text())
     assert (report["episodes"]["scored"], report["episodes"]["infra"]) == (4, 0)
+
+
+CONTAINER_SERVICE = {
+    "name": "postgres",
+    "start": "B=/usr/lib/postgresql/17/bin; $B/initdb -D /tmp/pg -U postgres -A trust >/dev/null; "
+    "exec $B/postgres -D /tmp/pg -k /tmp",
+    "ready": "pg_isready -q -h 127.0.0.1",
+}
+
+
+@pytest.mark.skipif(shutil.which("podman") is None or runtime() is None, reason="podman starts no container here")
+def test_the_same_task_is_decided_by_podman(image: Path, tasks: Path) -> None:
+    """The user of a box owns no file of a container's image, so the database gets files of its own."""
+    packed = subprocess.Popen(["tar", "-C", str(image), "-c", "."], stdout=subprocess.PIPE)
+    subprocess.run(["podman", "import", "--quiet", "-", "localhost/etude-test:orders"], stdin=packed.stdout, check=True)
+    table = {"type": "podman", "image": "localhost/etude-test:orders", "runtime": runtime()}
+    config = validate_sandbox(table | {"services": [CONTAINER_SERVICE]}, "here")
+    dataset = load_dataset(tasks)
+    task = dataset.tasks[0]
+    gold = {path: text.encode() for path, text in task.solution.items()}
+
+    async def play() -> list[Grade]:
+        async with open_sandbox(config, memo=0) as sandbox:
+            place = dataset.image(task), dataset.hidden
+            return [await grade_changes(sandbox, task, *place, changes) for changes in ({}, gold)]
+
+    try:
+        none, right = asyncio.run(play())
+    finally:
+        subprocess.run(["podman", "rmi", "--force", "localhost/etude-test:orders"], check=False)
+    assert (none.score, right.score) == (0.0, 1.0), (none, right)
+    assert right.report is not None
+    assert right.report.decided == 1.0

@@ -9,7 +9,9 @@ import contextlib
 import json
 import secrets
 import shutil
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import UserError
@@ -39,6 +41,7 @@ class Containers:
     async def open(self) -> Capabilities:
         """Check image, runtime and limits. Raises UserError."""
         info = await self._info()
+        self._folder = tempfile.TemporaryDirectory(prefix="etude-containers-")
         code, printed = await output([self.name, "image", "inspect", "--format", "{{.Id}}", self._image])
         if code:
             raise UserError(f"{self.name} has no image {self._image} ({last(printed)}); pull or import it first.")
@@ -57,6 +60,9 @@ class Containers:
             known = shutil.which(self._runtime) if runtimes is None else runtimes.get(self._runtime)
             if known is None:
                 raise UserError(f"{self.name} knows no runtime {self._runtime}; install it, or drop sandbox.runtime.")
+        program = [*self._program(), "run", "--rm", "--network", "none", "--pull", "never", "--entrypoint", "cat"]
+        code, printed = await output([*program, self._image, "/etc/passwd"])
+        self._accounts = "" if code else printed
         return Capabilities(
             isolation=self._isolation(),
             rootless=rootless,
@@ -91,6 +97,14 @@ class Containers:
         now = ["--time", "0"] if self.name == "podman" else []
         return await attached([*run, self._image, *command[1:]], [self.name, "rm", "--force", *now, name])
 
+    def _passwd(self, user: int) -> str:
+        """The file with the accounts of the image and the user of a box."""
+        assert self._folder is not None
+        path = Path(self._folder.name, f"passwd-{user}")
+        lines = [line for line in self._accounts.splitlines() if line.split(":")[2:3] not in ([], [str(user)])]
+        path.write_text("".join(f"{line}\n" for line in [*lines, f"user:x:{user}:{user}::/home/user:/bin/bash"]))
+        return str(path)
+
     def _program(self) -> list[str]:
         if self._runtime is None:
             return [self.name]
@@ -117,6 +131,7 @@ class Containers:
             *("--pids-limit", str(processes), "--shm-size", f"{limits.disk_mb}m"),
             *("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--ulimit", "core=0:0"),
             *(part for name in CAPABILITIES for part in ("--cap-add", name)),
+            *("--volume", f"{self._passwd(need.user)}:/etc/passwd:ro"),
             *(part for at, how in mounts.items() for part in ("--tmpfs", f"{at}:rw,exec,nosuid,nodev,{how}")),
             *(["--runtime", self._runtime] if self._runtime is not None and self.name == "docker" else []),
         ]

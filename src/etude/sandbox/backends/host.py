@@ -32,12 +32,12 @@ SERVER_PROCESSES = 16
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
 
 _BOOT = f"""
-import io, sys, tarfile
+import io, site, sys, tarfile
 f = sys.stdin.buffer
 t = tarfile.open(fileobj=io.BytesIO(f.read(int(f.readline()))))
 if hasattr(tarfile, "fully_trusted_filter"): t.extraction_filter = tarfile.fully_trusted_filter
 t.extractall("{RUNNER}")
-sys.path[:] = [p for p in sys.path if p] + ["{RUNNER}"]
+sys.path[:] = [p for p in sys.path if p] + ["{RUNNER}", *site.getsitepackages()]
 from guest.sandbox.guest.guest import main
 main(f)
 """
@@ -47,10 +47,12 @@ COMMAND = ("sh", "-c", 'exec env -i PATH="$PATH" HOME=/tmp LANG=C.UTF-8 PYTHONHA
 
 @dataclass(frozen=True)
 class Need:
-    """The requirements of a machine: the limits of its box, and the size of the files that are shipped into it."""
+    """The requirements of a machine: the limits of its box, the size of the files that are shipped into it, and the id
+    of the box's user, which programs may look up."""
 
     limits: Limits
     files_mb: int
+    user: int
 
     @property
     def memory_mb(self) -> int:

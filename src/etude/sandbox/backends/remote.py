@@ -174,7 +174,7 @@ class RemoteBackend(Backend):
             if folder is not None
         ]
         files = runner.size + sum(packed.size for _, _, packed in packs)
-        stream = await self._host.start(COMMAND, Need(limits, (files >> 20) + 1))
+        stream = await self._host.start(COMMAND, Need(limits, (files >> 20) + 1, user))
         ends.push_async_callback(stream.close)
         connection = StreamConnection(stream, fault)
         ends.callback(connection.close)
