@@ -48,6 +48,9 @@ class Local:
     async def open(self) -> Capabilities:
         return replace(self.capabilities)
 
+    def close(self) -> None:
+        """It has prepared nothing."""
+
     async def start(self, command: Sequence[str], need: Need) -> ProcessStream:
         self.needs.append(need)
         self.streams.append(await attached([*MACHINE, *command], ["true"]))

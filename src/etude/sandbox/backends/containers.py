@@ -97,6 +97,11 @@ class Containers:
         now = ["--time", "0"] if self.name == "podman" else []
         return await attached([*run, self._image, *command[1:]], [self.name, "rm", "--force", *now, name])
 
+    def close(self) -> None:
+        """Remove the files that containers have in place of theirs."""
+        if self._folder is not None:
+            self._folder.cleanup()
+
     def _passwd(self, user: int) -> str:
         """The file with the accounts of the image and the user of a box."""
         assert self._folder is not None

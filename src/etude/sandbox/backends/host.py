@@ -100,6 +100,9 @@ class RemoteHost(Protocol):
         """Run `command` as root in a new machine without network. Raises LaunchFailed."""
         ...
 
+    def close(self) -> None:
+        """Remove what `open` has prepared."""
+
 
 class StreamConnection(Connection):
     """Requests and replies as in `Connection`, over a stream: the payload of a request follows it.

@@ -227,6 +227,7 @@ class RemoteBackend(Backend):
         """End all live boxes."""
         self._closed = True
         await asyncio.gather(*(shell.close() for shell in list(self._shells)))
+        self._host.close()
 
 
 async def _run(
