@@ -202,14 +202,16 @@ def test_compiled_code_needs_constants_and_names(tmp_path: Path) -> None:
 class System:
     """A sandbox of which no more is asked."""
 
-    def __init__(self, image_name: str, root: Path) -> None:
-        self.image_name, self.root = image_name, root
+    image_name = "image sha256-1"
+
+    def __init__(self, label: str, root: Path) -> None:
+        self.label, self.root = label, root
 
     def system_folders(self) -> dict[str, Path]:
-        return {"/usr": self.root}
+        return {self.label: self.root}
 
 
-def test_an_index_is_kept_and_that_of_the_host_made_anew_when_a_file_changes(
+def test_an_index_is_kept_and_that_of_no_image_made_anew_when_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -222,21 +224,23 @@ def test_an_index_is_kept_and_that_of_the_host_made_anew_when_a_file_changes(
 
     monkeypatch.setattr(system_index, "index_of", counted)
 
-    def read(name: str) -> SystemIndex:
+    def read(label: str) -> SystemIndex:
         system_index._index.cache_clear()  # as another process
-        return system_index.indexes(cast(Sandbox, System(name, tmp_path / "usr")))[0]
+        return system_index.indexes(cast(Sandbox, System(label, tmp_path / "usr")))[0]
 
-    first, again = read("host"), read("host")
+    first, again = read("/opt"), read("/opt")
+    assert first.shown(0) == "/opt/a.py"
     assert len(made) == 1
     assert again.places == first.places == ("a.py",)
     assert again.having(b"something").tolist() == first.having(b"something").tolist() == [0]
     assert list(again.contents([0])) == [(0, b"def something(): ...\n")]
     put(tmp_path / "usr", "a.py", "def another(): ...\n")
-    assert read("host").having(b"another").tolist() == [0]
+    assert read("/opt").having(b"another").tolist() == [0]
     assert len(made) == 2
     for _ in range(2):
-        assert read("image@sha256:1").having(b"another").tolist() == [0]
+        assert read("/").having(b"another").tolist() == [0]
     assert len(made) == 3, "an image's files never change"
+    assert read("/").shown(0) == "/a.py"
 
 
 def test_programs_links_and_files_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:

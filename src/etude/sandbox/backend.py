@@ -172,7 +172,7 @@ class Backend(ABC):
     python = f"{sys.version_info.major}.{sys.version_info.minor}"  # in boxes; this one where the version is not known
     recordings = 4  # runs that record tests at a time: while a test sleeps, others can run
     zygote_pid: int | None = None  # of the process that makes boxes, where there is one
-    image_name: str = "host"  # of the system in boxes; of an image with its digest, so that equal names are equal files
+    image_name: str  # with a digest where there are `system_folders`: equal names are equal files
 
     services: Sequence[dict[str, Any]] = ()
 

@@ -232,7 +232,7 @@ class Sandbox(Protocol):
 
     @property
     def image_name(self) -> str:
-        """The name of the system in boxes: "host", or an image with its digest."""
+        """The name of the image that boxes are made of, with its digest where that is known."""
         ...
 
     def capabilities(self) -> Capabilities:

@@ -219,11 +219,12 @@ def _decided(tasks: Sequence[CodeTask]) -> list[str]:
 
 def _system(log: TaskBuildLog) -> list[str]:
     """The system of the boxes in which the gates ran, and its places that hold answers."""
-    ran = "the system of this machine" if log.system == "host" else f"the image {log.system}"
     places = _named(
         " Tasks whose answer is there were dropped, by place", [f"{p}: {n}" for p, n in log.installed.items()]
     )
-    return [f"Boxes of the gates had {ran}; it holds no copy of the library, and no answer.{places}\n"]
+    return [
+        f"Boxes of the gates were made of the image {log.system}; it holds no copy of the library, and no answer.{places}\n"
+    ]
 
 
 def _failing(tests: Mapping[str, str]) -> str:

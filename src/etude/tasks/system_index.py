@@ -3,7 +3,7 @@
 A system has tens of thousands of files, and a dataset hundreds of answers. So each file is read once: the index keeps
 the words of each place, which is a file or a member of an archive, as hashes. A place can hold an answer only if it has
 the answer's words; the few places that do are read again (`leaks.py`). The index of an image is kept in the user's
-cache under the image's name, which has its digest; that of the host until a file changes.
+cache under the image's name, which has its digest; that of another folder until a file changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from etude.sandbox import Sandbox
 
 MIN_WORD = 4  # letters; shorter words are everywhere
 WORD = re.compile(rb"[A-Za-z_]\w{%d,}" % (MIN_WORD - 1))
-HOST = "host"
 _FORMAT = 1  # of the files in the cache
 _COMPILED = (".pyc", ".pyo", ".so", ".pyd")
 _EXTENSION = re.compile(r"\.(cpython-[^/]*|abi3|pypy[^/]*)\.so$")
@@ -60,7 +59,7 @@ class SystemIndex:
 
     def shown(self, place: int) -> str:
         """The place as a path in a box."""
-        return f"{self.label}/{self.places[place]}".rstrip("/")
+        return f"{self.label.rstrip('/')}/{self.places[place]}".rstrip("/")
 
     def contents(self, places: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """The places that are still there, in order, with their content; an archive is read once."""
@@ -78,7 +77,7 @@ def indexes(sandbox: Sandbox) -> list[SystemIndex]:
 @functools.lru_cache(maxsize=64)
 def _index(label: str, root: Path, image: str) -> SystemIndex:
     """An index, from the cache if it is there. Folders of the system do not change while a process runs."""
-    state = image if image != HOST else _state(root)
+    state = image if label == "/" else _state(root)
     folder = cache() / "systems" / blake3.blake3(f"{_FORMAT}\0{image}\0{label}\0{root}".encode()).hexdigest()[:32]
     if (known := _load(label, root, folder, state)) is not None:
         return known
