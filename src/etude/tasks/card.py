@@ -222,9 +222,8 @@ def _system(log: TaskBuildLog) -> list[str]:
     places = _named(
         " Tasks whose answer is there were dropped, by place", [f"{p}: {n}" for p, n in log.installed.items()]
     )
-    return [
-        f"Boxes of the gates were made of the image {log.system}; it holds no copy of the library, and no answer.{places}\n"
-    ]
+    made = f"Boxes of the gates were made of the image {log.system}"
+    return [f"{made}; it holds no copy of the library, and no answer.{places}\n"]
 
 
 def _failing(tests: Mapping[str, str]) -> str:
