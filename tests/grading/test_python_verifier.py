@@ -526,6 +526,12 @@ def test_library_names(tmp_path: Path) -> None:
         "a/tool/tests/test_x.py": "", "h/tests/__init__.py": "", "h/tool/tests/test_x.py": "",
     })  # fmt: skip
     assert library_names(tmp_path / "a", tmp_path / "h") == ("pkg", "setup", "tool")
+    write_tree(tmp_path, {
+        "a/lib/python/other/__init__.py": "", "a/code/alone.py": "",
+        "site/pytest.ini": "[pytest]\npythonpath =\n    /workspace/code\n    /workspace/lib/python\naddopts = 100%\n",
+    })  # fmt: skip
+    expected = ("alone", "other", "pkg", "setup", "tool")
+    assert library_names(tmp_path / "a", tmp_path / "h", tmp_path / "site") == expected
 
 
 MADE = """

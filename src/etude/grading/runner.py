@@ -17,6 +17,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from configparser import ConfigParser
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from etude.config import NamespaceSandboxConfig, SandboxConfig
 from etude.grading import verdict
 from etude.grading.script_runner import ScriptRunner
 from etude.sandbox import (
+    WORKSPACE,
     Backend,
     BackendOptions,
     Capabilities,
@@ -49,6 +51,7 @@ from etude.sandbox.backends.choose import open_backend
 from etude.sandbox.egress import Egress, configured_egress
 
 RUNS = 3  # of a recorded test
+SETTINGS = "pytest.ini"  # in the folder of dependencies
 BATCH = 50  # tests of one recording run: their records fit into its pipe
 RECORD_LIMITS = Limits(seconds=60.0, memory_mb=2048)
 
@@ -238,13 +241,18 @@ class TestRunner:
 
 def hidden_tests(image: RunImage, folder: Path) -> HiddenTests:
     """The hidden tests of a folder, not yet recorded."""
-    return HiddenTests(image, folder, verdict.new_sentinels(), library_names(image.repository, folder))
+    return HiddenTests(image, folder, verdict.new_sentinels(), library_names(image.repository, folder, image.site))
 
 
-def library_names(repository: Path, hidden: Path) -> tuple[str, ...]:
-    """Top-level modules and packages of a repository, except those that the hidden tests bring."""
+def library_names(repository: Path, hidden: Path, site: Path | None = None) -> tuple[str, ...]:
+    """Top-level modules and packages of a repository, except those that the hidden tests bring. Further folders to
+    import from are those of the settings in `site`."""
+    settings = ConfigParser(interpolation=None)
+    settings.read(() if site is None else site / SETTINGS, "utf-8")
+    listed = settings.get("pytest", "pythonpath", fallback="").split()
+    roots = ["src", *(path.removeprefix(f"{WORKSPACE}/") for path in listed if path.startswith(f"{WORKSPACE}/"))]
     names = set()
-    for root in (repository / "src", repository):
+    for root in (*(repository / path for path in roots), repository):
         for entry in root.iterdir() if root.is_dir() else ():
             name = entry.name.removesuffix(".py")
             package = (entry.is_dir() and any(entry.glob("*.py"))) or (entry.is_dir() and any(entry.glob("*/*.py")))
@@ -252,9 +260,8 @@ def library_names(repository: Path, hidden: Path) -> tuple[str, ...]:
                 own = hidden / name / "__init__.py", hidden / f"{name}.py"
                 if not any(path.exists() for path in own):
                     names.add(name)
-    if not (repository / "src" / "__init__.py").exists():
-        names.discard("src")
-    return tuple(sorted(names))
+    # A folder to import from is no package itself.
+    return tuple(sorted(names - {path for path in roots if not (repository / path / "__init__.py").exists()}))
 
 
 async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) -> None:
