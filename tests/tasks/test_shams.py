@@ -87,11 +87,24 @@ def test_other_tasks_have_none() -> None:
 
 
 LIBRARY = '''
+from contextlib import contextmanager
+
+
 def checked(value):
     """Raise ValueError unless the value is positive."""
     if value <= 0:
         raise ValueError(value)
     return None
+
+
+@contextmanager
+def raising(kind):
+    """Expect an error of a kind in the block."""
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError("no error")
 
 
 def double(value):
@@ -102,7 +115,17 @@ def double(value):
 '''
 TESTS = """
 import pytest
-from lib import checked, double
+from lib import checked, double, raising
+
+
+def test_raising():
+    with raising(ValueError):
+        raise ValueError
+
+
+def test_raising_again():
+    with raising(KeyError):
+        raise KeyError
 
 
 def test_checked():
