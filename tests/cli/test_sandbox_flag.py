@@ -171,3 +171,14 @@ def test_boxes_that_a_command_cannot_use_are_refused(
     (folder / "podman.toml").write_text('[sandbox]\ntype = "podman"\nimage = "x"\n')
     assert run(words.split()) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry", "run"])
+def test_a_run_without_its_image_is_refused_before_anything_is_built(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text('[tasks]\nrepository = "here"\n[sandbox]\nimage = "none.tar"\n')
+    with pytest.raises(SystemExit) as stop:
+        main.main(["train", "a.toml", *flags])
+    assert stop.value.code == 2
+    assert f"sandbox.image: {tmp_path}/none.tar cannot be read (No such file" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.toml"]

@@ -169,7 +169,8 @@ def test_the_end_of_the_tested_machine_is_the_agents(machines: Machines) -> None
 
 def test_the_end_of_the_deciding_machine_is_ours(machines: Machines) -> None:
     machines.place.test({}, CHUNKS)
-    with pytest.raises(BoxDead, match="the machine of a box has ended") as caught:
+    # On a busy computer the machine may not have begun yet, and then ends "at once".
+    with pytest.raises((BoxDead, LaunchFailed), match=r"the machine of a box (has )?ended") as caught:
         machines.place.run(ended(machines, "verifier"))
     assert caught.value.payer == "infra"
 

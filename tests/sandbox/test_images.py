@@ -12,6 +12,7 @@ import shutil
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from etude.config import NamespaceSandboxConfig, validate_sandbox
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image, Limits
+from etude.sandbox.images import minimal
 from etude.sandbox.images.archive import ImageArchive, inside
 from etude.sandbox.images.store import find_image
 
@@ -132,6 +134,16 @@ def test_an_image_is_made_once_and_named_by_its_content(
     assert os.stat(first.folder).st_ctime_ns == changed
     shutil.rmtree(first.folder.parent)
     assert find_image(NamespaceSandboxConfig()).digest == first.digest
+
+
+def test_an_index_brings_pip_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image with a package index, and nothing that installs from the index, has no use."""
+    config = NamespaceSandboxConfig(index="https://index.example/simple", index_before=date(2024, 5, 1))
+    assert lines(config, "python3 -m pip --version")[0].startswith("pip ")
+    monkeypatch.setattr(minimal.os.path, "isdir", lambda path: not path.endswith("/pip"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"pip is not installed beside .* sandbox.index need it; .* sandbox\.programs"):
+        find_image(config)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a compiler")
@@ -364,6 +376,22 @@ def _written(path: Path, data: bytes) -> Path:
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+def test_an_image_whose_python_is_too_old_is_refused_in_a_sentence(base: Path, tmp_path: Path) -> None:
+    """A script that has the version of an older Python, and knows the options that the older Python knew."""
+    shutil.copytree(base, tmp_path / "root", symlinks=True, copy_function=_link)
+    real = find_image(NamespaceSandboxConfig()).python
+    script = tmp_path / "root/usr/local/bin/python3"
+    script.unlink()
+    script.write_text(
+        f"#!/bin/bash\n[[ $1$2$3$4 = -S-s-B-c ]] || exit 2\n"
+        f"exec {os.path.realpath(f'{base}{real}').removeprefix(str(base))} -S -s -B -c "
+        '"import sys; sys.version_info = (3, 9, 2); $5" "${@:6}"\n'
+    )
+    script.chmod(0o755)
+    with pytest.raises(UserError, match=r"python3 of the image is 3\.9; boxes need 3\.11 or later"):
+        lines(NamespaceSandboxConfig(image=str(tmp_path / "root")), "true")
 
 
 @pytest.mark.parametrize("case", BAD)

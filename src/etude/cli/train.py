@@ -99,6 +99,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
                 raise UserError(f"{where} differs from the configuration of {folder}; resume the folder itself")
     if arguments.dry_run:
         print(without_secrets(config).model_dump_json(indent=2), flush=True)
+        from etude.sandbox.backends.choose import check_sandbox
+
+        check_sandbox(config.sandbox)
         if not config.tasks.of_repositories:
             from etude.run.parts import part_of
 

@@ -18,8 +18,7 @@ from etude.renderers import Renderer, named, say_dropped
 from etude.rollout import TaskPart, Taskset, check_agent, custom_component, dataset_part, foreign_refusal
 from etude.run.engines import check_python
 from etude.run.parts import built_beside, part_of, profiles_of, renderer_of, source_part, taskset_of
-from etude.sandbox.egress import check_package_index, parse_allowed_hosts
-from etude.sandbox.images.store import find_image
+from etude.sandbox.backends.choose import check_sandbox
 from etude.tasks import build_dataset, check_operators
 from etude.tasks.foreign import build_foreign, find_folders
 from etude.weights import read_private_key, read_public_key
@@ -57,11 +56,7 @@ def check_inputs(config: RLConfig) -> None:
     for path in config.reward.custom:
         custom_component(path)
     profiles_of(config)
-    if config.sandbox.type == "namespace":
-        find_image(config.sandbox)
-        parse_allowed_hosts(config.sandbox.egress)
-        if config.sandbox.index is not None:
-            check_package_index(config.sandbox.index)
+    check_sandbox(config.sandbox)
     if config.rollout.agent is not None:
         check_agent(config.rollout.agent)
     if config.rollout.apply is not None and renderer.dialect == "compact":

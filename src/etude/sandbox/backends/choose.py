@@ -9,6 +9,7 @@ from etude.errors import UserError
 from etude.sandbox.backend import Backend, BackendOptions
 from etude.sandbox.backends.containers import ENGINES, Containers
 from etude.sandbox.backends.remote import open_remote
+from etude.sandbox.egress.policy import check_package_index, parse_allowed_hosts
 from etude.sandbox.images.store import find_image
 from etude.sandbox.namespace.backend import open_namespace
 
@@ -30,3 +31,12 @@ def open_backend(config: SandboxConfig, options: BackendOptions) -> AbstractAsyn
     if config.type == "namespace":
         return open_namespace(find_image(config), options)
     return open_remote(Containers(config.type, config.image, config.runtime), options, config.without)
+
+
+def check_sandbox(config: SandboxConfig) -> None:
+    """Raises UserError for an image that cannot be unpacked, or for wrong hosts or indexes."""
+    if config.type == "namespace":
+        find_image(config)
+        parse_allowed_hosts(config.egress)
+        if config.index is not None:
+            check_package_index(config.index)

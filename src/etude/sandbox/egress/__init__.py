@@ -9,7 +9,6 @@ from etude.sandbox.egress.policy import (
     AllowedHost,
     Egress,
     EgressRequest,
-    check_package_index,
     configured_egress,
     normal_project,
     package_index,

@@ -14,8 +14,11 @@ from typing import NoReturn
 
 from . import linux, root
 
+# For any version of Python: the option -P, without which the current folder comes first, is as new as 3.11.
 _ZYGOTE = f"""
-import json, socket, sys
+import sys
+sys.path[:] = filter(None, sys.path)
+import json, socket
 if sys.version_info < (3, 11):
     version = "%d.%d" % sys.version_info[:2]
     socket.socket(fileno=int(sys.argv[1])).send(json.dumps({{"old": version}}).encode())
@@ -41,7 +44,7 @@ def main() -> NoReturn:
         for fd in (control, *config["groups"]):
             os.set_inheritable(fd, True)
         python = config["image"]["python"]
-        os.execve(python, [python, "-S", "-s", "-P", "-B", "-c", _ZYGOTE, *sys.argv[1:]], config["environment"])
+        os.execve(python, [python, "-S", "-s", "-B", "-c", _ZYGOTE, *sys.argv[1:]], config["environment"])
     except (OSError, KeyError) as e:
         socket.socket(fileno=control).send(json.dumps({"error": str(e)}).encode())
     os._exit(1)

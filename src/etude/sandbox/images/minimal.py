@@ -154,7 +154,10 @@ class MinimalImage:
         places = (f"{self._library}/site-packages/pip", "/usr/lib/python3/dist-packages/pip")
         place = next((place for place in places if os.path.isdir(place)), None)
         if place is None:
-            raise UserError("sandbox.programs: pip is not installed beside this interpreter; install it there.")
+            raise UserError(
+                "pip is not installed beside this interpreter, and boxes with sandbox.index need it; install pip "
+                'there, or name another installer: sandbox.programs = ["uv"].'
+            )
         packages = "dist-packages" if self._prefix == "/usr" else "site-packages"
         self._tree(place, lambda _: True, f"/usr/local/lib/{version}/{packages}/pip")
 

@@ -61,7 +61,7 @@ class _Facts(msgspec.Struct, frozen=True):
 def find_image(config: NamespaceSandboxConfig) -> RootImage:
     """The image of a configuration, made or unpacked if this is its first use. Raises UserError."""
     if config.image is None:
-        made = MinimalImage(config.programs)
+        made = MinimalImage(_programs(config))
         digest = _known(made.key(), lambda: _store(made.build, _Facts()))
         return _opened(MINIMAL, _without(MINIMAL, digest, config.exclude), own=True)
     source = Path(config.image)
@@ -73,6 +73,13 @@ def find_image(config: NamespaceSandboxConfig) -> RootImage:
         ) from None
     digest = _known(key, lambda: _imported(source))
     return _opened(str(source), _without(str(source), digest, config.exclude), own=False)
+
+
+def _programs(config: NamespaceSandboxConfig) -> tuple[str, ...]:
+    """The programs that are added to the minimal image: with a package index, one that installs from it."""
+    if config.index is None or {"pip", "uv"} & set(config.programs):
+        return config.programs
+    return (*config.programs, "pip")
 
 
 def _opened(name: str, digest: str, own: bool) -> RootImage:
