@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,10 @@ class Local:
 
     async def open(self) -> Capabilities:
         return replace(self.capabilities)
+
+    def system(self) -> dict[str, Path]:
+        """The machines have this one's root."""
+        return {}
 
     def close(self) -> None:
         """It has prepared nothing."""

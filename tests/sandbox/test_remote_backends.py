@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from etude.sandbox.backends.remote import RemoteBackend, open_remote
 from etude.sandbox.base import BoxDead, Escape, Image, LaunchFailed, Limits, NotFound, NotRegular
 from etude.sandbox.egress.policy import Egress
 from etude.sandbox.guest import files, linux
+from etude.tasks.installed import Library, copies
+from etude.tasks.system_index import index_of
 from tests.helpers import containers
 from tests.helpers.boxlibrary import BROKEN, CHUNKS, CORE, DOCTEST, OTHERS, PATH, Place
 from tests.helpers.machines import Local, needs_machines
@@ -65,6 +68,27 @@ def test_a_live_box_is_that_of_namespaces(place: Place) -> None:
     run(box.close())
     with pytest.raises(BoxDead):
         run(box.exec("true", 5))
+
+
+@pytest.mark.slow
+def test_the_image_of_containers_is_searched_for_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    host = containers.host()
+
+    async def systems() -> tuple[str, Mapping[str, Path]]:
+        async with open_remote(host, BackendOptions(EXAMINER)) as backend:
+            return backend.image_name, backend.system_folders()
+
+    name, folders = asyncio.run(systems())
+    assert re.fullmatch(rf"{containers.NAME} [0-9a-f]{{64}} of podman", name)
+    library = Library("textwrap", {"textwrap.py": frozenset({b"TextWrapper", b"wrap", b"fill", b"shorten", b"dedent"})})
+    index = index_of("/", folders["/"])
+    (place,) = copies(library, index)
+    assert re.fullmatch(r"/usr/lib/python3\.\d+/textwrap\.py", index.shown(place))
+    assert (folders["/"] / "usr/bin/python3").is_file()
+    assert "pytest" in folders
+    monkeypatch.setattr(host, "_save", lambda _: pytest.fail("saved again"))
+    assert asyncio.run(systems())[1] == folders
 
 
 def test_the_user_of_a_box_has_no_rights(place: Place) -> None:

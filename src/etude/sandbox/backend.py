@@ -172,7 +172,7 @@ class Backend(ABC):
     python = f"{sys.version_info.major}.{sys.version_info.minor}"  # in boxes; this one where the version is not known
     recordings = 4  # runs that record tests at a time: while a test sleeps, others can run
     zygote_pid: int | None = None  # of the process that makes boxes, where there is one
-    image_name: str  # with a digest where there are `system_folders`: equal names are equal files
+    image_name: str  # with a digest: equal names are equal files
 
     services: Sequence[dict[str, Any]] = ()
 
@@ -185,10 +185,11 @@ class Backend(ABC):
     def capabilities(self) -> Capabilities:
         """The abilities of this backend's boxes on this machine."""
 
+    @abstractmethod
     def system_folders(self) -> Mapping[str, Path]:
-        """Path in a box -> folder or file of this machine, of all that boxes have besides their task. Empty for boxes
-        whose system is not on this machine."""
-        return {}
+        """Path in a box -> folder or file of this machine, of all that boxes have besides their task. Raises
+        UserError."""
+        ...
 
     @abstractmethod
     async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:

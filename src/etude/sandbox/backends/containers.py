@@ -9,6 +9,7 @@ import contextlib
 import json
 import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from etude.errors import UserError
 from etude.sandbox.backends.host import CAPABILITIES, SERVER_PROCESSES, Need
 from etude.sandbox.backends.processes import ProcessStream, attached, last, output
 from etude.sandbox.base import Capabilities
+from etude.sandbox.images.store import saved_image
 
 ContainerEngine = Literal["docker", "podman"]
 ENGINES: tuple[ContainerEngine, ...] = ("docker", "podman")
@@ -43,6 +45,8 @@ class Containers:
         info = await self._info()
         self._folder = tempfile.TemporaryDirectory(prefix="etude-containers-")
         code, printed = await output([self.name, "image", "inspect", "--format", "{{.Id}}", self._image])
+        self._id = printed.strip().removeprefix("sha256:")
+        self.image_name = f"{self._image} {self._id} of {self.name}"
         if code:
             raise UserError(f"{self.name} has no image {self._image} ({last(printed)}); pull or import it first.")
         if self.name == "docker":
@@ -96,6 +100,15 @@ class Containers:
         run = [*self._program(), "run", "--rm", "--interactive", "--name", name, *self._options(need)]
         now = ["--time", "0"] if self.name == "podman" else []
         return await attached([*run, self._image, *command[1:]], [self.name, "rm", "--force", *now, name])
+
+    def system(self) -> dict[str, Path]:
+        """The image, as the engine saves it, unpacked into the user's cache. Raises UserError."""
+        return {"/": saved_image(self._id, self._save)}
+
+    def _save(self, path: Path) -> None:
+        done = subprocess.run([self.name, "save", "--output", path, self._id], capture_output=True, timeout=600)
+        if done.returncode:
+            raise UserError(f"{self.name} cannot save the image {self._image} ({last(done.stderr.decode())}).")
 
     def close(self) -> None:
         """Remove the files that containers have in place of theirs."""

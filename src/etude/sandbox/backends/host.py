@@ -100,6 +100,11 @@ class RemoteHost(Protocol):
         """Run `command` as root in a new machine without network. Raises LaunchFailed."""
         ...
 
+    def system(self) -> Mapping[str, Path]:
+        """Path in a machine -> folder or file of this computer with the same content, of an opened host. Raises
+        UserError."""
+        ...
+
     def close(self) -> None:
         """Remove what `open` has prepared."""
 

@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from itertools import count
@@ -73,6 +73,11 @@ class RemoteBackend(Backend):
     def capabilities(self) -> Capabilities:
         """The abilities of boxes: those that the host promises, without those that failed in a probe."""
         return self._capabilities
+
+    def system_folders(self) -> Mapping[str, Path]:
+        """The files of the host's image, and those of the test runner, as they are on this computer. Raises
+        UserError."""
+        return {**self._host.system(), **{name: Path(at) for name, at in installed_runner(self._run_server).items()}}
 
     async def shell(self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False) -> Shell:
         """A live box in a machine of its own; all of them are bare."""

@@ -82,6 +82,19 @@ def _programs(config: NamespaceSandboxConfig) -> tuple[str, ...]:
     return (*config.programs, "pip")
 
 
+def saved_image(key: str, save: Callable[[Path], None]) -> Path:
+    """The root folder of an image that a container engine has. `save` writes its archive to a path, unless the image
+    of that key is known. Raises UserError."""
+
+    def imported() -> str:
+        _images().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_images(), prefix=".new-") as work:
+            save(Path(work, "image.tar"))
+            return _imported(Path(work, "image.tar"))
+
+    return _images() / _known(key, imported) / "root"
+
+
 def _opened(name: str, digest: str, own: bool) -> RootImage:
     folder = _images() / digest / "root"
     facts = _facts(digest)
