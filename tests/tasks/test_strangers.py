@@ -50,7 +50,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
             wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             if name == "pytest_mock":
-                wheel.writestr(f"{info}/entry_points.txt", "[pytest11]\npytest_mock = pytest_mock\n")
+                wheel.writestr(f"{info}/entry_points.txt", "[pytest11]\nmocks = pytest_mock\n")
             wheel.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -137,6 +137,7 @@ def test_wrong_fixture(nothing_like_it):
     assert "version = '1.2.3'" in (data.repository / "code/shelf/_version.py").read_text()
     assert not (root / "code/shelf/_version.py").exists()
     assert data.manifest.python_path == ("code",)
+    assert " -p mocks\n" in (data.root / "site/pytest.ini").read_text(), "the name under which pytest loads it itself"
     card = (data.root / "DATACARD.md").read_text()
     assert "`checks/check_a.py::test_wrong`: AssertionError: a mistake" in card
     assert "`checks/check_a.py::test_wrong_fixture`" in card

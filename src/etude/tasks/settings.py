@@ -14,25 +14,25 @@ from configparser import ConfigParser
 from configparser import Error as ConfigError
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib.metadata import distributions
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.code import toml_table
 from etude.sandbox import WORKSPACE
+from etude.sandbox.egress import normal_project
 
 FILE = "pytest.ini"  # in site/
 START = "sitecustomize.py"  # in site/: folders to import from that a box does not search by itself
 _KEPT = ("python_classes", "python_functions", "markers", "usefixtures", "asyncio_mode", "xfail_strict",
          "asyncio_default_fixture_loop_scope", "anyio_mode")  # fmt: skip
 _OPTIONS = ("-m", "-k", "--import-mode", "--ignore", "--ignore-glob", "--deselect")
-# Plugins that work in a test run without a terminal and without processes of their own, by their distributions.
-PLUGINS = {
-    "pytest-asyncio": "pytest_asyncio.plugin", "pytest-mock": "pytest_mock", "anyio": "anyio.pytest_plugin",
-    "requests-mock": "requests_mock.contrib._pytest_plugin", "pytest-httpx": "pytest_httpx",
-    "pytest-freezer": "pytest_freezer", "pytest-datadir": "pytest_datadir.plugin", "pytest-lazy-fixtures":
-    "pytest_lazy_fixtures.plugin", "pytest-subtests": "pytest_subtests.plugin", "pyfakefs": "pyfakefs.pytest_plugin",
-}  # fmt: skip
+# Distributions of plugins that work in a test run without a terminal and without processes of their own.
+PLUGINS = frozenset((
+    "anyio", "pyfakefs", "pytest-asyncio", "pytest-datadir", "pytest-freezer", "pytest-httpx", "pytest-lazy-fixtures",
+    "pytest-mock", "pytest-subtests", "requests-mock",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,11 @@ def read(repository: Path) -> PytestSettings:
 
 
 def write(settings: PytestSettings, site: Path) -> None:
-    """Write the kept settings and the plugins to pytest.ini in the folder `site`."""
-    names = (path.name.split("-")[0].lower().replace("_", "-") for path in site.glob("*.dist-info"))
-    if text := settings.ini(sorted(PLUGINS[name] for name in names if name in PLUGINS)):
+    """Write the kept settings and the plugins to pytest.ini in the folder `site`. Plugins have the names of their entry
+    points: under another name, a pytest that loads installed plugins by itself would load them a second time."""
+    known = [each for each in distributions(path=[str(site)]) if normal_project(each.name) in PLUGINS]
+    plugins = {entry.name for each in known for entry in each.entry_points.select(group="pytest11")}
+    if text := settings.ini(sorted(plugins)):
         (site / FILE).write_text(text, encoding="utf-8")
     folders = [f"{WORKSPACE}/{path}" for path in settings.pythonpath if path not in (".", "src")]
     if folders:
