@@ -71,7 +71,7 @@ def test_the_second_try_installs_what_the_tests_need(repository: Path, index: Pa
 def test_left_out_with_the_reason(repository: Path, index: Path, tmp_path: Path) -> None:
     (repository / "tests/test_lib.py").write_text(TEST.replace("== 6", "== 7"))
     with pytest.raises(
-        UserError, match=r"left out after 2 tries: `python -m pytest .* does not hold. It printed: .*1 failed"
+        UserError, match=r"left out after 2 tries: `python3 -m pytest .* does not hold. It printed: .*1 failed"
     ):
         _find(repository, tmp_path / "work", "rules")
     assert list((tmp_path / "work").iterdir()) == []

@@ -64,7 +64,7 @@ def box_of(source: Path, root: Path, files: dict[str, str] = REPOSITORY, task=TA
     for path, text in files.items():
         (repository / path).parent.mkdir(parents=True, exist_ok=True)
         (repository / path).write_text(text)
-    histories.build(histories.read(source, "lib-1", files), repository, [task], root)
+    histories.build(histories.read(source, "lib-1", files), repository, (), [task], root)
     found = histories.load(root, repository)
     assert found is not None
     shutil.copytree(repository, root / "box")
@@ -110,7 +110,7 @@ def test_a_history_is_as_deep_as_asked_and_must_be_readable(source: Path, tmp_pa
     repository = tmp_path / "repository"
     shutil.copytree(source, repository, ignore=shutil.ignore_patterns(".git"))
     past = git_history.read(source, "HEAD", REPOSITORY, 2)
-    assert histories.build(past, repository, [TASK], tmp_path) == 2
+    assert histories.build(past, repository, (), [TASK], tmp_path) == 2
     (tmp_path / histories.FILE).write_bytes(b"no")
     with pytest.raises(UserError, match="build the dataset again"):
         histories.load(tmp_path, repository)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from etude.code import functions as discover
+from etude.code import install_wheels
 from etude.config import BuildConfig
 from etude.config.tasks import TasksConfig
 from etude.errors import UserError
@@ -79,9 +81,11 @@ def test_a_repository_with_everything_at_once(index: Path, tmp_path: Path) -> No
             addopts = "-ra --cov=shelf -p no:randomly"
             """,
         "code/shelf/__init__.py": "from shelf._version import version\n" + LIB,
+        "data/rows.txt": "1 2 3\n",
         "checks/check_a.py": """
 import frozen
 from importlib.metadata import version as installed
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +102,11 @@ def it_adds_to_a_start():
 
 def it_adds_two():
     assert total([7, 8]) == 15
+
+
+def it_adds_rows():
+    text = (Path(__file__).parents[1] / "data/rows.txt").read_text()
+    assert total([int(word) for word in text.split()]) == 6
 
 
 def test_last():
@@ -130,6 +139,8 @@ def test_wrong_fixture(nothing_like_it):
     tests = {test for task in data.tasks for test in (*task.visible_tests, *task.fail_to_pass, *task.pass_to_pass)}
     assert {"checks/check_a.py::it_adds", "checks/check_a.py::test_last"} <= tests
     assert not any("wrong" in test or "check_b" in test for test in tests)
+    assert (data.hidden / "data/rows.txt").is_file(), "tests read files beside them by their own place"
+    assert not (data.hidden / "code").exists()
     shown = (data.repository / "checks/check_a.py").read_text()
     assert "def it_" in shown
     assert "def test_wrong" not in shown
@@ -139,6 +150,7 @@ def test_wrong_fixture(nothing_like_it):
     assert data.manifest.python_path == ("code",)
     assert " -p mocks\n" in (data.root / "site/pytest.ini").read_text(), "the name under which pytest loads it itself"
     card = (data.root / "DATACARD.md").read_text()
+    assert "it_adds_rows" not in card, "it passes every time"
     assert "`checks/check_a.py::test_wrong`: AssertionError: a mistake" in card
     assert "`checks/check_a.py::test_wrong_fixture`" in card
     assert "`checks/check_b.py`" in card
@@ -151,10 +163,67 @@ def test_wrong_fixture(nothing_like_it):
 def test_the_message_names_what_is_missing_and_the_option_brings_it(index: Path, tmp_path: Path) -> None:
     test = "import frozen\nfrom m import total\n\n\ndef test_{0}():\n    assert total([{0}]) == {0}\n"
     root = write(tmp_path / "r", {"m.py": LIB, **{f"test_{i}.py": test.format(i) for i in (1, 2)}})
+    # A package of the name of a module may be anybody's, so the name is proposed only if the repository has it.
+    with pytest.raises(UserError, match=r"'frozen'.*find out which package brings frozen, which no file of the repo"):
+        build_dataset(root, tmp_path / "out", OPTIONS, quiet)
+    write(root, {"requirements/extra.in": "Frozen >= 1\n"})
     with pytest.raises(UserError, match=r"No module named 'frozen'.*To go on, .*add `--requires frozen` to the comm"):
         build_dataset(root, tmp_path / "out", OPTIONS, quiet)
     options = BuildConfig(max_tasks=2, kinds=("mutation",), repeats=1, requires=("frozen",))
     assert build_dataset(root, tmp_path / "out", options, quiet).tasks
+
+
+def test_requirements_without_a_wheel_are_left_out_and_named(index: Path, tmp_path: Path) -> None:
+    """One of them, or one that needs such a package, unloads no other; the user's own are refused."""
+    needy = index / "needy-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(needy, "w") as wheel:
+        wheel.writestr("needy.py", "")
+        needs = "Metadata-Version: 2.1\nName: needy\nVersion: 1.0\nRequires-Dist: gone\n"
+        wheel.writestr("needy-1.0.dist-info/METADATA", needs)
+        wheel.writestr("needy-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("needy-1.0.dist-info/RECORD", "")
+    declared = ("Frozen>=1", "nowhere >= 2", "needy", "other @ https://files.example/other.whl")
+    left, why = environment.install_most(declared, (), install_wheels, tmp_path / "site")
+    assert left == ("Frozen>=1",)
+    assert (tmp_path / "site/frozen.py").is_file()
+    assert not (tmp_path / "site/needy.py").exists()
+    assert re.fullmatch(
+        r"the requirement 'other @ \S+' is an address: etude installs wheels of the package index alone\. "
+        r"nowhere>=2 has no wheel for Python .* needy: gone has no wheel for Python .*", why,
+    ), why  # fmt: skip
+    with pytest.raises(UserError, match="nowhere>=2 has no wheel"):
+        environment.install_most(declared[:2], ("nowhere >= 2",), install_wheels, tmp_path / "site")
+    text = ", ".join(f"'{line}'" for line in ("frozen", "nowhere"))
+    root = write(tmp_path / "r", {
+        "pyproject.toml": f"[project]\nname = 'm'\nversion = '1'\ndependencies = [{text}]\n",
+        "m.py": LIB,
+        "test_m.py": "import frozen\nfrom m import total\n\n\ndef test_a():\n    assert total([1]) == 1\n\n\n"
+        "def test_b():\n    assert total([5]) == 5\n",
+    })  # fmt: skip
+    options = BuildConfig(max_tasks=2, kinds=("mutation",), repeats=1)
+    data = build_dataset(root, tmp_path / "out", options, quiet)
+    assert "Not installed: nowhere has no wheel" in (data.root / "DATACARD.md").read_text()
+
+
+def test_links_are_followed_within_the_repository(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/key.txt").write_text("private")
+    root = write(tmp_path / "r", {"shared/a.py": "x = 1\n", "shared/deep/b.txt": "b\n", "lib/c.py": "", "own.txt": ""})
+    links = {"lib/a.py": "../shared/a.py", "tests": "shared", "round": "round", "up/all": "..", "gone": "nothing",
+             "out.txt": "../outside/key.txt", "away": "../outside", "git": ".git/config", "new": "untracked.py",
+             "twice": "lib/a.py"}  # fmt: skip
+    for name, target in links.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).symlink_to(target)
+    clone(root, {})
+    write(root, {"untracked.py": ""})
+    taken = inventory.take(root)
+    files = {"shared/a.py", "shared/deep/b.txt", "lib/c.py", "own.txt"}
+    assert {*taken.files} == files | {"lib/a.py", "tests/a.py", "tests/deep/b.txt", "twice"}
+    assert taken.links == ("away", "git", "gone", "new", "out.txt", "round", "up/all")
+    discover.copy(root, tmp_path / "copy", taken.files)
+    assert (tmp_path / "copy/tests/deep/b.txt").read_text() == "b\n"
+    assert not any(path.is_symlink() for path in (tmp_path / "copy").rglob("*"))
 
 
 def test_a_broken_suite_is_quoted() -> None:
@@ -165,17 +234,18 @@ def test_a_broken_suite_is_quoted() -> None:
 
 
 def test_a_module_of_the_repository_is_not_taken_for_a_package(tmp_path: Path) -> None:
-    """It cannot be found where it lies, or is a link, which no dataset holds."""
+    """It cannot be found where it lies, or is a link to no file of the repository."""
     root = write(tmp_path / "r", {"lib/coerce.py": "", "tests/test_a.py": "", ".venv/frozen/__init__.py": ""})
     trace = coverage.SuiteTrace({}, 0, {}, {"a": "No module named 'coerce'"}, "")
     assert "To go on, run its suite by hand" in str(environment.explained(root, trace, ""))
     (root / "tests/coerce.py").symlink_to("../lib/coerce.py")
     (root / "lib/coerce.py").unlink()
-    assert "To go on, tests/coerce.py is a link, and links are left out: put a copy in its place." in str(
-        environment.explained(root, trace, "")
+    assert (
+        "To go on, tests/coerce.py is a link that leads to no file of the repository: put a copy in its place."
+        in str(environment.explained(root, trace, ""))
     )
     trace = coverage.SuiteTrace({}, 0, {}, {"a": "No module named 'frozen'"}, "")
-    assert "`--requires frozen`" in str(environment.explained(root, trace, ""))
+    assert "which package brings frozen" in str(environment.explained(root, trace, ""))
 
 
 def test_a_docstring_in_the_first_column_is_no_hindrance() -> None:

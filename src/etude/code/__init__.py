@@ -40,7 +40,7 @@ from etude.code.mutate import (
     parse_snippet,
 )
 from etude.code.operators import FLIPPED_OPERATORS, OPERATORS, SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator
-from etude.code.packages import NoWheel, download_wheel, fetch_library, fetch_wheel, install_wheels
+from etude.code.packages import NotInstallable, download_wheel, fetch_library, fetch_wheel, install_wheels
 from etude.code.shingles import text_shingles, token_runs
 
 PUBLIC = ("", "functions")

@@ -100,8 +100,13 @@ def unpack_wheel(wheel: Path, into: Path) -> None:
             target.write_bytes(archive.read(member))
 
 
-class NoWheel(UserError):
-    """A package has no wheel and would have to be built."""
+class NotInstallable(UserError):
+    """A requirement that etude does not install: of a package without a wheel, or no name of the package index.
+    `requirement` is the line; of a package that another one needs, that package."""
+
+    def __init__(self, message: str, requirement: str) -> None:
+        super().__init__(message)
+        self.requirement = requirement
 
 
 def verify(archive: Path, sha256: str) -> None:
@@ -112,24 +117,25 @@ def verify(archive: Path, sha256: str) -> None:
 
 
 def plain(line: str) -> str:
-    """The requirement, if it is a name with versions. Raises UserError for an option of pip, an address, a folder, and
-    for a line that is not a requirement."""
+    """The requirement, if it is a name with versions. Raises NotInstallable for an option of pip, an address, a folder,
+    and for a line that is not a requirement."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     text = line.strip()
-    where = "etude installs wheels of the package index alone; `--bootstrap rules` leaves such requirements out"
+    where = "etude installs wheels of the package index alone"
     if text.startswith("-"):
-        raise UserError(f"the requirement {text!r} is an option of pip: {where}.")
+        raise NotInstallable(f"the requirement {text!r} is an option of pip: {where}.", line)
     try:
         requirement = Requirement(text)
     except InvalidRequirement:
         if re.match(r"(\w+\+)?\w+:|\.|/|~", text):
-            raise UserError(f"the requirement {text!r} is an address or a folder: {where}.") from None
-        raise UserError(f"the requirement {text!r} cannot be read; write a name and versions (PEP 508).") from None
+            raise NotInstallable(f"the requirement {text!r} is an address or a folder: {where}.", line) from None
+        why = f"the requirement {text!r} cannot be read; write a name and versions (PEP 508)."
+        raise NotInstallable(why, line) from None
     if requirement.url is not None:
-        raise UserError(f"the requirement {text!r} is an address: {where}.")
+        raise NotInstallable(f"the requirement {text!r} is an address: {where}.", line)
     if _FILE.search(re.sub(r"\[[^]]*\]$", "", text.partition(";")[0].strip())):  # `name.tar.gz` is a name, too
-        raise UserError(f"the requirement {text!r} may be a file of the current folder: {where}.")
+        raise NotInstallable(f"the requirement {text!r} may be a file of the current folder: {where}.", line)
     return text
 
 
@@ -142,8 +148,8 @@ def install_dependencies(repository: Path, site: Path, timeout: float = 300.0) -
 
 def install_wheels(required: Sequence[str], site: Path, timeout: float = 300.0, python: str | None = None) -> None:
     """Install wheels of requirements into the folder `site`, which is created, within `timeout` seconds. A wheel is
-    unpacked, not run. `python` is the version that will import them, such as "3.13"; None: this one. Raises UserError
-    for a requirement that is not plain or has no wheel, and if pip fails."""
+    unpacked, not run. `python` is the version that will import them, such as "3.13"; None: this one. Raises
+    NotInstallable for a requirement that is not plain or has no wheel, and UserError if pip fails."""
     wanted = [plain(line) for line in required]
     site.mkdir(parents=True, exist_ok=True)
     if not wanted:
@@ -210,9 +216,10 @@ def _pip(arguments: list[str], timeout: float) -> None:
         )
     if missing:
         version = ".".join(map(str, sys.version_info[:2]))
-        raise NoWheel(
+        raise NotInstallable(
             f"{missing[1]} has no wheel for Python {version} on the package index, and etude builds nothing on this "
-            "machine; build a wheel elsewhere and name its folder in PIP_FIND_LINKS."
+            "machine; build a wheel elsewhere and name its folder in PIP_FIND_LINKS.",
+            missing[1],
         )
     reason = errors[-1].removeprefix("ERROR: ").rstrip(".")
     raise UserError(f"pip {arguments[0]} failed ({reason}); check the network and the requirement.")

@@ -57,6 +57,7 @@ _ADVICE: dict[str, str] = {
     Rejected.HANGS: "its tests are slow: give more time with `--hang-seconds 30`",
     Rejected.SILENT: "accept programs that no visible test notices with `--no-visible-failure`",
 }
+_SOURCES = (".py", ".pyi", ".pyx", ".pxd", ".so")
 _CAP = 3 * MAX_TESTS  # hidden tests that may decide one task, before those that fail at times are left out
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
 
@@ -213,7 +214,7 @@ async def _run(plan: _BuildPlan) -> None:
             advice = f"leave {Counter(in_system.values()).most_common(1)[0][0]} out of the image with `exclude`"
         listed = ", ".join(f"{reason}: {n}" for reason, n in reasons)
         raise UserError(f"no broken program of {plan.repo} passed the gates ({listed}); {advice}.")
-    commits = histories.build(plan.past, bench.repository, tasks, work)
+    commits = histories.build(plan.past, bench.repository, plan.facts.layout.tests, tasks, work)
     fit = searched.tried - searched.rejected.total()
     history = card.TaskBuildLog(
         functions=len(plan.functions),
@@ -331,7 +332,7 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
         covered = [f for f in plan.eligible if f.id in callers]
         policy = "doctests" if 2 * sum(f.doctest for f in covered) >= len(covered) > 0 else "half"
     discover.copy(plan.tree, repository, sorted({*layout.files} - {*layout.tests}))
-    discover.copy(plan.tree, plan.work / "hidden", layout.tests)
+    discover.copy(plan.tree, plan.work / "hidden", layout.tests if plan.facts.script else _beside_tests(layout))
     shown: set[str] = set()
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}
@@ -342,6 +343,14 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
     if plan.facts.script:
         (repository / node.LINK[0]).symlink_to(node.LINK[1])
     return policy, shown
+
+
+def _beside_tests(layout: discover.RepositoryLayout) -> list[str]:
+    """The files of tests, and files beside them that tests may read by their own place, such as samples and a README:
+    no source code, and nothing of the library's folders."""
+    roots = tuple(f"{root}/" for root in layout.source_roots)
+    beside = [path for path in layout.files if not path.endswith(_SOURCES) and not path.startswith(roots)]
+    return sorted({*layout.tests, *beside})
 
 
 def _cut_out(repository: Path, tests: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.code import (
-    NoWheel,
+    NotInstallable,
     clone_around,
     declared_requirements,
     functions,
@@ -23,6 +23,7 @@ from etude.code import (
     toml_table,
 )
 from etude.errors import UserError
+from etude.sandbox.egress import normal_project
 from etude.tasks import requirements, settings
 from etude.tasks.coverage import SuiteTrace, last_lines
 from etude.tasks.inventory import Inventory
@@ -51,27 +52,64 @@ class PythonEnvironment:
 
 
 async def find(tree: Path, work: Path, more: Sequence[str], install: Install, run: Run) -> PythonEnvironment:
-    """Install into `work`/site the requirements with which most tests of the repository in `tree` pass. `more` are
-    requirements from the user. Raises UserError if the declared ones cannot be installed."""
+    """Install into `work`/site the requirements with which most tests of the repository in `tree` pass, without those
+    that cannot be installed. `more` are requirements from the user. Raises UserError if one of these, or nothing, can
+    be installed."""
     tried: list[PythonEnvironment] = []
     for wanted in _proposals(tree, more, tried):
         site = work / f"site-{len(tried)}"
         try:
-            install(wanted, site)
+            installed, refused = install_most(wanted, more, install, site)
         except UserError as e:
             shutil.rmtree(site, ignore_errors=True)
-            if not tried and isinstance(e, NoWheel):
-                raise UserError(f"{str(e).removesuffix('.')}, or try `--bootstrap rules`.") from None
             if not tried:
                 raise
             tried.append(PythonEnvironment(wanted, SuiteTrace({}, 0, {}, {}, ""), str(e)))
             continue
-        tried.append(PythonEnvironment(wanted, await run(site)))
+        tried.append(PythonEnvironment(installed, await run(site), refused))
         if len(tried) == TRIES or not any(tried[-1].trace.missing):
             break
     best = max(range(len(tried)), key=lambda i: tried[i].trace.passed)
     (work / f"site-{best}").rename(work / "site")
     return replace(tried[best], refused=next((one.refused for one in tried if one.refused), ""))
+
+
+def install_most(
+    wanted: Sequence[str], more: Sequence[str], install: Install, site: Path
+) -> tuple[tuple[str, ...], str]:
+    """Install the requirements into the folder `site`, without those that cannot be installed. Returns the installed
+    ones, and why the others are not. Raises UserError if nothing can be installed now, or for one of `more`, the user's
+    own."""
+    left, reasons = list(wanted), dict[str, None]()
+    while True:
+        try:
+            install(left, site)
+            return tuple(left), " ".join(reasons)
+        except NotInstallable as e:
+            shutil.rmtree(site, ignore_errors=True)
+            # A package that others need has no line here: those that need it are found by themselves.
+            own = [line for line in left if _project(line) == _project(e.requirement)]
+            lines = own or [line for line in left if _refused(line, install, site)]
+            if not lines or set(lines) & set(more):
+                raise
+            left = [line for line in left if line not in lines]
+            reasons |= dict.fromkeys([str(e) if own else f"{', '.join(lines)}: {e}"])
+
+
+def _project(requirement: str) -> str:
+    match = re.match(r"[\w.-]+", requirement)
+    return normal_project(match[0]) if match else requirement
+
+
+def _refused(line: str, install: Install, site: Path) -> bool:
+    """Whether a requirement cannot be installed by itself."""
+    try:
+        install([line], site)
+    except NotInstallable:
+        return True
+    finally:
+        shutil.rmtree(site, ignore_errors=True)
+    return False
 
 
 def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironment]):
@@ -86,7 +124,7 @@ def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironmen
         if len(longer) > len(wanted) and len(tried) < TRIES - 1:
             wanted = longer
             yield tuple(wanted)
-    ran = [one for one in tried if not one.refused]
+    ran = [one for one in tried if one.trace.printed or one.trace.passed]
     missing = (name for pair in ran[-1].trace.missing for name in pair)
     known = [requirements.MISSING[name] for name in missing if name in requirements.MISSING]
     if set(known) - set(ran[-1].requirements):
@@ -149,12 +187,20 @@ def explained(repository: Path, trace: SuiteTrace, refused: str) -> UserError:
     lacking = [requirements.MISSING.get(name, name.replace("_", "-")) for name in (*modules, *fixtures)]
     own = {name: place for name in modules if (place := _place_of(repository, name)) is not None}
     lacking = [name for name in lacking if name.replace("-", "_") not in own]
+    named = [
+        name for name in lacking if name in requirements.MISSING.values() or requirements.declares(repository, name)
+    ]
     links = [place for place in own.values() if (repository / place).is_symlink()]
     message = last_lines(next(iter([*trace.broken.values(), *trace.failed.values()]), trace.printed))
     if links:
-        advice = f"{links[0]} is a link, and links are left out: put a copy in its place"
-    elif lacking:
-        advice = f"name the missing packages: add `--requires {' '.join(lacking[:5])}` to the command"
+        advice = f"{links[0]} is a link that leads to no file of the repository: put a copy in its place"
+    elif named:
+        advice = f"name the missing packages: add `--requires {' '.join(named[:5])}` to the command"
+    elif lacking:  # a package of that name may be anybody's
+        advice = (
+            f"find out which package brings {lacking[0]}, which no file of the repository declares, and add "
+            "`--requires PACKAGE` to the command"
+        )
     else:
         advice = "run its suite by hand (`python -m pytest`) and mend it, or leave test files out with `--exclude FILE`"
     why = f" {refused[0].upper()}{refused[1:]}" if refused else ""

@@ -14,7 +14,7 @@ A release has no history. It gets the history that an import makes: one commit, 
 
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from email.parser import Parser
 from functools import cached_property
@@ -140,11 +140,11 @@ def read(source: Path, name: str, paths: Iterable[str]) -> Past:
     return git_history.single(*_imported(source, name))
 
 
-def build(past: Past, repository: Path, tasks: Sequence[CodeTask], out: Path) -> int:
-    """Write `out`/history.msgpack for `tasks` of the repository whose history is `past`. Returns the number of
-    commits."""
+def build(past: Past, repository: Path, tests: Collection[str], tasks: Sequence[CodeTask], out: Path) -> int:
+    """Write `out`/history.msgpack for `tasks` of the repository whose history is `past`, and whose test files are
+    `tests`. Returns the number of commits."""
     present = _files(repository)
-    past = _without_credentials(_without_tests(past, present, out / "hidden"), present)
+    past = _without_credentials(_without_tests(past, present, tests), present)
     secrets = _secrets(past, tasks, present)
     changes = [
         {path: None for path in before if path not in tree}
@@ -168,10 +168,11 @@ def _files(repository: Path) -> dict[str, bytes]:
     return {path: file.read_bytes() for path, file in inventory.files_below(repository) if not file.is_symlink()}
 
 
-def _without_tests(past: Past, present: Files, hidden: Path) -> Past:
+def _without_tests(past: Past, present: Files, tests: Collection[str]) -> Past:
     """The history of the files that are `present`, with only today's version of each test file, since earlier versions
     may hold tests that are hidden now."""
-    today = {p: data for p, data in present.items() if functions.is_test(p) or (hidden / p).is_file()}
+    own = frozenset(tests)
+    today = {p: data for p, data in present.items() if functions.is_test(p) or p in own}
     commits = _with_versions(past, present, lambda path, _: path in today)
     kept = {blob for commit in commits for _, blob in commit.tree.values()}
     entries = git_history.packed(today) | dict(past.entries)

@@ -6,7 +6,7 @@ no program that a clone's settings name is run.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -53,6 +53,7 @@ class Inventory:
     absent: tuple[str, ...] = ()  # submodules that were not fetched
     excluded: tuple[str, ...] = ()  # by the option `exclude`
     pointers: tuple[str, ...] = ()  # files that Git LFS did not fetch; they hold an address
+    links: tuple[str, ...] = ()  # symbolic links that lead to no tracked file or folder; others are followed
 
 
 def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
@@ -89,7 +90,9 @@ def _listed(repository: Path, exclude: Sequence[str]) -> Inventory:
         runs = [f"outputs/{path.parent.name}" for path in repository.glob("outputs/*/config.json")]  # of etude
         excluded = tuple(path for path in files if excludes(path, (*exclude, *runs)))
         return Inventory(tuple(sorted({*files} - {*excluded})), excluded=excluded)
-    tracked = [path for path in names if not functions.is_junk(path) and _is_plain(repository, path)]
+    plain = {path for path in names if not functions.is_junk(path) and _is_plain(repository, path)}
+    links = {path: _followed(repository, path, plain) for path in names if (repository / path).is_symlink()}
+    tracked = sorted(plain.union(*links.values()))
     excluded = tuple(path for path in tracked if excludes(path, exclude))
     modules = [path for path in names if staged[path][0] == SUBMODULE]
     options = ("ls-files", "-z", "--others", "--directory", "--no-empty-directory")
@@ -101,6 +104,7 @@ def _listed(repository: Path, exclude: Sequence[str]) -> Inventory:
         changed=_changed(repository, clone, below, names),
         absent=tuple(sorted(modules)),
         excluded=excluded,
+        links=tuple(sorted(path for path, files in links.items() if not files)),
     )
 
 
@@ -181,6 +185,20 @@ def _is_pointer(file: Path) -> bool:
 def _named(paths: Iterable[str]) -> list[str]:
     """Paths that are valid UTF-8, since a dataset cannot name others."""
     return [path for path in paths if path == path.encode("utf-8", "replace").decode()]
+
+
+def _followed(repository: Path, link: str, plain: Collection[str]) -> list[str]:
+    """The paths behind a symbolic link: its own, or those below a folder. Empty if the link leads to no file of
+    `plain`, or to a folder around itself."""
+    try:
+        target = (repository / link).resolve(strict=True).relative_to(repository.resolve()).as_posix()
+    except (OSError, RuntimeError, ValueError):  # nothing, a loop, or outside
+        return []
+    if target in plain:
+        return [link]
+    if target == "." or link.startswith(f"{target}/"):
+        return []
+    return [f"{link}{path.removeprefix(target)}" for path in plain if path.startswith(f"{target}/")]
 
 
 def _is_plain(repository: Path, path: str) -> bool:

@@ -21,6 +21,10 @@ _FILES = (
 )  # fmt: skip
 _TALK = (".github/workflows/*.yml", ".github/workflows/*.yaml", ".gitlab-ci.yml", ".travis.yml", "appveyor.yml",
          "tox.ini", "Makefile", "README*", "CONTRIBUTING*")  # fmt: skip
+_MANIFESTS = (
+    "pyproject.toml", "setup.cfg", "setup.py", "noxfile.py", "Pipfile*", "*.lock", "environment*.y*ml", "Dockerfile*",
+    "*requirements*", "requirements/*", "*/*requirements*.txt",
+)  # fmt: skip
 # Names of fixtures and modules that pytest or Python names when a distribution of another name is missing.
 MISSING = {
     "mocker": "pytest-mock", "benchmark": "pytest-benchmark", "httpx_mock": "pytest-httpx", "snapshot": "syrupy",
@@ -41,6 +45,14 @@ def sources(repository: Path) -> Iterator[list[str]]:
     yield usable([line for name in _FILES for line in requirement_lines(repository, name)] + _of_tox(repository))
     yield usable([line for name in DEPENDENCY_GROUPS for line in listed.get(name, ())])
     yield usable(_installed_by_ci(repository))
+
+
+def declares(repository: Path, name: str) -> bool:
+    """Whether a file in which projects name the packages that they need has this name."""
+    word = re.sub(r"[-_.]+", "[-_.]+", re.escape(name).replace(r"\-", "-"))
+    search = re.compile(rf"(?<![\w.-]){word}(?![\w-])", re.IGNORECASE).search
+    paths = sorted({path for pattern in (*_MANIFESTS, *_TALK) for path in repository.glob(pattern) if path.is_file()})
+    return any(search(path.read_text("utf-8", "replace")) for path in paths)
 
 
 def usable(lines: list[str]) -> list[str]:

@@ -60,7 +60,7 @@ def prepare(root: Path) -> AttackPack:
     kept = functions.clean_files(source)
     functions.copy(source, repository, kept)
     if (source / ".git").exists():
-        histories.build(histories.read(source, "lib-1", kept), repository, [TASK], work)
+        histories.build(histories.read(source, "lib-1", kept), repository, (), [TASK], work)
     readable(root)
     return replace(pack, data=replace(pack.data, histories=histories.load(work, repository)))
 
