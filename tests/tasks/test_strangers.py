@@ -253,6 +253,32 @@ def test_a_docstring_in_the_first_column_is_no_hindrance() -> None:
     assert search._meaning(method) == search._meaning("def f(self):\n    return 1\n")
 
 
+def test_slow_tests_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sleeps in its body or its fixture, and the rest of a file that takes its time; nothing stalls."""
+    monkeypatch.setattr(coverage, "TEST_SECONDS", 0.7)
+    monkeypatch.setattr(coverage, "FILE_SECONDS", 1.2)
+    sleeps = "import time\n\nimport pytest\nfrom m import total\n\n\n"
+    slow = "def test_{0}():\n    time.sleep(0.5)\n    assert total([{0}]) == {0}\n\n\n"
+    root = write(tmp_path / "r", {
+        "m.py": LIB,
+        "test_quick.py": "from m import total\n\n\ndef test_a():\n    assert total([1]) == 1\n\n\n"
+        "def test_b():\n    assert total([5]) == 5\n",
+        "test_one.py": sleeps + "@pytest.fixture\ndef late():\n    time.sleep(60)\n\n\n"
+        "def test_late(late):\n    pass\n\n\n"
+        "def test_ever():\n    try:\n        time.sleep(60)\n    except Exception:\n        pass\n",
+        "test_many.py": sleeps + "".join(slow.format(i) for i in range(1, 6)),
+    })  # fmt: skip
+    data = build_dataset(root, tmp_path / "out", BuildConfig(max_tasks=2, kinds=("mutation",), repeats=1), quiet)
+    assert "4 slow tests were left out, most of them of test_" in " ".join(data.manifest.warnings)
+    card = (data.root / "DATACARD.md").read_text()
+    for test in ("test_one.py::test_late", "test_one.py::test_ever"):
+        assert f"`{test}`: TookLong: left out, since it takes longer than 1 s" in card
+    for i in (4, 5):
+        assert f"`test_many.py::test_{i}`: TookLong: left out, since the tests of its file take longer" in card
+    shown = "".join(path.read_text() for path in data.repository.glob("test_*.py"))
+    assert not re.search("def test_(late|ever|4|5)", shown)
+
+
 class _NoResult:
     """A box whose suite has ended its process before the record was written; a real one is `os._exit` in a test."""
 

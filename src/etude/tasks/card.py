@@ -9,6 +9,7 @@ from etude.config import BuildConfig
 from etude.records import CodeTask
 from etude.tasks import split
 from etude.tasks.bootstrap import BootstrapRecipe
+from etude.tasks.coverage import SLOW
 from etude.tasks.dataset import Manifest
 from etude.tasks.gates import MAX_EQUALITY, MAX_TESTS
 from etude.tasks.inventory import Inventory, shortened
@@ -72,6 +73,9 @@ def warnings(tasks: Sequence[CodeTask], log: TaskBuildLog, options: BuildConfig)
         for kind in options.kinds
         if 4 * kinds[kind] * len(options.kinds) < len(tasks)
     ]
+    if slow := Counter(test.split("::")[0] for test, why in log.failed.items() if SLOW in why):
+        files = ", ".join(f"{file} ({n})" for file, n in slow.most_common(3))
+        messages.append(f"{slow.total()} slow tests were left out, most of them of {files}.")
     leaked = sum(log.copies.values())
     if leaked > MANY_LEAKS * max(log.candidates, 1):
         files = ", ".join(f"{file} ({n})" for file, n in Counter(dict(log.copies)).most_common(3))

@@ -16,6 +16,9 @@ from etude.tasks.settings import FILE as SETTINGS
 
 SCRIPT = ".etude_trace.py"
 RESULT = ".etude_trace.json"
+SLOW = "left out, since"  # in the messages of tests that took too long
+TEST_SECONDS = 30.0  # of one test, and of all tests of a file, under the profile hook
+FILE_SECONDS = 90.0
 
 
 class _CallTrace(msgspec.Struct):
@@ -47,13 +50,19 @@ class SuiteTrace:
         return sorted({name.split(".")[0] for name in modules}), sorted(set(fixtures))
 
 
-def record(roots: Sequence[str], test_files: Sequence[str], settings: str, result: str) -> None:
-    """Run pytest in this process and write which functions below `roots` each passing test calls. The box runs the
-    source of this function, so it uses no other name of this module."""
+def record(
+    roots: Sequence[str], test_files: Sequence[str], settings: str, result: str, slow: str, seconds: Sequence[float]
+) -> None:
+    """Run pytest in this process and write which functions below `roots` each passing test calls. A test that takes
+    longer than the first of `seconds`, and the rest of a file whose tests take longer than the second, fail. The box
+    runs the source of this function, so it uses no other name of this module."""
     import json
     import os
+    import signal
     import sys
     import threading
+    import time
+    from collections import Counter
 
     import pytest
 
@@ -69,7 +78,34 @@ def record(roots: Sequence[str], test_files: Sequence[str], settings: str, resul
         text = str(report.longrepr) if crash is None else crash.message
         return text[:300] if crash is not None else text[-600:]
 
+    class TookLong(BaseException):
+        __qualname__ = "TookLong"
+
+    used: Counter[str] = Counter()
+
+    def stop(*_: object) -> None:
+        raise TookLong(f"{slow} it takes longer than {seconds[0]:.0f} s")
+
+    signal.signal(signal.SIGALRM, stop)
+
     class Tracer:
+        @pytest.hookimpl(hookwrapper=True)
+        def pytest_runtest_protocol(self, item):  # type: ignore[no-untyped-def]
+            started = time.monotonic()
+            yield
+            used[item.nodeid.partition("::")[0]] += time.monotonic() - started
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_runtest_setup(self, item):  # type: ignore[no-untyped-def]
+            if used[item.nodeid.partition("::")[0]] > seconds[1]:
+                raise TookLong(f"{slow} the tests of its file take longer than {seconds[1]:.0f} s")
+
+        @pytest.hookimpl(hookwrapper=True, specname="pytest_runtest_setup")
+        def pytest_limited_setup(self):  # type: ignore[no-untyped-def]
+            signal.setitimer(signal.ITIMER_REAL, seconds[0])
+            yield
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_call(self, item):  # type: ignore[no-untyped-def]
             codes = set()
@@ -80,7 +116,9 @@ def record(roots: Sequence[str], test_files: Sequence[str], settings: str, resul
 
             threading.setprofile(hook)
             sys.setprofile(hook)
+            signal.setitimer(signal.ITIMER_REAL, seconds[0])
             outcome = yield
+            signal.setitimer(signal.ITIMER_REAL, 0)
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
             if outcome.excinfo is not None:  # a test that failed, was skipped or was expected to fail decides nothing
@@ -113,7 +151,7 @@ def record(roots: Sequence[str], test_files: Sequence[str], settings: str, resul
 async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeout: float) -> SuiteTrace:
     """Run the suite in `box`: the tests that call each function, and the tests that fail. Raises UserError if the run
     does not end, or if its result file is malformed."""
-    values = (list(roots), list(test_files), f"{SITE}/{SETTINGS}", RESULT)
+    values = (list(roots), list(test_files), f"{SITE}/{SETTINGS}", RESULT, SLOW, (TEST_SECONDS, FILE_SECONDS))
     arguments = ", ".join(map(json.dumps, values))
     script = f"from __future__ import annotations\n\n\n{inspect.getsource(record)}\n\nrecord({arguments})\n"
     await box.write(SCRIPT, script.encode())
