@@ -4,11 +4,14 @@ box."""
 import inspect
 import json
 import re
+import signal
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import pytest
 
 from etude.errors import UserError
 from etude.sandbox import SITE, Box, BoxError, NotFound
@@ -50,21 +53,61 @@ class SuiteTrace:
         return sorted({name.split(".")[0] for name in modules}), sorted(set(fixtures))
 
 
+class TookLong(BaseException):
+    """A test takes too long."""
+
+
+class TimeLimits:
+    """A plugin of pytest: a test that takes longer than `test` seconds, and the rest of a file whose tests take longer
+    than `file` seconds, fail with `slow` in the message."""
+
+    def __init__(self, slow: str, test: float, file: float) -> None:
+        self.slow, self.test, self.file = slow, test, file
+        self.used: dict[str, float] = {}
+        signal.signal(signal.SIGALRM, self._stop)
+
+    def _stop(self, *_: object) -> None:
+        raise TookLong(f"{self.slow} it takes longer than {self.test:.0f} s")
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item):  # type: ignore[no-untyped-def]
+        """Adds the time of a test to that of its file."""
+        started = time.monotonic()
+        yield
+        path = item.nodeid.partition("::")[0]
+        self.used[path] = self.used.get(path, 0.0) + time.monotonic() - started
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):  # type: ignore[no-untyped-def]
+        """Raises TookLong for a file that has used its time."""
+        if self.used.get(item.nodeid.partition("::")[0], 0.0) > self.file:
+            raise TookLong(f"{self.slow} the tests of its file take longer than {self.file:.0f} s")
+
+    @pytest.hookimpl(hookwrapper=True, specname="pytest_runtest_setup")
+    def pytest_setup_limit(self):  # type: ignore[no-untyped-def]
+        """Limits the fixtures of a test."""
+        signal.setitimer(signal.ITIMER_REAL, self.test)
+        yield
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    @pytest.hookimpl(hookwrapper=True, specname="pytest_runtest_call")
+    def pytest_call_limit(self):  # type: ignore[no-untyped-def]
+        """Limits a test."""
+        signal.setitimer(signal.ITIMER_REAL, self.test)
+        yield
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def record(
     roots: Sequence[str], test_files: Sequence[str], settings: str, result: str, slow: str, seconds: Sequence[float]
 ) -> None:
-    """Run pytest in this process and write which functions below `roots` each passing test calls. A test that takes
-    longer than the first of `seconds`, and the rest of a file whose tests take longer than the second, fail. The box
-    runs the source of this function, so it uses no other name of this module."""
+    """Run pytest in this process, with these limits of time, and write which functions below `roots` each passing test
+    calls. The box runs the source of this function and of the classes above, so they use no other name of this
+    module."""
     import json
     import os
-    import signal
     import sys
     import threading
-    import time
-    from collections import Counter
-
-    import pytest
 
     here = os.getcwd() + os.sep
     prefixes = tuple(os.path.join(here, root) for root in roots)
@@ -78,34 +121,7 @@ def record(
         text = str(report.longrepr) if crash is None else crash.message
         return text[:300] if crash is not None else text[-600:]
 
-    class TookLong(BaseException):
-        __qualname__ = "TookLong"
-
-    used: Counter[str] = Counter()
-
-    def stop(*_: object) -> None:
-        raise TookLong(f"{slow} it takes longer than {seconds[0]:.0f} s")
-
-    signal.signal(signal.SIGALRM, stop)
-
     class Tracer:
-        @pytest.hookimpl(hookwrapper=True)
-        def pytest_runtest_protocol(self, item):  # type: ignore[no-untyped-def]
-            started = time.monotonic()
-            yield
-            used[item.nodeid.partition("::")[0]] += time.monotonic() - started
-
-        @pytest.hookimpl(tryfirst=True)
-        def pytest_runtest_setup(self, item):  # type: ignore[no-untyped-def]
-            if used[item.nodeid.partition("::")[0]] > seconds[1]:
-                raise TookLong(f"{slow} the tests of its file take longer than {seconds[1]:.0f} s")
-
-        @pytest.hookimpl(hookwrapper=True, specname="pytest_runtest_setup")
-        def pytest_limited_setup(self):  # type: ignore[no-untyped-def]
-            signal.setitimer(signal.ITIMER_REAL, seconds[0])
-            yield
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_call(self, item):  # type: ignore[no-untyped-def]
             codes = set()
@@ -116,9 +132,7 @@ def record(
 
             threading.setprofile(hook)
             sys.setprofile(hook)
-            signal.setitimer(signal.ITIMER_REAL, seconds[0])
             outcome = yield
-            signal.setitimer(signal.ITIMER_REAL, 0)
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
             if outcome.excinfo is not None:  # a test that failed, was skipped or was expected to fail decides nothing
@@ -142,7 +156,7 @@ def record(
 
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:warnings", "--continue-on-collection-errors"]
     rest = ["-c", settings if os.path.isfile(settings) else os.devnull, "--rootdir", here]
-    pytest.main([*options, *rest, *test_files], plugins=[Tracer()])
+    pytest.main([*options, *rest, *test_files], plugins=[TimeLimits(slow, *seconds), Tracer()])
     passed = {test: called for test, called in tests.items() if test not in failed}
     with open(here + result, "w", encoding="utf-8") as file:
         json.dump({"functions": list(index), "tests": passed, "failed": failed, "broken": broken}, file)
@@ -153,7 +167,9 @@ async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeo
     does not end, or if its result file is malformed."""
     values = (list(roots), list(test_files), f"{SITE}/{SETTINGS}", RESULT, SLOW, (TEST_SECONDS, FILE_SECONDS))
     arguments = ", ".join(map(json.dumps, values))
-    script = f"from __future__ import annotations\n\n\n{inspect.getsource(record)}\n\nrecord({arguments})\n"
+    sources = "\n\n".join(map(inspect.getsource, (TookLong, TimeLimits, record)))
+    head = "from __future__ import annotations\n\nimport signal\nimport time\n\nimport pytest\n\n\n"
+    script = f"{head}{sources}\n\nrecord({arguments})\n"
     await box.write(SCRIPT, script.encode())
     done = await box.exec(f"python3 {SCRIPT}", timeout)
     if done.timed_out:
