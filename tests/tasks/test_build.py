@@ -210,12 +210,12 @@ def test_a_program_whose_boxes_fail_is_one_program(tmp_path: Path) -> None:
 
 def test_a_test_that_fails_once_is_dropped(tmp_path: Path) -> None:
     bench = _bench(_Scripted(), tmp_path)
-    assert asyncio.run(gates.stable_tests(bench, ["a", "b", "c"])) == ({"a", "c"}, {"b"})
+    assert asyncio.run(gates.stable_tests(bench, ["a", "b", "c"], None, {})) == ({"a", "c"}, {"b"})
 
 
 def test_a_javascript_file_runs_once_for_all_of_its_tests(tmp_path: Path) -> None:
     sandbox, names = _Scripted(), [f"t/{file}.test.js::{i}" for file in "mn" for i in range(45)]
-    stable, dropped = asyncio.run(gates.stable_tests(_bench(sandbox, tmp_path), names))
+    stable, dropped = asyncio.run(gates.stable_tests(_bench(sandbox, tmp_path), names, None, {}))
     assert (stable, dropped) == (set(names), set())
     assert sandbox.asked == [tuple(names[:45]), tuple(names[45:])] * BuildConfig().repeats
 

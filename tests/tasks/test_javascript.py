@@ -309,3 +309,73 @@ def test_npm_takes_no_settings_of_a_repository_around_the_folder(tmp_path, monke
     monkeypatch.setattr(node.subprocess, "run", lambda *a, **options: done.append(run(*a, **options)) or done[-1])
     node.npm(["prefix"], site, 60.0)
     assert Path(done[0].stdout.strip()) == site
+
+
+QUEUE = """export class Queue {
+  #rows = []
+
+  join (row, first = false) {
+    if (first) {
+      this.#rows.unshift(row)
+    } else {
+      this.#rows.push(row)
+    }
+    return this.#rows.length
+  }
+
+  see (place) {
+    if (place < 0) {
+      return this.#rows[this.#rows.length + place]
+    }
+    return this.#rows[place]
+  }
+}
+
+export function double (rows) {
+  const out = []
+  for (const row of rows) {
+    out.push(row, row)
+  }
+  return out
+}
+"""
+STEPS = """import assert from 'node:assert'
+import test from 'node:test'
+import { Queue, double } from '../queue.js'
+
+test('steps', async (t) => {
+  const queue = new Queue()
+  await t.test('joins', () => assert.equal(queue.join('a'), 1))
+  await t.test('joins again', () => assert.equal(queue.join('b'), 2))
+  await t.test('comes first', () => assert.equal(queue.join('c', true), 3))
+  await t.test('sees the first', () => assert.equal(queue.see(0), 'c'))
+  await t.test('sees the last', () => assert.equal(queue.see(-1), 'b'))
+  await t.test('sees the second', () => assert.equal(queue.see(1), 'a'))
+})
+
+test('double', () => assert.deepEqual(double([1]), [1, 1]))
+test('double of two', () => assert.equal(double([1, 2]).length, 4))
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_visible_tests_pass_as_they_are_shown(tmp_path: Path, seed: int) -> None:
+    """Steps of one test share its state, so some of them fail where others are cut out as hidden tests."""
+    (tmp_path / "lib/test").mkdir(parents=True)
+    (tmp_path / "lib/package.json").write_text('{"name": "queue", "version": "1.0.0", "type": "module"}')
+    (tmp_path / "lib/queue.js").write_text(QUEUE)
+    (tmp_path / "lib/test/queue.test.js").write_text(STEPS)
+    options = BuildConfig(seed=seed, max_tasks=4, kinds=("mutation", "removal"), per_function=2, repeats=1, min_lines=2)
+    data = build_dataset(tmp_path / "lib", tmp_path / "out", options, quiet)
+
+    async def outcomes() -> list[str]:
+        async with open_sandbox(memo=0) as sandbox:
+            found: list[str] = []
+            for task in data.tasks:
+                gold = {path: text.encode() for path, text in task.solution.items()}
+                tests = task.visible_tests
+                report = await sandbox.run_tests(data.image(task), gold, tests, None, Limits(seconds=60.0))
+                found += report.outcomes.values()
+            return found
+
+    assert set(asyncio.run(outcomes())) == {"passed"}

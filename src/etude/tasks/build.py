@@ -418,10 +418,12 @@ async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, polic
         side = split.side(change.members, heldout) or ""
         drafts.append(Target(change.unit, plan.sources[change.unit.path], side, visible, hidden, (change.program,)))
     known = {test for draft in drafts for test in draft.hidden}
-    stable, unstable = await gates.stable_tests(bench, sorted(known.union(*(draft.visible for draft in drafts))))
+    visible = {test for draft in drafts for test in draft.visible}
+    stable, unstable = await gates.stable_tests(bench, sorted(known | visible), bench.hidden, {})
+    unstable |= await _failing_as_shown(bench, {test for test in visible & stable if is_script(test)}, unstable)
     single = not {"mutation", "removal", "combined"}.isdisjoint(options.kinds)
     targets = [
-        replace(t, visible=_kept(t.visible, stable), hidden=_kept(t.hidden, stable))
+        replace(t, visible=_kept(t.visible, stable - unstable), hidden=_kept(t.hidden, stable))
         for t in drafts
         if t.split and (single or t.programs)
     ]
@@ -431,6 +433,21 @@ async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, polic
         raise UserError(f"no hidden test calls a function of {limits} lines in {plan.repo}; widen the limits.")
     straddling = Counter(draft.programs[0].kind for draft in drafts if not draft.split)
     return _Targets(targets, eligible, stable & known, unstable, straddling)
+
+
+async def _failing_as_shown(bench: Bench, visible: Collection[str], unstable: Collection[str]) -> set[str]:
+    """Visible tests of JavaScript that fail in the files as the agent sees them, cut and without hidden tests: such as
+    a test that needs the one before it, which is hidden."""
+    gone = set(unstable)
+    paths = {test.partition("::")[0] for test in visible}
+    texts = {path: (bench.repository / path).read_text("utf-8") for path in paths}
+    while left := sorted({*visible} - gone):
+        cut = {path: split.without_tests(path, text, gone).encode() for path, text in texts.items()}
+        _, failed = await gates.stable_tests(bench, left, None, cut)
+        if not failed:
+            break
+        gone |= failed
+    return gone & {*visible}
 
 
 def _of_function(f: Unit, ranked: Sequence[str], policy: str, shown: set[str]) -> _Sides:

@@ -277,8 +277,10 @@ async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], worker
     return [task.result() for task in tasks]
 
 
-async def stable_tests(bench: Bench, tests: Sequence[str]) -> tuple[set[str], set[str]]:
-    """(stable, dropped) of `tests` on the unbroken tree: stable tests pass each time."""
+async def stable_tests(
+    bench: Bench, tests: Sequence[str], hidden: Path | None, changes: Changes
+) -> tuple[set[str], set[str]]:
+    """(stable, dropped) of `tests` on the unbroken tree after `changes`: stable tests pass each time."""
     files: dict[str, list[str]] = {}  # of JavaScript: each takes a process or two as a whole
     for test in filter(is_script, tests):
         files.setdefault(test.partition("::")[0], []).append(test)
@@ -288,7 +290,7 @@ async def stable_tests(bench: Bench, tests: Sequence[str]) -> tuple[set[str], se
     limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
 
     async def run(chunk: Sequence[str]) -> TestReport:
-        return await bench.sandbox.run_tests(bench.image({}), {}, chunk, bench.hidden, limits)
+        return await bench.sandbox.run_tests(bench.image({}), changes, chunk, hidden, limits)
 
     reports = await in_order(run, batches, bench.options.workers)
     dropped = {test for chunk, report in zip(batches, reports, strict=True) for test in failing(report, chunk)}
