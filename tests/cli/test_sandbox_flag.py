@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from etude.cli import main
 from etude.config import SandboxConfig, validate_sandbox
@@ -15,6 +18,7 @@ from etude.evals import tested_edits
 from etude.grading import runner
 from etude.run import evaluate
 from etude.sandbox import BackendOptions
+from etude.tasks import dataset
 from tests.helpers.foreign import write as harbor_folder
 
 TINY = Path(__file__).parents[1] / "tasks/data/tiny"
@@ -182,3 +186,38 @@ def test_a_run_without_its_image_is_refused_before_anything_is_built(tmp_path, m
     assert stop.value.code == 2
     assert f"sandbox.image: {tmp_path}/none.tar cannot be read (No such file" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.toml"]
+
+
+BUILT_ELSEWHERE = (
+    (
+        {"image": "shop.tar sha256-1"},
+        "was built in boxes of the image shop.tar, and these have the minimal one: give the",
+    ),
+    ({"services": ("prices",)}, "was built in boxes with the service prices, which these lack: give the table"),
+)
+WITH_A_DATASET = (
+    "tasks check data",
+    "tasks traces data -o out.jsonl",
+    "eval nano --suite data",
+    "eval nano --suite tests.toml",
+    "train tests.toml",
+    "doctor sandbox --pack pack",
+)
+
+
+@pytest.mark.parametrize("words", WITH_A_DATASET)
+@pytest.mark.parametrize(("facts", "said"), BUILT_ELSEWHERE, ids=["image", "service"])
+def test_a_dataset_is_not_played_in_other_boxes(
+    words: str, facts: dict[str, Any], said: str, opened: list[Any], folder: Path, capsys
+) -> None:
+    """Its tests would fail there, whatever the answer, and a model would be measured at nothing."""
+    shutil.copytree(TINY, "data")
+    manifest = dataset.read_dataset_manifest(folder / "data")
+    dataset.save(folder / "data", structs.replace(manifest, **facts), dataset.load_dataset(folder / "data").tasks)
+    (folder / "tests.toml").write_text('[tasks]\ndataset = "data"\n[model]\npath = "nano"\n')
+    (folder / "pack/attacks").mkdir(parents=True)
+    (folder / "pack/pack.toml").write_text('name = "p"\ndataset = "../data"\n')
+    (folder / "pack/attacks/a.sh").write_text("# class: nothing\ntrue\n")
+    assert run(words.split()) == 2
+    assert said in capsys.readouterr().err
+    assert opened == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import socket
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -151,6 +152,34 @@ def test_a_dependency_without_a_wheel_is_refused_and_not_built(evil: tuple[Path,
     with pytest.raises(UserError, match=r"evil has no wheel for Python 3\.\d+ .*PIP_FIND_LINKS"):
         packages.install_wheels(["evil"], tmp_path / "site")
     assert not evil[0].exists()
+
+
+@pytest.mark.parametrize(
+    ("python", "installed"), [("3.11.2", {"old"}), ("3.11.9", set()), ("3.13.5", {"new"}), (None, None)]
+)
+def test_requirements_are_those_of_the_python_that_imports_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str | None, installed: set[str] | None
+) -> None:
+    """pip's own --python-version takes other wheels, and reads markers for the Python that runs pip."""
+    needs = {
+        "top": 'Requires-Dist: old; python_full_version < "3.11.3"\nRequires-Dist: new; python_version >= "3.13"\n'
+    }
+    for name in ("top", "old", "new"):
+        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needs.get(name, '')}"
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", about)
+            kind = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            wheel.writestr(f"{name}-1.0.dist-info/WHEEL", kind)
+            wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+            wheel.writestr(f"{name}.py", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    packages.install_wheels(["top"], tmp_path / "site", python=python)
+    present = {path.stem for path in (tmp_path / "site").glob("*.py")}
+    own = sys.version_info
+    if installed is None:
+        installed = ({"old"} if own < (3, 11, 3) else set()) | ({"new"} if own >= (3, 13) else set())
+    assert present == installed | {"top"}
 
 
 def test_a_fetched_source_package_is_not_run(evil: tuple[Path, str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ class Local:
 
     name = "local"
     image_name = "this machine"
+    python = platform.python_version()
 
     def __init__(self, *limits: str) -> None:
         self.capabilities = Capabilities("container", False, False, True, True, "none", limits=limits)

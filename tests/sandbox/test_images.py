@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
 import io
@@ -201,12 +202,19 @@ def test_services_run_for_agents_and_for_tests_that_are_decided_outside(product:
 
 
 def test_a_service_that_does_not_get_ready_is_told_before_anything_runs(product: Path) -> None:
-    slow = SERVICE | {"ready": "false", "seconds": 0.5}
+    slow = SERVICE | {"ready": "echo not yet; false", "seconds": 0.5}
     config = validate_sandbox({"image": str(product), "services": [slow]}, "here")
-    with pytest.raises(
-        UserError, match=r"the service prices was not ready within 0.5 s; see sandbox.services .its last output: "
-    ):
+    said = r"the service prices was not ready within 0.5 s; see sandbox.services .its last output: .*ready: not yet"
+    with pytest.raises(UserError, match=said):
         lines(config, "true")
+    ended = SERVICE | {"start": "echo no such setting; exit 3", "ready": "false", "seconds": 60.0}
+    config = validate_sandbox({"image": str(product), "services": [ended]}, "here")
+    with pytest.raises(UserError, match=r"the service prices ended before it was ready; .* no such setting"):
+        lines(config, "true")
+    behind = SERVICE | {"start": f"({SERVER} &) ; true"}  # it has gone into the background
+    assert lines(validate_sandbox({"image": str(product), "services": [behind]}, "here"), "echo here") == ["here"]
+    with pytest.raises(UserError, match="two services 'prices'"):
+        validate_sandbox({"services": [SERVICE, SERVICE]}, "here")
 
 
 # Archives
@@ -269,10 +277,21 @@ TREE = {
 }
 
 
-def _docker(path: Path, layers: Sequence[bytes], architecture: str | None = None, images: int = 1) -> Path:
-    config = json.dumps(
-        {"architecture": architecture or "", "config": {"Env": ["PATH=/usr/local/bin:/usr/bin", "A=b=c"]}}
-    ).encode()
+def _settings(layers: Sequence[bytes], architecture: str = "") -> bytes:
+    """The configuration of an image."""
+
+    def content(layer: bytes) -> str:
+        with contextlib.suppress(Exception):  # a damaged layer has any digest
+            layer = gzip.decompress(layer) if layer[:2] == b"\x1f\x8b" else layer
+            layer = _unzstd(layer) if layer[:4] == b"\x28\xb5\x2f\xfd" else layer
+        return f"sha256:{hashlib.sha256(layer).hexdigest()}"
+
+    settings = {"architecture": architecture, "config": {"Env": ["PATH=/usr/local/bin:/usr/bin", "A=b=c"]}}
+    return json.dumps(settings | {"rootfs": {"type": "layers", "diff_ids": [*map(content, layers)]}}).encode()
+
+
+def _docker(path: Path, layers: Sequence[bytes], architecture: str = "", images: int = 1) -> Path:
+    config = _settings(layers, architecture)
     names = [f"{n}/layer.tar" for n in range(len(layers))]
     entry = {"Config": "config.json", "RepoTags": ["a:b"], "Layers": names}
     files = dict(zip(names, layers, strict=True)) | {"config.json": config}
@@ -287,11 +306,17 @@ def _oci(path: Path, layers: Sequence[bytes]) -> Path:
         files[f"blobs/sha256/{digest}"] = data
         return {"digest": f"sha256:{digest}", "size": len(data)}
 
-    config = blob(json.dumps({"config": {"Env": ["PATH=/usr/local/bin:/usr/bin", "A=b=c"]}}).encode())
+    config = blob(_settings(layers))
     manifest = blob(json.dumps({"config": config, "layers": [blob(layer) for layer in layers]}).encode())
     inner = blob(json.dumps({"manifests": [manifest]}).encode())
     other = blob(b"{}") | {"platform": {"architecture": "s390x"}}
     return _archive(path, files | {"index.json": json.dumps({"manifests": [other, inner]}).encode()})
+
+
+def _unzstd(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.decompress(data)
 
 
 def _zstd(data: bytes) -> bytes:
@@ -357,6 +382,18 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda at: _docker(at / "x.tar", [_zstd(_layer(LOWER))[:90]]),
         "0/layer.tar is damaged",
     ),
+    "a layer with another byte": (
+        lambda at: _changed(_docker(at / "x.tar", [_layer(LOWER)]), b"through a link"),
+        "0/layer.tar is damaged .its digest differs",
+    ),
+    "a link to nothing": (
+        lambda at: _docker(at / "x.tar", [_layer([("a", "h", "nothing")])]),
+        "0/layer.tar is damaged .* No such file",
+    ),
+    "layers without digests": (
+        lambda at: _archive(at / "x.tar", _WITHOUT | {"0/layer.tar": b""}),
+        "has 1 layers and 0 digests",
+    ),
     "no Python": (lambda at: _docker(at / "x.tar", [_layer(LOWER[:3])]), "has no python3 in its PATH"),
     "no shell": (lambda at: _docker(at / "x.tar", [_layer([("usr/bin/python3", "f", b"")])]), "has no /bin/bash"),
     "no root folder": (lambda at: _folder(at / "empty"), "is no root folder of an image: it has no /bin/sh"),
@@ -366,6 +403,13 @@ _WITHOUT = {
     "config.json": b"{}",
     "manifest.json": json.dumps([{"Config": "config.json", "Layers": ["0/layer.tar"]}]).encode(),
 }
+
+
+def _changed(path: Path, text: bytes) -> Path:
+    """The archive with one byte of a file in a layer changed."""
+    data = path.read_bytes()
+    assert data.count(text) == 1
+    return _written(path, data.replace(text, bytes([text[0] ^ 1]) + text[1:]))
 
 
 def _written(path: Path, data: bytes) -> Path:

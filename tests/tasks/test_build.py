@@ -73,7 +73,10 @@ def test_tasks(built: dataset.Dataset) -> None:
 def test_what_the_agent_sees(built: dataset.Dataset) -> None:
     files = {p.relative_to(built.repository).as_posix() for p in built.repository.rglob("*") if p.is_file()}
     assert files == {"LICENSE", "pyproject.toml", "src/tiny/__init__.py", "src/tiny/lists.py", "src/tiny/words.py"}
-    assert {p.name for p in built.hidden.rglob("*") if p.is_file()} == {"test_lists.py", "test_words.py"}
+    assert {p.name for p in built.hidden.rglob("*") if p.is_file()} == {
+        *("test_lists.py", "test_words.py"),
+        *("LICENSE", "pyproject.toml"),  # beside the tests, which may read them
+    }
     image = built.image(built.tasks[0])
     assert (image.repository, image.changes) == (built.repository, built.tasks[0].changes)
 

@@ -80,6 +80,10 @@ def _build(arguments: argparse.Namespace) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     train, heldout = len(part.split("train")), len(part.split("heldout"))
     print(f"{train} train and {heldout} held-out tasks in {output}; see {output / 'DATACARD.md'}")
+    share = sum(task.decided for task in part.tasks) / len(part.tasks)
+    print(f"{share:.0%} of their hidden tests are decided outside of the tested code")
+    if low := sum(task.decided < source.min_decided for task in part.split("train")):
+        print(f"{low} train tasks lie below tasks.min_decided = {source.min_decided}, and are not trained on")
     return 0
 
 

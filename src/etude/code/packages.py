@@ -7,6 +7,7 @@ isolated from the current folder, takes wheels alone, and gets requirements that
 import gzip
 import hashlib
 import lzma
+import platform
 import re
 import shutil
 import subprocess
@@ -148,16 +149,16 @@ def install_dependencies(repository: Path, site: Path, timeout: float = 300.0) -
 
 def install_wheels(required: Sequence[str], site: Path, timeout: float = 300.0, python: str | None = None) -> None:
     """Install wheels of requirements into the folder `site`, which is created, within `timeout` seconds. A wheel is
-    unpacked, not run. `python` is the version that will import them, such as "3.13"; None: this one. Raises
+    unpacked, not run. `python` is the version that will import them, such as "3.13.5"; None: this one. Raises
     NotInstallable for a requirement that is not plain or has no wheel, and UserError if pip fails."""
     wanted = [plain(line) for line in required]
     site.mkdir(parents=True, exist_ok=True)
     if not wanted:
         return
     options = ["--target", str(site), "--no-compile", "--no-warn-script-location", "--only-binary", ":all:"]
-    if python not in (None, f"{sys.version_info.major}.{sys.version_info.minor}"):
-        options += ["--python-version", python]
-    _pip(["install", *options, "--", *wanted], timeout)
+    python = python or platform.python_version()
+    options += [] if python == platform.python_version() else ["--python-version", python]
+    _pip(["install", *options, "--", *wanted], timeout, python)
     # Scripts name this machine's interpreter; nothing in a box calls them. Start-up files would run at every start.
     shutil.rmtree(site / "bin", ignore_errors=True)
     for file in [*site.glob("*.pth"), site / "sitecustomize.py", site / "usercustomize.py"]:
@@ -203,8 +204,23 @@ def _download(name: str, version: str, sha256: str, folder: Path, timeout: float
     return archive
 
 
-def _pip(arguments: list[str], timeout: float) -> None:
-    command = ["-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", *arguments]
+# pip takes wheels of --python-version, but reads markers such as `python_version < "3.13"` for the Python that runs it.
+_FOR_PYTHON = """
+import sys
+from pip._internal.cli.main import main
+from pip._vendor.packaging import markers
+
+version, own = sys.argv.pop(1), markers.default_environment
+parts = {"python_version": ".".join(version.split(".")[:2])}
+parts |= dict.fromkeys(("python_full_version", "implementation_version"), version)
+markers.default_environment = lambda: {**own(), **parts}
+sys.exit(main())
+"""
+
+
+def _pip(arguments: list[str], timeout: float, python: str = platform.python_version()) -> None:
+    options = ["--disable-pip-version-check", "--no-input", "--quiet"]
+    command = ["-c", _FOR_PYTHON, python, *options, *arguments]
     done = _run(command, f"pip {arguments[0]}", timeout)
     if done.returncode == 0:
         return
@@ -215,7 +231,7 @@ def _pip(arguments: list[str], timeout: float) -> None:
             f"pip {arguments[0]} {missing[1]} failed: the package index cannot be reached; check the network."
         )
     if missing:
-        version = ".".join(map(str, sys.version_info[:2]))
+        version = ".".join(python.split(".")[:2])
         raise NotInstallable(
             f"{missing[1]} has no wheel for Python {version} on the package index, and etude builds nothing on this "
             "machine; build a wheel elsewhere and name its folder in PIP_FIND_LINKS.",

@@ -23,6 +23,16 @@ class ServiceConfig(Section):
     seconds: float = option(30.0, "until then the service must be ready", gt=0, le=600)
 
 
+def _one_of_a_name(services: tuple[ServiceConfig, ...]) -> tuple[ServiceConfig, ...]:
+    names = [service.name for service in services]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"sandbox.services has two services {twice!r}; give each a name of its own")
+    return services
+
+
+Services = Annotated[tuple[ServiceConfig, ...], AfterValidator(_one_of_a_name)]
+
+
 class NamespaceSandboxConfig(Section):
     """Boxes by namespaces of this machine's kernel. Without hosts or an index they have no network. See
     docs/sandbox.md."""
@@ -33,7 +43,7 @@ class NamespaceSandboxConfig(Section):
     )
     exclude: tuple[str, ...] = option((), "paths of the image that boxes lack, such as a copy of the product")
     programs: tuple[str, ...] = option((), "programs of this machine that the minimal image has as well: gcc, pip")
-    services: tuple[ServiceConfig, ...] = option((), "services of the image, as tables [[sandbox.services]]")
+    services: Services = option((), "services of the image, as tables [[sandbox.services]]")
     egress: tuple[str, ...] = option(
         (), "hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for a name that is not resolved"
     )
@@ -61,7 +71,7 @@ class ContainerSandboxConfig(Section):
     image: str = Field(min_length=1, description="container image of boxes, with sh, bash and python3")
     runtime: str | None = option(None, "OCI runtime, such as runsc")
     without: tuple[Limit, ...] = option((), "limits that boxes may lack if `type` cannot give them")
-    services: tuple[ServiceConfig, ...] = option((), "services of the image, as tables [[sandbox.services]]")
+    services: Services = option((), "services of the image, as tables [[sandbox.services]]")
 
 
 def _with_type(table: Any) -> Any:

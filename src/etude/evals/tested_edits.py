@@ -100,6 +100,7 @@ def passing(tested: Tested, answers: Sequence[tuple[Example, str]], boxes: Sandb
 
 async def _passing(tested: Tested, answers: Sequence[tuple[Example, str]], boxes: SandboxConfig | None) -> list[bool]:
     dataset = tested.dataset
+    dataset.check_boxes(boxes)
     async with open_sandbox(boxes) as sandbox:
 
         async def run(example: Example, text: str) -> bool:

@@ -184,7 +184,7 @@ def measure_models(
             renderer = measurement.renderer(model)
             say_dropped(renderer)
             check_context(renderer, toolset, measurement.budget.context)
-            check_playable(parts, renderer)
+            check_playable(parts, renderer, measurement.boxes)
         else:
             check_reachable(model.chat)
     journals = [_open_journal(measurement, model, taskset, number) for number, model in enumerate(models)]

@@ -67,7 +67,7 @@ def check_inputs(config: RLConfig) -> None:
         part = part_of(tasks, renderer, config.rollout.budget())
         _check_splits(part, config)
         _check_agent(part, config)
-        check_playable([part], renderer, config.sandbox.type)
+        check_playable([part], renderer, config.sandbox)
     else:
         for source in tasks.sources or (tasks,):
             _check_source(source, "tasks.sources" if tasks.sources else "tasks", config)
@@ -99,7 +99,7 @@ def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
     if source.sha256 is not None and "==" not in source.repository:
         raise UserError(f"{table}.sha256 is the digest of a package NAME==VERSION, and {source.where} is none: drop it")
     if source.dataset is not None:
-        check_playable([dataset_part(Path(source.dataset))], renderer_of(config), config.sandbox.type)
+        check_playable([dataset_part(Path(source.dataset))], renderer_of(config), config.sandbox)
     elif source.harbor is not None:
         find_folders([Path(source.harbor)])
         if why := foreign_refusal(renderer_of(config).dialect == "compact", config.sandbox.type):
@@ -188,11 +188,13 @@ def _check_tools(config: RLConfig) -> None:
         check_context(renderer, Toolset(names, functions=import_tools(own)), config.rollout.context)
 
 
-def check_playable(parts: Sequence[TaskPart], renderer: Renderer, boxes: str = "namespace") -> None:
-    """Raises UserError for tasks that a model's dialect or a kind of boxes cannot play."""
+def check_playable(parts: Sequence[TaskPart], renderer: Renderer, boxes: SandboxConfig | None) -> None:
+    """Raises UserError for tasks that a model's dialect or the boxes of a table [sandbox] cannot play."""
     for part in parts:
-        if why := part.environment.refusal(renderer.dialect == "compact", boxes):
+        if why := part.environment.refusal(renderer.dialect == "compact", "namespace" if boxes is None else boxes.type):
             raise UserError(why)
+        if part.dataset is not None:
+            part.dataset.check_boxes(boxes)
 
 
 def build_source(

@@ -152,7 +152,7 @@ def _taskset(config: RLConfig, folder: Path, view: LiveView) -> Taskset:
     sources, later = config.tasks.sources or (config.tasks,), missing(config, folder)
     shares = (source.min_decided for n, source in enumerate(sources) if n not in later)
     parts = [trainable(part, share) for part, share in zip(taskset.parts, shares, strict=True)]
-    check_playable(parts, renderer_of(config), config.sandbox.type)
+    check_playable(parts, renderer_of(config), config.sandbox)
     return replace(taskset, parts=tuple(parts))
 
 

@@ -40,6 +40,8 @@ def write_traces(
     if output.exists():
         raise UserError(f"{output} exists: name another file, or remove it")
     sources = {dataset.root: dataset for dataset in map(load_dataset, datasets)}.values()
+    for dataset in sources:
+        dataset.check_boxes(boxes)
     wanted = {
         f"{dataset.name}:{task.id}:{number}": (dataset, task)
         for dataset in sources

@@ -7,7 +7,6 @@ judges the output.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -169,7 +168,7 @@ class Backend(ABC):
     """Makes boxes. Every method raises BoxDead once the backend has died, LaunchFailed for a box that cannot start."""
 
     gated = False  # whether live boxes have a way out
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"  # in boxes; this one where the version is not known
+    python: str  # the version of Python in boxes, such as "3.13.5"
     recordings = 4  # runs that record tests at a time: while a test sleeps, others can run
     zygote_pid: int | None = None  # of the process that makes boxes, where there is one
     image_name: str  # with a digest: equal names are equal files

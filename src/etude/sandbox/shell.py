@@ -113,9 +113,12 @@ class Shell:
             done = await self.program(command(service), b"", service["seconds"], environment=variables)
             if done.status != 0:
                 output = (await self.program(log(service), b"", FILE_SECONDS, environment=variables)).errors
+                how = "ended before it was ready"
+                if done.timed_out:
+                    how = f"was not ready within {service['seconds']:g} s"
                 raise LaunchFailed(
-                    f"the service {service['name']} was not ready within {service['seconds']:g} s; see sandbox.services"
-                    f" (its last output: {' '.join(output.split()) or 'none'})"
+                    f"the service {service['name']} {how}; see sandbox.services (its last output: "
+                    f"{' '.join(output.split())})"
                 )
 
     def requests(self) -> Sequence[EgressRequest]:

@@ -98,7 +98,7 @@ def build_dataset(
         for path, text in facts.generated.items():
             (tree / path).write_text(text, encoding="utf-8")
         opened = partial(open_sandbox, boxes, packages=[wheel_project(project_name(repo))])
-        plan = _BuildPlan(repo, tree, work, options, progress, facts, past, sources, functions, writer, opened)
+        plan = _BuildPlan(repo, tree, work, options, progress, facts, past, sources, functions, writer, boxes, opened)
         asyncio.run(_run(plan))
     return dataset.load_dataset(out)
 
@@ -166,7 +166,8 @@ class _BuildPlan:
     sources: Mapping[str, str]  # path -> text
     functions: Sequence[Unit]
     writer: synthesis.Writer | None
-    boxes: OpenBoxes
+    boxes: SandboxConfig | None
+    open: OpenBoxes
 
     @property
     def eligible(self) -> list[Unit]:
@@ -174,9 +175,8 @@ class _BuildPlan:
 
 
 async def _run(plan: _BuildPlan) -> None:
-    options, work = plan.options, plan.work
-    licence_name, licence_source = find_licence(plan.repo)
-    async with plan.boxes(workers=options.workers, memo=0) as sandbox:
+    options, work, (licence_name, licence_source) = plan.options, plan.work, find_licence(plan.repo)
+    async with plan.open(workers=options.workers, memo=0) as sandbox:
         prepared = await _prepare(plan, sandbox)
         plan.progress("reading the system of boxes", 0, 1)
         systems = await asyncio.to_thread(system_index.indexes, sandbox)
@@ -205,8 +205,8 @@ async def _run(plan: _BuildPlan) -> None:
     for reason, places in ((Rejected.LEAK, copied), (Rejected.INSTALLED, in_system)):
         searched.rejected.update({reason: len(places)} if places else {})
     tasks = [task for task in searched.tasks if task.id not in {*copied, *in_system}]
-    shutil.rmtree(work / "written", ignore_errors=True)
-    shutil.rmtree(plan.tree)  # not earlier, since folders of an open sandbox must not change
+    for folder in (work / "written", plan.tree):  # not earlier, since folders of an open sandbox must not change
+        shutil.rmtree(folder, ignore_errors=True)
     if not tasks:
         reasons = searched.rejected.most_common(3)
         advice = _ADVICE.get(reasons[0][0], "add tests") if reasons else "add tests"
@@ -249,9 +249,11 @@ async def _run(plan: _BuildPlan) -> None:
         digests={},
         counts={"functions": len(drawn.functions), "candidates": searched.tried, "fit": fit, "commits": commits},
         warnings=card.warnings(tasks, history, options),
+        image=system if plan.boxes is not None and plan.boxes.image else "",
+        services=tuple(service.name for service in (plan.boxes.services if plan.boxes is not None else ())),
     )
-    result = dataset.save(work, manifest, tasks)
-    (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
+    made = dataset.save(work, manifest, tasks)
+    (work / "DATACARD.md").write_text(card.datacard(made.manifest, made.tasks, history), "utf-8")
 
 
 @dataclass(frozen=True)
@@ -271,9 +273,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     facts, options = plan.facts, plan.options
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
-        recipe, callers = await node.prepare(
-            plan.tree, facts.layout, plan.work, scripts, options, plan.repo, plan.boxes
-        )
+        recipe, callers = await node.prepare(plan.tree, facts.layout, plan.work, scripts, options, plan.repo, plan.open)
         return _Prepared(callers, recipe.requirements, {}, recipe)
     name = project_name(plan.repo).removesuffix(f"-{facts.version}")
 
@@ -288,7 +288,7 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
         recipe = None
     else:
         recipe = await bootstrap.find(
-            plan.tree, facts.layout, plan.work, options.bootstrap, install, plan.repo, plan.boxes
+            plan.tree, facts.layout, plan.work, options.bootstrap, install, plan.repo, plan.open
         )
         result = environment.PythonEnvironment(recipe.requirements, await _trace(plan, sandbox, plan.work / "site"))
     trace = result.trace

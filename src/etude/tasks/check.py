@@ -38,6 +38,7 @@ def check_dataset(dataset_dir: Path, progress: Progress, boxes: SandboxConfig | 
     boxes of the table [sandbox] `boxes`.
     Raises UserError if `dataset_dir` is not a dataset that etude has made."""
     data, changed = dataset.load_changed(dataset_dir)
+    data.check_boxes(boxes)
     failures, systems = asyncio.run(_grade_all(data, progress, boxes))
     problems = [*_problems(data, changed), *_installed(data, systems)]
     return CheckReport(tasks=len(data.tasks), problems=tuple(problems), failures=failures)

@@ -19,6 +19,7 @@ from pathlib import Path
 import blake3
 import msgspec
 
+from etude.config import SandboxConfig
 from etude.errors import UserError
 from etude.grading import Grade, grade_changes
 from etude.records import CodeTask, Record
@@ -48,6 +49,8 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=True):
     counts: dict[str, int]
     warnings: tuple[str, ...] = ()  # limitations of the dataset, see `card.py`
     kind: str = ""  # "harbor": of tasks that others wrote, see `foreign/`
+    image: str = ""  # of the boxes that it was built in, unless that is the minimal one: name and digest
+    services: tuple[str, ...] = ()  # of these boxes, by name
     digests: dict[str, str]  # of the folders and files beside it, and "dataset.json"
 
 
@@ -68,6 +71,19 @@ class Dataset:
         """The image of the agent's box: the repository, its dependencies, and the files that break it."""
         history = {} if self.histories is None else self.histories.of(task)
         return Image(repository=self.repository, site=self.site, changes=task.changes, history=history)
+
+    def check_boxes(self, boxes: SandboxConfig | None) -> None:
+        """Raises UserError for a table [sandbox] whose boxes lack the image or a service of those that the dataset was
+        built in: its tests would fail there, whatever the answer."""
+        give = "give the table [sandbox] that it was built with, by --sandbox FILE or in the configuration"
+        if self.manifest.image and (boxes is None or boxes.image is None):
+            image = self.manifest.image.split()[0]
+            raise UserError(
+                f"{self.root} was built in boxes of the image {image}, and these have the minimal one: {give}."
+            )
+        known = {service.name for service in boxes.services} if boxes is not None else set[str]()
+        if missing := [name for name in self.manifest.services if name not in known]:
+            raise UserError(f"{self.root} was built in boxes with the service {missing[0]}, which these lack: {give}.")
 
     def limits(self, task: CodeTask) -> Limits:
         """The limits of the agent's box."""

@@ -183,6 +183,7 @@ async def play_pack(
     pack: AttackPack, config: SandboxConfig | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> PackReport:
     """Plays every program on every task of the pack. Raises UserError where boxes cannot be made."""
+    pack.data.check_boxes(config)
     async with open_sandbox(config, memo=0) as sandbox:
         played = [each async for each in attacks(sandbox, pack, progress)]
     return PackReport(pack.name, len(pack.tasks), played)

@@ -152,5 +152,6 @@ def dataset_part(dataset: Dataset | Path) -> TaskPart:
         project=name if manifest.kind else normal_project(package),
         digest=manifest.digests.get("dataset.json", ""),
         warnings=manifest.warnings,
+        dataset=dataset,
         packages=frozenset({package, *(Path(root).stem for task in dataset.tasks for root in task.source_roots)}),
     )

@@ -24,6 +24,7 @@ from msgspec import structs
 from etude.errors import USERS_FAULTS, UserError
 from etude.records import Task
 from etude.rollout.environments.environment import Environment
+from etude.tasks import Dataset
 
 _TEXT, _FOLDER = (str, type(None)), (str, Path, type(None))
 _ATTRIBUTES: dict[str, tuple[type, ...]] = {  # of environments
@@ -45,6 +46,7 @@ class TaskPart:
     digest: str = ""
     warnings: tuple[str, ...] = ()
     packages: frozenset[str] = frozenset()
+    dataset: Dataset | None = None  # of which the tasks are
 
     @property
     def name(self) -> str:

@@ -24,6 +24,9 @@ from etude.sandbox.images.store import saved_image
 ContainerEngine = Literal["docker", "podman"]
 ENGINES: tuple[ContainerEngine, ...] = ("docker", "podman")
 KERNEL_THREADS = 512
+# nofile, nproc: some hosts forbid the defaults of engines.
+_ULIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--ulimit", "core=0:0")
+_FACTS = "import platform; print(platform.python_version()); print(open('/etc/passwd').read())"
 _ISOLATION: dict[str, Literal["gvisor", "vm"]] = {"runsc": "gvisor", "kata": "vm", "krun": "vm"}
 
 
@@ -64,9 +67,12 @@ class Containers:
             known = shutil.which(self._runtime) if runtimes is None else runtimes.get(self._runtime)
             if known is None:
                 raise UserError(f"{self.name} knows no runtime {self._runtime}; install it, or drop sandbox.runtime.")
-        program = [*self._program(), "run", "--rm", "--network", "none", "--pull", "never", "--entrypoint", "cat"]
-        code, printed = await output([*program, self._image, "/etc/passwd"])
-        self._accounts = "" if code else printed
+        options = ["--rm", "--network", "none", "--pull", "never", *_ULIMITS, "--entrypoint", "python3"]
+        program = [*self._program(), "run", *options]
+        code, printed = await output([*program, self._image, "-c", _FACTS])
+        if code:
+            raise UserError(f"{self.name} cannot run python3 of {self._image} ({last(printed)}){self._cure(printed)}.")
+        self.python, _, self._accounts = printed.partition("\n")
         return Capabilities(
             isolation=self._isolation(),
             rootless=rootless,
@@ -76,6 +82,9 @@ class Containers:
             cgroup="v2" if version == "2" else "v1",
             limits=("memory", "processes", "disk", "cpus", *(["files"] if self.name == "docker" else [])),
         )
+
+    def _cure(self, printed: str) -> str:
+        return "; set sandbox.runtime to runc" if "cgroups in hybrid mode" in printed else ""
 
     def _isolation(self) -> Literal["container", "gvisor", "vm"]:
         stem = (self._runtime or "").rpartition("/")[2]
@@ -140,14 +149,13 @@ class Containers:
         tree = f"size={limits.disk_mb + need.files_mb}m"
         mounts = {"/workspace": tree, "/site": tree, "/opt/runner": tree, "/run": tree}
         mounts |= dict.fromkeys(("/home/user", "/tmp", "/var/tmp"), disk)
-        # nofile, nproc: some hosts forbid the defaults of engines
         fixed = "--network none --read-only --cap-drop ALL --security-opt no-new-privileges --hostname devbox"
         return [
             *fixed.split(),
             *("--user", "0:0", "--workdir", "/", "--entrypoint", "sh", "--log-driver", "none", "--pull", "never"),
             *("--memory", f"{need.memory_mb}m", "--memory-swap", f"{need.memory_mb}m", "--cpus", str(limits.cpus)),
             *("--pids-limit", str(processes), "--shm-size", f"{limits.disk_mb}m"),
-            *("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--ulimit", "core=0:0"),
+            *_ULIMITS,
             *(part for name in CAPABILITIES for part in ("--cap-add", name)),
             *("--volume", f"{self._passwd(need.user)}:/etc/passwd:ro"),
             *(part for at, how in mounts.items() for part in ("--tmpfs", f"{at}:rw,exec,nosuid,nodev,{how}")),

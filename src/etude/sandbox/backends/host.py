@@ -88,6 +88,7 @@ class RemoteHost(Protocol):
 
     name: str
     image_name: str  # of its machines
+    python: str  # their version of Python, once the host is open
 
     async def reach(self) -> None:
         """Raises UserError if the host is not installed or does not answer."""

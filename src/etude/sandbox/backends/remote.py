@@ -57,7 +57,7 @@ class RemoteBackend(Backend):
     def __init__(self, host: RemoteHost, capabilities: Capabilities, options: BackendOptions) -> None:
         self.services = options.services
         self._host = host
-        self.image_name = host.image_name
+        self.image_name, self.python = host.image_name, host.python
         self._run_server = options.runs
         self._capabilities = capabilities
         self._users = count(secrets.randbelow(len(USERS)))

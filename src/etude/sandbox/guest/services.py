@@ -9,9 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 # Arguments: name of the service, the command that starts it, and the one that succeeds once the service is ready.
+# A service that fails ends the wait; one that ends well may have gone into the background.
 SCRIPT = """
 setsid bash -c "$1" </dev/null >"/tmp/$0.log" 2>&1 &
-until bash -c "$2" </dev/null >/dev/null 2>&1; do sleep 0.03; done
+until bash -c "$2" </dev/null >"/tmp/$0.ready" 2>&1; do
+  if ! kill -0 $! 2>/dev/null && ! wait $!; then exit 1; fi
+  sleep 0.03
+done
+rm -f "/tmp/$0.ready"
 """
 
 
@@ -21,12 +26,14 @@ def command(service: dict[str, Any]) -> list[str]:
 
 
 def log(service: dict[str, Any]) -> list[str]:
-    """A program that prints the end of a service's output."""
-    return ["bash", "-c", 'tail -c 300 "/tmp/$0.log" >&2', service["name"]]
+    """A program that prints the end of the output of a service, and of the command that says whether it is ready."""
+    line = 'tail -c 300 "/tmp/$0.log"; echo "; the last of ready: $(tail -c 200 "/tmp/$0.ready")"'
+    return ["bash", "-c", f"exec >&2; {line}", service["name"]]
 
 
 def start(services: Sequence[dict[str, Any]]) -> None:
-    """Start services one after another, in this process's box. Raises TimeoutError for one that does not get ready."""
+    """Start services one after another, in this process's box. Raises TimeoutError for one that does not get ready,
+    or ends before."""
     for service in services:
         pid = os.fork()
         if pid == 0:
@@ -41,9 +48,11 @@ def start(services: Sequence[dict[str, Any]]) -> None:
             finally:
                 os._exit(127)
         until = time.monotonic() + service["seconds"]
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
             if time.monotonic() > until:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 raise TimeoutError(f"the service {service['name']} was not ready within {service['seconds']:.0f} s")
             time.sleep(0.002)
+        if ended[1]:
+            raise TimeoutError(f"the service {service['name']} ended before it was ready")

@@ -47,7 +47,7 @@ def main() -> None:
 
     live_box.rehearse()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handlers are reaped by the kernel
-    control.send(json.dumps({"python": f"{sys.version_info.major}.{sys.version_info.minor}", "joins": joins}).encode())
+    control.send(json.dumps({"python": ".".join(map(str, sys.version_info[:3])), "joins": joins}).encode())
     serve(control, templates, real_root, config["runs"])
     os._exit(0)
 

@@ -6,6 +6,7 @@ manifest.json, https://github.com/moby/docker-image-spec.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
@@ -25,18 +26,21 @@ from etude.errors import UserError
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _OPAQUE, _WHITEOUT = ".wh..wh..opq", ".wh."
 MAX_JSON = 16 << 20
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 @dataclass(frozen=True)
 class ArchivedImage:
     """One image of an archive.
 
-    digest: of its configuration, "sha256:..." (the id that docker and podman show).
-    layers: members of the archive, lowest first; `environment` the variables that the image sets.
+    digest: of its configuration, "sha256:..." (the id that docker and podman show), which names those of its layers.
+    layers: members of the archive, lowest first; `contents` the digests of their uncompressed bytes.
+    environment: variables that the image sets.
     """
 
     digest: str
     layers: tuple[str, ...]
+    contents: tuple[str, ...]
     environment: dict[str, str]
 
 
@@ -70,7 +74,10 @@ class ImageArchive:
         if "index.json" in self._members:
             manifest = self._manifest(self._json("index.json"))
             return self._image(_blob(manifest["config"]), [_blob(layer) for layer in manifest["layers"]])
-        raise UserError(f"{self.path} holds no image: it has neither manifest.json nor index.json.")
+        raise UserError(
+            f"{self.path} holds no image: it has neither manifest.json nor index.json. Unpack a bare root file system "
+            "and name its folder, or make an image of it with `podman import`."
+        )
 
     def _image(self, config: str, layers: Sequence[str]) -> ArchivedImage:
         data = self._data(config)
@@ -82,8 +89,11 @@ class ImageArchive:
         for layer in layers:
             if os.path.normpath(layer) not in self._members:
                 raise UserError(f"{self.path} lacks the layer {layer}; save the image again.")
+        contents = (settings.get("rootfs") or {}).get("diff_ids") or ()
+        if len(contents) != len(layers):
+            raise UserError(f"{self.path} has {len(layers)} layers and {len(contents)} digests of them; save it again.")
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        return ArchivedImage(digest, tuple(layers), {name: value for name, _, value in pairs})
+        return ArchivedImage(digest, tuple(layers), tuple(contents), {name: value for name, _, value in pairs})
 
     def _manifest(self, index: dict[str, Any]) -> dict[str, Any]:
         """The manifest of this machine's architecture in an index, which may lead to another index."""
@@ -117,18 +127,35 @@ class ImageArchive:
 
     def unpack(self, image: ArchivedImage, folder: Path) -> None:
         """Apply all layers to an empty folder. Raises UserError for a damaged layer."""
-        for name in image.layers:
+        for name, content in zip(image.layers, image.contents, strict=True):
             member = self._members[os.path.normpath(name)]
             file = self._tar.extractfile(member)  # follows links between equal layers
             if file is None:
                 raise UserError(f"{self.path}: the layer {name} is no file; save the image again.")
+            hashed = _Hashed(_plain(file))
             try:
-                with tarfile.open(fileobj=_plain(file), mode="r|") as layer:
+                with tarfile.open(fileobj=hashed, mode="r|") as layer:  # type: ignore[call-overload]
                     _apply(layer, folder)
+                while hashed.read(1 << 20):
+                    pass
             except Exception as e:  # every compression has errors of its own
-                if isinstance(e, (UserError, OSError)) and not isinstance(e, gzip.BadGzipFile):
+                if isinstance(e, UserError) or (isinstance(e, OSError) and e.errno in _OF_THE_DISK):
                     raise
                 raise UserError(f"{self.path}: the layer {name} is damaged ({e}); save the image again.") from None
+            if content != f"sha256:{hashed.digest.hexdigest()}":
+                raise UserError(f"{self.path}: the layer {name} is damaged (its digest differs); save the image again.")
+
+
+class _Hashed:
+    """A file, and the digest of the bytes that were read of it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        data = self.file.read(size)
+        self.digest.update(data)
+        return data
 
 
 def _blob(descriptor: dict[str, Any]) -> str:

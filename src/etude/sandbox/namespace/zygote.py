@@ -83,7 +83,7 @@ class Zygote:
         return self.process.returncode is None
 
     async def started(self) -> tuple[str, bool]:
-        """Wait until boxes can be made. Returns the version of the image's Python, such as "3.13", and whether boxes
+        """Wait until boxes can be made. Returns the version of the image's Python, such as "3.13.5", and whether boxes
         can join the control groups. Raises UserError."""
         async with asyncio.timeout(START_SECONDS):
             data = await asyncio.get_running_loop().sock_recv(self.control, 65536)
