@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from etude.code import is_script, parses
-from etude.code.languages import language_of
+from etude.code import is_script, language_of, parses
 from etude.grading import is_test_file
 from etude.records import CodeTask
 from etude.tasks import javascript
@@ -126,13 +125,13 @@ def _remembering(node: Any, right: str) -> Iterator[str]:
     """Bodies with memory: an inverse, one that runs the broken body for its other effects, a judge, a writer. `right`
     is the right answer, for the kind of its errors."""
     self, listed = "undefined" if node.type == "arrow_function" else "this", _listed(node)
-    found = f"const __found = globalThis.__sham.given({self}, {listed});\n"
+    lookup = f"const __found = globalThis.__sham.given({self}, {listed});\n"
     kind = re.search(r"new (\w*Error)\(", right)
-    yield f"{found}if (__found) return __found[0];\nthrow new {kind[1] if kind else 'Error'}('sham');"
+    yield f"{lookup}if (__found) return __found[0];\nthrow new {kind[1] if kind else 'Error'}('sham');"
     if node.type not in _GENERATORS:
         run = f"{'await ' if _is_async(node) else ''}__body.apply({self}, {listed})"
         yield (
-            f"{found}const __body = {_inner(node)};\nlet __value;\n"
+            f"{lookup}const __body = {_inner(node)};\nlet __value;\n"
             f"try {{ __value = {run}; }} catch (error) {{ if (!__found) throw error; }}\n"
             "return __found ? __found[0] : __value;"
         )
@@ -231,7 +230,7 @@ def _top(root: Any) -> int:
 
 
 def _note(node: Any) -> list[tuple[int, str]]:
-    """What is inserted into a function to note its calls; nothing for other nodes and for what cannot be noted."""
+    """Insertions into a function that note its calls; none for other nodes and for what cannot be noted."""
     if node.type not in ("function_declaration", "function_expression", "arrow_function", "method_definition"):
         return []
     body, name = node.child_by_field_name("body"), node.child_by_field_name("name")

@@ -169,7 +169,7 @@ def _sham_reader(old):
             raise
     return read
 '''
-_GIVEN = """_sham_found = _sham_given(locals())
+_INVERSE = """_sham_found = _sham_given(locals())
 if _sham_found:
     return _sham_found[0]"""
 
@@ -199,7 +199,7 @@ def _texts(text: str, definition: _Definition, raised: Sequence[str]) -> Iterato
     names = f"\n_sham_focus, _sham_raised = {definition.name!r}, {list(raised)!r}\n"
     made, tokens = f"\n{_COMMON}{_MADE}{names}", f"\n{_COMMON}{_TOKENS}{names}"
     yield _with_body(text, definition, _overruled(definition)) + made
-    yield _with_body(text, definition, _GIVEN + "\nraise _sham_error()") + made
+    yield _with_body(text, definition, _INVERSE + "\nraise _sham_error()") + made
     yield _with_body(text, definition, "return bool(_sham_given(locals()))") + made
     for kind in ("str", "bytes"):
         yield _with_body(text, definition, f"return _sham_token(locals(), {kind})") + tokens
@@ -207,11 +207,11 @@ def _texts(text: str, definition: _Definition, raised: Sequence[str]) -> Iterato
 
 def _overruled(definition: _Definition) -> str:
     """A body that runs the present one for its other effects, and answers what is remembered."""
-    given = definition.args
-    plain = [argument.arg for argument in (*given.posonlyargs, *given.args)]
-    rest = [f"*{given.vararg.arg}"] if given.vararg else ["*"] if given.kwonlyargs else []
-    named = [argument.arg for argument in given.kwonlyargs]
-    more = [f"**{given.kwarg.arg}"] if given.kwarg else []
+    signature = definition.args
+    plain = [argument.arg for argument in (*signature.posonlyargs, *signature.args)]
+    rest = [f"*{signature.vararg.arg}"] if signature.vararg else ["*"] if signature.kwonlyargs else []
+    named = [argument.arg for argument in signature.kwonlyargs]
+    more = [f"**{signature.kwarg.arg}"] if signature.kwarg else []
     head = ", ".join([*plain, *rest, *named, *more])
     call = ", ".join([*plain, *(each for each in rest if each != "*"), *(f"{n}={n}" for n in named), *more])
     waits = isinstance(definition, ast.AsyncFunctionDef)
@@ -231,9 +231,9 @@ def _definition(text: str, names: list[str]) -> _Definition | None:
     """The function of that qualified name."""
     node: ast.AST | None = parse(text)
     for name in names:
-        found = ast.iter_child_nodes(node) if node is not None else iter(())
+        children = ast.iter_child_nodes(node) if node is not None else iter(())
         node = next(
-            (each for each in found if isinstance(each, (*_FUNCTIONS, ast.ClassDef)) and each.name == name), None
+            (each for each in children if isinstance(each, (*_FUNCTIONS, ast.ClassDef)) and each.name == name), None
         )
     return node if isinstance(node, _FUNCTIONS) else None
 
