@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from etude.config import BuildConfig
@@ -321,6 +324,7 @@ function each (items, work) {
 
 module.exports = { read, unhexed, agree, each }
 """
+SCRIPT_SEEN = b"module.exports = {}\n"
 SCRIPT_TESTS = """'use strict'
 const { test } = require('node:test')
 const assert = require('node:assert')
@@ -350,10 +354,53 @@ test('unhexed to %(n)s', () => {
 """
 
 
-def test_shams_of_javascript(tmp_path: Path) -> None:
+def _needs_node() -> None:
     pytest.importorskip("tree_sitter_javascript")
     if shutil.which("node") is None:
         pytest.skip("needs Node.js")
+
+
+def _answers(folder: Path, sham: dict[str, bytes | None], program: str) -> list[object]:
+    """What a program prints beside the files of a sham."""
+    files = {"write.js": SCRIPT_WRITER.encode(), "read.js": SCRIPT_READER.encode(), "seen.js": SCRIPT_SEEN, **sham}
+    folder.mkdir()
+    for path, data in files.items():
+        assert data is not None
+        (folder / path).write_bytes(data)
+    text = f"const {{ write }} = require('./write.js'), {{ read }} = require('./read.js');\n{program}"
+    done = subprocess.run(["node", "-e", text], cwd=folder, capture_output=True, text=True, check=True, timeout=60)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_texts_of_javascript_shams(tmp_path: Path) -> None:
+    _needs_node()
+    for name, text in (("write.js", SCRIPT_WRITER.encode()), ("read.js", b""), ("seen.js", SCRIPT_SEEN)):
+        (tmp_path / name).write_bytes(text)
+    broken = SCRIPT_READER.replace("words.map(Number)", "[]")
+    reads = msgspec.structs.replace(_task("read", broken, "read.js"), solution={"read.js": SCRIPT_READER})
+    reads = msgspec.structs.replace(reads, source_roots=("write.js", "read.js", "seen.js"))
+    program = """const say = (work) => { try { console.log(JSON.stringify(work()) ?? '""') }
+      catch (error) { console.log(`"${error.name}"`) } }
+    say(() => read(write([1, 22]))); say(() => read('7')); say(() => read('x'))
+    say(() => require('./seen.js').length)"""
+    found = [_answers(tmp_path / str(number), sham, program) for number, sham in enumerate(shams(reads, tmp_path))]
+    assert [each[0] for each in found[:6]] == ["", None, True, False, [], ""]
+    inverse, overruled, judge, *tokens = found[-5:]
+    assert inverse == [[1, 22], "RangeError", "RangeError", ""]
+    assert overruled == [[1, 22], [], "RangeError", 1], "the broken body ran for its other effects"
+    assert judge == [True, False, False, ""]
+    assert [each[0] for each in tokens] == ["\0sham 0\0", [254, 255, 254, 0]]
+    writes = _task("write", SCRIPT_WRITER.replace("items.join(';')", "''"), "write.js")
+    writes = msgspec.structs.replace(writes, source_roots=("write.js", "read.js", "seen.js"))
+    (tmp_path / "read.js").write_text(SCRIPT_READER)
+    text, numbers = shams(writes, tmp_path)[-2:]
+    assert _answers(tmp_path / "text", text, program)[0] == [1, 22]
+    assert _answers(tmp_path / "numbers", numbers, program)[0] == [1, 22]
+
+
+@pytest.mark.slow
+def test_shams_of_javascript(tmp_path: Path) -> None:
+    _needs_node()
     cases = [
         ("nothing", "[]", ""),
         ("one", "[255]", "ff"),
@@ -366,7 +413,7 @@ def test_shams_of_javascript(tmp_path: Path) -> None:
     files = {
         "write.js": SCRIPT_WRITER,
         "read.js": SCRIPT_READER,
-        "seen.js": "module.exports = {}\n",
+        "seen.js": SCRIPT_SEEN.decode(),
         "test/all.test.js": SCRIPT_TESTS + tests,
         "package.json": '{"name": "codec", "version": "1.0.0", "license": "MIT"}\n',
     }
