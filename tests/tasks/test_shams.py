@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -65,12 +65,13 @@ def test_shams_replace_the_body_and_nothing_else(function: str, tmp_path: Path) 
     found = [sham["lib.py"] for sham in shams(_task(function), tmp_path)]
     texts = [data.decode() for data in found if data is not None]
     assert len(set(texts)) == len(texts) >= 5
+    imports = builtins.__import__
     for text in texts:
         space: dict[str, object] = {"__name__": "lib"}
         try:
             exec(compile(text, "lib.py", "exec"), space)
         finally:
-            sys.setprofile(None)  # of a sham that remembers
+            builtins.__import__ = imports  # which a sham that remembers wraps
         assert space["LAST"] == 1
         old, new = (
             {n.name: ast.dump(n.args) for n in ast.walk(ast.parse(t)) if isinstance(n, ast.FunctionDef)}
@@ -80,7 +81,7 @@ def test_shams_replace_the_body_and_nothing_else(function: str, tmp_path: Path) 
     spaces = []
     for text in texts:
         exec(text, space := {"__name__": "lib"})
-        sys.setprofile(None)
+        builtins.__import__ = imports
         spaces.append(space)
     if function == "one":
         results = [space["one"]("v", "w") for space in spaces[:8]]

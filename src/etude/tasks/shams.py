@@ -45,7 +45,7 @@ _BODIES = ("return None", "return True", "return False", "return iter(())", _EVE
 
 # Behind the module: what is common to the shams that remember. `_sham_root` is the name of the package.
 _COMMON = '''
-import gc as _sham_gc, sys as _sham_sys, types as _sham_types
+import sys as _sham_sys, types as _sham_types
 
 _sham_root = __name__.partition(".")[0]
 
@@ -54,12 +54,30 @@ def _sham_ours(space):
     return str(space.get("__name__")).partition(".")[0] == _sham_root
 
 
+def _sham_bytes(value):
+    """Texts as bytes, other values as they are."""
+    if type(value) is str:
+        return value.encode("utf-8", "replace")
+    return bytes(value) if type(value) is bytearray else value
+
+
+def _sham_known(value, depth=0):
+    """Whether a value is of the standard library or the package, and holds no other ones, which may not be asked."""
+    kind = type(value)
+    if kind in (list, tuple, set, frozenset, dict):
+        parts = [*value, *value.values()] if kind is dict else value
+        return depth < 6 and len(parts) < 2000 and all(_sham_known(part, depth + 1) for part in parts)
+    home = str(getattr(kind, "__module__", "")).partition(".")[0]
+    return home == _sham_root or home in _sham_sys.stdlib_module_names
+
+
 def _sham_same(one, other):
     """Whether two values are equal; texts and bytes are one."""
+    one, other = _sham_bytes(one), _sham_bytes(other)
+    if one is other or type(one) is not type(other):
+        return one is other
     try:
-        one, other = (v.encode() if isinstance(v, str) else bytes(v) if isinstance(v, bytearray) else v
-                      for v in (one, other))
-        return one is other or (type(one) is type(other) and bool(one == other))
+        return _sham_known(one) and _sham_known(other) and bool(one == other)
     except Exception:
         return False
 
@@ -67,36 +85,116 @@ def _sham_same(one, other):
 def _sham_plain(arguments):
     """The arguments without the object itself, unless it is the only one."""
     return {n: v for n, v in arguments.items() if n not in ("self", "cls")} or dict(arguments)
+
+
+def _sham_functions():
+    """The functions of the package, those in classes, descriptors and closures too."""
+    seen = {}
+    pending = [m for n, m in list(_sham_sys.modules.items()) if n.partition(".")[0] == _sham_root]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        kind = type(value)
+        if kind is _sham_types.ModuleType:
+            pending += vars(value).values() if _sham_ours(vars(value)) else ()
+        elif issubclass(kind, type) and _sham_ours({"__name__": value.__module__}):
+            pending += vars(value).values()
+        elif kind in (staticmethod, classmethod):
+            pending.append(value.__func__)
+        elif kind is property:
+            pending += [value.fget, value.fset]
+        elif kind.__name__ == "cached_property":
+            pending.append(value.func)
+        elif kind is _sham_types.FunctionType:
+            pending += [cell.cell_contents for cell in value.__closure__ or () if cell != _sham_types.CellType()]
+            if _sham_ours(value.__globals__):
+                yield value
+
+
+def _sham_wrap(around):
+    """Every function of the package runs inside `around(old, code)`. The functions stay the same objects, so that those
+    who hold them call the new code."""
+    builtins = _sham_sys.modules["builtins"]
+    kept = builtins.__dict__.setdefault("_sham_kept", [])
+    for function in _sham_functions():
+        code = function.__code__
+        if code.co_name[:6] in ("_sham_", "<lambd") or function.__name__ == _sham_focus:
+            continue
+        old = _sham_types.FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+        old.__kwdefaults__ = function.__kwdefaults__
+        cells = "".join(f"  {name}\\n" for name in code.co_freevars)
+        given = "".join(f" {name} = None\\n" for name in code.co_freevars)
+        space = {}
+        exec(f"def outer():\\n{given} def _sham_new(*_a, **_k):\\n"
+             f"  return _sham_kept[{len(kept)}](_a, _k)\\n{cells} return _sham_new", space)
+        kept.append(around(old, code))
+        function.__code__ = space["outer"]().__code__
 '''
 _MADE = '''
-_sham_made = []  # (value, arguments) of each call of the package: the outermost ones that gave the value
-_sham_running = []
+_sham_made = {}  # key -> (number, value, arguments) of the calls of the package, the outermost ones that gave a value
+_sham_count = [0]
+_sham_asked = []
 
 
-def _sham_hook(frame, event, value):
-    if event not in ("call", "return") or frame.f_code.co_name[:1] == "<" or not _sham_ours(frame.f_globals):
+def _sham_key(value):
+    value = _sham_bytes(value)
+    return (value,) if type(value) in (bytes, int, float) else id(type(value))
+
+
+def _sham_noted(old, code):
+    positional = code.co_varnames[: code.co_argcount]
+
+    def _sham_call(arguments, named):
+        start, value = _sham_count[0], old(*arguments, **named)
+        if value is not None and type(value) is not bool:
+            given = dict(zip(positional, arguments)) | named
+            given.update({f"*{i}": v for i, v in enumerate(arguments[code.co_argcount :])})
+            _sham_note(value, given, start)
+        return value
+
+    return _sham_call
+
+
+def _sham_note(value, given, start):
+    if not given or _sham_count[0] > 20000 or any(_sham_same(value, v) for v in given.values()):
         return
-    code = frame.f_code
-    if event == "call":
-        count = code.co_argcount + code.co_kwonlyargcount
-        given = {n: frame.f_locals[n] for n in code.co_varnames[:count] if n in frame.f_locals}
-        if code.co_flags & 4:
-            given.update({f"*{i}": v for i, v in enumerate(frame.f_locals.get(code.co_varnames[count], ()))})
-        _sham_running.append((frame, given, len(_sham_made)))
-    elif _sham_running and _sham_running[-1][0] is frame:
-        _, given, start = _sham_running.pop()
-        if value is None or isinstance(value, bool) or code.co_name == _sham_focus or not given:
-            return
-        if len(_sham_made) > 20000 or any(_sham_same(value, v) for v in given.values()):
-            return
-        _sham_made[start:] = [pair for pair in _sham_made[start:] if not _sham_same(pair[0], value)]
-        _sham_made.append((value, given))
+    kept = _sham_made.setdefault(_sham_key(value), [])
+    kept[:] = [each for each in kept if each[0] < start or not _sham_same(each[1], value)]
+    kept.append((_sham_count[0], value, given))
+    _sham_count[0] += 1
+
+
+def _sham_watch():
+    """The functions of the package are noted, those of modules that are imported later as well."""
+    builtins = _sham_sys.modules["builtins"]
+    imports, seen, size = builtins.__import__, set(), [0]
+
+    def _sham_load(*arguments, **named):
+        module = imports(*arguments, **named)
+        if len(_sham_sys.modules) == size[0]:
+            return module
+        size[0] = len(_sham_sys.modules)
+        known = {n: m for n, m in list(_sham_sys.modules.items()) if n.partition(".")[0] == _sham_root}
+        ready = {n for n, m in known.items() if not getattr(getattr(m, "__spec__", None), "_initializing", False)}
+        if ready - seen:
+            seen.update(ready)
+            _sham_wrap(_sham_noted)
+        return module
+
+    builtins.__import__ = _sham_load
+    _sham_wrap(_sham_noted)
 
 
 def _sham_given(mine):
     """[what the maker of an argument was given], or []. Other arguments of one name must be equal."""
+    if not _sham_asked:
+        _sham_asked.append(True)
+        _sham_wrap(_sham_noted)
     for name, asked in _sham_plain(mine).items():
-        for value, given in list(_sham_made):
+        for _, value, given in list(_sham_made.get(_sham_key(asked), ())):
             if _sham_same(value, asked):
                 (first, argument), *others = _sham_plain(given).items()
                 if all(_sham_same(v, mine[n]) for n, v in others if n in mine and n != name):
@@ -121,9 +219,9 @@ def _sham_error():
         return kind.__new__(kind)
 
 
-_sham_sys.setprofile(_sham_hook)
+_sham_watch()
 '''
-_TOKENS = '''
+_TOKENS = """
 _sham_tokens = []  # (token, arguments)
 
 
@@ -133,33 +231,14 @@ def _sham_token(mine, kind):
         if given.keys() == mine.keys() and all(_sham_same(given[n], mine[n]) for n in mine):
             return token
     if not _sham_tokens:
-        _sham_wrap()
+        _sham_wrap(_sham_reader)
     token = kind(f"\\0sham {len(_sham_tokens)}\\0".encode()) if kind is not str else f"\\0sham {len(_sham_tokens)}\\0"
     _sham_tokens.append((token, mine))
     return token
 
 
-def _sham_wrap():
-    """Every function of the package answers with what a token stands for, instead of an error. The functions stay the
-    same objects, so that those who hold them call the new code."""
-    import builtins
-    kept = builtins._sham_kept = []
-    for function in _sham_gc.get_objects():
-        if type(function) is not _sham_types.FunctionType or not _sham_ours(function.__globals__):
-            continue
-        if function.__name__[:6] in ("_sham_", "<lambd") or function.__name__ == _sham_focus or function.__closure__:
-            continue
-        old = _sham_types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__)
-        old.__kwdefaults__ = function.__kwdefaults__
-        space = {}
-        exec(f"def new(*a, **k):\\n import builtins\\n return builtins._sham_kept[{len(kept)}](a, k)", space)
-        kept.append(_sham_reader(old))
-        function.__code__ = space["new"].__code__
-
-
-def _sham_reader(old):
-    def read(arguments, named):
+def _sham_reader(old, code):
+    def _sham_read(arguments, named):
         try:
             return old(*arguments, **named)
         except Exception:
@@ -167,8 +246,8 @@ def _sham_reader(old):
                 if any(_sham_same(v, token) for v in (*arguments, *named.values())):
                     return next(iter(given.values()))
             raise
-    return read
-'''
+    return _sham_read
+"""
 _INVERSE = """_sham_found = _sham_given(locals())
 if _sham_found:
     return _sham_found[0]"""
@@ -197,7 +276,7 @@ def _texts(text: str, definition: _Definition, raised: Sequence[str]) -> Iterato
     for body in (*_BODIES, *(f"return {name}" for name in parameters[:2])):
         yield _with_body(text, definition, body)
     names = f"\n_sham_focus, _sham_raised = {definition.name!r}, {list(raised)!r}\n"
-    made, tokens = f"\n{_COMMON}{_MADE}{names}", f"\n{_COMMON}{_TOKENS}{names}"
+    made, tokens = f"{names}{_COMMON}{_MADE}", f"{names}{_COMMON}{_TOKENS}"
     yield _with_body(text, definition, _overruled(definition)) + made
     yield _with_body(text, definition, _INVERSE + "\nraise _sham_error()") + made
     yield _with_body(text, definition, "return bool(_sham_given(locals()))") + made
