@@ -135,3 +135,13 @@ def test_the_class_stands_in_a_comment_of_any_form(tmp_path: Path) -> None:
         (tmp_path / "attacks" / name).write_text(text)
     found = [(each.kind, each.flag, each.item) for each in packs.programs(tmp_path)]
     assert found == [("answers", "", ""), ("exit", "crash", ""), ("forgery", "", "B10")]
+
+
+def test_a_head_stands_before_the_programs_of_its_ending(tmp_path: Path) -> None:
+    (tmp_path / "attacks").mkdir()
+    (tmp_path / "head.py").write_text("import os\n")
+    (tmp_path / "attacks/one.py").write_text("# class: first\nos.getpid()\n")
+    (tmp_path / "attacks/two.sh").write_text("# class: second\ntrue\n")
+    one, two = packs.programs(tmp_path)
+    assert (one.kind, one.text) == ("first", "import os\n# class: first\nos.getpid()\n")
+    assert (two.kind, two.text) == ("second", "# class: second\ntrue\n")
