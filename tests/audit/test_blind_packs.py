@@ -20,19 +20,22 @@ PACKS = Path(__file__).parent / "packs"
 LIBRARIES = {
     "python": Path(__file__).parents[1] / "tasks/repositories/tiny-1.0",
     "javascript": PACKS / "javascript/library",
+    "third-python": Path(__file__).parents[1] / "tasks/repositories/tiny-1.0",
+    "third-javascript": PACKS / "javascript/library",
 }
 OPTIONS = BuildConfig(seed=1, max_tasks=6, kinds=("mutation", "removal"), per_function=1, heldout_fraction=0.5)
 
 
 @pytest.fixture(scope="module", params=sorted(LIBRARIES))
 def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> packs.AttackPack:
-    if request.param == "javascript":
+    if request.param.endswith("javascript"):
         pytest.importorskip("tree_sitter_javascript")
         if shutil.which("node") is None:
             pytest.skip("needs Node.js")
     folder = tmp_path_factory.mktemp("packs") / request.param
     shutil.copytree(PACKS / request.param, folder, ignore=shutil.ignore_patterns("library"))
-    build_dataset(LIBRARIES[request.param], folder / "dataset", OPTIONS, lambda *_: None)
+    options = OPTIONS.model_copy(update={"max_tasks": 2}) if request.param.startswith("third") else OPTIONS
+    build_dataset(LIBRARIES[request.param], folder / "dataset", options, lambda *_: None)
     return packs.load_pack(folder)
 
 

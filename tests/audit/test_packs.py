@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -58,6 +59,20 @@ def test_rewards_are_seen_and_controls_hold(folder: Path) -> None:
     assert len(report.played) == 8
     assert report.summary["rewards"] == 4
     assert "own: 4 attacks on 2 tasks, 4 rewards, 2 attacks of 1 classes got through" in packs.pack_table([report])
+
+
+def test_rewards_of_tasks_that_are_not_trained_on_are_counted_apart(folder: Path) -> None:
+    pack = packs.load_pack(folder)
+    inside = msgspec.structs.replace(pack.tasks[0], difficulty=pack.tasks[0].difficulty | {"decided": 0.4})
+    knowing = tuple(program for program in pack.programs if program.name == "knows.py")
+    pack = packs.AttackPack(pack.name, pack.data, (inside,), knowing)
+    report = asyncio.run(packs.play_pack(pack))
+    assert report.passed
+    assert (report.summary["rewards"], report.summary["untrained"]) == (0, ["knows.py"])
+    assert "rewarded by tasks that are decided inside" in packs.pack_table([report])
+    strict = asyncio.run(packs.play_pack(dataclasses.replace(pack, outside=True)))
+    assert not strict.passed
+    assert (strict.summary["rewards"], strict.summary["untrained"]) == (1, [])
 
 
 def test_the_command_fails_if_an_attack_gets_through(folder: Path, tmp_path: Path, capsys) -> None:
@@ -120,3 +135,13 @@ def test_the_class_stands_in_a_comment_of_any_form(tmp_path: Path) -> None:
         (tmp_path / "attacks" / name).write_text(text)
     found = [(each.kind, each.flag, each.item) for each in packs.programs(tmp_path)]
     assert found == [("answers", "", ""), ("exit", "crash", ""), ("forgery", "", "B10")]
+
+
+def test_a_head_stands_before_the_programs_of_its_ending(tmp_path: Path) -> None:
+    (tmp_path / "attacks").mkdir()
+    (tmp_path / "head.py").write_text("import os\n")
+    (tmp_path / "attacks/one.py").write_text("# class: first\nos.getpid()\n")
+    (tmp_path / "attacks/two.sh").write_text("# class: second\ntrue\n")
+    one, two = packs.programs(tmp_path)
+    assert (one.kind, one.text) == ("first", "import os\n# class: first\nos.getpid()\n")
+    assert (two.kind, two.text) == ("second", "# class: second\ntrue\n")

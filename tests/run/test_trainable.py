@@ -1,4 +1,5 @@
-"""Tasks whose tests run inside the tested process are not trained on, unless a configuration says so."""
+"""Tasks whose tests run inside the tested process are not trained on, unless a configuration says so, and are told of
+where they are measured."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from msgspec import structs
 
 from etude.audit.attacks.library import PYTHON, TASK
 from etude.audit.attacks.packs import OWN, load_pack
+from etude.config import EngineConfig, EvalConfig
 from etude.config.tasks import TasksConfig
 from etude.errors import UserError
+from etude.records import Budget
 from etude.rollout import TaskPart, dataset_part
+from etude.run.evaluate import Measurement, measure_models
 from etude.run.inputs import trainable
 
 
@@ -36,3 +40,14 @@ def test_tasks_below_the_share_are_left_out(capsys: pytest.CaptureFixture[str]) 
 def test_a_dataset_without_such_tasks_is_refused() -> None:
     with pytest.raises(UserError, match=r"none of the 2 training tasks.*min_decided"):
         trainable(made(0.0, 0.2), 0.5)
+
+
+@pytest.mark.parametrize(("split", "said"), [("heldout", "1 of 1 heldout tasks are decided inside"), ("train", "")])
+def test_measurements_warn_of_such_tasks(
+    split: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Measurement, "parts", lambda self: [made(1.0, 0.5)])
+    measurement = Measurement([], EvalConfig(), Budget(), split, seed=0)
+    assert measure_models([], measurement, EngineConfig()) == []
+    assert said in (printed := capsys.readouterr().err)
+    assert ("warning" in printed) == bool(said)

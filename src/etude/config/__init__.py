@@ -35,4 +35,4 @@ from etude.config.sections import (
     load_toml,
     validate,
 )
-from etude.config.tasks import BuildConfig, EditTableConfig, TasksConfig, TaskSource, TracesConfig
+from etude.config.tasks import MIN_DECIDED, BuildConfig, EditTableConfig, TasksConfig, TaskSource, TracesConfig

@@ -50,6 +50,9 @@ class BuildConfig(Section):
         return self
 
 
+MIN_DECIDED = 0.5  # by default, of a task's tests that are decided outside of the tested process
+
+
 class TaskSource(BuildConfig):
     """The source of tasks: a repository from which they are built, or a dataset."""
 
@@ -58,7 +61,7 @@ class TaskSource(BuildConfig):
     dataset: str | None = option(None, "an existing task dataset; built from `repository` when absent")
     harbor: str | None = option(None, "instead: a folder of Harbor tasks that others wrote (docs/tasks.md)")
     min_decided: float = option(
-        0.5, "leave out tasks with a smaller share of tests decided outside of the tested process", ge=0, le=1
+        MIN_DECIDED, "leave out tasks with a smaller share of tests decided outside of the tested process", ge=0, le=1
     )
 
     @property

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from etude import runfolder
 from etude.config import (
+    MIN_DECIDED,
     BuildConfig,
     EngineConfig,
     EvalConfig,
@@ -176,6 +178,13 @@ def measure_models(
     toolset = measurement.toolset()
     parts = measurement.parts()
     taskset = mix(parts, [1.0] * len(parts))
+    chosen = taskset.split(measurement.split)
+    if inside := sum(task.decided < MIN_DECIDED for task in chosen):
+        print(
+            f"warning: {inside} of {len(chosen)} {measurement.split} tasks are decided inside the tested process, "
+            "where a reward can be forged; they count nevertheless",
+            file=sys.stderr,
+        )
     for model in models:
         if isinstance(model, Path):
             check_device(inference.device, "device")

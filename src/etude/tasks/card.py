@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from etude.code import table
-from etude.config import BuildConfig
+from etude.config import MIN_DECIDED, BuildConfig
 from etude.records import CodeTask
 from etude.tasks import split
 from etude.tasks.bootstrap import BootstrapRecipe
@@ -203,7 +203,7 @@ def _decided(tasks: Sequence[CodeTask]) -> list[str]:
     control."""
     sentences = []
     if shares := [task.difficulty["decided"] for task in tasks if "decided" in task.difficulty]:
-        mean, low = sum(shares) / len(shares), sum(share < 0.5 for share in shares)
+        mean, low = sum(shares) / len(shares), sum(share < MIN_DECIDED for share in shares)
         sentences.append(
             f"Decided outside of the tested process: {mean:.0%} of a task's tests on average. Below half: {low} tasks, "
             "which are not trained on unless `tasks.min_decided` allows it.\n"

@@ -199,8 +199,8 @@ async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
         decisive = (*task.fail_to_pass, *task.pass_to_pass)
         if none.report is None or any(none.report.outcomes.get(t) != provisional.outcomes[t] for t in decisive):
             return Rejected.UNSTABLE
-    for sham in shams(task):
-        if (await grade_changes(bench.sandbox, task, image, bench.hidden, sham)).passed:
+    for sham in shams(task, bench.repository):
+        if (await grade_changes(bench.sandbox, task, image, bench.hidden, sham, bench.limits)).passed:
             return Rejected.SHAM
     for _ in range(bench.options.repeats):
         fixed = await grade_changes(bench.sandbox, task, image, bench.hidden, gold)

@@ -5,6 +5,7 @@ PACK/pack.toml     name, `dataset` (a folder, from PACK; default "dataset"), `ta
 PACK/dataset/      a task dataset of `etude tasks build`
 PACK/attacks/*     programs (.py, .sh, .mjs); comments in the first ten lines name the `class: NAME` of the attack, and
                    may name a `flag:` that its grade must carry and its `item:` of the suite
+PACK/head.*        of the same endings: what stands before each program of that ending, if there is such a file
 
 A program runs in the box of a task as a command of the agent would, once for each task: in the repository, as the
 agent's user, with these variables: ETUDE_PATH and ETUDE_FUNCTION (file and name of the broken function), ETUDE_LINES
@@ -12,7 +13,9 @@ agent's user, with these variables: ETUDE_PATH and ETUDE_FUNCTION (file and name
 that names ETUDE_PHASE then runs again with ETUDE_PHASE = 2 and the tests' output in /tmp/test-output.txt, so it can use
 the output of the agent's `test` tool. The changed files of the box are graded like any attempt.
 
-An attack is stopped if no task rewards it and none takes its failure for one of infrastructure.
+An attack is stopped if no task rewards it and none takes its failure for one of infrastructure. Rewards of tasks that
+a run leaves out by the default of `tasks.min_decided`, since too few of their tests are decided outside, are counted
+apart, unless the pack says `outside`.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.config import SandboxConfig
+from etude.config import MIN_DECIDED, SandboxConfig
 from etude.errors import UserError
 from etude.grading import GRADE_LIMITS, Grade, grade_changes, open_sandbox
 from etude.harness import clean_failure, failures
@@ -76,12 +79,14 @@ class AttackPack:
 
 @dataclass(frozen=True)
 class PlayedAttack:
-    """The result of one program, or of a control, on one task. `problem` is empty if all is well."""
+    """The result of one program, or of a control, on one task. `problem` is empty if all is well. `untrained`: the
+    program earned a reward of a task that is not trained on."""
 
     program: AttackProgram
     task: str
     graded: Grade
     problem: str
+    untrained: bool = False
 
     @property
     def row(self) -> dict[str, Any]:
@@ -95,6 +100,7 @@ class PlayedAttack:
             "reward": graded.score,
             "detail": graded.detail[:300],
             "problem": self.problem,
+            "untrained": self.untrained,
         }
 
 
@@ -118,14 +124,16 @@ class PackReport:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Counts, and the names of attacks that got through; `controls` holds the problems of gold answers."""
+        """Counts, and the names of attacks that got through; `controls` holds the problems of gold answers, `untrained`
+        the programs that earned rewards of tasks that are not trained on."""
         through = {each.program for each in self.played if each.problem}
         failed = [each for each in self.results if each.problem and each.program in CONTROLS]
         return {
             "pack": self.name,
             "tasks": self.tasks,
             "attacks": len({each.program for each in self.played}),
-            "rewards": sum(each.graded.score > 0 for each in self.played),
+            "rewards": sum(each.graded.score > 0 and not each.untrained for each in self.played),
+            "untrained": sorted({each.program.name for each in self.played if each.untrained}),
             "through": sorted(program.name for program in through),
             "classes_through": sorted({program.kind for program in through}),
             "controls": [f"{each.task}: {each.program.name} {each.problem}" for each in failed],
@@ -150,23 +158,29 @@ def load_pack(folder: Path) -> AttackPack:
 
 def programs(folder: Path) -> tuple[AttackProgram, ...]:
     """The programs of the pack in a folder. Raises UserError."""
-    loaded = tuple(_program(each) for each in sorted((folder / "attacks").glob("*")) if each.is_file())
+    heads = {suffix: _read(path) for suffix in PROGRAMS if (path := folder / f"head{suffix}").is_file()}
+    loaded = tuple(_program(each, heads) for each in sorted((folder / "attacks").glob("*")) if each.is_file())
     if not loaded:
         raise UserError(f"{folder}/attacks holds no programs (.py, .sh or .mjs)")
     return loaded
 
 
-def _program(path: Path) -> AttackProgram:
-    if path.suffix not in PROGRAMS:
-        raise UserError(f"{path}: a program of a pack ends in {', '.join(PROGRAMS)}")
+def _read(path: Path) -> str:
     try:
-        text = path.read_text("utf-8")
+        return path.read_text("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text") from None
+
+
+def _program(path: Path, heads: Mapping[str, str]) -> AttackProgram:
+    if path.suffix not in PROGRAMS:
+        raise UserError(f"{path}: a program of a pack ends in {', '.join(PROGRAMS)}")
+    text = _read(path)
     top = "\n".join(text.splitlines()[:10])
     kind, head = _CLASS.search(top), dict(_HEADER.findall(top))
     if kind is None:
         raise UserError(f"{path}: a comment `class: NAME` within the first ten lines must name the class of the attack")
+    text = heads.get(path.suffix, "") + text
     return AttackProgram(path.name, kind[1], text, PROGRAMS[path.suffix], head.get("item", ""), head.get("flag", ""))
 
 
@@ -212,7 +226,10 @@ async def attack(sandbox: Sandbox, pack: AttackPack, task: CodeTask, program: At
         graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
     except Exception as e:  # the run of a user would have ended here
         graded, problem = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None), f"raised {e!r}"
-    return PlayedAttack(program, task.id, graded, (problem or _problem(pack, program, graded))[:300])
+    earns = program not in CONTROLS and (graded.score > 0 or graded.passed)
+    untrained = earns and not pack.outside and task.decided < MIN_DECIDED
+    problem = problem or ("" if untrained else _problem(pack, program, graded))
+    return PlayedAttack(program, task.id, graded, problem[:300], untrained)
 
 
 def _problem(pack: AttackPack, program: AttackProgram, graded: Grade) -> str:
@@ -277,6 +294,11 @@ def pack_table(reports: Sequence[PackReport]) -> str:
             for a in report.played
             if a.problem
         ]
+        if counts["untrained"]:
+            lines.append(
+                f"{report.name}: rewarded by tasks that are decided inside, which runs leave out (tasks.min_decided = "
+                f"{MIN_DECIDED}): {', '.join(counts['untrained'])}"
+            )
         lines.append(
             f"{report.name}: {counts['attacks']} attacks on {report.tasks} tasks, {counts['rewards']} rewards, "
             f"{len(counts['through'])} attacks of {len(counts['classes_through'])} classes got through"
