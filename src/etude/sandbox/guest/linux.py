@@ -153,19 +153,40 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def become(host_id: int | None, box_id: int, flags: int) -> None:
-    """Unshare `flags` and a user namespace with all rights; its `box_id` is `host_id` outside (None: this user)."""
+def become(host_id: int | None, box_id: int, flags: int, root_id: int | None = None) -> None:
+    """Unshare `flags` and a user namespace with all rights; its `box_id` is `host_id` outside (None: this user).
+
+    root_id: its 0, which nobody in it can become, is this id outside, so that files of that owner show as root's. It
+    takes the rights of root outside. None: only `box_id` is there, with its group as a login gives people their own.
+    """
     uid, gid = os.geteuid(), os.getegid()
+    told, tell, pid = -1, -1, os.getpid()
+    if root_id is not None:  # two ids are mapped by a process outside
+        told, tell = os.pipe()
+        if os.fork() == 0:
+            os.close(tell)
+            os.read(told, 1)
+            for name, own in (("uid_map", host_id or uid), ("gid_map", host_id or gid)):
+                with open(f"/proc/{pid}/{name}", "w") as file:
+                    file.write(f"0 {root_id} 1\n{box_id} {own} 1\n")
+            os._exit(0)
+        os.close(told)
     if host_id is not None:
-        os.setgroups([host_id])  # as a login gives people their own group
+        os.setgroups([host_id] if root_id is None else [])
         os.setresgid(host_id, host_id, host_id)
         os.setresuid(host_id, host_id, host_id)
         _prctl(_PR_SET_DUMPABLE, 1)  # else /proc/self/uid_map belongs to root
         uid = gid = host_id
     unshare(NEWUSER | flags)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{box_id} {uid} 1"), ("gid_map", f"{box_id} {gid} 1")):
+    maps = [("setgroups", "deny"), ("uid_map", f"{box_id} {uid} 1"), ("gid_map", f"{box_id} {gid} 1")]
+    for name, text in maps if root_id is None else maps[:1]:
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
+    if root_id is not None:
+        os.close(tell)
+        os.wait()
+        if os.geteuid() != box_id:
+            raise OSError(errno.EPERM, "two ids cannot be mapped")
 
 
 def end_of(child: int) -> int:
@@ -273,9 +294,19 @@ def keep_privileges() -> None:
             _prctl(_PR_CAP_AMBIENT, _AMBIENT_RAISE, capability)
 
 
-def drop_privileges(user: int | None = None) -> None:
-    """No capability in any set, none to regain by exec. Root becomes `user`, if given."""
+# The bounding set of a container: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
+# net_bind_service, sys_chroot, setfcap. It bounds what exec(2) may give, and gives nothing.
+_CONTAINED = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31)
+
+
+def drop_privileges(user: int | None = None, contained: bool = False) -> None:
+    """No capability in any set, none to regain by exec. Root becomes `user`, if given.
+
+    contained: with the bounding set of a container and without no_new_privs, where every mount has MS_NOSUID.
+    """
     for capability in range(64):
+        if contained and capability in _CONTAINED:
+            continue
         try:
             _prctl(_PR_CAPBSET_DROP, capability)
         except OSError as e:
@@ -288,7 +319,8 @@ def drop_privileges(user: int | None = None) -> None:
         os.setresuid(user, user, user)
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
     _check(libc.capset(header, struct.pack("6I", *[0] * 6)), "capset")
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if not contained:
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 # System calls refused with EPERM: (x86_64, aarch64) numbers; None where the architecture lacks the call.
@@ -393,7 +425,7 @@ def filter_program(machine: str, alone: bool = False) -> bytes:
 
 
 def install_filter(program: bytes) -> None:
-    """Confine this process and its children to `program`. Needs no_new_privs."""
+    """Confine this process and its children to `program`. Needs no_new_privs, or all rights in a namespace."""
     buffer = ctypes.create_string_buffer(program, len(program))
     fprog = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
     _prctl(_PR_SET_SECCOMP, 2, fprog)

@@ -112,6 +112,7 @@ async def _start_process(
                 "folder": str(image.folder.resolve()),
                 "python": image.python,
                 "writable": image.writable,
+                "user": image.user,
             },
             "environment": {
                 **image.environment,
