@@ -92,8 +92,8 @@ class MachineProfile:
 
 @dataclass(frozen=True)
 class ImageTerminal:
-    """What the start-up files of an interactive shell leave in a container of an image: variables, and the number of
-    processes that they ran."""
+    """An interactive shell in a container of an image: its variables, and the number of processes that its start-up
+    files ran."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     processes: int = 0

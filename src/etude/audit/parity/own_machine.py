@@ -203,7 +203,7 @@ def _own_machine(image: Path, name: str) -> _OwnMachine:
 
 
 def _podman(command: Sequence[str], seconds: float = _SECONDS, source: Any = None, otherwise: str = "") -> str:
-    """What a command prints. Raises RunFailed with its last line, or the last line of `otherwise`."""
+    """The output of a command. Raises RunFailed with its last line, or the last line of `otherwise`."""
     try:
         done = subprocess.run(
             command, stdin=source or subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False

@@ -85,24 +85,32 @@ def attach(tree: int, target: str) -> None:
 def bind_owned(source: str, target: str, host_id: int) -> None:
     """`bind` with the owner mapped to `host_id`, where it can be: then overlays can copy up. Real root only."""
     owner = os.stat(source)
-    tree = -1
     try:
-        users = _user_namespace(owner.st_uid, owner.st_gid, host_id)
-        try:
-            tree = clone_tree(source)
-            data = struct.pack("QQQQ", _ATTR_IDMAP | MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, users)
-            _check(libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, data, len(data)), "map owners")
-            attach(tree, target)
-        finally:
-            os.close(users)
-            if tree >= 0:
-                os.close(tree)
+        users = user_namespace(owner.st_uid, owner.st_gid, host_id)
     except OSError:
         bind(source, target)
+        return
+    bind_mapped(source, target, users)
+    os.close(users)
 
 
-def _user_namespace(uid: int, gid: int, host_id: int) -> int:
-    """Descriptor of a user namespace that maps one owner to `host_id`."""
+def bind_mapped(source: str, target: str, users: int) -> None:
+    """`bind` with owners mapped as in the user namespace of the descriptor `users`, where they can be."""
+    tree = -1
+    try:
+        tree = clone_tree(source)
+        data = struct.pack("QQQQ", _ATTR_IDMAP | MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, users)
+        _check(libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, data, len(data)), "map owners")
+        attach(tree, target)
+    except OSError:
+        bind(source, target)
+    finally:
+        if tree >= 0:
+            os.close(tree)
+
+
+def user_namespace(uid: int, gid: int, host_id: int) -> int:
+    """Descriptor of a user namespace that maps one owner to `host_id`. Raises OSError."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -160,33 +168,50 @@ def become(host_id: int | None, box_id: int, flags: int, root_id: int | None = N
     takes the rights of root outside. None: only `box_id` is there, with its group as a login gives people their own.
     """
     uid, gid = os.geteuid(), os.getegid()
-    told, tell, pid = -1, -1, os.getpid()
-    if root_id is not None:  # two ids are mapped by a process outside
-        told, tell = os.pipe()
-        if os.fork() == 0:
-            os.close(tell)
-            os.read(told, 1)
-            for name, own in (("uid_map", host_id or uid), ("gid_map", host_id or gid)):
-                with open(f"/proc/{pid}/{name}", "w") as file:
-                    file.write(f"0 {root_id} 1\n{box_id} {own} 1\n")
-            os._exit(0)
-        os.close(told)
+    texts = f"{box_id} {uid if host_id is None else host_id} 1\n", f"{box_id} {gid if host_id is None else host_id} 1\n"
+    mapper = None if root_id is None else _Mapper([f"0 {root_id} 1\n{text}" for text in texts])
     if host_id is not None:
         os.setgroups([host_id] if root_id is None else [])
         os.setresgid(host_id, host_id, host_id)
         os.setresuid(host_id, host_id, host_id)
         _prctl(_PR_SET_DUMPABLE, 1)  # else /proc/self/uid_map belongs to root
-        uid = gid = host_id
     unshare(NEWUSER | flags)
-    maps = [("setgroups", "deny"), ("uid_map", f"{box_id} {uid} 1"), ("gid_map", f"{box_id} {gid} 1")]
-    for name, text in maps if root_id is None else maps[:1]:
-        with open(f"/proc/self/{name}", "w") as file:
+    with open("/proc/self/setgroups", "w") as file:
+        file.write("deny")
+    if mapper is None:
+        _write_maps("self", texts)
+    else:
+        mapper.map()
+
+
+class _Mapper:
+    """A process outside of the next user namespace of this one, where it may map several ids."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        reader, self._writer = os.pipe()
+        pid = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                os.close(self._writer)
+                os.read(reader, 1)  # until the other end is closed
+                _write_maps(str(pid), texts)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(reader)
+
+    def map(self) -> None:
+        """Map the ids. Raises OSError."""
+        os.close(self._writer)
+        if os.waitpid(self._pid, 0)[1]:
+            raise OSError(errno.EPERM, "ids could not be mapped")
+
+
+def _write_maps(pid: str, texts: Sequence[str]) -> None:
+    for name, text in zip(("uid_map", "gid_map"), texts, strict=True):
+        with open(f"/proc/{pid}/{name}", "w") as file:
             file.write(text)
-    if root_id is not None:
-        os.close(tell)
-        os.wait()
-        if os.geteuid() != box_id:
-            raise OSError(errno.EPERM, "two ids cannot be mapped")
 
 
 def end_of(child: int) -> int:

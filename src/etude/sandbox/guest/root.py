@@ -35,7 +35,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 def build(image: dict[str, Any], runner: dict[str, str]) -> None:
     """Make and enter the root in this mount namespace: an image's `folder` of the host, and host paths by name in
-    RUNNER."""
+    RUNNER. With `roots`, files of the image's root can show as such: they belong to ROOT_ID."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     new = "/tmp"  # any folder: it is covered in this namespace alone, until pivot_root
     folder = image["folder"]
@@ -53,30 +53,32 @@ def build(image: dict[str, Any], runner: dict[str, str]) -> None:
     linux.pivot_root(new, new + HOST)
     os.chdir("/")
     linux.bind(f"{HOST}/proc", "/proc", read_only=False)
+    users = linux.user_namespace(0, 0, ROOT_ID) if image["roots"] else None
     for entry in entries:
         if entry in links:
             os.symlink(links[entry], f"/{entry}")
         else:
-            _bind(f"{HOST}{folder}/{entry}", f"/{entry}")
+            _bind(f"{HOST}{folder}/{entry}", f"/{entry}", users)
     for name, source in runner.items():
         _bind(HOST + source, f"{RUNNER}/{name}")
     _dev()
-    if os.geteuid() == 0:
+    if users is not None:
+        os.close(users)
         for place in ("/", "/home", "/dev", *(f"/{link}" for link in links)):
             os.chown(place, ROOT_ID, ROOT_ID, follow_symlinks=False)
 
 
-def _bind(source: str, target: str) -> None:
+def _bind(source: str, target: str, users: int | None = None) -> None:
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with open(target, "w"):
             pass
-    if os.geteuid() == 0:
-        linux.bind_owned(source, target, ROOT_ID)
-    else:
+    if users is None:
         linux.bind(source, target)
+    else:
+        linux.bind_mapped(source, target, users)
 
 
 _SERVICES = (  # of Debian: name, number, group, full name, home

@@ -174,7 +174,7 @@ def _give(folder: Path) -> None:
             known = os.lstat(path)
             if (name if top == "." else top) not in (*root.SYSTEM, *root.OWN):
                 os.chown(path, root.BOX_ID, root.BOX_ID, follow_symlinks=False)
-            elif known.st_uid and not stat.S_ISLNK(known.st_mode):
+            elif known.st_uid and "home" not in (top, name) and not stat.S_ISLNK(known.st_mode):
                 os.chmod(path, stat.S_IMODE(known.st_mode) | known.st_mode >> 6 & 0o5)
 
 

@@ -182,7 +182,7 @@ class NamespaceBackend(Backend):
         if self._machine_profiles is not None and not bare:
             task = repr(sorted(image.changes.items())).encode("utf-8", "surrogatepass")  # wherever its repository lies
             seed = blake3.blake3(task).digest()
-            if self._machine_profiles == "image":
+            if isinstance(self._machine_profiles, str):
                 profile = machine_profile.container(seed, self.image.user, self._terminal)
             else:
                 profile = machine_profile.draw(seed, self._machine_profiles)
@@ -258,7 +258,9 @@ async def open_namespace(image: RootImage, options: BackendOptions) -> AsyncIter
     """Start the backend, and end it with all its boxes. Raises UserError where the machine lacks a requirement."""
     groups = cgroups.find(MEMORY_SHARE)
     with nullcontext() if groups is None else groups.lent(Limits()) as trial:
-        zygote = await Zygote.start(image, () if trial is None else trial.descriptors, options.runs)
+        zygote = await Zygote.start(
+            image, () if trial is None else trial.descriptors, options.runs, roots=options.machine_profiles == "image"
+        )
     backend = NamespaceBackend(zygote, image, options, groups)
     try:
         backend.python, joins = await zygote.started()
