@@ -141,7 +141,7 @@ def container(seed: bytes, user: str, terminal: ImageTerminal) -> MachineProfile
         size=SIZE,
         checkout_age=age,
         checkout_rate=rate,
-        pids=rng.choice((9, 9, 10)) + terminal.processes - 1,  # threads of the runtime come first
+        pids=rng.choice((8, 8, 8, 8, 9)) + terminal.processes,  # threads of the runtime come first
         contained=True,
     )
 

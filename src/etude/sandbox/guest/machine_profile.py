@@ -30,7 +30,8 @@ def prepare(profile: dict[str, Any]) -> None:
     if profile["contained"]:
         if not os.path.lexists("/etc/mtab"):
             os.symlink("/proc/mounts", f"{FOLDER}/etc/mtab")
-        _lead_to_modules()
+        if (packages := _packages()) is not None:
+            _lead_to_modules(packages)
         for parent, folders, names in os.walk(FOLDER) if roots() else ():
             for name in (".", *folders, *names):
                 os.chown(f"{parent}/{name}", 0, 0, follow_symlinks=False)
@@ -49,6 +50,8 @@ def settle(profile: dict[str, Any]) -> None:
             linux.bind(FOLDER + path, path)
     if not profile["contained"]:
         _home(profile)
+    elif _packages() is None:
+        _write(f"/home/{root.user}/{_user_site()}/{_PTH}", _LINES)
 
 
 def roots() -> bool:
@@ -78,19 +81,24 @@ def _home(profile: dict[str, Any]) -> None:
     for name, text in profile["files"].items():
         _write(f"{home}/{name}", text)
     # The file of `pip install --user --editable`; variables of the environment would be conspicuous.
-    packages = f"{home}/.local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-    _write(f"{packages}/{_PTH}", _LINES)
+    _write(f"{home}/{_user_site()}/{_PTH}", _LINES)
     linux.mount(HOMES, "/home", None, linux.MS_BIND)
 
 
-def _lead_to_modules() -> None:
-    """Lay a .pth file over the first folder of packages of the image's Python: a home folder of its own has none."""
-    for folder in site.getsitepackages():
-        if os.path.isdir(folder):
-            _write(f"{FOLDER}/packages/{_PTH}", _LINES)
-            options = f"lowerdir={FOLDER}/packages:{folder},userxattr"
-            linux.mount("overlay", folder, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
-            return
+def _user_site() -> str:
+    return f".local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+
+
+def _packages() -> str | None:
+    """The first folder of packages that the image's Python has, where a .pth file is less conspicuous than at home."""
+    return next(filter(os.path.isdir, site.getsitepackages()), None)
+
+
+def _lead_to_modules(folder: str) -> None:
+    """Lay a .pth file over a folder of packages."""
+    _write(f"{FOLDER}/packages/{_PTH}", _LINES)
+    options = f"lowerdir={FOLDER}/packages:{folder},userxattr"
+    linux.mount("overlay", folder, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
 
 
 def _date(checkout: float, rate: float) -> None:
