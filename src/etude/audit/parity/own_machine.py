@@ -46,6 +46,7 @@ from etude.sandbox.images.store import find_image
 
 _LOAD_SECONDS = 600.0
 _SECONDS = 120.0  # of any other command of podman
+_LIFE_SECONDS = 900.0  # of a container
 _SIZE = 40, 120  # rows and columns of the terminal, as in boxes without a machine profile
 _USER = 1000  # of a root folder, which says no user of its own
 # Tried in this order: Debian's crun refuses hybrid control groups, and some hosts forbid podman's own limits.
@@ -91,7 +92,8 @@ class _OwnMachine:
     def probes(self, tree: Path) -> Mapping[str, Any]:
         """The fingerprint of a fresh container with the work tree `tree`. Raises RunFailed."""
         name = f"etude-parity-{secrets.token_hex(8)}"
-        start = [*self.program, "run", "--detach", "--name", name, *self.options]
+        lasting = ["--detach", "--rm", "--timeout", str(int(_LIFE_SECONDS))]  # whatever becomes of this process
+        start = [*self.program, "run", *lasting, "--name", name, *self.options]
         _podman([*start, "--entrypoint", "sleep", self.image, "infinity"])
         try:
             _podman(["podman", "cp", f"{tree}/.", f"{name}:{WORKSPACE}"])
