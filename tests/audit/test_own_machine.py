@@ -113,7 +113,8 @@ def test_boxes_of_another_debian_against_podmans_containers(tmp_path: Path, caps
         subprocess.run(["podman", "import", "--change", "USER=dev", "-", name], stdin=packed.stdout, check=True)
     try:
         subprocess.run(["podman", "save", "--quiet", "--output", str(archive), name], check=True)
-        main(["doctor", "parity", "--image", str(archive), "--boxes", "10", "--json"])
+        with pytest.raises(SystemExit):  # the gate is not held
+            main(["doctor", "parity", "--image", str(archive), "--boxes", "10", "--json"])
     finally:
         subprocess.run(["podman", "rmi", "--force", name], check=False)
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
