@@ -14,6 +14,7 @@ from etude.config import NamespaceSandboxConfig
 from etude.grading.runner import open_sandbox
 from etude.sandbox.base import ExecResult, Image, Limits
 from etude.sandbox.images.store import find_image
+from etude.sandbox.machine_profile import ImageTerminal, container
 
 SHOWN = """
 import json, os, pwd, socket
@@ -132,3 +133,14 @@ def test_an_images_own_account_and_home_stay(library_image: Image, tmp_path: Pat
     user = "dev" if own else "user"
     shown = [user, f"/home/{user}", *(["hello", ".bashrc", ".local"] if own else [".local"]), f"/home/{user}/new"]
     assert done.output.split() == shown
+
+
+def test_what_a_shell_prints_is_read_or_left() -> None:
+    shell = ImageTerminal.read("14\x009\x00PATH=/bin\x00A=b=c\x00")
+    assert (shell.environment, shell.processes) == ({"PATH": "/bin", "A": "b=c"}, 4)
+    for wrong in ("", "a\x00b\x00", "3"):
+        with pytest.raises(ValueError, match=r"int|values"):
+            ImageTerminal.read(wrong)
+    profile = container(b"seed", "dev", shell)
+    assert profile == container(b"seed", "dev", shell), "the members of a group see one machine"
+    assert (profile.path, profile.environment["A"], profile.user) == (("/bin",), "b=c", "dev")

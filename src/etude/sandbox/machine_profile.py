@@ -98,6 +98,14 @@ class ImageTerminal:
     environment: Mapping[str, str] = field(default_factory=dict)
     processes: int = 0
 
+    @classmethod
+    def read(cls, text: str) -> ImageTerminal:
+        """The shell that printed the number of its next process, its own, and its variables, each before a NUL. Raises
+        ValueError."""
+        after, before, *variables = text.split("\0")
+        pairs = (entry.partition("=") for entry in variables if entry)
+        return cls({name: value for name, _, value in pairs}, max(0, int(after) - int(before) - 1))
+
 
 @cache
 def reference() -> Description:

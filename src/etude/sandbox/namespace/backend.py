@@ -30,7 +30,7 @@ from etude.sandbox.backend import (
     VerifyRequest,
     VerifyResult,
 )
-from etude.sandbox.base import HOST_SOCKET_PORT, Capabilities, Changes, Garbled, Image, LaunchFailed, Limits
+from etude.sandbox.base import HOST_SOCKET_PORT, BoxError, Capabilities, Changes, Garbled, Image, LaunchFailed, Limits
 from etude.sandbox.cgroups import Groups
 from etude.sandbox.connection import DIED, Connection, encode, limits_of, memory, new_process
 from etude.sandbox.egress.gate import Gate, Network
@@ -204,21 +204,19 @@ class NamespaceBackend(Backend):
             return ImageTemplate(new_process(self.zygote.control, hello, [fd], socket.SOCK_SEQPACKET), profile)
 
     async def learn_terminal(self) -> None:
-        """See what an interactive shell finds in the image, where boxes look like containers of it."""
+        """See what an interactive shell finds in the image, where boxes look like containers of it. A shell that does
+        not answer leaves the variables of the image."""
         if self._machine_profiles != "image":
             return
         with tempfile.TemporaryDirectory(prefix="etude-terminal-") as folder:
             os.chmod(folder, 0o755)
             shell = await self.shell(Image(Path(folder), None, {}), {}, Limits())
             try:
-                done = await shell.exec(_INTERACTIVE, TERMINAL_SECONDS)
-                if done.rc == 0:
-                    after, before, *variables = (
-                        (await shell.read("seen", 1 << 20)).decode("utf-8", "replace").split("\0")
-                    )
-                    pairs = (text.partition("=") for text in variables if text)
-                    known = {name: value for name, _, value in pairs}
-                    self._terminal = machine_profile.ImageTerminal(known, int(after) - int(before) - 1)
+                await shell.exec(_INTERACTIVE, TERMINAL_SECONDS)
+                text = (await shell.read("seen", 1 << 20)).decode("utf-8", "replace")
+                self._terminal = machine_profile.ImageTerminal.read(text)
+            except (BoxError, ValueError):
+                return
             finally:
                 await shell.close()
 
