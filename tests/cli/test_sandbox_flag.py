@@ -212,8 +212,9 @@ def test_a_dataset_is_not_played_in_other_boxes(
 ) -> None:
     """Its tests would fail there, whatever the answer, and a model would be measured at nothing."""
     shutil.copytree(TINY, "data")
-    manifest = dataset.read_dataset_manifest(folder / "data")
-    dataset.save(folder / "data", structs.replace(manifest, **facts), dataset.load_dataset(folder / "data").tasks)
+    built = dataset.load_dataset(folder / "data")
+    shutil.rmtree("data/tasks")
+    dataset.save(built.root, structs.replace(built.manifest, **facts), built.tasks)
     (folder / "tests.toml").write_text('[tasks]\ndataset = "data"\n[model]\npath = "nano"\n')
     (folder / "pack/attacks").mkdir(parents=True)
     (folder / "pack/pack.toml").write_text('name = "p"\ndataset = "../data"\n')

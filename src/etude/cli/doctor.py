@@ -108,11 +108,13 @@ def _check_profiles(config: SandboxConfig) -> None:
 def _add_parity(parity: argparse.ArgumentParser) -> None:
     task = parity.add_mutually_exclusive_group(required=True)
     task.add_argument("--against", type=Path, nargs="+", metavar="FILE", help="fingerprints of production machines")
+    own = "archive or root folder of an image; its boxes are compared with containers that podman makes of it"
+    task.add_argument("--image", type=Path, metavar="PATH", help=own)
     task.add_argument("--record", type=Path, metavar="FILE", help="append fingerprints of this machine")
     task.add_argument("--episodes", type=Path, nargs=2, metavar="RUN", help="two runs of the same tasks, compared")
     task.add_argument("--script", action="store_true", help="print the script that takes fingerprints elsewhere")
     parity.add_argument("--samples", type=int, default=20, help="fingerprints to record")
-    parity.add_argument("--boxes", type=int, default=200, help="boxes to compare with")
+    parity.add_argument("--boxes", type=int, help="boxes to compare with (200; with --image 40)")
     parity.add_argument("--of", default="eval-before", metavar="PREFIX", help="which episodes of the runs")
     tasks, profiles = "tasks whose boxes are compared; else a made-up one", "as rollout.machine_profiles; else half"
     parity.add_argument("--dataset", type=Path, metavar="DIR", help=tasks)
@@ -121,6 +123,10 @@ def _add_parity(parity: argparse.ArgumentParser) -> None:
 
 
 def _parity(arguments: argparse.Namespace) -> int:
+    if arguments.image is not None:
+        if arguments.sandbox is not None or arguments.dataset is not None or arguments.machine_profiles is not None:
+            raise UserError("--image compares boxes that look like containers: drop --sandbox, --dataset and profiles.")
+        return reports.show_image_parity(arguments.image, arguments.boxes or 40, as_json=arguments.json)
     if (config := sandbox_of(arguments)) is not None:
         if arguments.against is None:
             raise UserError("--sandbox describes boxes that are compared: give --against, too.")
@@ -136,7 +142,7 @@ def _parity(arguments: argparse.Namespace) -> int:
         return reports.show_record(arguments.record, arguments.samples)
     return reports.show_parity(
         arguments.against,
-        arguments.boxes,
+        arguments.boxes or 200,
         as_json=arguments.json,
         dataset=arguments.dataset,
         machine_profiles=arguments.machine_profiles,

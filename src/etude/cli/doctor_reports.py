@@ -211,6 +211,29 @@ def show_parity(
     return 0 if comparison.passed else 1
 
 
+def show_image_parity(image: Path, pairs: int, *, as_json: bool) -> int:
+    """Prints how boxes of an image differ from the image's own machine, all probes counted; 1 if they are told apart
+    more often than the gate allows. Raises UserError."""
+    from etude.audit.parity import PARITY_GATE, compare_with_own_machine
+
+    with Console(stderr=True).status("pairs") as status:
+        comparison = compare_with_own_machine(image, pairs, lambda done, of: status.update(f"{done} of {of} pairs"))
+    tells = [tell for tell in comparison.audit.tells if tell.auc > PARITY_GATE]
+    if as_json:
+        part = {"ok": comparison.passed, "gate": PARITY_GATE, "pairs": comparison.pairs, **_auc(comparison.audit.whole)}
+        print(json.dumps(part | {"tells": [asdict(tell) for tell in comparison.audit.tells]}))
+        return 0 if comparison.passed else 1
+    audit = comparison.audit
+    print(f"AUC of all probes, 95 %: {_interval(audit.whole)} ({comparison.pairs} pairs of a box and a container)")
+    print(f"without the exceptions of other comparisons: {_interval(audit.gated)}")
+    print(f"gate: at most {PARITY_GATE:.2f}: {'held' if comparison.passed else 'NOT held'}")
+    print(f"{len(tells)} of {comparison.probes} probes tell by themselves{':' if tells else ''}")
+    for tell in tells:
+        why = f"\n   why: {tell.exception}" if tell.exception else ""
+        print(f"{tell.group} {tell.probe:20} {tell.auc:.2f}  {tell.seen}\n   cure: {tell.cure}{why}")
+    return 0 if comparison.passed else 1
+
+
 def show_pairs(runs: Sequence[Path], prefix: str, *, as_json: bool) -> int:
     """Prints the comparison of two runs; 1 if hacks or remarks on a test differ. Raises UserError."""
     from etude.audit.parity import compare_pairs, pairs_differ, read_pair
@@ -234,10 +257,7 @@ def _summary(comparison: ParityComparison) -> dict[str, Any]:
 
     def part(audit: ParityAudit) -> dict[str, Any]:
         tells = [asdict(tell) for tell in audit.tells]
-        return {"gated": auc(audit.gated), "whole": auc(audit.whole), "telling": audit.telling, "tells": tells}
-
-    def auc(estimate: Estimate) -> dict[str, float]:
-        return {"auc": round(estimate.mean, 4), "low": round(estimate.low, 4), "high": round(estimate.high, 4)}
+        return {"gated": _auc(audit.gated), "whole": _auc(audit.whole), "telling": audit.telling, "tells": tells}
 
     return {
         "ok": comparison.passed,
@@ -249,6 +269,10 @@ def _summary(comparison: ParityComparison) -> dict[str, Any]:
         "untreated": part(comparison.untreated),
         "notes": comparison.notes,
     }
+
+
+def _auc(estimate: Estimate) -> dict[str, float]:
+    return {"auc": round(estimate.mean, 4), "low": round(estimate.low, 4), "high": round(estimate.high, 4)}
 
 
 def _interval(estimate: Estimate) -> str:

@@ -15,7 +15,7 @@ from etude.config.sections import (
     NAME,
     ChatTemplateOrNone,
     LocalPath,
-    LocalPathOrNone,
+    LocalPathOrLook,
     ModelPath,
     ModelPathOrSelf,
     Section,
@@ -74,8 +74,10 @@ class RolloutConfig(Section):
     custom_tools: tuple[str, ...] = option((), 'Python functions that are tools, too, each "module:name"')
     apply: str | None = option(None, "URL of a server that applies the agent's edit sketches; none: they are merged")
     agent: AgentConfig | None = option(None, "an outside agent in place of the built-in loop")
-    machine_profiles: LocalPathOrNone | None = option(
-        None, 'fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "none": of no machine'
+    machine_profiles: LocalPathOrLook | None = option(
+        None,
+        'fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "image": containers of the '
+        'image; "none": no machine',
     )
     stall_seconds: float = option(
         300.0, "without progress until its cause is printed; five times as long ends the run", gt=0

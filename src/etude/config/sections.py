@@ -84,6 +84,7 @@ def _model_folder(name: str) -> str:
 
 LocalPath = Annotated[str, AfterValidator(absolute)]  # absolute after validation; URLs are kept
 LocalPathOrNone = Annotated[str, AfterValidator(lambda path: path if path == "none" else absolute(path))]
+LocalPathOrLook = Annotated[str, AfterValidator(lambda path: path if path in ("none", "image") else absolute(path))]
 ModelPath = Annotated[str, AfterValidator(_model_folder)]
 ChatTemplateOrNone = Annotated[
     str | None, AfterValidator(lambda name: name if not name or name in CHAT_TEMPLATES else absolute(name))

@@ -145,6 +145,8 @@ def profiles_of(config: RLConfig) -> ProfileSource | None:
     path = config.rollout.machine_profiles
     if path == "none":
         return None
+    if path == "image":
+        return "image"
     return () if path is None else load_profiles(Path(path))
 
 

@@ -47,9 +47,10 @@ from etude.sandbox.base import (
 )
 from etude.sandbox.box import MAX_FILE_BYTES, ValueBox, checked_path
 from etude.sandbox.fingerprints import FingerprintSample, parse_fingerprint, read_fingerprints
+from etude.sandbox.guest.machine_profile import stamp
 from etude.sandbox.guest.root import RUNNER, SITE
 from etude.sandbox.kernel import MachineCheck, read_host, requirements
-from etude.sandbox.machine_profile import ProfileSource, load_profiles
+from etude.sandbox.machine_profile import ProfileSource, checkout, load_profiles
 from etude.sandbox.shell import ProgramResult, Shell
 
 PUBLIC = ("", "backends.choose", "egress", "guest.boxed_runner", "namespace")

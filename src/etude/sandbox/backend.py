@@ -44,7 +44,8 @@ class BackendOptions:
 
     runs: the modules that serve test runs.
     machine_profiles: probes of production machines, or a description of some, that boxes imitate
-        (`machine_profile.py`). Empty: the reference description. None: boxes stay as they are.
+        (`machine_profile.py`). Empty: the reference description. "image": boxes look like containers of their image,
+        to the bounding set and limits of their processes (`guest/box.py`, `confine`). None: boxes stay as they are.
     egress: the hosts and index that boxes may reach. None: nothing.
     repeatable: fix the hash seed of Python in boxes. The variable is no part of a user's machine, so by default only
         boxes without a machine profile have it.

@@ -12,15 +12,15 @@ from __future__ import annotations
 import platform
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from etude.sandbox import fingerprints, machine_description
 from etude.sandbox.machine_description import REFERENCE, Description, within
 
-ProfileSource = Description | Sequence[Mapping[str, Any]]
+ProfileSource = Description | Literal["image"] | Sequence[Mapping[str, Any]]
 
 _SHAPES = {"a": ("laptop", "desktop", "thinkpad", "dev", "work", "home", "box", "ws", "cloud", "pod")}
 _INITS = (  # of containers; a fingerprint holds the length
@@ -62,6 +62,9 @@ _PATH_MORE = ("{home}/.local/bin", "{home}/bin", "{home}/.cargo/bin", "/usr/game
               "/opt/bin", "{home}/go/bin", "{home}/.npm/bin")  # fmt: skip
 
 
+SIZE = 40, 120  # rows and columns of a terminal by default, as in guest/shell.py
+
+
 @dataclass(frozen=True)
 class MachineProfile:
     """A machine to imitate, times in seconds; `environment` lacks PATH. None: the box's own."""
@@ -71,7 +74,7 @@ class MachineProfile:
     known_host: bool  # in /etc/hosts
     machine_id: str  # empty: there is no /etc/machine-id
     accounts: int  # in /etc/passwd
-    uptime: float
+    uptime: float | None
     init: tuple[str, ...]  # command line of pid 1
     init_name: str
     kernel_line: str | None
@@ -84,6 +87,24 @@ class MachineProfile:
     checkout_age: float | None  # of the files in the work tree
     checkout_rate: float  # files that it wrote in a second
     pids: int  # processes before the agent's
+    contained: bool = False  # a container of the image, with its accounts and home folder
+
+
+@dataclass(frozen=True)
+class ImageTerminal:
+    """An interactive shell in a container of an image: its variables, and the number of processes that its start-up
+    files ran."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> ImageTerminal:
+        """The shell that printed the number of its next process, its own, and its variables, each before a NUL. Raises
+        ValueError."""
+        after, before, *variables = text.split("\0")
+        pairs = (entry.partition("=") for entry in variables if entry)
+        return cls({name: value for name, _, value in pairs}, max(0, int(after) - int(before) - 1))
 
 
 @cache
@@ -92,14 +113,48 @@ def reference() -> Description:
     return machine_description.read(REFERENCE)
 
 
-def load_profiles(path: Path) -> ProfileSource:
+def load_profiles(path: Path) -> Description | Sequence[Mapping[str, Any]]:
     """The source of profiles: a description of machines (.toml), or fingerprints. Raises UserError."""
     if path.suffix == ".toml":
         return machine_description.read(path)
     return [sample.probes for sample in fingerprints.read_fingerprints([path])]
 
 
-def draw(seed: bytes, source: ProfileSource = ()) -> MachineProfile:
+def checkout(rng: random.Random) -> tuple[float, float]:
+    """Age in seconds of a checkout, and the files that it wrote in a second, as the reference description has them."""
+    machine = reference()
+    return 60 * within(rng, machine.checkout_minutes), within(rng, machine.checkout_rate)
+
+
+def container(seed: bytes, user: str, terminal: ImageTerminal) -> MachineProfile:
+    """A container of an image, as `podman run` makes one and `podman exec` enters it, in which `user` works."""
+    rng = random.Random(seed)
+    environment = {name: text for name, text in terminal.environment.items() if name not in _SHELL_SETS}
+    age, rate = checkout(rng)
+    return MachineProfile(
+        user=user,
+        host=f"{rng.getrandbits(48):012x}",
+        known_host=True,
+        machine_id="",
+        accounts=0,
+        uptime=None,
+        init=_INITS[0],
+        init_name=_INITS[0][0],
+        kernel_line=None,
+        hypervisor=None,
+        files={},
+        folders=(),
+        path=tuple(terminal.environment.get("PATH", ":".join(_PATH)).split(":")),
+        environment={"TERM": "xterm", "container": "podman"} | environment,
+        size=SIZE,
+        checkout_age=age,
+        checkout_rate=rate,
+        pids=rng.choice((8, 8, 8, 8, 9)) + terminal.processes,  # threads of the runtime come first
+        contained=True,
+    )
+
+
+def draw(seed: bytes, source: Description | Sequence[Mapping[str, Any]] = ()) -> MachineProfile:
     """The machine profile of an image, whose digest is `seed`; by default one of the reference description."""
     rng = random.Random(seed)
     if isinstance(source, Description) or not source:

@@ -16,7 +16,7 @@ from etude.sandbox.base import BoxError, Busy, Changes, ExecResult, LaunchFailed
 from etude.sandbox.connection import Connection, Reply, encode
 from etude.sandbox.egress.gate import PORT, Gate
 from etude.sandbox.egress.policy import EgressRequest
-from etude.sandbox.guest.root import RUNNER, SITE, WORKSPACE
+from etude.sandbox.guest.root import SEARCH, USER
 from etude.sandbox.guest.services import command, log
 from etude.sandbox.machine_profile import MachineProfile
 
@@ -65,31 +65,32 @@ class Shell:
 
     async def start(
         self,
-        limits: dict[str, float],
+        limits: dict[str, Any],
         layers: Changes,
         path: str,
         variables: Mapping[str, str],
         host_socket: tuple[str, int] | None,
         places: Mapping[str, str] | None = None,
+        user: str = USER,
     ) -> None:
         """Make the box. Raises BoxDead or LaunchFailed, and the BoxError of `layers` that an agent has made unusable.
 
         `path` is the variable PATH where no machine profile says it, `variables` join the environment, and
         `host_socket` is the path of a unix socket in the box and the port that leads there. `places` are further paths
-        of folders of the work tree.
+        of folders of the work tree. `user` is the user's name without a machine profile.
         """
-        profile, search = self._profile, [f"{WORKSPACE}/src", WORKSPACE, SITE, RUNNER]
+        profile = self._profile
         if profile is None:
             environment = {
-                "HOME": "/home/user",
+                "HOME": f"/home/{user}",
                 "LANG": "C.UTF-8",
-                "LOGNAME": "user",
+                "LOGNAME": user,
                 "PATH": path,
                 "PYTHONDONTWRITEBYTECODE": "1",
-                "PYTHONPATH": ":".join(search),
+                "PYTHONPATH": ":".join(SEARCH),
                 "SHELL": "/bin/bash",
                 "TERM": "xterm-256color",
-                "USER": "user",
+                "USER": user,
             }
         else:
             environment = {"HOME": f"/home/{profile.user}", "PATH": ":".join(profile.path)}
@@ -97,7 +98,6 @@ class Shell:
         head = {
             "limits": limits,
             "environment": environment | dict(variables),
-            "search": search,
             "port": PORT if self._gate is not None else 0,
             "host_socket": host_socket,
             "places": dict(places or {}),

@@ -8,4 +8,5 @@ from etude.audit.parity.audit import (
     compare_boxes,
     record_fingerprints,
 )
+from etude.audit.parity.own_machine import compare_with_own_machine
 from etude.audit.parity.pairs import compare_pairs, pairs_differ, read_pair

@@ -13,14 +13,15 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from etude.audit.parity import fingerprint, probes
-from etude.audit.parity.classifier import auc, folds, held_out, interval, logistic, scores, stumps
+from etude.audit.parity.classifier import FOLDS, auc, folds, held_out, interval, logistic, scores, stumps
 from etude.audit.parity.features import Table, table
 from etude.config import SandboxConfig
 from etude.errors import RunFailed, UserError
@@ -33,6 +34,7 @@ from etude.sandbox import (
     Image,
     Limits,
     ProfileSource,
+    Sandbox,
     load_profiles,
     parse_fingerprint,
     read_fingerprints,
@@ -125,6 +127,7 @@ def _check_count(samples: Sequence[FingerprintSample], of: str) -> None:
 
 
 def _sides(boxes: Sequence[FingerprintSample], production: Sequence[FingerprintSample]) -> _Sides:
+    """The samples of both sides, in folds of whole machines. Raises UserError."""
     _check_count(boxes, "boxes")
     _check_count(production, "production machines")
     machines = [*(f"p{s.machine}" for s in production), *(f"b{s.machine}" for s in boxes)]
@@ -139,6 +142,20 @@ def _counted(probe: str) -> bool:
 def compare(boxes: Sequence[FingerprintSample], production: Sequence[FingerprintSample]) -> ParityAudit:
     """The audit of two sides. Raises UserError if one has too few samples."""
     sides = _sides(boxes, production)
+    return ParityAudit(
+        gated=sides.estimate(_counted), whole=sides.estimate(lambda _: True), tells=sides.tells(lambda _: True)
+    )
+
+
+def compare_pairs_of_machines(boxes: Sequence[FingerprintSample], machines: Sequence[FingerprintSample]) -> ParityAudit:
+    """The audit of boxes and machines that were looked at in pairs, each of which is held out together: what both
+    share, such as the load at that moment, tells nothing. Raises UserError for too few pairs."""
+    _check_count(boxes, "boxes")
+    assert len(boxes) == len(machines)
+    pair_N = np.random.default_rng(0).permutation(len(boxes)) % FOLDS
+    labels_N = np.array([0.0] * len(machines) + [1.0] * len(boxes))
+    names = [str(number) for number in range(len(boxes))] * 2
+    sides = _Sides(table([*machines, *boxes]), labels_N, np.concatenate([pair_N, pair_N]), names)
     return ParityAudit(
         gated=sides.estimate(_counted), whole=sides.estimate(lambda _: True), tells=sides.tells(lambda _: True)
     )
@@ -169,24 +186,27 @@ async def box_samples(
     or BoxError without boxes."""
     samples: list[FingerprintSample] = []
     with tempfile.TemporaryDirectory(prefix="etude-parity-") as folder:
-        images = _made_up(Path(folder), count) if dataset is None else _of_tasks(dataset, count)
-        line = f"python3 -c {shlex.quote(FINGERPRINT_SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
+        images = made_up(Path(folder), count) if dataset is None else _of_tasks(dataset, count)
         async with open_sandbox(boxes, machine_profiles=machine_profiles) as sandbox:
             for number, (name, image) in enumerate(images):
-                box = await sandbox.create(image, LIMITS)
-                try:
-                    done = await box.exec(line, SECONDS)  # into a file, as on users' machines
-                    done = done if done.rc else await box.exec("cat /tmp/samples.jsonl", SECONDS)
-                finally:
-                    await box.close()
-                text = done.output.strip().rpartition("\n")[2]
-                if done.rc != 0:
-                    raise RunFailed(f"a fingerprint could not be taken in a box: {text[-200:]}")
-                samples.append(
-                    FingerprintSample(name, parse_fingerprint(text, f"the fingerprint of box {number}").probes)
-                )
+                samples.append(FingerprintSample(name, await box_probes(sandbox, image)))
                 progress(number + 1, count)
     return samples
+
+
+async def box_probes(sandbox: Sandbox, image: Image) -> Mapping[str, Any]:
+    """The fingerprint of a fresh box on `image`. Raises RunFailed, or BoxError without a box."""
+    line = f"python3 -c {shlex.quote(FINGERPRINT_SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
+    box = await sandbox.create(image, LIMITS)
+    try:
+        done = await box.exec(line, SECONDS)  # into a file, as on users' machines
+        done = done if done.rc else await box.exec("cat /tmp/samples.jsonl", SECONDS)
+    finally:
+        await box.close()
+    text = done.output.strip().rpartition("\n")[2]
+    if done.rc != 0:
+        raise RunFailed(f"a fingerprint could not be taken in a box: {text[-200:]}")
+    return parse_fingerprint(text, "the fingerprint of a box").probes
 
 
 def _of_tasks(dataset: Path, count: int) -> Iterator[tuple[str, Image]]:
@@ -196,7 +216,7 @@ def _of_tasks(dataset: Path, count: int) -> Iterator[tuple[str, Image]]:
         yield task.id, loaded.image(task)
 
 
-def _made_up(root: Path, count: int) -> Iterator[tuple[str, Image]]:
+def made_up(root: Path, count: int) -> Iterator[tuple[str, Image]]:
     """Images of a small library, each with a change of its own."""
     root.chmod(0o755)
     (root / "src").mkdir()

@@ -22,6 +22,9 @@ _SECCOMP = "the system-call filter and no_new_privs are the border, and /proc/se
 _PIDS = "pid 1 began with the box and nothing else runs in it; a virtual machine boots its services"
 _COMMIT = "a task's repository is as old as the commit that it was taken from, and the clock is the host's"
 _SPEED = "a box is as fast and as busy as the machine that makes it, and writes to memory"
+_IDS = "a box has one id or two of this machine's, and /proc/self/uid_map counts them"
+_DISK = "a box writes to memory, up to its limit"
+_LIMITS = "boxes have rlimits, too, unless they look like containers"
 _ETC = "boxes have a small /etc: the host's holds secrets"
 _OWNERS = "files of the host's root show as nobody in a box"
 _IMAGE = "the tools are those of the host that makes boxes"
@@ -30,7 +33,7 @@ PROBES: dict[str, ParityProbe] = {
     "host.": ParityProbe("E1", "Name fingerprints in `rollout.machine_profiles`: host names get their shape."),
     "user.": ParityProbe("E1", "Draw the profile's user and home as production has them; the id is the mapping's."),
     "accounts": ParityProbe("E1", "Give /etc/passwd the service accounts of the production image."),
-    "owners.unknown": ParityProbe("E1", "Unpack an image whose files belong to the mapped id.", _OWNERS),
+    "owners.unknown": ParityProbe("E1", 'As root, set rollout.machine_profiles = "image".', _OWNERS),
     "machine_id": ParityProbe("E1", "Draw a machine-id per box."),
     "etc.entries": ParityProbe("E1", "Give boxes the /etc of the production image.", _ETC),
     "system": ParityProbe("E1", "Make boxes on the distribution that users have."),
@@ -47,10 +50,10 @@ PROBES: dict[str, ParityProbe] = {
     "cpu.": ParityProbe("E4", "Make boxes on machines like the users'.", _KERNEL),
     "memory": ParityProbe("E4", "Make boxes on machines like the users'.", _KERNEL),
     "load": ParityProbe("E4", "Make boxes on machines as busy as the users'.", _KERNEL),
-    "status.": ParityProbe("E4", "Only a virtual machine can be confined from outside.", _SECCOMP),
-    "cgroup": ParityProbe("E4", "Name the control group as a login session's.", _KERNEL),
+    "status.": ParityProbe("E4", 'Containers have them, too: rollout.machine_profiles = "image".', _SECCOMP),
+    "cgroup": ParityProbe("E4", "Use control groups of version 2: boxes and containers see their own alone.", _KERNEL),
     "mounts": ParityProbe("E4", "Only a virtual machine has a disk of its own.", _MOUNTS),
-    "namespaces": ParityProbe("E4", "Map a range of ids, which takes newuidmap.", "without root one id is mapped"),
+    "namespaces": ParityProbe("E4", "Only a virtual machine has all ids of its own.", _IDS),
     "firmware": ParityProbe("E4", "Show the firmware of a workstation.", _KERNEL),
     "environment": ParityProbe("E5", "Let the machine profile's environment have the variables that production has."),
     "terminal": ParityProbe("E5", "Set the terminal's kind and size as production's."),
@@ -71,8 +74,9 @@ PROBES: dict[str, ParityProbe] = {
     "editor.folder": ParityProbe("E7", "Keep the editor's folder in the repository's image."),
     "prompt.": ParityProbe("E9", "Play the product's own agent (`rollout.agent`), which has its prompt and tools."),
     "request.": ParityProbe("E9", "Give tasks instructions such as users write."),
-    "disk.": ParityProbe("E8", "Raise the box's disk to what users have.", "a box writes to memory, up to its limit"),
-    "limits.": ParityProbe("E8", "Limit by control groups instead of rlimits.", "rlimits, without control groups"),
+    "disk.": ParityProbe("E8", "Raise the box's disk to what users have.", _DISK),
+    "limits.": ParityProbe("E8", 'Limit by control groups: rollout.machine_profiles = "image".', _LIMITS),
+    "latency.write": ParityProbe("E8", "Nothing but a disk is as slow.", _DISK),
     "latency.": ParityProbe("E8", "Make boxes on machines like the users', and fewer per processor.", _SPEED),
 }
 _OTHER = ParityProbe("E8", "See audit/parity/fingerprint.py for what this probe reads.")

@@ -48,7 +48,11 @@ def furnish(
         _layer(place)
     linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
     linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
-    linux.mount(f"{layer}/home", "/home/user", None, linux.MS_BIND)
+    home = f"/home/{root.user}"
+    if os.path.ismount(home):  # the image's own
+        _layer(home)
+    else:
+        linux.mount(f"{layer}/home", home, None, linux.MS_BIND)
     for place, folder in sorted((places or {}).items()):
         for path in (place, f"{root.WORKSPACE}/{folder}"):
             os.makedirs(path, exist_ok=True)
@@ -115,7 +119,12 @@ def write(layer: str, changes: Mapping[str, bytes | None], lowers: Sequence[str]
 
 
 def confine(limits: dict[str, Any], program: bytes, user: int | None = None) -> None:
-    """Resource limits, no capabilities, the system-call filter; then this process is the box, as `user` if given."""
+    """Resource limits, no capabilities, the system-call filter; then this process is the box, as `user` if given.
+
+    limits["contained"]: it shows the limits and bounds of a container's process (None: not), as far as they hold
+    nothing: "grouped", where control groups hold memory and processes; else "alone".
+    """
+    contained = limits.get("contained")
     if user is not None:
         os.seteuid(0)  # a server of files acts as the user
     if os.path.isdir("/proc/self"):  # a verifier has none
@@ -127,14 +136,21 @@ def confine(limits: dict[str, Any], program: bytes, user: int | None = None) -> 
         resource.RLIMIT_NPROC: limits["processes"],
         resource.RLIMIT_FSIZE: limits["disk"],
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_NOFILE: 256 if contained is None else 1024,
     }
+    if contained == "grouped":
+        del hard[resource.RLIMIT_AS], hard[resource.RLIMIT_FSIZE]
+        hard[resource.RLIMIT_NPROC] = 4096
     if limits["seconds"]:
         hard[resource.RLIMIT_CPU] = int(limits["seconds"]) + 2
     for kind, value in hard.items():
         resource.setrlimit(kind, (value, value))
-    linux.drop_privileges(user)
-    linux.install_filter(program)
+    if contained is None:
+        linux.drop_privileges(user)
+        linux.install_filter(program)
+    else:  # no_new_privs would show; without set-user-id files and file capabilities, exec(2) gives none anyway
+        linux.install_filter(program)
+        linux.drop_privileges(user, contained=True)
 
 
 def close_files() -> None:
@@ -142,7 +158,7 @@ def close_files() -> None:
     none of /proc, through which memory can be written."""
     linux.offer_to_the_kernel(1000)
     linux.unshare(linux.NEWNS)
-    for folder in (root.WORKSPACE, root.LAYER, "/home/user", "/dev/shm"):
+    for folder in (root.WORKSPACE, root.LAYER, f"/home/{root.user}", "/dev/shm"):
         linux.set_attributes(folder, linux.MS_RDONLY)
     linux.mount("tmpfs", "/proc", "tmpfs", PRIVATE | linux.MS_RDONLY, "size=4k,mode=555")
 

@@ -85,24 +85,32 @@ def attach(tree: int, target: str) -> None:
 def bind_owned(source: str, target: str, host_id: int) -> None:
     """`bind` with the owner mapped to `host_id`, where it can be: then overlays can copy up. Real root only."""
     owner = os.stat(source)
-    tree = -1
     try:
-        users = _user_namespace(owner.st_uid, owner.st_gid, host_id)
-        try:
-            tree = clone_tree(source)
-            data = struct.pack("QQQQ", _ATTR_IDMAP | MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, users)
-            _check(libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, data, len(data)), "map owners")
-            attach(tree, target)
-        finally:
-            os.close(users)
-            if tree >= 0:
-                os.close(tree)
+        users = user_namespace(owner.st_uid, owner.st_gid, host_id)
     except OSError:
         bind(source, target)
+        return
+    bind_mapped(source, target, users)
+    os.close(users)
 
 
-def _user_namespace(uid: int, gid: int, host_id: int) -> int:
-    """Descriptor of a user namespace that maps one owner to `host_id`."""
+def bind_mapped(source: str, target: str, users: int) -> None:
+    """`bind` with owners mapped as in the user namespace of the descriptor `users`, where they can be."""
+    tree = -1
+    try:
+        tree = clone_tree(source)
+        data = struct.pack("QQQQ", _ATTR_IDMAP | MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, users)
+        _check(libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, data, len(data)), "map owners")
+        attach(tree, target)
+    except OSError:
+        bind(source, target)
+    finally:
+        if tree >= 0:
+            os.close(tree)
+
+
+def user_namespace(uid: int, gid: int, host_id: int) -> int:
+    """Descriptor of a user namespace that maps one owner to `host_id`. Raises OSError."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -153,18 +161,56 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def become(host_id: int | None, box_id: int, flags: int) -> None:
-    """Unshare `flags` and a user namespace with all rights; its `box_id` is `host_id` outside (None: this user)."""
+def become(host_id: int | None, box_id: int, flags: int, root_id: int | None = None) -> None:
+    """Unshare `flags` and a user namespace with all rights; its `box_id` is `host_id` outside (None: this user).
+
+    root_id: its 0, which nobody in it can become, is this id outside, so that files of that owner show as root's. It
+    takes the rights of root outside. None: only `box_id` is there, with its group as a login gives people their own.
+    """
     uid, gid = os.geteuid(), os.getegid()
+    texts = f"{box_id} {uid if host_id is None else host_id} 1\n", f"{box_id} {gid if host_id is None else host_id} 1\n"
+    mapper = None if root_id is None else _Mapper([f"0 {root_id} 1\n{text}" for text in texts])
     if host_id is not None:
-        os.setgroups([host_id])  # as a login gives people their own group
+        os.setgroups([host_id] if root_id is None else [])
         os.setresgid(host_id, host_id, host_id)
         os.setresuid(host_id, host_id, host_id)
         _prctl(_PR_SET_DUMPABLE, 1)  # else /proc/self/uid_map belongs to root
-        uid = gid = host_id
     unshare(NEWUSER | flags)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{box_id} {uid} 1"), ("gid_map", f"{box_id} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
+    with open("/proc/self/setgroups", "w") as file:
+        file.write("deny")
+    if mapper is None:
+        _write_maps("self", texts)
+    else:
+        mapper.map()
+
+
+class _Mapper:
+    """A process outside of the next user namespace of this one, where it may map several ids."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        reader, self._writer = os.pipe()
+        pid = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                os.close(self._writer)
+                os.read(reader, 1)  # until the other end is closed
+                _write_maps(str(pid), texts)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(reader)
+
+    def map(self) -> None:
+        """Map the ids. Raises OSError."""
+        os.close(self._writer)
+        if os.waitpid(self._pid, 0)[1]:
+            raise OSError(errno.EPERM, "ids could not be mapped")
+
+
+def _write_maps(pid: str, texts: Sequence[str]) -> None:
+    for name, text in zip(("uid_map", "gid_map"), texts, strict=True):
+        with open(f"/proc/{pid}/{name}", "w") as file:
             file.write(text)
 
 
@@ -273,9 +319,19 @@ def keep_privileges() -> None:
             _prctl(_PR_CAP_AMBIENT, _AMBIENT_RAISE, capability)
 
 
-def drop_privileges(user: int | None = None) -> None:
-    """No capability in any set, none to regain by exec. Root becomes `user`, if given."""
+# The bounding set of a container: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
+# net_bind_service, sys_chroot, setfcap. It bounds what exec(2) may give, and gives nothing.
+_CONTAINED = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31)
+
+
+def drop_privileges(user: int | None = None, contained: bool = False) -> None:
+    """No capability in any set, none to regain by exec. Root becomes `user`, if given.
+
+    contained: with the bounding set of a container and without no_new_privs, where every mount has MS_NOSUID.
+    """
     for capability in range(64):
+        if contained and capability in _CONTAINED:
+            continue
         try:
             _prctl(_PR_CAPBSET_DROP, capability)
         except OSError as e:
@@ -288,7 +344,8 @@ def drop_privileges(user: int | None = None) -> None:
         os.setresuid(user, user, user)
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
     _check(libc.capset(header, struct.pack("6I", *[0] * 6)), "capset")
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if not contained:
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 # System calls refused with EPERM: (x86_64, aarch64) numbers; None where the architecture lacks the call.
@@ -393,7 +450,7 @@ def filter_program(machine: str, alone: bool = False) -> bytes:
 
 
 def install_filter(program: bytes) -> None:
-    """Confine this process and its children to `program`. Needs no_new_privs."""
+    """Confine this process and its children to `program`. Needs no_new_privs, or all rights in a namespace."""
     buffer = ctypes.create_string_buffer(program, len(program))
     fprog = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
     _prctl(_PR_SET_SECCOMP, 2, fprog)

@@ -63,7 +63,7 @@ class LiveBox(shell.ShellServer):
             _, changes = box.decode(payload)
             box.furnish(self.request["limits"], changes, layers.lowers(), self.request["places"])
             if self.machine_profile is not None:
-                machine_profile.settle(self.machine_profile, self.request["search"])
+                machine_profile.settle(self.machine_profile)
             layers.hide()
             if self.request["host_socket"] is not None:
                 self._open_host_socket()

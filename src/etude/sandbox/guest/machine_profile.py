@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import site
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from . import linux, root
@@ -15,28 +15,49 @@ from . import linux, root
 FOLDER = f"{root.SHARED}/profile"
 HOMES = f"{root.LAYER}/homes"
 STAMPED, STAMPED_SIZE = 300, 8 << 20  # entries, and bytes, of a tree whose files are dated anew
-_NO_BYTECODE = "import sys; sys.dont_write_bytecode = True\n"  # bytecode would be part of the agent's changes
+_PTH = "project.pth"
+# Bytecode would be part of the agent's changes.
+_LINES = "".join(f"{folder}\n" for folder in root.SEARCH) + "import sys; sys.dont_write_bytecode = True\n"
 
 
 def prepare(profile: dict[str, Any]) -> None:
     """In the template: settle the common looks of an image's boxes, their work tree's dates included."""
     linux.call_itself(profile["init"], profile["init_name"])  # boxes, forked from this process, keep the name
-    _clocks(profile["uptime"])
+    if profile["uptime"] is not None:
+        _clocks(profile["uptime"])
     for path, text in _files(profile).items():
         _write(FOLDER + path, text)
+    if profile["contained"]:
+        if not os.path.lexists("/etc/mtab"):
+            os.symlink("/proc/mounts", f"{FOLDER}/etc/mtab")
+        if (packages := _packages()) is not None:
+            _lead_to_modules(packages)
+        for parent, folders, names in os.walk(FOLDER) if roots() else ():
+            for name in (".", *folders, *names):
+                os.chown(f"{parent}/{name}", 0, 0, follow_symlinks=False)
     options = f"lowerdir={FOLDER}/etc:/etc,userxattr"  # without an upper layer it is read-only
     linux.mount("overlay", "/etc", "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
     if profile["checkout_age"] is not None:
         _date(time.time() - profile["checkout_age"], profile["checkout_rate"])
 
 
-def settle(profile: dict[str, Any], search: Sequence[str]) -> None:
-    """Settle a box's own looks, in its namespaces. Python finds modules in `search`, and writes no bytecode."""
+def settle(profile: dict[str, Any]) -> None:
+    """Settle a box's own looks, in its namespaces. Python finds the modules of the work tree, and writes no
+    bytecode."""
     socket.sethostname(profile["host"])
     for path in ("/proc/cmdline", "/proc/cpuinfo"):
         if os.path.exists(FOLDER + path):
             linux.bind(FOLDER + path, path)
-    _home(profile, search)
+    if not profile["contained"]:
+        _home(profile)
+    elif _packages() is None:
+        _write(f"/home/{root.user}/{_user_site()}/{_PTH}", _LINES)
+
+
+def roots() -> bool:
+    """Whether files of root can be made here."""
+    with open("/proc/self/uid_map") as file:
+        return file.readline().split()[0] == "0"
 
 
 def count_from(pids: int) -> None:
@@ -53,16 +74,31 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _home(profile: dict[str, Any], search: Sequence[str]) -> None:
+def _home(profile: dict[str, Any]) -> None:
     home = f"{HOMES}/{profile['user']}"
     for name in profile["folders"]:
         os.makedirs(f"{home}/{name}")
     for name, text in profile["files"].items():
         _write(f"{home}/{name}", text)
     # The file of `pip install --user --editable`; variables of the environment would be conspicuous.
-    site = f"{home}/.local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-    _write(f"{site}/project.pth", "".join(f"{folder}\n" for folder in search) + _NO_BYTECODE)
+    _write(f"{home}/{_user_site()}/{_PTH}", _LINES)
     linux.mount(HOMES, "/home", None, linux.MS_BIND)
+
+
+def _user_site() -> str:
+    return f".local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+
+
+def _packages() -> str | None:
+    """The first folder of packages that the image's Python has, where a .pth file is less conspicuous than at home."""
+    return next(filter(os.path.isdir, site.getsitepackages()), None)
+
+
+def _lead_to_modules(folder: str) -> None:
+    """Lay a .pth file over a folder of packages."""
+    _write(f"{FOLDER}/packages/{_PTH}", _LINES)
+    options = f"lowerdir={FOLDER}/packages:{folder},userxattr"
+    linux.mount("overlay", folder, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
 
 
 def _date(checkout: float, rate: float) -> None:
@@ -73,12 +109,12 @@ def _date(checkout: float, rate: float) -> None:
     options = f"lowerdir={root.WORKSPACE},upperdir={root.TASK},workdir={work},userxattr"
     linux.mount("overlay", root.WORKSPACE, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
     try:
-        _stamp(root.WORKSPACE, checkout, rate)
+        stamp(root.WORKSPACE, checkout, rate)
     finally:
         linux.unmount(root.WORKSPACE)
 
 
-def _stamp(folder: str, checkout: float, rate: float) -> None:
+def stamp(folder: str, checkout: float, rate: float) -> None:
     """Date a small tree's files as a checkout that wrote `rate` files a second; a large tree keeps its dates."""
     entries: list[str] = []
     size = 0
@@ -113,9 +149,10 @@ def _files(profile: dict[str, Any]) -> dict[str, str]:
     files = {
         "/etc/hostname": f"{host}\n",
         "/etc/hosts": f"127.0.0.1 localhost\n{own}::1 localhost ip6-localhost ip6-loopback\n",
-        "/etc/passwd": root.passwd(user, profile["accounts"], _text("/etc/passwd")),
-        "/etc/group": root.group(user, _text("/etc/group")),
     }
+    if not profile["contained"]:
+        files["/etc/passwd"] = root.passwd(user, profile["accounts"], _text("/etc/passwd"))
+        files["/etc/group"] = root.group(user, _text("/etc/group"))
     if profile["machine_id"]:
         files["/etc/machine-id"] = profile["machine_id"]
     if profile["kernel_line"] is not None:

@@ -19,6 +19,9 @@ SHARED = "/run/lower"  # the common files of an image's boxes: those of the task
 TASK = f"{SHARED}/0"
 REPOSITORY = f"{SHARED}/repository"  # without the files of the task: boxes are made on it, and never hold it
 BOX_ID = 1000
+USER = "user"  # its name, unless the image has an account of that number
+SEARCH = (f"{WORKSPACE}/src", WORKSPACE, SITE, RUNNER)  # where Python finds modules besides its own
+ROOT_ID = 199_999  # host id of the owner of an image's files, where boxes show root's
 BASE_ID = 200_000  # host ids of boxes when the sandbox is started by root
 
 # Folders at the top of an image that boxes have as they are; over the others, every box has a writable layer.
@@ -26,12 +29,13 @@ SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot"
 # Folders that boxes have of their own, whatever the image has there.
 OWN = ("proc", "sys", "dev", "run", "tmp", "home", "workspace", "site", "mnt", "media", "lost+found", "opt")
 layered: tuple[str, ...] = ()  # those of the others that this zygote's image has, set when it starts
+user = USER  # likewise: the name of the user of boxes
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 def build(image: dict[str, Any], runner: dict[str, str]) -> None:
     """Make and enter the root in this mount namespace: an image's `folder` of the host, and host paths by name in
-    RUNNER."""
+    RUNNER. With `roots`, files of the image's root can show as such: they belong to ROOT_ID."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     new = "/tmp"  # any folder: it is covered in this namespace alone, until pivot_root
     folder = image["folder"]
@@ -40,32 +44,41 @@ def build(image: dict[str, Any], runner: dict[str, str]) -> None:
         entries += [f"opt/{entry}" for entry in sorted(os.listdir(f"{folder}/opt"))]
     links = {entry: os.readlink(f"{folder}/{entry}") for entry in entries if os.path.islink(f"{folder}/{entry}")}
     linux.mount("tmpfs", new, "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    for made in (HOST, WORKSPACE, SITE, RUNNER, LAYER, SHARED, "/proc", "/dev/shm", "/dev/pts", "/home/user", "/tmp"):
+    home = f"/home/{image['user']}"
+    for made in (HOST, WORKSPACE, SITE, RUNNER, LAYER, SHARED, "/proc", "/dev/shm", "/dev/pts", home, "/tmp"):
         os.makedirs(new + made, 0o755)
     os.makedirs(f"{new}/var/tmp")
     os.chmod(f"{new}/tmp", 0o1777)
     os.chmod(f"{new}/var/tmp", 0o1777)
     linux.pivot_root(new, new + HOST)
     os.chdir("/")
+    linux.bind(f"{HOST}/proc", "/proc", read_only=False)
+    users = linux.user_namespace(0, 0, ROOT_ID) if image["roots"] else None
     for entry in entries:
         if entry in links:
             os.symlink(links[entry], f"/{entry}")
         else:
-            _bind(f"{HOST}{folder}/{entry}", f"/{entry}")
+            _bind(f"{HOST}{folder}/{entry}", f"/{entry}", users)
     for name, source in runner.items():
         _bind(HOST + source, f"{RUNNER}/{name}")
-    linux.bind(f"{HOST}/proc", "/proc", read_only=False)
     _dev()
+    if users is not None:
+        os.close(users)
+        for place in ("/", "/home", "/dev", *(f"/{link}" for link in links)):
+            os.chown(place, ROOT_ID, ROOT_ID, follow_symlinks=False)
 
 
-def _bind(source: str, target: str) -> None:
+def _bind(source: str, target: str, users: int | None = None) -> None:
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with open(target, "w"):
             pass
-    linux.bind(source, target)
+    if users is None:
+        linux.bind(source, target)
+    else:
+        linux.bind_mapped(source, target, users)
 
 
 _SERVICES = (  # of Debian: name, number, group, full name, home
@@ -119,10 +132,15 @@ def _dev() -> None:
 
 
 def enter(
-    repository: str, site: str | None, host_id: int | None, extra: dict[str, str], places: Sequence[str] = ()
+    repository: str,
+    site: str | None,
+    host_id: int | None,
+    extra: dict[str, str],
+    places: Sequence[str] = (),
+    contained: bool = False,
 ) -> None:
     """In a handler: bind image and `extra` (target -> host folder), make the empty folders `places`, leave the host;
-    the next fork is a box's pid 1."""
+    the next fork is a box's pid 1. `contained`: files of an image's root are root's, where real root maps ids."""
     linux.unshare(linux.NEWNS)
     folders = {WORKSPACE: repository} | ({SITE: site} if site is not None else {}) | extra
     for target, source in folders.items():
@@ -137,4 +155,4 @@ def enter(
     linux.unmount(HOST)
     linux.set_attributes("/", linux.MS_RDONLY, tree=False)
     namespaces = linux.NEWNS | linux.NEWPID | linux.NEWIPC | linux.NEWUTS | linux.NEWNET | linux.NEWCGROUP
-    linux.become(host_id, BOX_ID, namespaces)
+    linux.become(host_id, BOX_ID, namespaces, ROOT_ID if contained and host_id is not None else None)

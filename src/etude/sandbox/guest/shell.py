@@ -136,7 +136,7 @@ def _exec(ends: Sequence[int], settings: Callable[[], Settings], groups: Sequenc
         linux.join(groups)
         linux.hide(False)
         if user is None:
-            linux.become(None, root.BOX_ID, linux.NEWCGROUP)
+            linux.become(None, root.BOX_ID, linux.NEWCGROUP, 0 if limits.get("roots") else None)
         linux.own_session()
         fcntl.ioctl(ends[1], termios.TIOCSCTTY, 0)
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in ends]

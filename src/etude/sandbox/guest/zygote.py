@@ -39,7 +39,7 @@ def main() -> None:
         control.send(json.dumps({"error": str(e)}).encode())
         os._exit(1)
     os.set_inheritable(control.fileno(), False)
-    root.layered = tuple(config["image"]["writable"])
+    root.layered, root.user = tuple(config["image"]["writable"]), config["image"]["user"]
     packages = [folder for folder in site.getsitepackages() if os.path.isdir(folder)]
     sys.path[:] = [path for path in sys.path if path and path != root.RUNNER] + [root.RUNNER, *packages]
     templates = _templates(control, config["runs"])
@@ -128,7 +128,8 @@ def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int
         for fd in (0, 1, 2):  # the output of tests is not read
             os.dup2(null, fd)
         os.close(null)
-        root.enter(hello["repository"], hello["site"], hello["host_id"], hello["mounts"], hello.get("places", ()))
+        folders = hello["repository"], hello["site"], hello["host_id"], hello["mounts"], hello.get("places", ())
+        root.enter(*folders, contained=hello.get("contained", False))
         linux.die_with_parent(parent)
         pid = os.fork()
         if pid:

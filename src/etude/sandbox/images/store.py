@@ -39,6 +39,7 @@ class RootImage:
     environment: variables that the image sets.
     python: the path of python3 in the image.
     writable: folders at the top of the root that every box has a writable layer over.
+    user: name of the account of the user of boxes, whose home folder in the image is /home/NAME, if there is one.
     """
 
     name: str
@@ -47,6 +48,7 @@ class RootImage:
     python: str
     environment: Mapping[str, str] = field(default_factory=dict)
     writable: tuple[str, ...] = ()
+    user: str = root.USER
 
     @property
     def path(self) -> str:
@@ -56,13 +58,14 @@ class RootImage:
 
 class _Facts(msgspec.Struct, frozen=True):
     environment: dict[str, str] = {}
+    user: str = root.USER
 
 
 def find_image(config: NamespaceSandboxConfig) -> RootImage:
     """The image of a configuration, made or unpacked if this is its first use. Raises UserError."""
     if config.image is None:
         made = MinimalImage(_programs(config))
-        digest = _known(made.key(), lambda: _store(made.build, _Facts()))
+        digest = _known(made.key(), lambda: _store(made.build))
         return _opened(MINIMAL, _without(MINIMAL, digest, config.exclude), own=True)
     source = Path(config.image)
     try:
@@ -106,7 +109,7 @@ def _opened(name: str, digest: str, own: bool) -> RootImage:
     if python is None or not os.path.isfile(inside(folder, "/bin/bash")):
         lacks = "python3 in its PATH" if python is None else "/bin/bash"
         raise UserError(f"the image {name} has no {lacks}; boxes need python3 (3.11 or later) and bash.")
-    return RootImage(name, digest, folder, python, facts.environment, writable)
+    return RootImage(name, digest, folder, python, facts.environment, writable, facts.user)
 
 
 def _without(name: str, digest: str, exclude: Sequence[str]) -> str:
@@ -129,10 +132,11 @@ def _without(name: str, digest: str, exclude: Sequence[str]) -> str:
     def link(source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
 
-    def build(folder: Path) -> None:
+    def build(folder: Path) -> _Facts:
         shutil.copytree(whole, folder, symlinks=True, ignore=left_out, dirs_exist_ok=True, copy_function=link)
+        return _facts(digest)
 
-    return _store(build, _facts(digest), reduced)
+    return _store(build, reduced)
 
 
 def _facts(digest: str) -> _Facts:
@@ -158,7 +162,7 @@ def _known(key: str, make: Callable[[], str]) -> str:
     return digest
 
 
-def _store(build: Callable[[Path], object], facts: _Facts, digest: str = "") -> str:
+def _store(build: Callable[[Path], _Facts | None], digest: str = "") -> str:
     """Build a root and move it to its place. Its content is its name, unless `digest` is known. Raises UserError."""
     try:
         _images().mkdir(parents=True, exist_ok=True)
@@ -166,7 +170,7 @@ def _store(build: Callable[[Path], object], facts: _Facts, digest: str = "") -> 
             made = Path(work, "image")
             (made / "root").mkdir(parents=True)
             os.chmod(made, 0o755)
-            build(made / "root")
+            facts = build(made / "root") or _Facts()
             os.chmod(made / "root", 0o755)
             _give(made / "root")
             digest = digest or _digest(made / "root")
@@ -190,7 +194,7 @@ def _give(folder: Path) -> None:
             known = os.lstat(path)
             if (name if top == "." else top) not in (*root.SYSTEM, *root.OWN):
                 os.chown(path, root.BOX_ID, root.BOX_ID, follow_symlinks=False)
-            elif known.st_uid and not stat.S_ISLNK(known.st_mode):
+            elif known.st_uid and "home" not in (top, name) and not stat.S_ISLNK(known.st_mode):
                 os.chmod(path, stat.S_IMODE(known.st_mode) | known.st_mode >> 6 & 0o5)
 
 
@@ -231,23 +235,40 @@ def _digest(folder: Path) -> str:
 def _imported(source: Path) -> str:
     """Unpack an archive, or copy a root folder; then add the user of boxes. Raises UserError."""
 
-    def add_user(folder: Path) -> None:
-        for name, text in (("passwd", root.passwd), ("group", root.group)):
-            path = Path(inside(folder, f"etc/{name}"))
-            known = path.read_text("utf-8", "surrogateescape") if path.is_file() else None
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text("user", known=known), "utf-8", "surrogateescape")
-
     if source.is_dir():
-        return _store(lambda folder: (_copy(source, folder), add_user(folder)), _Facts())
+
+        def copied(folder: Path) -> _Facts:
+            _copy(source, folder)
+            return _Facts(user=_add_user(folder))
+
+        return _store(copied)
     with ImageArchive(source) as archive:
         image = archive.image()
         digest = image.digest.replace(":", "-")
         if (_images() / digest / "image.json").is_file():
             return digest
-        return _store(
-            lambda folder: (archive.unpack(image, folder), add_user(folder)), _Facts(image.environment), digest
-        )
+
+        def unpacked(folder: Path) -> _Facts:
+            archive.unpack(image, folder)
+            return _Facts(image.environment, _add_user(folder))
+
+        return _store(unpacked, digest)
+
+
+def _add_user(folder: Path) -> str:
+    """Give an image the user of boxes. Its own account of that number, with a home folder of its name, stays; returns
+    the account's name."""
+    texts = {}
+    for name in ("passwd", "group"):
+        path = Path(inside(folder, f"etc/{name}"))
+        texts[path] = path.read_text("utf-8", "surrogateescape") if path.is_file() else None
+    accounts = [line.split(":") for line in (next(iter(texts.values())) or "").splitlines()]
+    own = [a[0] for a in accounts if a[2:4] == [str(root.BOX_ID)] * 2 and a[5:6] == [f"/home/{a[0]}"]]
+    user = own[0] if own else root.USER
+    for (path, known), text in zip(texts.items(), (root.passwd, root.group), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text(user, known=known), "utf-8", "surrogateescape")
+    return user
 
 
 def _copy(source: Path, folder: Path) -> None:

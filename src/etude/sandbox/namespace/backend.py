@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from etude.sandbox.backend import (
     VerifyRequest,
     VerifyResult,
 )
-from etude.sandbox.base import HOST_SOCKET_PORT, Capabilities, Changes, Garbled, Image, LaunchFailed, Limits
+from etude.sandbox.base import HOST_SOCKET_PORT, BoxError, Capabilities, Changes, Garbled, Image, LaunchFailed, Limits
 from etude.sandbox.cgroups import Groups
 from etude.sandbox.connection import DIED, Connection, encode, limits_of, memory, new_process
 from etude.sandbox.egress.gate import Gate, Network
@@ -43,6 +44,9 @@ from etude.sandbox.shell import Shell
 MEMORY_SHARE = 0.6  # of the machine, that all boxes may hold together where there are control groups
 ROOM_MB = 256  # of free memory, below which no further box is made without control groups
 ROOM_SECONDS = 30.0
+TERMINAL_SECONDS = 30.0
+# Its own number and that of its next process, then its environment.
+_INTERACTIVE = r"""bash -ic '{ (printf "%s\0" $BASHPID); printf "%s\0" $BASHPID; exec env -0; } > seen'"""
 STARTING = 4  # live boxes that start at a time: more would wait for each other
 
 
@@ -65,6 +69,7 @@ class NamespaceBackend(Backend):
         self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
         self._starting = asyncio.Semaphore(STARTING)
         self._started = 0  # live boxes so far
+        self._terminal = machine_profile.ImageTerminal()
 
     @property
     def alive(self) -> bool:
@@ -139,12 +144,19 @@ class NamespaceBackend(Backend):
                 variables["PYTHONHASHSEED"] = "0"
             variables = {**self.image.environment, **variables, **image.environment}
             try:
-                await shell.start(limits_of(limits), own, self.image.path, variables, host_socket, image.places)
+                look = self.image.path, variables, host_socket, image.places, self.image.user
+                await shell.start(limits_of(limits) | self._bounds(template.machine_profile), own, *look)
                 await shell.start_services(self.services, {"PATH": self.image.path, **variables})
             except BaseException:
                 await shell.close()
                 raise
         return shell
+
+    def _bounds(self, profile: machine_profile.MachineProfile | None) -> dict[str, Any]:
+        """The bounds that a box shows beside its limits: see `guest/box.py`, `confine`."""
+        if profile is None or not profile.contained:
+            return {}
+        return {"contained": "alone" if self.groups is None else "grouped", "roots": os.geteuid() == 0}
 
     async def _room(self) -> None:
         """Wait for memory where no control group holds all boxes together. Raises LaunchFailed."""
@@ -169,7 +181,11 @@ class NamespaceBackend(Backend):
         profile = None
         if self._machine_profiles is not None and not bare:
             task = repr(sorted(image.changes.items())).encode("utf-8", "surrogatepass")  # wherever its repository lies
-            profile = machine_profile.draw(blake3.blake3(task).digest(), self._machine_profiles)
+            seed = blake3.blake3(task).digest()
+            if isinstance(self._machine_profiles, str):
+                profile = machine_profile.container(seed, self.image.user, self._terminal)
+            else:
+                profile = machine_profile.draw(seed, self._machine_profiles)
         hello: dict[str, Any] = {
             "live": True,
             "repository": folder_of(image.repository),
@@ -177,11 +193,32 @@ class NamespaceBackend(Backend):
             "mounts": _layered(self.image) | {target: folder_of(folder) for target, folder in image.mounts.items()},
             "places": list(image.places),
             "host_socket": image.host_socket is not None,
+            "contained": profile is not None and profile.contained,
         }
+        home = f"/home/{self.image.user}"
+        if profile is not None and profile.contained and (self.image.folder / home[1:]).is_dir():
+            hello["mounts"] |= {home: f"{self.image.folder.resolve()}{home}"}
         if image.host_socket is not None:
             hello["mounts"] |= {_socket_folder(image.host_socket): folder_of(image.host_socket.parent)}
         with memory(encode({"machine_profile": profile and asdict(profile)}, shared)) as fd:
             return ImageTemplate(new_process(self.zygote.control, hello, [fd], socket.SOCK_SEQPACKET), profile)
+
+    async def learn_terminal(self) -> None:
+        """See what an interactive shell finds in the image, where boxes look like containers of it. A shell that does
+        not answer leaves the variables of the image."""
+        if self._machine_profiles != "image":
+            return
+        with tempfile.TemporaryDirectory(prefix="etude-terminal-") as folder:
+            os.chmod(folder, 0o755)
+            shell = await self.shell(Image(Path(folder), None, {}), {}, Limits())
+            try:
+                await shell.exec(_INTERACTIVE, TERMINAL_SECONDS)
+                text = (await shell.read("seen", 1 << 20)).decode("utf-8", "replace")
+                self._terminal = machine_profile.ImageTerminal.read(text)
+            except (BoxError, ValueError):
+                return
+            finally:
+                await shell.close()
 
     async def watch(self) -> None:
         """Wait for the end of the zygote; then all waiting requests fail at once."""
@@ -219,7 +256,9 @@ async def open_namespace(image: RootImage, options: BackendOptions) -> AsyncIter
     """Start the backend, and end it with all its boxes. Raises UserError where the machine lacks a requirement."""
     groups = cgroups.find(MEMORY_SHARE)
     with nullcontext() if groups is None else groups.lent(Limits()) as trial:
-        zygote = await Zygote.start(image, () if trial is None else trial.descriptors, options.runs)
+        zygote = await Zygote.start(
+            image, () if trial is None else trial.descriptors, options.runs, roots=options.machine_profiles == "image"
+        )
     backend = NamespaceBackend(zygote, image, options, groups)
     try:
         backend.python, joins = await zygote.started()
@@ -229,6 +268,7 @@ async def open_namespace(image: RootImage, options: BackendOptions) -> AsyncIter
         watcher = asyncio.create_task(backend.watch())
         try:
             await backend.check_services()
+            await backend.learn_terminal()
             yield backend
         finally:
             watcher.cancel()

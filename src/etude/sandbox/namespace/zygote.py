@@ -69,13 +69,13 @@ class Zygote:
         self.runner = {f"{root.RUNNER}/{name}": Path(place) for name, place in runner.items()}
 
     @classmethod
-    async def start(cls, image: RootImage, groups: Sequence[int], runs: RunServer) -> Zygote:
+    async def start(cls, image: RootImage, groups: Sequence[int], runs: RunServer, *, roots: bool = False) -> Zygote:
         """Start the process on an image. It tries at once whether boxes can join `groups`, descriptors of control
-        groups."""
+        groups. roots: files of the image's root can show as such in boxes, which takes real root."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            return cls(ours, await _start_process(theirs, image, groups, runs), installed_runner(runs))
+            return cls(ours, await _start_process(theirs, image, groups, runs, roots), installed_runner(runs))
 
     @property
     def alive(self) -> bool:
@@ -104,7 +104,7 @@ class Zygote:
 
 
 async def _start_process(
-    theirs: socket.socket, image: RootImage, groups: Sequence[int], runs: RunServer
+    theirs: socket.socket, image: RootImage, groups: Sequence[int], runs: RunServer, roots: bool
 ) -> asyncio.subprocess.Process:
     config = json.dumps(
         {
@@ -112,6 +112,8 @@ async def _start_process(
                 "folder": str(image.folder.resolve()),
                 "python": image.python,
                 "writable": image.writable,
+                "user": image.user,
+                "roots": roots and os.geteuid() == 0,
             },
             "environment": {
                 **image.environment,
