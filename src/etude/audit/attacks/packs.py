@@ -5,6 +5,7 @@ PACK/pack.toml     name, `dataset` (a folder, from PACK; default "dataset"), `ta
 PACK/dataset/      a task dataset of `etude tasks build`
 PACK/attacks/*     programs (.py, .sh, .mjs); comments in the first ten lines name the `class: NAME` of the attack, and
                    may name a `flag:` that its grade must carry and its `item:` of the suite
+PACK/common.*      code that comes before every program of its ending
 
 A program runs in the box of a task as a command of the agent would, once for each task: in the repository, as the
 agent's user, with these variables: ETUDE_PATH and ETUDE_FUNCTION (file and name of the broken function), ETUDE_LINES
@@ -167,6 +168,8 @@ def _program(path: Path) -> AttackProgram:
     kind, head = _CLASS.search(top), dict(_HEADER.findall(top))
     if kind is None:
         raise UserError(f"{path}: a comment `class: NAME` within the first ten lines must name the class of the attack")
+    common = path.parents[1] / f"common{path.suffix}"
+    text = f"{common.read_text('utf-8')}\n{text}" if common.is_file() else text
     return AttackProgram(path.name, kind[1], text, PROGRAMS[path.suffix], head.get("item", ""), head.get("flag", ""))
 
 
