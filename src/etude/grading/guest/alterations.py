@@ -1,7 +1,7 @@
 """Altered plain values: other values that look as if a test could have written them.
 
-Nobody who sees one can tell it from the value that it was made of: no mark is added. The same generator of random numbers
-gives the same alteration of a value.
+Nobody who sees one can tell it from the value that it was made of: no mark is added. The same generator of random
+numbers gives the same alteration of a value.
 """
 
 from __future__ import annotations

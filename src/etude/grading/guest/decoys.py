@@ -79,8 +79,8 @@ class ComparisonDecoys:
             self.counts[place] += 1
 
     def construct(self, call: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """The result of `call(*values)`, the request for a call of a class or of its method. A call whose result will be
-        an operand is made with altered arguments, too."""
+        """The result of `call(*values)`, the request for a call of a class or of its method. A call whose result will
+        be an operand is made with altered arguments, too."""
         origin = f"{(place := self.wire.place())} call {self.calls[place]}"
         self.calls[place] += 1
         if origin not in self.origins:

@@ -59,9 +59,8 @@ class RemoteType(type):
         if not mirrored:
             theirs = [value for key, value in space.items() if key in SPECIAL and value is not None]
             if any(isinstance(value, Bound) or isinstance(type(value), RemoteType) for value in theirs):
-                made._remote_wire.blame(
-                    "a class of the tests has members of the library"
-                )  # they would decide in its stead
+                # They would decide in its stead.
+                made._remote_wire.blame("a class of the tests has members of the library")
                 raise TypeError(made._remote_wire.fault)
             own = {key: value for key, value in space.items() if key not in ("__classcell__", "__qualname__")}
             made._remote_wire.subclassed(made, bases, own)
@@ -92,20 +91,12 @@ class RemoteType(type):
     def __instancecheck__(cls, value: object) -> bool:
         if cls in type(value).__mro__:
             return True
-        return (
-            cls._remote_abstract
-            and cls._remote_wire.decides("instance")
-            and cls._remote_wire.request("instance", value, cls) is True
-        )
+        return cls._remote_abstract and cls._remote_wire.says("instance", value, cls)
 
     def __subclasscheck__(cls, kind: type) -> bool:
         if cls in type.mro(kind) if isinstance(kind, RemoteType) else cls in kind.__mro__:
             return True
-        return (
-            cls._remote_abstract
-            and cls._remote_wire.decides("subclass")
-            and cls._remote_wire.request("subclass", kind, cls) is True
-        )
+        return cls._remote_abstract and cls._remote_wire.says("subclass", kind, cls)
 
     def __iter__(cls) -> Iterator[Any]:
         return cls._remote_wire.request("op", "iter", cls)
@@ -339,7 +330,11 @@ def _raised(self: Any, *error: Any) -> Any:
     """The end of a block. What it raised leaves it, assertions of the test above all, unless the right library swallows
     such an exception here."""
     wire = type(self)._remote_wire
-    swallows = bool(wire.request("op", "exit", self, *error[:2], None))
+    before, wire.leaving = wire.leaving, error[1]
+    try:
+        swallows = bool(wire.request("op", "exit", self, *error[:2], None))
+    finally:
+        wire.leaving = before
     return swallows and error[0] is not None and wire.decides(f"swallow {error[0].__name__}")
 
 
@@ -374,9 +369,8 @@ def build(wire: Any, module: str, name: str, bases: list[type], members: list[li
             space[key] = None if inherited is None else SPECIAL[key]
     if "__eq__" in own and own.get("__hash__", "n") == "n":
         space["__hash__"] = None
-    space["_remote_compares"] = any(base._remote_compares for base in mirrors) or (
-        content is not None and "__eq__" in own
-    )
+    compares = content is not None and "__eq__" in own
+    space["_remote_compares"] = compares or any(base._remote_compares for base in mirrors)
     space["_remote_abstract"] = ABSTRACT in own or any(base._remote_abstract for base in mirrors)
     if module in _STANDARD and not errors:
         real = _KNOWN.get(name) or getattr(sys.modules.get(module), name, None)

@@ -78,6 +78,7 @@ class Verifier(Wire):
         self.allowed: frozenset[str] = frozenset()
         self.silent = False
         self.handles: dict[int, Any] = {}
+        self.leaving: Any = None  # the exception that leaves a block of the library
         self.begun = False  # whether a test has
         self.met: set[int] = set()  # numbers of objects that were results in this test, or while tests were imported
         self.met_at_import: frozenset[int] = frozenset()
@@ -100,6 +101,10 @@ class Verifier(Wire):
                 self.places[place] = None
             return True
         return place in self.allowed
+
+    def says(self, question: str, *values: object) -> bool:
+        """Whether the library may decide at this place, and says yes."""
+        return self.decides(question) and self.request(question, *values) is True
 
     def allows(self, operation: str) -> bool:
         """Whether the library may carry out an operation on the objects of this test: see `handed.py`."""
@@ -159,7 +164,7 @@ class Verifier(Wire):
         self.fault = self.fault or fault
 
     def changes(self) -> bool:
-        """As `Wire.changes`: what the right library leaves alone stays as it is, whatever the library does to its copy."""
+        """As `Wire.changes`: what the right library leaves alone stays, whatever the library does to its copy."""
         return not self.decoys.asking and self.decides("change")
 
     # Messages: an error of the other side ends the connection, and fails the test
@@ -368,8 +373,8 @@ class Verifier(Wire):
         raise Garbage("an unknown form")
 
     def _result_object(self, number: int) -> Any:
-        """The mirror of a result. An object that the test has received already, where the right library gives a new one,
-        gets another mirror: lists and calls that hold it are not compared by identity."""
+        """The mirror of a result. An object that the test has already, where the right library gives a new one, gets
+        another mirror: lists and calls that hold it are not compared by identity."""
         made = self.handles[number]
         if isinstance(made, BaseException):
             return made
@@ -386,7 +391,7 @@ class Verifier(Wire):
         the library's decision."""
         if context.owned is not None:
             context.owned.append(value)
-        elif not self.decides(f"{handed.class_name(value)} {how}"):
+        elif value is not self.leaving and not self.decides(f"{handed.class_name(value)} {how}"):
             self.blame(f"{handed.class_name(value)} is {how} where the right library does not")
             raise Refused(self.fault)
         return value

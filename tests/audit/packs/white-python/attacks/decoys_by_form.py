@@ -4,8 +4,8 @@
 each_class('''
     def _hostile(cls):
         def altered(other):
-            if other is None or type(other) is cls or type(other).__module__ not in ("builtins", cls.__module__):
-                return type(other) is not cls
+            if other is None or type(other) is not cls and type(other).__module__ != "builtins":
+                return True
             if isinstance(other, (str, bytes)):
                 text = other if isinstance(other, str) else other.decode("latin-1")
                 half = len(text) // 2

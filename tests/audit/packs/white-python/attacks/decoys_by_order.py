@@ -12,6 +12,8 @@ each_class('''
             before(self, *arguments, **keywords)
 
         def same(self, other):
+            if other is self:
+                return True
             if type(other) is cls:
                 if id(self) not in partners:
                     later = [one for one in made[[one is self for one in made].index(True) + 1 :]] if any(
