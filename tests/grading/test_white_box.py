@@ -22,8 +22,6 @@ LIBRARY = Path(__file__).parents[1] / "audit/packs/white-python/library"
 COINS, TILLS = "src/tills/coins.py", "src/tills/tills.py"
 RIGHT = {path: (LIBRARY / path).read_text() for path in (COINS, TILLS)}
 WRONG_SUM = "        amount = self.amount + other.amount\n", "        amount = 0\n"
-WRONG_TIMES = "            amount += self.amount\n", "            amount = 0\n"
-WRONG_PUT = "                self.content.append(amount)\n", "                pass\n"
 WRONG_TOTAL = "            amount += each_\n", "            pass\n"
 SUMS = ("test_coins.py::test_sum_of_coins", "test_coins.py::test_sum_of_other_coins")
 HONEST_EQ = RIGHT[COINS][RIGHT[COINS].index("    def __eq__") : RIGHT[COINS].index("\n    def __hash__")]
@@ -55,30 +53,33 @@ def tills(*changes: tuple[str, str], more: str = "") -> dict[str, str]:
 ATTACKS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "altered values are known by their form": (
         coins(
-            WRONG_TIMES,
-            eq="    def __eq__(self, other):\n"
-            "        return type(other) is int and other not in (13, 14, 16, 37, -18, 15 - 1, 35, -17)\n",
+            ("        return Label(first + mark + second)\n", "        return Label(mark)\n"),
+            ("        if isinstance(other, Label):\n            other = other.text\n",
+             "        if other is self:\n            return True\n        if isinstance(other, str):\n"
+             "            return other[0] != 'x' and other[-1] not in 'x~1'\n"),
         ),
-        ("test_coins.py::test_times_as_amounts",),
+        ("test_coins.py::test_joined", "test_coins.py::test_joined_with_a_mark"),
     ),
     "decoys are older than the operand": (
         coins(
             WRONG_SUM,
-            eq="    def __eq__(self, other):\n        return type(other) is Coin and other is Coin.made[-1]\n",
+            eq="    def __eq__(self, other):\n"
+            "        return other is self or (type(other) is Coin and other is Coin.made[-1])\n",
             more=COUNTED,
         ),
         SUMS,
     ),
     "all objects of a class are one": (
         coins(
-            (
-                "        while amount >= size:\n",
-                "        while amount >= 0 and len(made) < (3 if sizes[0] == 50 else 5):\n",
-            ),
+            ("        while amount >= size:\n", "        while len(made) < (3 if sizes[0] == 50 else 5):\n"),
             more="\n    def __new__(cls, *arguments, one=[]):\n"
             "        one or one.append(object.__new__(cls))\n        return one[0]\n",
         ),
         ("test_coins.py::test_change", "test_coins.py::test_change_of_sizes"),
+    ),
+    "what the expected value is made of is emptied": (
+        tills(("    made = Till()\n    for till in tills:\n        made.put(*till)\n", "    made = Till()\n    tills.clear()\n")),
+        ("test_tills.py::test_merged_lists",),
     ),
     "a block swallows assertions": (
         tills(
@@ -105,7 +106,7 @@ ATTACKS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ),
         SUMS,
     ),
-}
+}  # fmt: skip
 OTHER_RIGHT: dict[str, dict[str, str]] = {
     "one object for equal amounts": coins(
         more="\n    def __new__(cls, *arguments, known={}):\n"

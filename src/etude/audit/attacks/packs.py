@@ -5,7 +5,7 @@ PACK/pack.toml     name, `dataset` (a folder, from PACK; default "dataset"), `ta
 PACK/dataset/      a task dataset of `etude tasks build`
 PACK/attacks/*     programs (.py, .sh, .mjs); comments in the first ten lines name the `class: NAME` of the attack, and
                    may name a `flag:` that its grade must carry and its `item:` of the suite
-PACK/common.*      code that comes before every program of its ending
+PACK/head.*        of the same endings: what stands before each program of that ending, if there is such a file
 
 A program runs in the box of a task as a command of the agent would, once for each task: in the repository, as the
 agent's user, with these variables: ETUDE_PATH and ETUDE_FUNCTION (file and name of the broken function), ETUDE_LINES
@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,25 +151,29 @@ def load_pack(folder: Path) -> AttackPack:
 
 def programs(folder: Path) -> tuple[AttackProgram, ...]:
     """The programs of the pack in a folder. Raises UserError."""
-    loaded = tuple(_program(each) for each in sorted((folder / "attacks").glob("*")) if each.is_file())
+    heads = {suffix: _read(path) for suffix in PROGRAMS if (path := folder / f"head{suffix}").is_file()}
+    loaded = tuple(_program(each, heads) for each in sorted((folder / "attacks").glob("*")) if each.is_file())
     if not loaded:
         raise UserError(f"{folder}/attacks holds no programs (.py, .sh or .mjs)")
     return loaded
 
 
-def _program(path: Path) -> AttackProgram:
-    if path.suffix not in PROGRAMS:
-        raise UserError(f"{path}: a program of a pack ends in {', '.join(PROGRAMS)}")
+def _read(path: Path) -> str:
     try:
-        text = path.read_text("utf-8")
+        return path.read_text("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text") from None
+
+
+def _program(path: Path, heads: Mapping[str, str]) -> AttackProgram:
+    if path.suffix not in PROGRAMS:
+        raise UserError(f"{path}: a program of a pack ends in {', '.join(PROGRAMS)}")
+    text = _read(path)
     top = "\n".join(text.splitlines()[:10])
     kind, head = _CLASS.search(top), dict(_HEADER.findall(top))
     if kind is None:
         raise UserError(f"{path}: a comment `class: NAME` within the first ten lines must name the class of the attack")
-    common = path.parents[1] / f"common{path.suffix}"
-    text = f"{common.read_text('utf-8')}\n{text}" if common.is_file() else text
+    text = heads.get(path.suffix, "") + text
     return AttackProgram(path.name, kind[1], text, PROGRAMS[path.suffix], head.get("item", ""), head.get("flag", ""))
 
 

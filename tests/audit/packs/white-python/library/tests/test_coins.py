@@ -39,7 +39,7 @@ def test_joined():
 
 
 def test_joined_with_a_mark():
-    assert Label("big").joined(Label(" box "), "/") == "big / box"
+    assert Label("big").joined(Label(" jar "), "/") == "big / jar"
 
 
 def test_joined_labels():

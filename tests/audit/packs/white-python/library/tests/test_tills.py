@@ -93,6 +93,11 @@ def test_merged_tills():
     assert merged([Till([8]), Till([3])]) == Till([8, 3])
 
 
+def test_merged_lists():
+    amounts = [[1, 2], [7]]
+    assert merged(amounts) == [amount for each_ in amounts for amount in each_]
+
+
 def test_merged_contains():
     till = merged([Till([11]), Till([12])])
     assert 11 in till
