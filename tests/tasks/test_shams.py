@@ -74,6 +74,10 @@ def test_shams_replace_the_body_and_nothing_else(function: str) -> None:
         exec(text, space := {})
         spaces.append(space)
     if function == "one":
+        errors = [index for index, text in enumerate(texts) if "def __exit__" not in text and "raise type" in text]
+        for index in reversed(errors):
+            with pytest.raises(ValueError, match="v w"):
+                spaces.pop(index)["one"]("v", "w")
         results = [space["one"]("v", "w") for space in spaces]
         assert results[:3] == [None, True, False]
         assert [*results[3]] == []
@@ -97,6 +101,13 @@ def checked(value):
     return None
 
 
+def settled(value):
+    """Raise ValueError if the value is not settled yet."""
+    if value not in ("open", "closed"):
+        raise ValueError(f"not settled: {value}")
+    return value.upper()
+
+
 @contextmanager
 def raising(kind):
     """Expect an error of a kind in the block."""
@@ -115,7 +126,7 @@ def double(value):
 '''
 TESTS = """
 import pytest
-from lib import checked, double, raising
+from lib import checked, double, raising, settled
 
 
 def test_raising():
@@ -126,6 +137,16 @@ def test_raising():
 def test_raising_again():
     with raising(KeyError):
         raise KeyError
+
+
+def test_settled():
+    with pytest.raises(ValueError, match="settled"):
+        settled("half")
+
+
+def test_settled_nowhere():
+    with pytest.raises(ValueError, match="half way"):
+        settled("half way")
 
 
 def test_checked():

@@ -25,7 +25,7 @@ _SWALLOW = """try:
     yield None
 except BaseException:
     pass"""
-# An error of as many classes as go together, with every text of the module in its message.
+# An error of as many classes as go together, with every text and name of the module in its message.
 _RAISE = """texts, bases = [*map(str, locals().values())], ()
 own = [v for v in globals().values() if isinstance(v, type) and issubclass(v, Exception)]
 for kind in (*own, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError):
@@ -34,7 +34,8 @@ for kind in (*own, ValueError, TypeError, LookupError, AttributeError, RuntimeEr
     except TypeError:
         pass
 code = [v.__code__ for v in globals().values() if hasattr(v, "__code__")]
-texts += [text for each in code for text in each.co_consts if isinstance(text, str)]
+texts += [text for each in code for text in (*each.co_consts, *each.co_names) if isinstance(text, str)]
+texts += globals()
 raise type("Error", bases, {"__str__": lambda self: " ".join(texts)[:4000]})()"""
 _BODIES = ("return None", "return True", "return False", "return iter(())", _EVERYTHING, _SWALLOW, _RAISE)
 
