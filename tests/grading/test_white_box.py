@@ -78,7 +78,7 @@ ATTACKS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ("test_coins.py::test_change", "test_coins.py::test_change_of_sizes"),
     ),
     "what the expected value is made of is emptied": (
-        tills(("    made = Till()\n    for till in tills:\n        made.put(*till)\n", "    made = Till()\n    tills.clear()\n")),
+        tills(("    for till in tills:\n        made.put(*till)\n", "    tills.clear()\n")),
         ("test_tills.py::test_merged_lists",),
     ),
     "a block swallows assertions": (
@@ -117,11 +117,13 @@ OTHER_RIGHT: dict[str, dict[str, str]] = {
          "        return type(self)(other.amount + self.amount, self.currency)\n")
     ),
     "equality by a common form": coins(
-        eq="    def __eq__(self, other):\n        if isinstance(other, int):\n            other = Coin(other, self.currency)\n"
+        eq="    def __eq__(self, other):\n"
+        "        other = Coin(other, self.currency) if isinstance(other, int) else other\n"
         "        return vars(self) == vars(other) if type(other) is Coin else NotImplemented\n"
     ),
     "a block that raises again": tills(
-        ("        self.closed = True\n", "        self.closed = True\n        if error is not None:\n            raise error\n")
+        ("        self.closed = True\n",
+         "        self.closed = True\n        if error is not None:\n            raise error\n")
     ),
 }  # fmt: skip
 TESTS = tuple(
