@@ -1,18 +1,86 @@
-"""Altered plain values: other values that look as if a test could have written them.
+"""Other plain values that look as if a test could have written them.
 
-Nobody who sees one can tell it from the value that it was made of: no mark is added. The same generator of random
-numbers gives the same alteration of a value.
+Whoever sees them all with the value that they stand beside should not find it: it has no mark, and is not their middle.
+The same generator of random numbers gives the same ones.
 """
 
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
 TRIES = 12
+MAX_LITERALS = 60  # of one type
+Literals = Mapping[type, list[Any]]
 _CLASSES = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
+
+
+def lineup(
+    value: Any, count: int, random: Random, step: Callable[[Any, Random], Any], jump: Callable[[Any, Random], Any]
+) -> list[Any]:
+    """At most `count` other values. Most of them lie on a path of alterations, a `step` from each to the next, on which
+    the value has any place; a `jump` leads to a value of elsewhere. Both raise LookupError where there is none."""
+    made: list[Any] = []
+    keys = {_key(value)}
+
+    def add(how: Callable[[Any, Random], Any], start: Any) -> Any:
+        for _ in range(TRIES):
+            try:
+                other = how(start, random)
+            except LookupError:
+                break
+            if (key := _key(other)) not in keys:
+                keys.add(key)
+                made.append(other)
+                return other
+        return start
+
+    near = max(1, count - 2)
+    before = random.randrange(near + 1)
+    for length in (before, near - before):
+        current = value
+        for _ in range(length):
+            current = add(step, current)
+    while len(made) < count:
+        size = len(made)
+        add(jump, value)
+        if len(made) == size:
+            add(step, random.choice([value, *made]))
+        if len(made) == size:
+            break
+    random.shuffle(made)
+    return made
+
+
+def _key(value: Any) -> Any:
+    """What is equal for equal values. Objects of other types are never asked."""
+    if isinstance(value, dict):
+        return dict, frozenset((_key(key), _key(item)) for key, item in value.items())
+    if type(value) in (set, frozenset):
+        return type(value), frozenset(map(_key, value))
+    if type(value) in (list, tuple):
+        return type(value), tuple(map(_key, value))
+    return (type(value), value) if value is None or type(value) in _ALTER else id(value)
+
+
+def literals(space: Mapping[str, Any]) -> dict[type, list[Any]]:
+    """The constants in the functions of a module, by type."""
+    found: dict[type, dict[str, Any]] = {}
+    pending: list[Any] = [*space.values()]
+    pending += [inner for kind in pending if isinstance(kind, type) for inner in vars(kind).values()]
+    codes = [value.__code__ for value in pending if isinstance(value, types.FunctionType)]
+    while codes:
+        for constant in codes.pop().co_consts:
+            if isinstance(constant, types.CodeType):
+                codes.append(constant)
+            elif alterable(constant) and not (isinstance(constant, str) and ("%(py" in constant or "\n" in constant)):
+                found.setdefault(type(constant), {})[repr(constant)] = constant
+    if tuple in found:
+        found[list] = {name: [*value] for name, value in found[tuple].items()}
+    return {kind: [values[name] for name in sorted(values)[:MAX_LITERALS]] for kind, values in found.items()}
 
 
 def altered(value: Any, random: Random) -> Any:

@@ -6,9 +6,9 @@ each time, is not used. Decoys depend on nothing inside the library: altered pla
 left operand itself, objects of the same class that the same test has received before, identified by the place where
 they came and their number at that place, and objects that a constructor gives for altered arguments.
 
-The tested process knows how decoys are made. So altered values look as real ones, are drawn by a secret of the
-recordings, and a constructor that makes an operand is called with altered arguments before and after the real ones: no
-form, order or age tells which of the values or objects the test asks about.
+The tested process knows how decoys are made. So other values look as real ones, some are those of other tests, all are
+drawn by a secret of the recordings, and a constructor that makes an operand is called with other arguments before and
+after the real ones: no form, order or age tells which of the values or objects the test asks about.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .alterations import alterable, altered
+from .alterations import Literals, alterable, altered, lineup
 from .mirrors import Handle, RemoteType
 
 FIRST, ALIKE, OTHERS = 8, 3, 1  # decoys of one comparison: of the real operand's class, for a new place and an old one
@@ -33,7 +33,7 @@ _ANY = ("None", "object")  # decoys of no class
 
 
 class NoDecoy(Exception):
-    """There is no altered value, or a constructor takes no altered argument."""
+    """There is no other value, or a constructor takes no other argument."""
 
 
 class ComparisonDecoys:
@@ -92,10 +92,10 @@ class ComparisonDecoys:
         return made
 
     def _among_others(self, origin: str, call: Callable[..., Any], values: Sequence[Any]) -> Any:
+        requests = self._requests(origin, values)
         others = self.made[origin] = [None] * MADE
-        order = self.random.sample(range(-1, MADE), MADE + 1)
         result, error = None, None
-        for number in order:
+        for number in self.random.sample(range(-1, len(requests)), len(requests) + 1):
             if number < 0:
                 try:
                     result = call(*values)
@@ -104,7 +104,7 @@ class ComparisonDecoys:
                 continue
             before, self.asking = self.asking, True
             try:
-                others[number] = call(*self._with_others(values, self._generator(origin, number)))
+                others[number] = call(*requests[number])
             except Exception:  # there is no such decoy, with the right library either
                 continue
             finally:
@@ -113,23 +113,38 @@ class ComparisonDecoys:
             raise error
         return result
 
-    def _with_others(self, values: Sequence[Any], generator: random.Random) -> list[Any]:
-        """The values of a request with one argument altered. Raises LookupError if none can be."""
+    def _requests(self, origin: str, values: Sequence[Any]) -> list[Any]:
+        """The values of a request with other arguments. None if an argument may tell of the call."""
         *head, arguments, keywords = values
-        if not all(map(_harmless, (*arguments, *keywords.values()))):
-            raise LookupError("an argument that may tell of the call")
-        places: list[Any] = [n for n, value in enumerate(arguments) if alterable(value)]
-        places += [name for name, value in keywords.items() if alterable(value)]
-        if not places:
-            raise LookupError("no argument to alter")
-        place = generator.choice(places)
-        if type(place) is int:
-            changed = (*arguments[:place], altered(arguments[place], generator), *arguments[place + 1 :])
-            return [*head, changed, keywords]
-        return [*head, arguments, {**keywords, place: altered(keywords[place], generator)}]
+        given = {**dict(enumerate(arguments)), **keywords}
+        places = [place for place, value in given.items() if alterable(value)]
+        if not places or not all(map(_harmless, given.values())):
+            return []
+        known = self.wire.literals()
 
-    def _generator(self, place: str, number: int) -> random.Random:
-        return random.Random(f"{self.secret} {place} {number}")
+        def step(given: dict[Any, Any], random: random.Random) -> dict[Any, Any]:
+            place = random.choice(places)
+            return {**given, place: altered(given[place], random)}
+
+        def jump(given: dict[Any, Any], random: random.Random) -> dict[Any, Any]:
+            place = random.choice(places)
+            return {**given, place: _literal(given[place], random, known)}
+
+        made = lineup(given, MADE, self._generator(origin), step, jump)
+        split = len(arguments)
+        return [
+            [*head, tuple(g[n] for n in range(split)), {name: v for name, v in g.items() if name in keywords}]
+            for g in made
+        ]
+
+    def _values(self, place: str, right: Any) -> list[Any]:
+        """Other values for the right operand."""
+        known = self.wire.literals()
+        generator = self._generator(f"{place} {type(right).__name__}")
+        return lineup(right, ALTERED, generator, altered, lambda value, random: _literal(value, random, known))
+
+    def _generator(self, place: str) -> random.Random:
+        return random.Random(f"{self.secret} {place}")
 
     def compare(self, name: str, left: Any, right: Any) -> Any:
         """The library's answer on a comparison, after those on some decoys, in random order."""
@@ -168,14 +183,15 @@ class ComparisonDecoys:
             self.objects[place] = [*itertools.islice(others, OBJECTS)]
         answers = self.answers.setdefault(place, {})
         answers[_type(right)] = True
-        changed = [f"altered:{n}" for n in range(ALTERED) if alterable(right)]
+        values = self._values(place, right) if alterable(right) else []
+        changed = [f"altered:{n}" for n in range(len(values))]
         made = [f"made:{n}" for n in range(MADE) if self._origin(left, right)]
         for decoy in ("None", "object", "self", *self.objects[place], *changed, *made):
             if self.count >= MAX_ANSWERS and decoy not in answers:
                 return
             self.count += decoy not in answers
             try:
-                answer = self._ask(name, *self._operands(decoy, place, left, right))
+                answer = self._ask(name, *self._operands(decoy, left, right, values))
             except Exception:  # the library may raise anything
                 answer = None
             answer = answer if type(answer) is bool else None
@@ -186,7 +202,7 @@ class ComparisonDecoys:
         numbers = [operand._remote_number for operand in (right, left) if isinstance(operand, Handle)]
         return next((origin for n in numbers if (origin := self.came.get(n)) in self.made), None)
 
-    def _operands(self, decoy: str, place: str, left: Any, right: Any) -> tuple[Any, Any]:
+    def _operands(self, decoy: str, left: Any, right: Any, values: Sequence[Any]) -> tuple[Any, Any]:
         """The operands of a decoy. Raises NoDecoy if this run has none, LookupError if an object has not come."""
         kind, _, number = decoy.rpartition(":")
         if kind == "made":
@@ -199,10 +215,9 @@ class ComparisonDecoys:
         if decoy.startswith("#"):
             return left, self.received[decoy]
         if kind == "altered":
-            try:
-                return left, altered(right, self._generator(place, int(number)))
-            except LookupError:
-                raise NoDecoy from None
+            if int(number) >= len(values):
+                raise NoDecoy
+            return left, values[int(number)]
         return left, left if decoy == "self" else None if decoy == "None" else object()
 
     def _mixed(self, place: str, name: str, left: Any, right: Any) -> Any:
@@ -218,6 +233,7 @@ class ComparisonDecoys:
         count = FIRST if self.visits[place] <= 2 else ALIKE
         chosen: list[str] = self.random.sample(can_be, min(count, len(can_be)))
         chosen += self.random.sample(others, min(OTHERS, len(others)))
+        values = self._values(place, right) if alterable(right) else []
         order = [*chosen, ""]
         self.random.shuffle(order)
         answer, error = None, None
@@ -226,7 +242,7 @@ class ComparisonDecoys:
                 if not decoy:
                     answer = self._ask(name, left, right)
                     continue
-                reply = self._ask(name, *self._operands(decoy, place, left, right))
+                reply = self._ask(name, *self._operands(decoy, left, right, values))
             except Exception as e:
                 if not decoy:
                     error = e
@@ -256,6 +272,11 @@ class ComparisonDecoys:
 
 def _harmless(value: Any) -> bool:
     return value is None or alterable(value) or isinstance(value, (Handle, RemoteType))
+
+
+def _literal(value: Any, random: random.Random, known: Literals) -> Any:
+    """A value of the tests of the same type. Raises LookupError if there is none."""
+    return random.choice(known.get(type(value), ()))
 
 
 def _type(value: Any) -> str:

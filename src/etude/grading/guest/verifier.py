@@ -30,6 +30,7 @@ from _pytest.config import Config
 
 from ...sandbox.guest import root
 from . import code, handed, mirrors, suite
+from .alterations import Literals, literals
 from .decoys import ComparisonDecoys, constructs
 from .mirrors import SPECIAL, Bound, Handle, RemoteError, RemoteType
 from .remote_modules import RemoteFinder, RemoteModule, watch_patches
@@ -78,6 +79,7 @@ class Verifier(Wire):
         self.allowed: frozenset[str] = frozenset()
         self.silent = False
         self.handles: dict[int, Any] = {}
+        self.constants: dict[str, Literals] = {}  # by module
         self.leaving: Any = None  # the exception that leaves a block of the library
         self.begun = False  # whether a test has
         self.met: set[int] = set()  # numbers of objects that were results in this test, or while tests were imported
@@ -145,6 +147,17 @@ class Verifier(Wire):
                 return f"{path[len(root.WORKSPACE) + 1 :]}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
+
+    def literals(self) -> Literals:
+        """The constants of the test module of `place`."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and not frame.f_code.co_filename.startswith(root.WORKSPACE):
+            frame = frame.f_back
+        space = {} if frame is None else frame.f_globals
+        name = str(space.get("__name__"))
+        if name not in self.constants:
+            self.constants[name] = literals(space)
+        return self.constants[name]
 
     def refuse(self, handle: Handle) -> None:
         """Fail the test: an object is in a place where the library returned a plain value, or decided nothing."""
