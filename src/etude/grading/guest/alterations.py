@@ -56,7 +56,7 @@ def lineup(
 
 
 def _key(value: Any) -> Any:
-    """What is equal for equal values. Objects of other types are never asked."""
+    """A key that equal values share. Objects of other types are never asked."""
     if isinstance(value, dict):
         return dict, frozenset((_key(key), _key(item)) for key, item in value.items())
     if type(value) in (set, frozenset):
@@ -68,23 +68,23 @@ def _key(value: Any) -> Any:
 
 def literals(space: Mapping[str, Any]) -> dict[type, list[Any]]:
     """The constants in the functions of a module, by type."""
-    found: dict[type, dict[str, Any]] = {}
+    constants: dict[type, dict[str, Any]] = {}
     pending: list[Any] = [*space.values()]
     pending += [inner for kind in pending if isinstance(kind, type) for inner in vars(kind).values()]
-    codes = [value.__code__ for value in pending if isinstance(value, types.FunctionType)]
+    codes = [value.__code__ for value in pending if type(value) is types.FunctionType]  # a mirror may pose as one
     while codes:
         for constant in codes.pop().co_consts:
             if isinstance(constant, types.CodeType):
                 codes.append(constant)
             elif alterable(constant) and not (isinstance(constant, str) and ("%(py" in constant or "\n" in constant)):
-                found.setdefault(type(constant), {})[repr(constant)] = constant
-    if tuple in found:
-        found[list] = {name: [*value] for name, value in found[tuple].items()}
-    return {kind: [values[name] for name in sorted(values)[:MAX_LITERALS]] for kind, values in found.items()}
+                constants.setdefault(type(constant), {})[repr(constant)] = constant
+    if tuple in constants:
+        constants[list] = {name: [*value] for name, value in constants[tuple].items()}
+    return {kind: [values[name] for name in sorted(values)[:MAX_LITERALS]] for kind, values in constants.items()}
 
 
 def altered(value: Any, random: Random) -> Any:
-    """A value of the same type that is not equal. Raises LookupError if none is found. Objects of other types in it are
+    """A value of the same type that is not equal. Raises LookupError if there is none. Objects of other types in it are
     never asked for anything."""
     alter = _ALTER.get(type(value))
     if alter is not None and _opaque(value):

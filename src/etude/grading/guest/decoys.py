@@ -116,21 +116,21 @@ class ComparisonDecoys:
     def _requests(self, origin: str, values: Sequence[Any]) -> list[Any]:
         """The values of a request with other arguments. None if an argument may tell of the call."""
         *head, arguments, keywords = values
-        given = {**dict(enumerate(arguments)), **keywords}
-        places = [place for place, value in given.items() if alterable(value)]
-        if not places or not all(map(_harmless, given.values())):
+        passed = {**dict(enumerate(arguments)), **keywords}
+        places = [place for place, value in passed.items() if alterable(value)]
+        if not places or not all(map(_harmless, passed.values())):
             return []
         known = self.wire.literals()
 
-        def step(given: dict[Any, Any], random: random.Random) -> dict[Any, Any]:
+        def step(passed: dict[Any, Any], random: random.Random) -> dict[Any, Any]:
             place = random.choice(places)
-            return {**given, place: altered(given[place], random)}
+            return {**passed, place: altered(passed[place], random)}
 
-        def jump(given: dict[Any, Any], random: random.Random) -> dict[Any, Any]:
+        def jump(passed: dict[Any, Any], random: random.Random) -> dict[Any, Any]:
             place = random.choice(places)
-            return {**given, place: _literal(given[place], random, known)}
+            return {**passed, place: _literal(passed[place], random, known)}
 
-        made = lineup(given, MADE, self._generator(origin), step, jump)
+        made = lineup(passed, MADE, self._generator(origin), step, jump)
         split = len(arguments)
         return [
             [*head, tuple(g[n] for n in range(split)), {name: v for name, v in g.items() if name in keywords}]
