@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from etude.grading.grade import Grade, grade_changes
-from etude.grading.guest.alterations import altered
+from etude.grading.guest.alterations import altered, lineup
 from etude.grading.runner import open_sandbox
 from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox.base import Image, Limits
@@ -184,6 +184,31 @@ def test_attacks_earn_nothing(place: Place, files: dict[str, str], tests: tuple[
 def test_another_right_solution_passes(place: Place, files: dict[str, str]) -> None:
     grade = graded(place, files, TESTS)
     assert (grade.score, grade.flags) == (1.0, ()), grade
+
+
+def test_a_request_that_no_library_sends_is_garbage(place: Place) -> None:
+    asks = (
+        "        import gc\n        for one in gc.get_objects():\n"
+        "            if type(one).__name__ == 'TestedSide':\n                one.request('nonsense', 1)\n"
+    )
+    files = tills((WRONG_TOTAL[0], f"            amount += each_\n{asks}"))
+    assert graded(place, files, ("tests/test_tills.py::test_total",)).outcome is Outcome.TAMPERED
+
+
+def test_a_lineup_does_not_surround_its_value() -> None:
+    """The middle of all values is the real one no more often than some other of the middle ones."""
+
+    def jump(value: int, random: Random) -> int:
+        return random.randrange(100)
+
+    hits = 0
+    for seed in range(600):
+        value = Random(seed).randrange(60)
+        others = lineup(value, 7, Random(f"a{seed}"), altered, jump)
+        assert len({value, *others}) == 8
+        all_of_them = sorted([value, *others])
+        hits += min(all_of_them, key=lambda one: sum(abs(one - other) for other in all_of_them)) == value
+    assert hits < 0.25 * 600  # 0.16; of values around a real one 0.4 and more
 
 
 def test_altered_values_differ_and_look_alike() -> None:
