@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from etude.grading.runner import open_sandbox
-from etude.sandbox.base import Image, Limits, TestReport
+from etude.sandbox.base import Changes, Image, Limits, TestReport
 from tests.helpers.boxlibrary import write_tree
 
 GUEST = Path(__file__).parents[2] / "src/etude/grading/guest"
@@ -95,3 +95,47 @@ def test_arguments_that_the_right_library_leaves_alone_stay(tmp_path: Path) -> N
     assert right.outside == frozenset(names)
     assert [*emptied.outcomes.values()] == ["failed", "passed", "failed"]
     assert [*drained.outcomes.values()] == ["passed"] * 3, "its copy of the list is its own"
+
+
+PEG = """export class Peg {
+  constructor (row, column) { this.row = row; this.column = column }
+  moved (rows, columns) { return new Peg(this.row + rows, this.column + columns) }
+}
+"""
+SHOWS_NOTHING = """export class Peg {
+  #row
+  constructor (row) { this.#row = row }
+  moved () { return new Peg(0, 0) }
+}
+"""
+PEG_TEST = """import assert from 'node:assert/strict'
+import test from 'node:test'
+import { Peg } from '../lib.js'
+
+test('moved', () => {
+  assert.deepEqual(new Peg(1, 2).moved(3, 4), new Peg(4, 6))
+})
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_objects_that_show_nothing_are_not_equal(tmp_path: Path) -> None:
+    pytest.importorskip("tree_sitter_javascript")
+    test = f"{FILE}::moved"
+    package = '{"name": "lib", "type": "module", "scripts": {"test": "node --test"}}'
+    write_tree(tmp_path / "repository", {"lib.js": PEG, "package.json": package})
+    write_tree(tmp_path / "hidden", {FILE: PEG_TEST})
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+    async def run() -> list[TestReport]:
+        async with open_sandbox(memo=0) as sandbox:
+            image = Image(tmp_path / "repository", None, {})
+            changes: list[Changes] = [{"lib.js": text.encode()} for text in (PEG, SHOWS_NOTHING)]
+            return [
+                await sandbox.run_tests(image, c, [test], tmp_path / "hidden", Limits(seconds=30.0)) for c in changes
+            ]
+
+    right, nothing = asyncio.run(run())
+    assert (right.outcomes, right.outside) == ({test: "passed"}, frozenset([test]))
+    assert nothing.messages == {test: "another expected object is equal, too"}
