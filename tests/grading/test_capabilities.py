@@ -398,7 +398,7 @@ def test_all_tests_are_decided_outside(parcels: Place) -> None:
     report = parcels.test({PATH: PARCELS}, tests, limits=Limits(seconds=20.0))
     assert report.messages == {}
     assert report.outside == frozenset(tests)
-    assert report.equality[test_id("alike")] == 1.0, "nothing there tells it from an operator that is always true"
+    assert report.equality[test_id("alike")] == 0.0, "parcels of other weights are unequal"
     assert report.equality[test_id("merge")] == 0.0
     assert report.equality[test_id("noted")] == 0.5, "recorded without decoys, which it counts"
     assert (report.tampered, report.crashed, report.timed_out) == (False, False, False)

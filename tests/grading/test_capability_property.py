@@ -220,7 +220,7 @@ def tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 
 def verifier(recording: bool, answers: list[Any]) -> tuple[Verifier, Attacker]:
     end = Attacker(answers)
-    request = {"recording": recording, "names": ["things"], "exports": {}, "decoys": False}
+    request = {"recording": recording, "names": ["things"], "exports": {}, "secret": ""}
     wire = Verifier(end, request, lambda: None)  # type: ignore[arg-type]
     return wire, end
 

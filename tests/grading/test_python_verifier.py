@@ -349,7 +349,7 @@ def test_tests_as_written_are_decided_outside(shapes: Place) -> None:
 def test_what_patches_the_standard_library_runs_beside_the_library(shapes: Place) -> None:
     """The library has modules of its own, so it would sleep."""
     image = RunImage(shapes.root / "repository", shapes.root / "site", None)
-    made = shapes.run(runner._record_once(shapes.sandbox.backend, hidden_tests(image, shapes.hidden), PATCHED))
+    made = shapes.run(runner._record_once(shapes.sandbox.backend, hidden_tests(image, shapes.hidden), PATCHED, "", {}))
     assert {test: (recording.outcome, recording.fault) for test, recording in made.items()} == dict.fromkeys(
         PATCHED, ("failed", "refused")
     )

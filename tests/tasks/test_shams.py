@@ -84,7 +84,10 @@ def test_shams_replace_the_body_and_nothing_else(function: str, tmp_path: Path) 
         builtins.__import__ = imports
         spaces.append(space)
     if function == "one":
-        results = [space["one"]("v", "w") for space in spaces[:8]]
+        plain = spaces[:9]
+        with pytest.raises(ValueError, match="v w"):
+            plain.pop(6)["one"]("v", "w")
+        results = [space["one"]("v", "w") for space in plain]
         assert results[:3] == [None, True, False]
         assert [*results[3]] == []
         assert results[4] == object()
@@ -107,6 +110,13 @@ def checked(value):
     return None
 
 
+def settled(value):
+    """Raise ValueError if the value is not settled yet."""
+    if value not in ("open", "closed"):
+        raise ValueError(f"not settled: {value}")
+    return value.upper()
+
+
 @contextmanager
 def raising(kind):
     """Expect an error of a kind in the block."""
@@ -125,7 +135,7 @@ def double(value):
 '''
 TESTS = """
 import pytest
-from lib import checked, double, raising
+from lib import checked, double, raising, settled
 
 
 def test_raising():
@@ -136,6 +146,16 @@ def test_raising():
 def test_raising_again():
     with raising(KeyError):
         raise KeyError
+
+
+def test_settled():
+    with pytest.raises(ValueError, match="settled"):
+        settled("half")
+
+
+def test_settled_nowhere():
+    with pytest.raises(ValueError, match="half way"):
+        settled("half way")
 
 
 def test_checked():

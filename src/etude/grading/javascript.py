@@ -97,8 +97,9 @@ def guarded(text: str, kind: str) -> tuple[str, dict[str, str]]:
     return f"{text}\n;{added}\n", {wrong: "failed", right: "passed"}
 
 
-def contradicted(path: str, text: str) -> str | None:
+def contradicted(path: str, text: str, objects: bool = False) -> str | None:
     """A test file in which the first literal of every expected value is wrong; None if there is none to change.
+    `objects`: of expected objects that the test constructs, and of no others.
 
     The wrong literals are drawn from the others of the file, so that only the result of the tested code tells a wrong
     expectation from a right one.
@@ -121,7 +122,8 @@ def contradicted(path: str, text: str) -> str | None:
         if name is None or name.text.decode() not in _EQUAL:
             continue
         arguments = [child for child in node.child_by_field_name("arguments").named_children if child.type != "comment"]
-        literal = _literal(arguments[min(1, len(arguments) - 1)]) if arguments else None
+        find = _constructed if objects else _literal
+        literal = find(arguments[min(1, len(arguments) - 1)]) if arguments else None
         if literal is not None:
             expected.append(literal)
     for literal in expected:
@@ -141,6 +143,15 @@ def _literal(node: Any) -> Any:
         return None
     children = [node.child_by_field_name("value")] if node.type == "pair" else node.named_children
     return next((literal for child in children if child is not None and (literal := _literal(child)) is not None), None)
+
+
+def _constructed(node: Any) -> Any:
+    """The first literal among the arguments of a constructor in an expected value."""
+    if node.type == "new_expression":
+        arguments = node.child_by_field_name("arguments")
+        children = () if arguments is None else arguments.named_children
+        return next((literal for child in children if (literal := _literal(child)) is not None), None)
+    return next((literal for child in node.named_children if (literal := _constructed(child)) is not None), None)
 
 
 def _sort(node: Any) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from configparser import ConfigParser
@@ -60,18 +61,19 @@ RECORD_LIMITS = Limits(seconds=60.0, memory_mb=2048)
 class RecordedTest:
     """The recordings of a test on the right library as one: see `verdict.TestRecording`.
 
-    decoys: the answers on decoys that were the same each time.
+    decoys: the answers on decoys that were the same each time. `origins`: the calls that are made for them.
     equality: share of its judged lines at which the library decides and no decoy checks it.
     """
 
     places: tuple[str, ...]
     decoys: dict[str, dict[str, bool]]
+    origins: tuple[str, ...]
     equality: float
 
     @property
     def request(self) -> dict[str, Any]:
         """The recording as a verifier takes it."""
-        return {"places": self.places, "decoys": self.decoys}
+        return {"places": self.places, "decoys": self.decoys, "origins": self.origins}
 
 
 @dataclass
@@ -80,6 +82,7 @@ class HiddenTests:
 
     image: the right library, without changes. `names` are its top-level modules, `modules` those that tests import, and
         `exports` the names that each gives to `import *`.
+    secret: of the decoy comparisons, which no tested process may know.
     recorded: the recordings of tests; None for a test that runs inside.
     prepared: files that templates of the hidden tests keep compiled.
     controlled: whether a test that runs inside has a negative control that fails on the right library.
@@ -88,6 +91,7 @@ class HiddenTests:
     image: RunImage
     folder: Path
     sentinels: verdict.SentinelTests
+    secret: str
     names: tuple[str, ...]
     modules: list[str] = field(default_factory=list)
     exports: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -231,7 +235,9 @@ class TestRunner:
         recorded = {test: known for test in tests if (known := hidden.recorded[test]) is not None}
         allowed = {test: known.request for test, known in recorded.items()}
         names, exports = hidden.names, hidden.exports
-        request = VerifyRequest(tree, hidden.folder, names, tests, changes, limits, allowed, hidden.modules, exports)
+        request = VerifyRequest(
+            tree, hidden.folder, names, tests, changes, limits, allowed, hidden.modules, exports, hidden.secret
+        )
         result = await self.backend.verify(request)
         self.stats.cpu_seconds += result.verifier.cpu_seconds + result.tested.cpu_seconds
         self.stats.cold += result.tested.cold
@@ -241,7 +247,10 @@ class TestRunner:
 
 def hidden_tests(image: RunImage, folder: Path) -> HiddenTests:
     """The hidden tests of a folder, not yet recorded."""
-    return HiddenTests(image, folder, verdict.new_sentinels(), library_names(image.repository, folder, image.site))
+    secret = secrets.token_hex(12)
+    return HiddenTests(
+        image, folder, verdict.new_sentinels(), secret, library_names(image.repository, folder, image.site)
+    )
 
 
 def library_names(repository: Path, hidden: Path, site: Path | None = None) -> tuple[str, ...]:
@@ -286,27 +295,33 @@ async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) ->
 
 
 async def _recorded(backend: Backend, hidden: HiddenTests, tests: Sequence[str]) -> dict[str, RecordedTest | None]:
-    """The recordings of tests that pass each time. A test that fails with decoys is recorded without."""
-    decoyed: list[str] = []
-    made = await _record_runs(backend, hidden, tests, decoyed)
-    again = [test for test in decoyed if made[test] is None]
-    return made | await _record_runs(backend, hidden, again, None) if again else made
+    """The recordings of tests that pass each time. A test that fails with the decoys of constructors is recorded
+    without these, and one that fails with others without any."""
+    made: dict[str, RecordedTest | None] = {}
+    for kind in ("all", "plain", "none"):
+        decoyed: set[str] = set()
+        made |= await _record_runs(backend, hidden, tests, kind, decoyed)
+        tests = [test for test in tests if made[test] is None and test in decoyed]
+        if not tests:
+            break
+    return made
 
 
 async def _record_runs(
-    backend: Backend, hidden: HiddenTests, tests: Sequence[str], decoyed: list[str] | None
+    backend: Backend, hidden: HiddenTests, tests: Sequence[str], kind: str, decoyed: set[str]
 ) -> dict[str, RecordedTest | None]:
-    """RUNS recordings. `decoyed` gets the tests in which the library was asked about decoys; None: it is not asked."""
+    """RUNS recordings with some `kind` of decoys. `decoyed` gets the tests in which the library compares."""
     runs: dict[str, list[verdict.TestRecording]] = {test: [] for test in tests}
     for n in range(RUNS):
         order = tests if n % 2 == 0 else tests[::-1]  # what a test does must not depend on those before it
         groups = [[test for test in order if test in runs]]
         while groups:
             group = groups.pop(0)
-            made = await _record_once(backend, hidden, group, decoyed is not None) if group else {}
+            origins = {test: runs[test][0].origins for test in group if runs[test] and kind == "all"}
+            secret = hidden.secret if kind != "none" else ""
+            made = await _record_once(backend, hidden, group, secret, origins) if group else {}
             for test, recording in made.items():
-                if decoyed is not None and recording.judged[1]:
-                    decoyed.append(test)
+                decoyed.update([test] if recording.judged[1] else ())
                 if recording.outcome == "passed":
                     runs[test].append(recording)
                 else:
@@ -321,25 +336,30 @@ async def _record_runs(
             else:  # the import of their file ends the run
                 for test in rest:
                     del runs[test]
-    return {test: _agreed(runs[test]) if test in runs else None for test in tests}
+    return {test: _agreed(runs[test], kind == "all") if test in runs else None for test in tests}
 
 
-def _agreed(runs: Sequence[verdict.TestRecording]) -> RecordedTest:
+def _agreed(runs: Sequence[verdict.TestRecording], constructed: bool) -> RecordedTest:
+    """One recording. The first run only finds the calls of which the later ones make decoys."""
     places = {place for run in runs for place in run.places}
+    first, *others = runs
     decoys: dict[str, dict[str, bool]] = {}
-    for place, known in runs[0].decoys.items():
-        others = [run.decoys.get(place, {}) for run in runs[1:]]
-        decoys[place] = {name: answer for name, answer in known.items() if all(o.get(name) is answer for o in others)}
-    shares = [open_ / max(1, judged + decided) for judged, decided, open_ in (run.judged for run in runs)]
-    return RecordedTest(tuple(sorted(places)), decoys, round(max(shares), 3))
+    for place, known in others[-1].decoys.items():
+        decoys[place] = {
+            name: answer
+            for name, answer in known.items()
+            if all(run.decoys.get(place, {}).get(name, None if run in others else answer) is answer for run in runs)
+        }
+    shares = [open_ / max(1, judged + decided) for judged, decided, open_ in (run.judged for run in others)]
+    return RecordedTest(tuple(sorted(places)), decoys, first.origins if constructed else (), round(max(shares), 3))
 
 
 async def _record_once(
-    backend: Backend, hidden: HiddenTests, tests: Sequence[str], decoys: bool = True
+    backend: Backend, hidden: HiddenTests, tests: Sequence[str], secret: str, origins: Mapping[str, Sequence[str]]
 ) -> dict[str, verdict.TestRecording]:
     """Recordings of the tests that ran to their end."""
     request = VerifyRequest(
-        hidden.image, hidden.folder, hidden.names, tests, {}, RECORD_LIMITS, None, hidden.modules, decoys=decoys
+        hidden.image, hidden.folder, hidden.names, tests, {}, RECORD_LIMITS, None, hidden.modules, {}, secret, origins
     )
     made, learned, library = verdict.recordings(tests, await backend.verify(request))
     hidden.modules += [name for name in library if name not in hidden.modules]

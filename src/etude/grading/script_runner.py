@@ -33,6 +33,7 @@ MAX_TESTS = 2000  # of one file
 LEARN_SECONDS = 60.0
 LEARN_RUNS = 2  # of the pristine package in the verifier: tests that pass in all these runs are decided there
 CONTROLS = 2  # copies with wrong expectations beside a run
+OBJECT_CONTROLS = 2  # copies of a file with other expected objects; each costs a run
 EXAMINER = f"{RUNNER}/guest/grading/guest"  # in a box
 _SERVERS = {
     "jest": f"""const {{ serve }} = require('{EXAMINER}/serve.cjs')
@@ -88,10 +89,15 @@ class ControlFile:
 
 @dataclass(frozen=True)
 class VerifiedTests:
-    """Tests of a file that the verifier can decide, and the kinds of values at each place that uses the package."""
+    """Tests of a file that the verifier can decide, and the kinds of values at each place that uses the package.
+
+    controls: copies in which the objects that tests expect are constructed otherwise: their comparison with a result is
+        the package's, and an object that shows nothing equals all. Each with the tests that fail there, and its kinds.
+    """
 
     names: frozenset[str]
     kinds: Mapping[str, str]
+    controls: tuple[tuple[ControlFile, Mapping[str, str]], ...] = ()
 
 
 @dataclass
@@ -177,8 +183,23 @@ class ScriptRunner:
             output = await self._verify(job, outside, verified.kinds)
             _add(report, job.path, outside, output)
             report.outside.update(f"{job.path}::{name}" for name in outside)
+            await self._control(job, outside, verified, report)
         if inside and not report.timed_out:
             await self._run_inside(job, inside, report)
+
+    async def _control(self, job: _ScriptJob, names: list[str], verified: VerifiedTests, report: _Report) -> None:
+        """Fail the tests that pass in a copy that expects other objects, too."""
+        for control, kinds in verified.controls:
+            passed = [name for name in names if report.outcomes[f"{job.path}::{name}"] == "passed"]
+            tried = [name for name in passed if name in control.failing]
+            if not tried or report.timed_out:
+                return
+            output = await self._verify(replace(job, text=control.text), tried, kinds)
+            report.timed_out |= output.timed_out
+            for name in tried:
+                if output.outcome(name) != "failed" and not output.timed_out:
+                    test = f"{job.path}::{name}"
+                    report.outcomes[test], report.messages[test] = "failed", "another expected object is equal, too"
 
     async def _run_inside(self, job: _ScriptJob, names: list[str], report: _Report) -> None:
         """Run tests in random order beside the tested code, and beside negative controls if the pristine package fails
@@ -253,7 +274,14 @@ class ScriptRunner:
             names = passed if names is None else names & passed
             for place, kind in output.kinds.items():
                 kinds[place] = "".join(sorted({*kinds.get(place, ""), *kind}))
-        return VerifiedTests(names or frozenset(), kinds)
+        controls: list[tuple[ControlFile, Mapping[str, str]]] = []
+        for _ in range(OBJECT_CONTROLS):
+            wrong = contradicted(job.path, job.text, objects=True)
+            if wrong is not None:
+                output = await self._verify(replace(job, text=wrong), None, None)
+                failing = frozenset(name for name in names or () if output.outcome(name) == "failed")
+                controls.append((ControlFile(wrong, failing), output.kinds))
+        return VerifiedTests(names or frozenset(), kinds, tuple(controls))
 
     async def _verify(self, job: _ScriptJob, wanted: list[str] | None, kinds: Mapping[str, str] | None) -> FileOutput:
         """Run tests of a hidden file in one box, and the package under test in another."""

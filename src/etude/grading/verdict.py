@@ -105,7 +105,7 @@ class _RunRecord(msgspec.Struct, frozen=True):
     """A line that a run wrote: the record of a test, the reason of an early end, or the end itself.
 
     fault: of a test that was decided outside: "gone", "garbage" or "refused" (`guest/verifier.py`).
-    places, decoys, judged, learned: of a recording.
+    places, decoys, origins, judged, learned: of a recording.
     met: the verifier has received its first bytes from the tested process.
     """
 
@@ -115,6 +115,7 @@ class _RunRecord(msgspec.Struct, frozen=True):
     fault: str = ""
     places: tuple[str, ...] = ()
     decoys: dict[str, dict[str, bool]] = {}
+    origins: tuple[str, ...] = ()
     judged: tuple[int, int, int] = (0, 0, 0)
     learned: dict[str, Any] | None = None
     met: bool = False
@@ -160,7 +161,7 @@ class TestRecording:
     """The outcome of a test on the right library in a verifier.
 
     places: what the library decided there, and did with the test's objects (`guest/verifier.py`).
-    decoys: its answers on decoy comparisons (`guest/decoys.py`).
+    decoys: its answers on decoy comparisons, and `origins`: the calls that are made for them (`guest/decoys.py`).
     judged: lines judged by the verifier, comparisons decided by the library, and those of them that no decoy checks.
     """
 
@@ -170,6 +171,7 @@ class TestRecording:
     fault: str
     places: tuple[str, ...]
     decoys: Mapping[str, Mapping[str, bool]]
+    origins: tuple[str, ...]
     judged: tuple[int, int, int]
 
 
@@ -183,7 +185,7 @@ def recordings(
     """
     output = _parsed(frozenset(tests), result.verifier)
     made = {
-        test: TestRecording(record.outcome, record.fault, record.places, record.decoys, record.judged)
+        test: TestRecording(record.outcome, record.fault, record.places, record.decoys, record.origins, record.judged)
         for test, record in output.records.items()
         if record.outcome in OUTCOMES
     }

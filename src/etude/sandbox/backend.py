@@ -126,10 +126,11 @@ class VerifyRequest:
     hidden: the folder of hidden tests.
     names: top-level modules of the library.
     allowed: test -> its recording: {"places": decisions and operations of the library, "decoys": its answers on decoy
-        comparisons}. None: the run is a recording of the right library.
+        comparisons, "origins": calls that are made for these}. None: the run is a recording of the right library.
     modules: modules of the library that a process imports ahead.
     exports: module -> names that `from module import *` may bring.
-    decoys: whether a recording asks for decoy comparisons.
+    secret: of the decoy comparisons; empty: a recording without them.
+    origins: in a recording, test -> the calls that earlier ones have found.
     """
 
     image: RunImage
@@ -141,7 +142,8 @@ class VerifyRequest:
     allowed: Mapping[str, Mapping[str, Any]] | None
     modules: Sequence[str] = ()
     exports: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    decoys: bool = True
+    secret: str = ""
+    origins: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -153,7 +155,8 @@ class VerifyRequest:
             "tests": self.tests,
             "allowed": self.allowed or {},
             "exports": self.exports,
-            "decoys": self.decoys,
+            "secret": self.secret,
+            "origins": self.origins,
         }
 
 

@@ -1,5 +1,6 @@
 // Objects that every process has of its own: what is Array here is Array there. They never cross, neither as a copy nor
-// as a handle; so no handle leads to `Function`, `process` or `fs` of the other process.
+// as a handle; so no handle leads to `Function`, `process` or `fs` of the other process. Below jest these modules and the
+// tests have a realm of their own, and what Node makes has another: the objects of both have the same names.
 'use strict'
 
 const { builtinModules, createRequire } = require('node:module')
@@ -21,18 +22,18 @@ const HOST = [
   'BroadcastChannel', 'Blob', 'FormData', 'Headers', 'Request', 'Response', 'ReadableStream', 'WritableStream', 'TransformStream',
   'CompressionStream', 'DecompressionStream', 'DOMException'
 ]
-const UNNAMED = {
+const UNNAMED = `({
   GeneratorFunction: () => Object.getPrototypeOf(function * () {}).constructor,
   AsyncFunction: () => Object.getPrototypeOf(async function () {}).constructor,
   AsyncGeneratorFunction: () => Object.getPrototypeOf(async function * () {}).constructor,
   TypedArray: () => Object.getPrototypeOf(Int8Array),
-  IteratorPrototype: () => getPrototypeOf(getPrototypeOf([][Symbol.iterator]())),
-  AsyncIteratorPrototype: () => getPrototypeOf(getPrototypeOf(getPrototypeOf((async function * () {})()))),
-  ArrayIterator: () => getPrototypeOf([][Symbol.iterator]()),
-  MapIterator: () => getPrototypeOf(new Map().entries()),
-  SetIterator: () => getPrototypeOf(new Set().values()),
-  StringIterator: () => getPrototypeOf(''[Symbol.iterator]())
-}
+  IteratorPrototype: () => Object.getPrototypeOf(Object.getPrototypeOf([][Symbol.iterator]())),
+  AsyncIteratorPrototype: () => Object.getPrototypeOf(Object.getPrototypeOf(Object.getPrototypeOf((async function * () {})()))),
+  ArrayIterator: () => Object.getPrototypeOf([][Symbol.iterator]()),
+  MapIterator: () => Object.getPrototypeOf(new Map().entries()),
+  SetIterator: () => Object.getPrototypeOf(new Set().values()),
+  StringIterator: () => Object.getPrototypeOf(''[Symbol.iterator]())
+})`
 // Their methods touch nothing hidden in an object, so those of here do for objects of there.
 const GENERIC = new Set(['Object', 'Function', 'Error'])
 const names = new Map()
@@ -41,7 +42,7 @@ const objects = new Map()
 function add (name, value) {
   if ((typeof value !== 'object' && typeof value !== 'function') || value === null || names.has(value)) return false
   names.set(value, name)
-  objects.set(name, value)
+  if (!objects.has(name)) objects.set(name, value)
   return true
 }
 
@@ -60,29 +61,36 @@ function prototype (name, value) {
   if (own !== undefined && 'value' in own) add(`${name}.prototype`, own.value)
 }
 
-for (const [name, find] of Object.entries(UNNAMED)) {
-  const value = find()
-  add(name, value)
-  if (typeof value === 'function') {
-    prototype(name, value)
-    if (value.prototype && getPrototypeOf(value.prototype)) add(`${name}.prototype.prototype`, value.prototype.prototype)
+function realm (space, evaluate) {
+  for (const [name, find] of Object.entries(evaluate(UNNAMED))) {
+    const value = find()
+    add(name, value)
+    if (typeof value === 'function') {
+      prototype(name, value)
+      if (value.prototype && getPrototypeOf(value.prototype)) add(`${name}.prototype.prototype`, value.prototype.prototype)
+    }
+  }
+  for (const name of LANGUAGE) {
+    const value = space[name]
+    if (!add(name, value)) continue
+    if (typeof value === 'function') prototype(name, value)
+    members(name, value, false)
+    if (GENERIC.has(name)) members(`${name}.prototype`, value.prototype, false)
+  }
+  for (const name of HOST) {
+    const own = getOwnPropertyDescriptor(space, name)
+    // What is made at its first use is left alone, but for two that are always there.
+    const value = own === undefined ? undefined : 'value' in own || name === 'process' || name === 'Buffer' ? space[name] : undefined
+    if (!add(name, value)) continue
+    if (typeof value === 'function') prototype(name, value)
+    if (name !== 'globalThis') members(name, value, false)
   }
 }
-for (const name of LANGUAGE) {
-  const value = globalThis[name]
-  if (!add(name, value)) continue
-  if (typeof value === 'function') prototype(name, value)
-  members(name, value, false)
-  if (GENERIC.has(name)) members(`${name}.prototype`, value.prototype, false)
-}
-for (const name of HOST) {
-  const own = getOwnPropertyDescriptor(globalThis, name)
-  // What is made at its first use is left alone, but for two that are always there.
-  const value = own === undefined ? undefined : 'value' in own || name === 'process' || name === 'Buffer' ? globalThis[name] : undefined
-  if (!add(name, value)) continue
-  if (typeof value === 'function') prototype(name, value)
-  if (name !== 'globalThis') members(name, value, false)
-}
+
+realm(globalThis, eval)
+const { runInThisContext } = load('node:vm')
+const outer = runInThisContext('globalThis')
+if (outer !== globalThis) realm(outer, runInThisContext)
 
 const PUBLIC = new Set(builtinModules.filter((name) => !name.startsWith('_')))
 let seen = 0

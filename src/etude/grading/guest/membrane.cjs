@@ -207,15 +207,24 @@ class Membrane {
       if (!Number.isSafeInteger(id) || id % 2 === this.next % 2 || this.copies.size > HANDLES) throw new TypeError('no copy')
       this.share(id, make(content))
     }
-    for (const [id, content] of nodes) {
+    const taken = nodes.filter(([id]) => this.takes(id))
+    for (const [id, content] of taken) {
       this.contents.set(id, content)
       this.policy.got(this, { c: id }, 'copies')
       fill(this.copies.get(id), content, (wire, key) => this.decode(wire, typeof key === 'string' ? key.slice(-80) : 'copies'))
     }
-    for (const [id] of nodes) {
+    for (const [id] of taken) {
       const content = contentOf(this.copies.get(id), (value) => this.encode(value))
       if (content !== null) this.states.set(id, stringify(content))
     }
+  }
+
+  // Whether the other end may change the object. If not it stays as it is, and the other end hears of that.
+  takes (id) {
+    if (id % 2 !== this.next % 2 || this.policy.writes()) return true
+    this.states.delete(id)
+    this.live.add(id)
+    return false
   }
 
   ask (message, label) {

@@ -47,10 +47,11 @@ _MAKERS = (type, types.CodeType)  # no object of the library shows these as its 
 class RemoteType(type):
     """The metaclass of mirrors of the tested process's classes."""
 
-    wire: Any
-    content: type | None  # the built-in type that the class extends
-    compares: bool  # whether the class has its own comparison nevertheless
-    abstract: bool  # whether only the tested process can tell its instances
+    # No library has such names: attributes of its own objects are never hidden by these.
+    _remote_wire: Any
+    _remote_content: type | None  # the built-in type that the class extends
+    _remote_compares: bool  # whether the class has its own comparison nevertheless
+    _remote_abstract: bool  # whether only the tested process can tell its instances
 
     def __new__(mcs, name: str, bases: tuple[type, ...], space: dict[str, Any], mirrored: bool = False) -> Any:
         """Make a class. A class that a test derives from one of the library is made in both processes."""
@@ -58,60 +59,61 @@ class RemoteType(type):
         if not mirrored:
             theirs = [value for key, value in space.items() if key in SPECIAL and value is not None]
             if any(isinstance(value, Bound) or isinstance(type(value), RemoteType) for value in theirs):
-                made.wire.blame("a class of the tests has members of the library")  # they would decide in its stead
-                raise TypeError(made.wire.fault)
+                # They would decide in its stead.
+                made._remote_wire.blame("a class of the tests has members of the library")
+                raise TypeError(made._remote_wire.fault)
             own = {key: value for key, value in space.items() if key not in ("__classcell__", "__qualname__")}
-            made.wire.subclassed(made, bases, own)
+            made._remote_wire.subclassed(made, bases, own)
         return made
 
     def __init__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any], mirrored: bool = False) -> None:
         super().__init__(name, bases, space)
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
-        return cls.wire.request("call", cls, arguments, keywords)
+        return cls._remote_wire.request("call", cls, arguments, keywords)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_remote") or name in ("__abstractmethods__", "__annotations__"):
             raise AttributeError(name)
-        return cls.wire.request("get", cls, name)
+        return cls._remote_wire.request("get", cls, name)
 
     def __setattr__(cls, name: str, value: object) -> None:
         if isinstance(value, Method):  # the end of a patch
-            cls.wire.request("del", cls, name)
+            cls._remote_wire.request("del", cls, name)
             return
-        cls.wire.request("set", cls, name, value)
+        cls._remote_wire.request("set", cls, name, value)
         if name in vars(cls):
             type.__delattr__(cls, name)
 
     def __delattr__(cls, name: str) -> None:
-        cls.wire.request("del", cls, name)
+        cls._remote_wire.request("del", cls, name)
 
     def __instancecheck__(cls, value: object) -> bool:
         if cls in type(value).__mro__:
             return True
-        return cls.abstract and cls.wire.decides("instance") and cls.wire.request("instance", value, cls) is True
+        return cls._remote_abstract and cls._remote_wire.says("instance", value, cls)
 
     def __subclasscheck__(cls, kind: type) -> bool:
         if cls in type.mro(kind) if isinstance(kind, RemoteType) else cls in kind.__mro__:
             return True
-        return cls.abstract and cls.wire.decides("subclass") and cls.wire.request("subclass", kind, cls) is True
+        return cls._remote_abstract and cls._remote_wire.says("subclass", kind, cls)
 
     def __iter__(cls) -> Iterator[Any]:
-        return cls.wire.request("op", "iter", cls)
+        return cls._remote_wire.request("op", "iter", cls)
 
     def __len__(cls) -> int:
-        return cls.wire.request("op", "len", cls)
+        return cls._remote_wire.request("op", "len", cls)
 
     def __bool__(cls) -> bool:
         return True
 
     def __contains__(cls, value: object) -> bool:
-        if not cls.wire.decides("contains"):
-            cls.wire.refuse(cls)
-        return cls.wire.request("op", "contains", cls, value) is True
+        if not cls._remote_wire.decides("contains"):
+            cls._remote_wire.refuse(cls)
+        return cls._remote_wire.request("op", "contains", cls, value) is True
 
     def __getitem__(cls, key: object) -> Any:
-        return cls.wire.request("op", "getitem", cls, key)
+        return cls._remote_wire.request("op", "getitem", cls, key)
 
 
 class _There:
@@ -121,7 +123,7 @@ class _There:
         self.name = name
 
     def __get__(self, value: Any, kind: Any = None) -> Any:
-        return kind.wire.request("get", kind if value is None else value, self.name)
+        return kind._remote_wire.request("get", kind if value is None else value, self.name)
 
 
 class Handle(metaclass=RemoteType, mirrored=True):
@@ -131,41 +133,41 @@ class Handle(metaclass=RemoteType, mirrored=True):
     __slots__ = ("__weakref__", "_remote_number")
     __doc__ = _There("__doc__")  # type: ignore[assignment]
     if TYPE_CHECKING:
-        wire: Any
-    content = None
-    compares = abstract = False
+        _remote_wire: Any
+    _remote_content = None
+    _remote_compares = _remote_abstract = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_remote"):
             raise AttributeError(name)
-        wire = type(self).wire
+        wire = type(self)._remote_wire
         if name in PLAIN_NAMES and not wire.decides(f"get {name}"):
             return getattr(_content(self), name)
         return wire.request("get", self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        type(self).wire.request("set", self, name, value)
+        type(self)._remote_wire.request("set", self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        type(self).wire.request("del", self, name)
+        type(self)._remote_wire.request("del", self, name)
 
     def __repr__(self) -> str:
-        return str(type(self).wire.request("op", "repr", self))
+        return str(type(self)._remote_wire.request("op", "repr", self))
 
     def __str__(self) -> str:
-        return str(type(self).wire.request("op", "str", self))
+        return str(type(self)._remote_wire.request("op", "str", self))
 
     def __format__(self, form: str) -> str:
-        return str(type(self).wire.request("op", "format", self, form))
+        return str(type(self)._remote_wire.request("op", "format", self, form))
 
     def __dir__(self) -> list[str]:
-        return type(self).wire.request("op", "dir", self)
+        return type(self)._remote_wire.request("op", "dir", self)
 
     def __copy__(self) -> Any:
-        return type(self).wire.request("call", copy.copy, (self,), {})
+        return type(self)._remote_wire.request("call", copy.copy, (self,), {})
 
     def __deepcopy__(self, memo: object) -> Any:
-        return type(self).wire.request("call", copy.deepcopy, (self,), {})
+        return type(self)._remote_wire.request("call", copy.deepcopy, (self,), {})
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("an object of another process cannot be pickled here")
@@ -174,9 +176,9 @@ class Handle(metaclass=RemoteType, mirrored=True):
 class RemoteError(Exception, metaclass=RemoteType, mirrored=True):
     """The mix-in for mirrors of the library's exception classes."""
 
-    wire: Any
-    content = None
-    compares = abstract = False
+    _remote_wire: Any
+    _remote_content = None
+    _remote_compares = _remote_abstract = False
     _remote_number: int
     _remote_text: str
 
@@ -187,7 +189,14 @@ class RemoteError(Exception, metaclass=RemoteType, mirrored=True):
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("_remote", "__")):
             raise AttributeError(name)
-        return type(self).wire.request("get", self, name)
+        return type(self)._remote_wire.request("get", self, name)
+
+
+def stand_in(kind: Any, number: int) -> Any:
+    """A new mirror of an object."""
+    made = object.__new__(kind)
+    object.__setattr__(made, "_remote_number", number)
+    return made
 
 
 class Bound:
@@ -198,7 +207,7 @@ class Bound:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         target = self._target
-        wire: Any = type(target).wire if not isinstance(target, RemoteType) else target.wire
+        wire: Any = type(target)._remote_wire if not isinstance(target, RemoteType) else target._remote_wire
         if self._name in PLAIN_NAMES and isinstance(target, Handle) and not wire.decides(f"get {self._name}"):
             return getattr(_content(target), self._name)(*arguments, **keywords)
         return wire.request("method", target, self._name, self._first + arguments, keywords)
@@ -206,7 +215,7 @@ class Bound:
     def remote(self) -> Any:
         """The method itself, as an object of the tested process."""
         target = self._target
-        wire: Any = type(target).wire if not isinstance(target, RemoteType) else target.wire
+        wire: Any = type(target)._remote_wire if not isinstance(target, RemoteType) else target._remote_wire
         method = wire.request("get", target, self._name)
         return functools.partial(method, *self._first) if self._first else method
 
@@ -240,10 +249,10 @@ class Method:
 def _content(handle: Handle) -> Any:
     """The built-in content of an object that may not decide by itself. Fails the test if there is none."""
     kind = type(handle)
-    if kind.content is None:
-        kind.wire.refuse(handle)
-    value = kind.wire.request("content", handle)
-    if type(value) is not kind.content:
+    if kind._remote_content is None:
+        kind._remote_wire.refuse(handle)
+    value = kind._remote_wire.request("content", handle)
+    if type(value) is not kind._remote_content:
         raise Garbage("content of another type")
     return value
 
@@ -266,12 +275,12 @@ def _compared(name: str) -> Callable[[Any, Any], Any]:
 
     def compare(self: Any, other: Any) -> Any:
         kind = type(self)
-        wire = kind.wire
-        if kind.content is not None and not kind.compares:
-            if isinstance(other, Handle) and type(other).content is not None:
+        wire = kind._remote_wire
+        if kind._remote_content is not None and not kind._remote_compares:
+            if isinstance(other, Handle) and type(other)._remote_content is not None:
                 other = _content(other)
             return evaluate(_content(self), other)
-        if wire.recording and kind.content is not None:
+        if wire.recording and kind._remote_content is not None:
             there = wire.request("op", name, self, other)
             if there is True or there is False:
                 with wire.quiet():
@@ -286,7 +295,7 @@ def _compared(name: str) -> Callable[[Any, Any], Any]:
 
 
 def _has_content(value: object) -> bool:
-    return isinstance(value, Handle) and type(value).content is not None
+    return isinstance(value, Handle) and type(value)._remote_content is not None
 
 
 def _operated(name: str, turned: bool) -> Callable[..., Any]:
@@ -294,23 +303,23 @@ def _operated(name: str, turned: bool) -> Callable[..., Any]:
 
     def operate(self: Any, *others: Any) -> Any:
         kind = type(self)
-        if not kind.wire.decides(name):
+        if not kind._remote_wire.decides(name):
             return getattr(_content(self), f"__{name}__")(*others)
         operands = (*others[:1], self) if turned else (self, *others)
-        return kind.wire.request("op", operation, *operands)
+        return kind._remote_wire.request("op", operation, *operands)
 
     return operate
 
 
 def _freely(name: str) -> Callable[..., Any]:
     def operate(self: Any, *others: Any) -> Any:
-        return type(self).wire.request("op", name, self, *others)
+        return type(self)._remote_wire.request("op", name, self, *others)
 
     return operate
 
 
 def _called(self: Any, *arguments: Any, **keywords: Any) -> Any:
-    return type(self).wire.request("call", self, arguments, keywords)
+    return type(self)._remote_wire.request("call", self, arguments, keywords)
 
 
 def _bound(self: Any, value: Any, kind: type | None = None) -> Any:
@@ -318,7 +327,15 @@ def _bound(self: Any, value: Any, kind: type | None = None) -> Any:
 
 
 def _raised(self: Any, *error: Any) -> Any:
-    return type(self).wire.request("op", "exit", self, *error[:2], None)
+    """The end of a block. What it raised leaves it, assertions of the test above all, unless the right library swallows
+    such an exception here."""
+    wire = type(self)._remote_wire
+    before, wire.leaving = wire.leaving, error[1]
+    try:
+        swallows = bool(wire.request("op", "exit", self, *error[:2], None))
+    finally:
+        wire.leaving = before
+    return swallows and error[0] is not None and wire.decides(f"swallow {error[0].__name__}")
 
 
 SPECIAL: dict[str, Any] = {
@@ -335,16 +352,16 @@ def build(wire: Any, module: str, name: str, bases: list[type], members: list[li
     """Make the mirror of a class. Malformed arguments raise any exception."""
     content = next((base for base in bases if base in _CONTENT), None)
     mirrors = tuple(base for base in bases if isinstance(base, RemoteType))
-    content = content or next((base.content for base in mirrors if base.content is not None), None)
+    content = content or next((base._remote_content for base in mirrors if base._remote_content is not None), None)
     errors = any(issubclass(base, BaseException) for base in bases)
-    space: dict[str, Any] = {"__module__": module, "__qualname__": name, "content": content}
+    space: dict[str, Any] = {"__module__": module, "__qualname__": name, "_remote_content": content}
     own = dict(members)
     for key, kind in members:
         if kind == "n" and key in SPECIAL:
             space[key] = None
         elif key in SPECIAL and not (errors and key in ("__str__", "__repr__")):
             space[key] = SPECIAL[key]
-        elif kind == "m" and key.isidentifier() and (not key.startswith("__") or key == "__init__"):
+        elif kind == "m" and key.isidentifier() and (not key.startswith(("__", "_remote")) or key == "__init__"):
             space[key] = Method(key)
     for key in SPECIAL if content is not None and not mirrors else ():
         inherited = getattr(content, key, None)
@@ -352,8 +369,9 @@ def build(wire: Any, module: str, name: str, bases: list[type], members: list[li
             space[key] = None if inherited is None else SPECIAL[key]
     if "__eq__" in own and own.get("__hash__", "n") == "n":
         space["__hash__"] = None
-    space["compares"] = any(base.compares for base in mirrors) or (content is not None and "__eq__" in own)
-    space["abstract"] = ABSTRACT in own or any(base.abstract for base in mirrors)
+    compares = content is not None and "__eq__" in own
+    space["_remote_compares"] = compares or any(base._remote_compares for base in mirrors)
+    space["_remote_abstract"] = ABSTRACT in own or any(base._remote_abstract for base in mirrors)
     if module in _STANDARD and not errors:
         real = _KNOWN.get(name) or getattr(sys.modules.get(module), name, None)
         if isinstance(real, type) and real is not object and not issubclass(real, _MAKERS) and name[0] != "_":

@@ -34,7 +34,7 @@ function harmless (name) {
 
 const trusting = {
   sends: harmless, named: () => true, counterpart () {}, giving () {}, got () {}, threw () {}, asked () {},
-  gave: (object, key, value) => value
+  gave: (object, key, value) => value, writes: () => true
 }
 
 class Policy {
@@ -131,6 +131,13 @@ class Policy {
   threw (error) {
     const failed = typeof error === 'object' && error !== null && ASSERTION.test(`${error.name} ${getPrototypeOf(error)?.constructor?.name}`)
     if (failed) this.note('an assertion failed in a callback', 'f')
+  }
+
+  // Whether the tested process may change objects of the tests here, as the pristine library does.
+  writes () {
+    const place = `written ${this.place()}`
+    if (this.known === null) this.note(place, 'w')
+    return this.known === null || (this.known.get(place) ?? '').includes('w')
   }
 
   // A value has come from the tested process.

@@ -23,7 +23,7 @@ from .wire import Garbage
 
 
 class RemoteModule(ModuleType):
-    """The mirror of a library module. Attributes are kept until the test changes the module."""
+    """The mirror of a library module. Attributes are kept until the test ends or changes the module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__version__", "__author__", "__all__", "__doc__"):
@@ -31,6 +31,8 @@ class RemoteModule(ModuleType):
         attribute = _wire().request("get", self, name)
         if isinstance(attribute, (Handle, RemoteType, RemoteModule)):
             self.__dict__[name] = attribute
+            if _wire().begun:
+                _wire().looked_up.append((self, name))
         return attribute
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -49,7 +51,7 @@ class RemoteModule(ModuleType):
 
 
 def _wire() -> Any:
-    return Handle.wire
+    return Handle._remote_wire
 
 
 class RemoteFinder:

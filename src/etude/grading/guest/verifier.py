@@ -30,7 +30,8 @@ from _pytest.config import Config
 
 from ...sandbox.guest import root
 from . import code, handed, mirrors, suite
-from .decoys import ComparisonDecoys
+from .alterations import Literals, literals
+from .decoys import ComparisonDecoys, constructs
 from .mirrors import SPECIAL, Bound, Handle, RemoteError, RemoteType
 from .remote_modules import RemoteFinder, RemoteModule, watch_patches
 from .tested import PLAIN_CLASSES
@@ -47,10 +48,12 @@ class Refused(BaseException):
 
 @dataclass(frozen=True)
 class Recorded:
-    """The recording of a test: names of operations and decisions, and the right answers on decoys (`decoys.py`)."""
+    """The recording of a test: names of operations and decisions, and the right answers on decoys, with the calls that
+    are made for them (`decoys.py`)."""
 
     places: Sequence[str] = ()
     decoys: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    origins: Sequence[str] = ()
 
 
 class Verifier(Wire):
@@ -66,7 +69,7 @@ class Verifier(Wire):
         super().__init__(sock)
         self.recording = recording = request["recording"]
         self.finder = RemoteFinder(self, request["names"], None if recording else request["exports"])
-        self.decoys = ComparisonDecoys(self, recording, request["decoys"])
+        self.decoys = ComparisonDecoys(self, recording, request["secret"])
         self.meet: Callable[[], None] | None = met
         self.serving = 0  # operations of the library that are under way in this process
         self.judged: dict[str, None] = {}
@@ -76,13 +79,19 @@ class Verifier(Wire):
         self.allowed: frozenset[str] = frozenset()
         self.silent = False
         self.handles: dict[int, Any] = {}
+        self.constants: dict[str, Literals] = {}  # by module
+        self.leaving: Any = None  # the exception that leaves a block of the library
+        self.begun = False  # whether a test has
+        self.met: set[int] = set()  # numbers of objects that were results in this test, or while tests were imported
+        self.met_at_import: frozenset[int] = frozenset()
+        self.looked_up: list[tuple[RemoteModule, str]] = []  # in this test
         self.classes: dict[int, RemoteType] = {}
         self.class_numbers: dict[type, int] = {}
         self.errors: dict[int, tuple[BaseException, int]] = {}  # id of a remote exception -> (exception, number)
         self.kinds: dict[type, int] = {}  # classes of objects passed on; below zero, unlike numbers of objects
         self.imported: dict[str, None] = {}  # places that were used while test modules were imported
-        type.__setattr__(Handle, "wire", self)
-        type.__setattr__(RemoteError, "wire", self)
+        type.__setattr__(Handle, "_remote_wire", self)
+        type.__setattr__(RemoteError, "_remote_wire", self)
 
     # Decisions
 
@@ -95,6 +104,10 @@ class Verifier(Wire):
             return True
         return place in self.allowed
 
+    def says(self, question: str, *values: object) -> bool:
+        """Whether the library may decide at this place, and says yes."""
+        return self.decides(question) and self.request(question, *values) is True
+
     def allows(self, operation: str) -> bool:
         """Whether the library may carry out an operation on the objects of this test: see `handed.py`."""
         if self.recording:
@@ -105,8 +118,14 @@ class Verifier(Wire):
 
     def begin(self, recorded: Recorded, fault: str = "") -> None:
         """Start a test; `fault` is that of the import of its file."""
+        if not self.begun:
+            self.begun, self.met_at_import = True, frozenset(self.met)
+        self.met = set(self.met_at_import)
+        for module, name in self.looked_up:
+            vars(module).pop(name, None)
+        self.looked_up.clear()
         self.allowed, self.places = frozenset(recorded.places), dict(self.imported)
-        self.decoys.begin(recorded.decoys)
+        self.decoys.begin(recorded.decoys, recorded.origins)
         self.judged = {}
         self.fault = self.fault if self.gone else fault
 
@@ -129,6 +148,17 @@ class Verifier(Wire):
             frame = frame.f_back
         return ""
 
+    def literals(self) -> Literals:
+        """The constants of the test module of `place`."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and not frame.f_code.co_filename.startswith(root.WORKSPACE):
+            frame = frame.f_back
+        space = {} if frame is None else frame.f_globals
+        name = str(space.get("__name__"))
+        if name not in self.constants:
+            self.constants[name] = literals(space)
+        return self.constants[name]
+
     def refuse(self, handle: Handle) -> None:
         """Fail the test: an object is in a place where the library returned a plain value, or decided nothing."""
         self.blame(f"{type(handle).__qualname__} can't be compared here")
@@ -146,7 +176,18 @@ class Verifier(Wire):
         """Keep the reason for which the test fails."""
         self.fault = self.fault or fault
 
+    def changes(self) -> bool:
+        """As `Wire.changes`: what the right library leaves alone stays, whatever the library does to its copy."""
+        return not self.decoys.asking and self.decides("change")
+
     # Messages: an error of the other side ends the connection, and fails the test
+
+    def request(self, operation: str, *values: object) -> Any:
+        """As `Wire.request`."""
+        call = functools.partial(super().request, operation)
+        if self.decoys.asking or not constructs(operation, values):
+            return call(*values)
+        return self.decoys.construct(call, values)
 
     def send(self, message: list[Any]) -> None:
         """As `Wire.send`."""
@@ -212,6 +253,8 @@ class Verifier(Wire):
         kind = getattr(builtins, warning[0], None)
         if not isinstance(kind, type) or not issubclass(kind, Warning):
             raise Garbage("no warning")
+        if self.decoys.asking:
+            return
         place = self.place() or "library:1"
         path, _, line = place.rpartition(":")
         warnings.warn_explicit(warning[1], kind, path, int(line))
@@ -226,7 +269,11 @@ class Verifier(Wire):
             except TypeError as e:
                 self._reply([RAISED, self.encode_exception(e, Context())], Context())
                 return
-        super().answer(message)
+        try:
+            super().answer(message)
+        except Garbage as e:
+            self.end(f"garbage: {e}")
+            raise
 
     def serve(self, operation: str, values: list[Any], context: Context) -> object:
         """As `Wire.serve`. Raises Garbage for a request that no library sends."""
@@ -319,18 +366,13 @@ class Verifier(Wire):
             case ["o", number]:
                 return self._owned(self.own(number), "returned", context)
             case ["h", int(number), kind]:
-                if number not in self.handles:
+                if number not in self.handles or type(kind) is list:
                     cls = self._class(kind)
                     cls = Handle if cls is object else cls
                     if not isinstance(cls, RemoteType) or issubclass(cls, BaseException):
                         raise Garbage("a handle of no class")
-                    made = self.handles[number] = object.__new__(cls)
-                    object.__setattr__(made, "_remote_number", number)
-                elif type(kind) is list:
-                    self._class(kind)
-                if context.owned is None:
-                    self.decoys.receive(self.handles[number])
-                return self.handles[number]
+                    self.handles.setdefault(number, mirrors.stand_in(cls, number))
+                return self.handles[number] if context.owned is not None else self._result_object(number)
             case ["k", kind] | (["g", "builtins", str()] as kind):
                 cls = self._class(kind)
                 return cls if isinstance(cls, RemoteType) else self._owned(cls, "returned", context)
@@ -343,12 +385,26 @@ class Verifier(Wire):
                 return self.decode_exception(form, context)
         raise Garbage("an unknown form")
 
+    def _result_object(self, number: int) -> Any:
+        """The mirror of a result. An object that the test has already, where the right library gives a new one, gets
+        another mirror: lists and calls that hold it are not compared by identity."""
+        made = self.handles[number]
+        if isinstance(made, BaseException):
+            return made
+        if number not in self.met:  # of another test in the same process, on which nothing must depend
+            made = self.handles[number] = mirrors.stand_in(type(made), number) if self.begun else made
+        elif not self.decides("known"):
+            made = mirrors.stand_in(type(made), number)
+        self.met.add(number)
+        self.decoys.receive(made)
+        return made
+
     def _owned(self, value: Any, how: str, context: Context) -> Any:
         """An object or real class of this process that comes from the library: part of a request, or a result, which is
         the library's decision."""
         if context.owned is not None:
             context.owned.append(value)
-        elif not self.decides(f"{handed.class_name(value)} {how}"):
+        elif value is not self.leaving and not self.decides(f"{handed.class_name(value)} {how}"):
             self.blame(f"{handed.class_name(value)} is {how} where the right library does not")
             raise Refused(self.fault)
         return value
@@ -474,6 +530,7 @@ def verify(request: dict[str, Any], tests: VerifiedSuite, write: Callable[[dict[
     "decoys", and how many lines of the test were judged here, by the library, and by it without a decoy that tells."""
     wire = tests.wire
     tests.recorded = {test: Recorded(**recorded) for test, recorded in request["allowed"].items()}
+    tests.recorded |= {test: Recorded(origins=origins) for test, origins in request["origins"].items()}
     wire.allowed = frozenset(place for recorded in tests.recorded.values() for place in recorded.places)
     sys.meta_path.insert(0, wire.finder)  # type: ignore[arg-type]
     sys.addaudithook(handed.watch(wire))
@@ -491,6 +548,7 @@ def verify(request: dict[str, Any], tests: VerifiedSuite, write: Callable[[dict[
             decoys, decided = wire.decoys, wire.decoys.real
             counts = [len(wire.judged), len(decided), len(decoys.undecidable)]
             record |= {"places": list(wire.places), "decoys": decoys.record(), "judged": counts}
+            record["origins"] = [*decoys.origins]
         write(record)
 
     tests.run(request["tests"], report)

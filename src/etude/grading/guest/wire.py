@@ -224,6 +224,10 @@ class Wire:
         """The exception of a form that `encode_exception` made."""
         raise NotImplementedError
 
+    def changes(self) -> bool:
+        """Whether the other side may change containers that it was given."""
+        return True
+
     def warned(self, warning: Any) -> None:
         """Receive a warning that the other side has issued."""
 
@@ -367,6 +371,8 @@ class Wire:
     def _change(self, change: Any, sent: list[Any], made: Context) -> None:
         number, form = change
         old, new = sent[number], self.decode(form, made)
+        if not self.changes():
+            return
         if type(old) is not type(new) or type(old) not in MUTABLE:
             raise Garbage("an argument became another type")
         if isinstance(old, (list, bytearray)):
