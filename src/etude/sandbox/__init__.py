@@ -53,4 +53,4 @@ from etude.sandbox.kernel import MachineCheck, read_host, requirements
 from etude.sandbox.machine_profile import ProfileSource, checkout, load_profiles
 from etude.sandbox.shell import ProgramResult, Shell
 
-PUBLIC = ("", "backends.choose", "egress", "guest.boxed_runner", "namespace")
+PUBLIC = ("", "backends.choose", "egress", "guest.boxed_runner", "images.store", "namespace")

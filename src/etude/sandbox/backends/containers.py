@@ -26,7 +26,11 @@ ENGINES: tuple[ContainerEngine, ...] = ("docker", "podman")
 KERNEL_THREADS = 512
 # nofile, nproc: some hosts forbid the defaults of engines.
 _ULIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--ulimit", "core=0:0")
-_FACTS = "import platform; print(platform.python_version()); print(open('/etc/passwd').read())"
+_FACTS = """
+import pathlib, platform
+accounts = pathlib.Path("/etc/passwd")
+print(platform.python_version(), accounts.read_text() if accounts.is_file() else "", sep="\\n")
+"""
 _ISOLATION: dict[str, Literal["gvisor", "vm"]] = {"runsc": "gvisor", "kata": "vm", "krun": "vm"}
 
 
