@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gzip
 import hashlib
 import io
@@ -12,6 +13,7 @@ import os
 import shutil
 import sys
 import tarfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -451,6 +453,25 @@ def test_an_image_that_is_none_is_refused_in_a_sentence(
     assert not images.exists() or not [entry for entry in os.listdir(images) if entry.startswith(".")]
 
 
+def test_what_a_killed_unpacking_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, product: Path
+) -> None:
+    """But not that of a process which still unpacks, nor a folder that is younger than its lock may be."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with contextlib.ExitStack() as stack:
+        for name, age, held in (("dead", 100, False), ("busy", 100, True), ("young", 0, False)):
+            lock = tmp_path / f"etude/images/.new-{name}/lock"
+            lock.parent.mkdir(parents=True)
+            lock.touch()
+            os.utime(lock, (time.time() - age,) * 2)
+            if held:
+                fcntl.flock(stack.enter_context(open(lock, "rb")), fcntl.LOCK_EX)
+        find_image(NamespaceSandboxConfig(image=str(product)))
+    assert {path.name for path in (tmp_path / "etude/images").glob(".new-*")} == {".new-busy", ".new-young"}
+
+
 def test_an_excluded_path_must_exist(product: Path) -> None:
+    with pytest.raises(UserError, match=r"sandbox.exclude: app is no path below the root"):
+        find_image(NamespaceSandboxConfig(image=str(product), exclude=("app",)))
     with pytest.raises(UserError, match=r"sandbox.exclude: /nowhere is not in the image"):
         find_image(NamespaceSandboxConfig(image=str(product), exclude=("/nowhere",)))

@@ -83,6 +83,9 @@ def test_a_repository_with_everything_at_once(index: Path, tmp_path: Path) -> No
         "code/shelf/__init__.py": "from shelf._version import version\n" + LIB,
         "data/rows.txt": "1 2 3\n",
         "checks/check_a.py": """
+import os
+import socket
+
 import frozen
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -107,6 +110,18 @@ def it_adds_two():
 def it_adds_rows():
     text = (Path(__file__).parents[1] / "data/rows.txt").read_text()
     assert total([int(word) for word in text.split()]) == 6
+
+
+def it_adds_what_a_terminal_says():
+    master, slave = os.openpty()
+    os.write(slave, b"4")
+    assert os.isatty(slave) and total([int(os.read(master, 1))]) == 4
+
+
+def it_adds_what_a_server_says():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        client.send(b"5")
+        assert total([int(server.accept()[0].recv(1))]) == 5
 
 
 def test_last():
@@ -150,7 +165,7 @@ def test_wrong_fixture(nothing_like_it):
     assert data.manifest.python_path == ("code",)
     assert " -p mocks\n" in (data.root / "site/pytest.ini").read_text(), "the name under which pytest loads it itself"
     card = (data.root / "DATACARD.md").read_text()
-    assert "it_adds_rows" not in card, "it passes every time"
+    assert "it_adds_" not in card, "they pass every time"
     assert "`checks/check_a.py::test_wrong`: AssertionError: a mistake" in card
     assert "`checks/check_a.py::test_wrong_fixture`" in card
     assert "`checks/check_b.py`" in card

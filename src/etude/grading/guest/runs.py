@@ -308,6 +308,7 @@ class RunTemplate:
     def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None], alone: bool) -> None:
         """Make this fork a box; `alone`: that of a verifier, which starts no process and opens no connection."""
         box.enter()
+        box.terminals()
         box.furnish(limits, changes, self.lowers)
         if root.REPOSITORY in self.lowers:
             linux.unmount(root.SHARED)  # the repository without the task's files

@@ -61,6 +61,11 @@ def furnish(
     linux.loopback_up()
 
 
+def terminals() -> None:
+    """Pseudo-terminals of this mount namespace's own."""
+    linux.mount("devpts", "/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666")
+
+
 def cover(changes: Mapping[str, bytes | None]) -> list[str]:
     """Lay the files of a task over the repository, for this process and its forks. Returns the layers of its boxes."""
     if not changes:

@@ -40,7 +40,7 @@ class LiveBox(shell.ShellServer):
     def serve(self) -> None:
         """Make the box, then serve until the owner hangs up."""
         box.enter()
-        _terminals()
+        box.terminals()
         if self.machine_profile is not None:
             machine_profile.count_from(self.machine_profile["pids"])
         linux.hide()
@@ -120,7 +120,7 @@ def rehearse() -> None:
         served = LiveBox(connection, (), None)
         served.request = {"limits": LIMITS, "environment": {}}
         for number in range(ROUNDS):
-            _terminals()
+            box.terminals()
             data = json.dumps({"op": "exec", "seconds": 60.0, "id": number}).encode()
             line = os.memfd_create("request", os.MFD_CLOEXEC)
             os.write(line, b":")
@@ -132,7 +132,3 @@ def rehearse() -> None:
         assert served.shell is not None
         served.shell.close()
         os.waitpid(served.shell.pid, 0)
-
-
-def _terminals() -> None:
-    linux.mount("devpts", "/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666")

@@ -8,11 +8,13 @@ never changed; it may be deleted while nothing uses it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from etude.sandbox.images.minimal import MinimalImage
 MINIMAL = "minimal"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CHUNK = 1 << 20
+_YOUNG = 60.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def find_image(config: NamespaceSandboxConfig) -> RootImage:
         key = _key(source)
     except OSError as e:
         raise UserError(
-            f"sandbox.image: {source} cannot be read ({e.strerror}); name an archive or a folder."
+            f"sandbox.image: {source} cannot be read ({e.strerror}); name an archive or a folder of this machine, or "
+            'set sandbox.type = "podman" for an image of its store.'
         ) from None
     digest = _known(key, lambda: _imported(source))
     return _opened(str(source), _without(str(source), digest, config.exclude), own=False)
@@ -90,8 +94,7 @@ def saved_image(key: str, save: Callable[[Path], None]) -> Path:
     of that key is known. Raises UserError."""
 
     def imported() -> str:
-        _images().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_images(), prefix=".new-") as work:
+        with _unfinished() as work:
             save(Path(work, "image.tar"))
             return _imported(Path(work, "image.tar"))
 
@@ -107,8 +110,9 @@ def _opened(name: str, digest: str, own: bool) -> RootImage:
     places = [f"{entry}/python3" for entry in path.split(":") if entry.startswith("/")]
     python = next((place for place in places if os.path.isfile(inside(folder, place))), None)
     if python is None or not os.path.isfile(inside(folder, "/bin/bash")):
+        less = ", without what is excluded," if "-without-" in digest else ""
         lacks = "python3 in its PATH" if python is None else "/bin/bash"
-        raise UserError(f"the image {name} has no {lacks}; boxes need python3 (3.11 or later) and bash.")
+        raise UserError(f"the image {name}{less} has no {lacks}; boxes need python3 (3.11 or later) and bash.")
     return RootImage(name, digest, folder, python, facts.environment, writable, facts.user)
 
 
@@ -120,7 +124,9 @@ def _without(name: str, digest: str, exclude: Sequence[str]) -> str:
     places = {inside(whole, path) for path in exclude}
     for path in exclude:
         place = inside(whole, path)
-        if place == str(whole) or not os.path.lexists(place):
+        if place == str(whole) or not path.startswith("/"):
+            raise UserError(f"sandbox.exclude: {path} is no path below the root; write /usr/share/doc, for example.")
+        if not os.path.lexists(place):
             raise UserError(f"sandbox.exclude: {path} is not in the image {name}.")
     reduced = f"{digest}-without-{blake3.blake3(repr(sorted(places)).encode()).hexdigest()[:16]}"
     if (_images() / reduced / "image.json").is_file():
@@ -165,8 +171,7 @@ def _known(key: str, make: Callable[[], str]) -> str:
 def _store(build: Callable[[Path], _Facts | None], digest: str = "") -> str:
     """Build a root and move it to its place. Its content is its name, unless `digest` is known. Raises UserError."""
     try:
-        _images().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_images(), prefix=".new-", ignore_cleanup_errors=True) as work:
+        with _unfinished() as work:
             made = Path(work, "image")
             (made / "root").mkdir(parents=True)
             os.chmod(made, 0o755)
@@ -178,8 +183,28 @@ def _store(build: Callable[[Path], _Facts | None], digest: str = "") -> str:
             with contextlib.suppress(OSError):  # another process was faster
                 os.rename(made, _images() / digest)
     except OSError as e:
-        raise UserError(f"the image could not be unpacked into {_images()}: {e.strerror} ({e.filename}).") from None
+        where = f" ({e.filename})" if e.filename else ""
+        raise UserError(
+            f"the image could not be unpacked into {_images()}: {e.strerror}{where}; XDG_CACHE_HOME moves it."
+        ) from None
     return digest
+
+
+@contextlib.contextmanager
+def _unfinished() -> Iterator[str]:
+    """A folder beside the images, for one that is being made. Folders of processes that were killed are removed."""
+    _images().mkdir(parents=True, exist_ok=True)
+    for lock in _images().glob(".new-*/lock"):
+        with contextlib.suppress(OSError), open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(file.fileno()).st_mtime > _YOUNG:  # a younger one may not be locked yet
+                shutil.rmtree(lock.parent, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(dir=_images(), prefix=".new-", ignore_cleanup_errors=True) as work,
+        open(f"{work}/lock", "wb") as file,
+    ):
+        fcntl.flock(file, fcntl.LOCK_EX)  # until this process ends
+        yield work
 
 
 def _give(folder: Path) -> None:
