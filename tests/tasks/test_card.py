@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from etude.config import BuildConfig
 from etude.records import CodeTask
@@ -19,7 +22,7 @@ def _log(copies: dict[str, int], candidates: int = 100) -> card.TaskBuildLog:
     return card.TaskBuildLog(
         functions=9, eligible=9, covered=9, candidates=candidates, rejected={}, tests=9, unstable=(), failed={},
         inventory=Inventory(()), settings=PytestSettings(), generated=(), straddling={}, copies=copies,
-        installed={}, system="minimal blake3-0",
+        installed={}, system="minimal blake3-0", passed=50,
     )  # fmt: skip
 
 
@@ -76,3 +79,40 @@ def test_comparisons_by_the_library() -> None:
     (sentence,) = card._decided(tasks)
     assert "38% of a task's tests on average" in sentence
     assert "more than 50% of the judged lines" in sentence
+
+
+@pytest.mark.parametrize(
+    ("tasks", "passed", "failed", "most", "said"),
+    [
+        (20, 90, 10, 80, "good: 20 tasks of 20 files, with 90% of the repository's tests"),
+        (
+            19,
+            90,
+            0,
+            80,
+            "thin: 19 tasks of 19 files, with 100% of the repository's tests; a good dataset has 20 of 5. ",
+        ),
+        (
+            20,
+            89,
+            11,
+            80,
+            "thin: 20 tasks of 20 files, with 89% of the repository's tests; 11 fail on the unbroken tree ",
+        ),
+        (40, 49, 51, 80, "hollow: 40 tasks of 40 files, with 49% "),
+        (4, 9, 0, 80, "hollow: 4 tasks of 4 files, "),
+        (4, 9, 0, 4, "good: 4 tasks of 4 files, "),
+    ],
+)
+def test_the_verdict(tasks: int, passed: int, failed: int, most: int, said: str) -> None:
+    log = replace(_log({}), passed=passed, failed={f"t::{n}": "" for n in range(failed)})
+    told = card.verdict(_tasks(tasks, 0), log, BuildConfig(max_tasks=most))
+    assert told.startswith(said)
+    assert told.startswith("good") or re.search(r"\. Next: .*\w\W?\.$", told)
+
+
+def test_tasks_of_few_files_are_thin_and_what_could_not_be_installed_is_the_next_step() -> None:
+    tasks = [msgspec.structs.replace(_tasks(1, 0)[0], id=str(i)) for i in range(40)]
+    assert card.verdict(tasks, _log({}), BuildConfig()).startswith("thin: 40 tasks of 1 files")
+    log = replace(_log({}), failed=dict.fromkeys(map(str, range(20)), ""), refused="x has no wheel")
+    assert "Next: name wheels of what was not installed" in card.verdict(_tasks(40, 0), log, BuildConfig())

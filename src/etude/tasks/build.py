@@ -208,12 +208,7 @@ async def _run(plan: _BuildPlan) -> None:
     for folder in (work / "written", plan.tree):  # not earlier, since folders of an open sandbox must not change
         shutil.rmtree(folder, ignore_errors=True)
     if not tasks:
-        reasons = searched.rejected.most_common(3)
-        advice = _ADVICE.get(reasons[0][0], "add tests") if reasons else "add tests"
-        if in_system and reasons[0][0] == Rejected.INSTALLED:
-            advice = f"leave {Counter(in_system.values()).most_common(1)[0][0]} out of the image with `exclude`"
-        listed = ", ".join(f"{reason}: {n}" for reason, n in reasons)
-        raise UserError(f"no broken program of {plan.repo} passed the gates ({listed}); {advice}.")
+        raise _no_task(plan.repo, searched.rejected, in_system)
     commits = histories.build(plan.past, bench.repository, plan.facts.layout.tests, tasks, work)
     fit = searched.tried - searched.rejected.total()
     history = card.TaskBuildLog(
@@ -223,6 +218,7 @@ async def _run(plan: _BuildPlan) -> None:
         candidates=searched.tried,
         rejected=searched.rejected,
         tests=len(drawn.stable),
+        passed=len({test for tests in prepared.callers.values() for test in tests}),
         unstable=sorted(drawn.unstable),
         failed=prepared.failed,
         inventory=plan.facts.inventory,
@@ -249,11 +245,22 @@ async def _run(plan: _BuildPlan) -> None:
         digests={},
         counts={"functions": len(drawn.functions), "candidates": searched.tried, "fit": fit, "commits": commits},
         warnings=card.warnings(tasks, history, options),
+        verdict=card.verdict(tasks, history, options),
         image=system if plan.boxes is not None and plan.boxes.image else "",
         services=tuple(service.name for service in (plan.boxes.services if plan.boxes is not None else ())),
     )
     made = dataset.save(work, manifest, tasks)
     (work / "DATACARD.md").write_text(card.datacard(made.manifest, made.tasks, history), "utf-8")
+
+
+def _no_task(repo: Path, rejected: Counter[str], in_system: Mapping[str, str]) -> UserError:
+    """The error for a repository that gives no task. `in_system` maps tasks to places of boxes with their answer."""
+    reasons = rejected.most_common(3)
+    advice = _ADVICE.get(reasons[0][0], "add tests") if reasons else "add tests"
+    if in_system and reasons[0][0] == Rejected.INSTALLED:
+        advice = f"leave {Counter(in_system.values()).most_common(1)[0][0]} out of the image with `exclude`"
+    listed = ", ".join(f"{reason}: {n}" for reason, n in reasons)
+    return UserError(f"no broken program of {repo} passed the gates ({listed}); {advice}.")
 
 
 @dataclass(frozen=True)

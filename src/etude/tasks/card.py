@@ -17,6 +17,8 @@ from etude.tasks.settings import PytestSettings
 
 FEW_TASKS = 50  # to teach
 FEW_FUNCTIONS = 25  # to teach, and to measure: tasks of one function are much alike
+GOOD_TASKS, GOOD_FILES, GOOD_SHARE = 20, 5, 0.9  # of a good dataset: tasks, their files, tests that are kept
+HOLLOW_SHARE = 0.5  # of tests, and a quarter of the tasks: below, the dataset stands for little of the repository
 MANY_LEAKS = 0.3  # of the programs tried
 _FACTS = (("lines", 5), ("complexity", 3), ("f2p", 3), ("visible_fails", 1))  # difficulty and the width of its bins
 
@@ -31,6 +33,7 @@ class TaskBuildLog:
     candidates: int  # broken programs tried
     rejected: Mapping[str, int]  # reason -> broken programs
     tests: int  # hidden tests that are stable
+    passed: int  # tests that pass on the unbroken tree and call the library
     unstable: Sequence[str]  # tests left out: they fail or differ on the unbroken tree
     failed: Mapping[str, str]  # tests, or files of tests, that fail on the unbroken tree -> pytest's message
     inventory: Inventory
@@ -86,6 +89,29 @@ def warnings(tasks: Sequence[CodeTask], log: TaskBuildLog, options: BuildConfig)
     return tuple(messages)
 
 
+def verdict(tasks: Sequence[CodeTask], log: TaskBuildLog, options: BuildConfig) -> str:
+    """ "good", "thin" or "hollow", with the figures, and what to do next. A build that was asked for fewer tasks is
+    measured by these."""
+    wanted = min(GOOD_TASKS, options.max_tasks)
+    files, fewest = len({path for task in tasks for path in task.changes}), max(1, min(GOOD_FILES, wanted // 4))
+    ran = log.passed + len(log.failed)
+    share = (log.passed - len(log.unstable)) / ran if ran else 1.0
+    figures = f"{len(tasks)} tasks of {files} files, with {share:.0%} of the repository's tests"
+    if share < GOOD_SHARE:
+        lost = f"{len(log.failed)} fail on the unbroken tree and {len(log.unstable)} do not pass every time"
+        cure = (
+            "see the card for their messages; `--requires PACKAGE` brings what they lack, `--exclude FILE` drops them"
+        )
+        if log.refused:
+            cure = "name wheels of what was not installed in PIP_FIND_LINKS, or give `--requires PACKAGE` in its place"
+    elif len(tasks) < wanted or files < fewest:
+        lost, cure = f"a good dataset has {wanted} of {fewest}", _wider(options)
+    else:
+        return f"good: {figures}"
+    name = "hollow" if share < HOLLOW_SHARE or 4 * len(tasks) < wanted else "thin"
+    return f"{name}: {figures}; {lost}. Next: {cure.rstrip('.')}."
+
+
 def _wider(options: BuildConfig) -> str:
     """The options that would give more tasks and are not in use."""
     ways = [
@@ -111,6 +137,7 @@ def datacard(manifest: Manifest, tasks: Sequence[CodeTask], history: TaskBuildLo
         f"# Tasks from {manifest.name}\n",
         f"Made by `etude tasks build` with seed {manifest.seed}. Licence of the code: {manifest.licence} "
         f"(from {manifest.licence_source}). Dependencies: {', '.join(history.requirements) or 'none'}.\n",
+        f"Verdict: {manifest.verdict}\n",
         *(["## Warnings\n", "".join(f"- {warning}\n" for warning in manifest.warnings)] if manifest.warnings else []),
         *_files(history.inventory),
         *_environment(history),

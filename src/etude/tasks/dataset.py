@@ -48,6 +48,7 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=True):
     options: dict[str, object]
     counts: dict[str, int]
     warnings: tuple[str, ...] = ()  # limitations of the dataset, see `card.py`
+    verdict: str = ""  # "good", "thin" or "hollow", with the reason, see `card.py`
     kind: str = ""  # "harbor": of tasks that others wrote, see `foreign/`
     image: str = ""  # of the boxes that it was built in, unless that is the minimal one: name and digest
     services: tuple[str, ...] = ()  # of these boxes, by name
