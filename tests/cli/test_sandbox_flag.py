@@ -200,6 +200,7 @@ WITH_A_DATASET = (
     "tasks traces data -o out.jsonl",
     "eval nano --suite data",
     "eval nano --suite tests.toml",
+    "eval http://127.0.0.1:9/v1 --model m --suite data",
     "train tests.toml",
     "doctor sandbox --pack pack",
 )

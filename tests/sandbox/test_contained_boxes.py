@@ -135,6 +135,22 @@ def test_an_images_own_account_and_home_stay(library_image: Image, tmp_path: Pat
     assert done.output.split() == shown
 
 
+def test_a_home_that_is_a_link_leads_to_no_folder_of_the_host(library_image: Image, tmp_path: Path) -> None:
+    secret = tmp_path / "host"
+    secret.mkdir()
+    (secret / "secret.txt").write_text("of the host")
+    root = tmp_path / "root"
+    shutil.copytree(find_image(NamespaceSandboxConfig()).folder, root, symlinks=True)
+    for folder in ("home", "opt"):
+        shutil.rmtree(root / folder, ignore_errors=True)
+    (root / "home").mkdir()
+    (root / "home/dev").symlink_to(f"../../../../../../../..{secret}")
+    (root / "opt").symlink_to(f"../../../../../../../..{secret}")
+    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\ndev:x:1000:1000::/home/dev:/bin/bash\n")
+    (done,) = play(library_image, ["cat ~/secret.txt /opt/*"], NamespaceSandboxConfig(image=str(root)))
+    assert "of the host" not in done.output
+
+
 def test_what_a_shell_prints_is_read_or_left() -> None:
     shell = ImageTerminal.read("14\x009\x00PATH=/bin\x00A=b=c\x00")
     assert (shell.environment, shell.processes) == ({"PATH": "/bin", "A": "b=c"}, 4)

@@ -29,6 +29,7 @@ from etude.sandbox.images import minimal
 from etude.sandbox.images.archive import ImageArchive, inside
 from etude.sandbox.images.store import find_image
 
+SEARCH = "/usr/local/bin:/usr/bin"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 SERVER = "python3 -m http.server --bind 127.0.0.1 --directory /srv 8123"
 READY = "python3 -c 'import urllib.request as u; u.urlopen(\"http://127.0.0.1:8123/price.txt\", timeout=1)'"
@@ -213,8 +214,9 @@ def test_a_service_that_does_not_get_ready_is_told_before_anything_runs(product:
     config = validate_sandbox({"image": str(product), "services": [ended]}, "here")
     with pytest.raises(UserError, match=r"the service prices ended before it was ready; .* no such setting"):
         lines(config, "true")
-    behind = SERVICE | {"start": f"({SERVER} &) ; true"}  # it has gone into the background
-    assert lines(validate_sandbox({"image": str(product), "services": [behind]}, "here"), "echo here") == ["here"]
+    for status in ("true", "exit 2"):  # it has gone into the background
+        behind = SERVICE | {"start": f"({SERVER} &) ; {status}"}
+        assert lines(validate_sandbox({"image": str(product), "services": [behind]}, "here"), "echo here") == ["here"]
     with pytest.raises(UserError, match="two services 'prices'"):
         validate_sandbox({"services": [SERVICE, SERVICE]}, "here")
 
@@ -279,7 +281,7 @@ TREE = {
 }
 
 
-def _settings(layers: Sequence[bytes], architecture: str = "") -> bytes:
+def _settings(layers: Sequence[bytes], architecture: str = "", path: str = SEARCH) -> bytes:
     """The configuration of an image."""
 
     def content(layer: bytes) -> str:
@@ -288,12 +290,18 @@ def _settings(layers: Sequence[bytes], architecture: str = "") -> bytes:
             layer = _unzstd(layer) if layer[:4] == b"\x28\xb5\x2f\xfd" else layer
         return f"sha256:{hashlib.sha256(layer).hexdigest()}"
 
-    settings = {"architecture": architecture, "config": {"Env": ["PATH=/usr/local/bin:/usr/bin", "A=b=c"]}}
+    settings = {"architecture": architecture, "config": {"Env": [f"PATH={path}", "A=b=c"]}}
     return json.dumps(settings | {"rootfs": {"type": "layers", "diff_ids": [*map(content, layers)]}}).encode()
 
 
-def _docker(path: Path, layers: Sequence[bytes], architecture: str = "", images: int = 1) -> Path:
-    config = _settings(layers, architecture)
+def _docker(
+    path: Path,
+    layers: Sequence[bytes],
+    architecture: str = "",
+    images: int = 1,
+    search: str = "/usr/local/bin:/usr/bin",
+) -> Path:
+    config = _settings(layers, architecture, search)
     names = [f"{n}/layer.tar" for n in range(len(layers))]
     entry = {"Config": "config.json", "RepoTags": ["a:b"], "Layers": names}
     files = dict(zip(names, layers, strict=True)) | {"config.json": config}
@@ -367,6 +375,44 @@ def test_an_archive_makes_boxes(product: Path, tmp_path: Path) -> None:
     config = NamespaceSandboxConfig(image=str(path))
     assert lines(config, "cat /srv/price.txt; echo $A; python3 -c 'import installed'", boxes=2) == ["8\nb=c"] * 2
     assert find_image(config).digest.startswith("sha256-")
+
+
+@pytest.mark.parametrize("profiles", [None, (), "image"], ids=["none", "reference", "image"])
+def test_packages_of_a_virtual_environment_and_the_work_tree_are_found(
+    base: Path, tmp_path: Path, profiles: Any
+) -> None:
+    """As in most images of products: python3 in PATH is that of an environment without the system's packages."""
+    python = find_image(NamespaceSandboxConfig()).python
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        tar.add(base, ".")
+    packages = f"opt/venv/lib/{PYTHON}/site-packages"
+    venv = _layer([
+        ("opt/venv/pyvenv.cfg", "f", f"home = {os.path.dirname(python)}\ninclude-system-site-packages = false\n".encode()),
+        (f"{packages}/dependency.py", "f", b"VALUE = 5\n"),
+        (f"{packages}/start.pth", "f", b"import os; os.environ['STARTED'] = 'x'\n"),
+        ("opt/venv/bin/python3", "l", python),
+    ])  # fmt: skip
+    path = _docker(
+        tmp_path / "image.tar", [buffer.getvalue(), venv], search="/opt/venv/bin:/usr/local/bin:/usr/bin:/bin"
+    )
+    (tmp_path / "tree/m.py").write_text("import dependency\n\n\ndef f():\n    return dependency.VALUE\n")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "test_m.py").write_text("from m import f\n\n\ndef test_f():\n    assert f() == 5\n")
+    image = Image(tmp_path / "tree", None, {})
+
+    async def play() -> None:
+        config = NamespaceSandboxConfig(image=str(path))
+        async with open_sandbox(config, memo=0, machine_profiles=profiles) as sandbox:
+            box = await sandbox.create(image, Limits())
+            done = await box.exec("cd /tmp; python3 -c 'import m, pytest, sys; print(sys.prefix, m.f())'", 60.0)
+            assert done.output.split() == ["/opt/venv", "5"], done.output
+            await box.close()
+            report = await sandbox.run_tests(image, {}, ["test_m.py::test_f"], hidden, Limits())
+            assert (report.outcomes, report.decided) == ({"test_m.py::test_f": "passed"}, 1.0), report.messages
+
+    asyncio.run(play())
 
 
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {

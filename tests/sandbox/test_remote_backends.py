@@ -19,7 +19,7 @@ from etude.errors import UserError
 from etude.grading.runner import EXAMINER, TestRunner
 from etude.sandbox.backend import BackendOptions
 from etude.sandbox.backends import choose
-from etude.sandbox.backends.containers import ENGINES
+from etude.sandbox.backends.containers import ENGINES, Containers
 from etude.sandbox.backends.remote import RemoteBackend, open_remote
 from etude.sandbox.base import BoxDead, Escape, Image, LaunchFailed, Limits, NotFound, NotRegular
 from etude.sandbox.egress.policy import Egress
@@ -207,6 +207,30 @@ def test_an_engine_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 
         with pytest.raises(UserError, match="not installed"):
             asyncio.run(enter())
+
+
+PODMAN = """#!/bin/bash
+echo 'time="2026" level=warning msg="a warning"' >&2
+case "$*" in
+  info*) echo '{"host": {"security": {"rootless": true}, "cgroupVersion": "v2",' \\
+    '"cgroupControllers": ["memory", "pids"]}}';;
+  *inspect*) printf 'ab%.0s' {1..32};;
+  *python3*) python3 -c "${@: -1}";;
+esac
+"""
+
+
+def test_warnings_of_an_engine_are_no_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine = tmp_path / "podman"
+    engine.write_text(PODMAN)
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    host = Containers("podman", "some:image", None)
+    asyncio.run(host.open())
+    host.close()
+    assert host.image_name == f"some:image {'ab' * 32} of podman"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", host.python)
+    assert host._accounts.startswith(Path("/etc/passwd").read_text()[:20])
 
 
 def test_files_are_opened_without_openat2(tmp_path: Path) -> None:

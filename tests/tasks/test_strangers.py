@@ -208,6 +208,10 @@ def test_requirements_without_a_wheel_are_left_out_and_named(index: Path, tmp_pa
     ), why  # fmt: skip
     with pytest.raises(UserError, match="nowhere>=2 has no wheel"):
         environment.install_most(declared[:2], ("nowhere >= 2",), install_wheels, tmp_path / "site")
+    # Of two lines of one project the one without a wheel alone, and the user's line in place of it.
+    assert environment.install_most(["frozen>=2", "frozen"], ["frozen"], install_wheels, tmp_path / "site")[0] == (
+        "frozen",
+    )
     text = ", ".join(f"'{line}'" for line in ("frozen", "nowhere"))
     root = write(tmp_path / "r", {
         "pyproject.toml": f"[project]\nname = 'm'\nversion = '1'\ndependencies = [{text}]\n",
@@ -223,22 +227,33 @@ def test_requirements_without_a_wheel_are_left_out_and_named(index: Path, tmp_pa
 def test_links_are_followed_within_the_repository(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/key.txt").write_text("private")
-    root = write(tmp_path / "r", {"shared/a.py": "x = 1\n", "shared/deep/b.txt": "b\n", "lib/c.py": "", "own.txt": ""})
-    links = {"lib/a.py": "../shared/a.py", "tests": "shared", "round": "round", "up/all": "..", "gone": "nothing",
+    files = {"shared/a.py": "x = 1\n", "rows/deep/b.txt": "b\n", "lib/c.py": "", "own.txt": "", "tests/test_a.py": "",
+             ".hidden": "", "private/c.csv": ""}  # fmt: skip
+    root = write(tmp_path / "r", files)
+    links = {"lib/a.py": "../shared/a.py", "more": "rows", "round": "round", "up/all": "..", "gone": "nothing",
              "out.txt": "../outside/key.txt", "away": "../outside", "git": ".git/config", "new": "untracked.py",
-             "twice": "lib/a.py"}  # fmt: skip
+             "twice": "lib/a.py", "code": "shared", "checks": "tests", "check.py": "tests/test_a.py", "dist": "rows",
+             "conf": ".hidden", "docs/private": "../private"}  # fmt: skip
     for name, target in links.items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).symlink_to(target)
     clone(root, {})
     write(root, {"untracked.py": ""})
-    taken = inventory.take(root)
-    files = {"shared/a.py", "shared/deep/b.txt", "lib/c.py", "own.txt"}
-    assert {*taken.files} == files | {"lib/a.py", "tests/a.py", "tests/deep/b.txt", "twice"}
-    assert taken.links == ("away", "git", "gone", "new", "out.txt", "round", "up/all")
+    taken = inventory.take(root, [".hidden", "private", "twice"])
+    assert {*taken.files} == {*files, "lib/a.py", "more/deep/b.txt"} - {".hidden", "private/c.csv"}
+    assert {*links} - {*taken.links} == {"lib/a.py", "more"}
     discover.copy(root, tmp_path / "copy", taken.files)
-    assert (tmp_path / "copy/tests/deep/b.txt").read_text() == "b\n"
+    assert (tmp_path / "copy/more/deep/b.txt").read_text() == "b\n"
     assert not any(path.is_symlink() for path in (tmp_path / "copy").rglob("*"))
+
+
+def test_links_do_not_multiply_a_repository(tmp_path: Path) -> None:
+    root = write(tmp_path / "r", {f"rows/{n}.txt": "" for n in range(30)})
+    for n in range(50):
+        (root / f"more{n}").symlink_to("rows")
+    taken = inventory.take(clone(root, {}))
+    assert len(taken.files) == 60, "once"
+    assert len(taken.links) == 49
 
 
 def test_a_broken_suite_is_quoted() -> None:
@@ -281,6 +296,7 @@ def test_slow_tests_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.M
         "test_one.py": sleeps + "@pytest.fixture\ndef late():\n    time.sleep(60)\n\n\n"
         "def test_late(late):\n    pass\n\n\n"
         "def test_ever():\n    try:\n        time.sleep(60)\n    except Exception:\n        pass\n",
+        "test_alarm.py": "import signal\n\n\ndef test_own():\n    signal.signal(signal.SIGALRM, signal.SIG_DFL)\n",
         "test_many.py": sleeps + "".join(slow.format(i) for i in range(1, 6)),
     })  # fmt: skip
     data = build_dataset(root, tmp_path / "out", BuildConfig(max_tasks=2, kinds=("mutation",), repeats=1), quiet)

@@ -185,6 +185,9 @@ def measure_models(
             "where a reward can be forged; they count nevertheless",
             file=sys.stderr,
         )
+    for part in parts:
+        if part.dataset is not None:
+            part.dataset.check_boxes(measurement.boxes)
     for model in models:
         if isinstance(model, Path):
             check_device(inference.device, "device")

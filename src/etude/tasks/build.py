@@ -57,6 +57,7 @@ _ADVICE: dict[str, str] = {
     Rejected.HANGS: "its tests are slow: give more time with `--hang-seconds 30`",
     Rejected.SILENT: "accept programs that no visible test notices with `--no-visible-failure`",
 }
+_BESIDE_BYTES = 4 << 20
 _SOURCES = (".py", ".pyi", ".pyx", ".pxd", ".so")
 _CAP = 3 * MAX_TESTS  # hidden tests that may decide one task, before those that fail at times are left out
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
@@ -339,7 +340,7 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
         covered = [f for f in plan.eligible if f.id in callers]
         policy = "doctests" if 2 * sum(f.doctest for f in covered) >= len(covered) > 0 else "half"
     discover.copy(plan.tree, repository, sorted({*layout.files} - {*layout.tests}))
-    discover.copy(plan.tree, plan.work / "hidden", layout.tests if plan.facts.script else _beside_tests(layout))
+    discover.copy(plan.tree, plan.work / "hidden", layout.tests if plan.facts.script else _beside_tests(plan))
     shown: set[str] = set()
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}
@@ -352,11 +353,13 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
     return policy, shown
 
 
-def _beside_tests(layout: discover.RepositoryLayout) -> list[str]:
+def _beside_tests(plan: _BuildPlan) -> list[str]:
     """The files of tests, and files beside them that tests may read by their own place, such as samples and a README:
-    no source code, and nothing of the library's folders."""
+    no source code, nothing of the library's folders, and no large files."""
+    layout = plan.facts.layout
     roots = tuple(f"{root}/" for root in layout.source_roots)
     beside = [path for path in layout.files if not path.endswith(_SOURCES) and not path.startswith(roots)]
+    beside = [path for path in beside if (plan.tree / path).stat().st_size <= _BESIDE_BYTES]
     return sorted({*layout.tests, *beside})
 
 

@@ -195,7 +195,7 @@ def _files(taken: Inventory) -> list[str]:
         f"{_named(' With changes since the last commit', taken.changed)}"
         f"{_named(' Left out, since git does not track them', taken.untracked)}"
         f"{_named(' Left out by `exclude`', taken.excluded)}"
-        f"{_named(' Symbolic links that lead to no file of the repository, and are left out', taken.links)}"
+        f"{_named(' Left out: symbolic links to code, tests, or nothing of the repository', taken.links)}"
         f"{_named(' Submodules that were not fetched, and are empty', taken.absent)}"
         f"{_named(' Pointers of Git LFS, whose files were not fetched: tests that read them fail', taken.pointers)}\n",
     ]

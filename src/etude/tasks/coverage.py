@@ -64,7 +64,10 @@ class TimeLimits:
     def __init__(self, slow: str, test: float, file: float) -> None:
         self.slow, self.test, self.file = slow, test, file
         self.used: dict[str, float] = {}
-        signal.signal(signal.SIGALRM, self._stop)
+
+    def _begin(self) -> None:
+        signal.signal(signal.SIGALRM, self._stop)  # anew: a test may have set its own
+        signal.setitimer(signal.ITIMER_REAL, self.test)
 
     def _stop(self, *_: object) -> None:
         raise TookLong(f"{self.slow} it takes longer than {self.test:.0f} s")
@@ -86,14 +89,14 @@ class TimeLimits:
     @pytest.hookimpl(hookwrapper=True, specname="pytest_runtest_setup")
     def pytest_setup_limit(self):  # type: ignore[no-untyped-def]
         """Limits the fixtures of a test."""
-        signal.setitimer(signal.ITIMER_REAL, self.test)
+        self._begin()
         yield
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     @pytest.hookimpl(hookwrapper=True, specname="pytest_runtest_call")
     def pytest_call_limit(self):  # type: ignore[no-untyped-def]
         """Limits a test."""
-        signal.setitimer(signal.ITIMER_REAL, self.test)
+        self._begin()
         yield
         signal.setitimer(signal.ITIMER_REAL, 0)
 

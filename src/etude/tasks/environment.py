@@ -88,7 +88,7 @@ def install_most(
         except NotInstallable as e:
             shutil.rmtree(site, ignore_errors=True)
             # A package that others need has no line here: those that need it are found by themselves.
-            own = [line for line in left if _project(line) == _project(e.requirement)]
+            own = [line for line in left if _bare(line) == _bare(e.requirement)]
             lines = own or [line for line in left if _refused(line, install, site)]
             if not lines or set(lines) & set(more):
                 raise
@@ -96,9 +96,11 @@ def install_most(
             reasons |= dict.fromkeys([str(e) if own else f"{', '.join(lines)}: {e}"])
 
 
-def _project(requirement: str) -> str:
-    match = re.match(r"[\w.-]+", requirement)
-    return normal_project(match[0]) if match else requirement
+def _bare(requirement: str) -> str:
+    """A requirement as pip names it: without extras, markers and blanks."""
+    name = re.match(r"[\w.-]+", requirement)
+    rest = re.sub(r"\[.*?\]|;.*|\s", "", requirement[name.end() :]) if name else ""
+    return f"{normal_project(name[0])}{rest}" if name else requirement
 
 
 def _refused(line: str, install: Install, site: Path) -> bool:

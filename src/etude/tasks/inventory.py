@@ -6,7 +6,8 @@ no program that a clone's settings name is run.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -53,7 +54,7 @@ class Inventory:
     absent: tuple[str, ...] = ()  # submodules that were not fetched
     excluded: tuple[str, ...] = ()  # by the option `exclude`
     pointers: tuple[str, ...] = ()  # files that Git LFS did not fetch; they hold an address
-    links: tuple[str, ...] = ()  # symbolic links that lead to no tracked file or folder; others are followed
+    links: tuple[str, ...] = ()  # symbolic links that are not followed, see `_followed`
 
 
 def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
@@ -62,7 +63,7 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     code."""
     inventory = _listed(repository, exclude)
     pointers = tuple(path for path in inventory.files if _is_pointer(repository / path))
-    if code := [path for path in pointers if language_of(path) not in (None, "json", "markdown")]:
+    if code := [path for path in pointers if _is_code(path)]:
         raise UserError(
             f"{code[0]} of {repository} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`, or leave "
             f"it out with `--exclude {code[0]!r}`."
@@ -90,21 +91,25 @@ def _listed(repository: Path, exclude: Sequence[str]) -> Inventory:
         runs = [f"outputs/{path.parent.name}" for path in repository.glob("outputs/*/config.json")]  # of etude
         excluded = tuple(path for path in files if excludes(path, (*exclude, *runs)))
         return Inventory(tuple(sorted({*files} - {*excluded})), excluded=excluded)
-    plain = {path for path in names if not functions.is_junk(path) and _is_plain(repository, path)}
-    links = {path: _followed(repository, path, plain) for path in names if (repository / path).is_symlink()}
-    tracked = sorted(plain.union(*links.values()))
+    tracked = sorted(path for path in names if not functions.is_junk(path) and _is_plain(repository, path))
     excluded = tuple(path for path in tracked if excludes(path, exclude))
+    plain = [path for path in tracked if path not in excluded]
+    links, followed = [path for path in sorted(names) if (repository / path).is_symlink()], dict[str, list[str]]()
+    for link in links:
+        behind = [path for path in _followed(repository, link, plain) if not excludes(path, exclude)]
+        if behind and sum(map(len, followed.values())) + len(behind) <= len(plain):
+            followed[link] = behind
     modules = [path for path in names if staged[path][0] == SUBMODULE]
     options = ("ls-files", "-z", "--others", "--directory", "--no-empty-directory")
     others = clone.demand(*options, within=repository.resolve()).split(b"\0")
     return Inventory(
-        files=tuple(sorted({*tracked} - {*excluded})),
+        files=tuple(sorted({*plain}.union(*followed.values()))),
         tracked=True,
         untracked=tuple(sorted(_named(name.decode("utf-8", "surrogateescape") for name in others if name))),
         changed=_changed(repository, clone, below, names),
         absent=tuple(sorted(modules)),
         excluded=excluded,
-        links=tuple(sorted(path for path, files in links.items() if not files)),
+        links=tuple(link for link in links if link not in followed),
     )
 
 
@@ -187,18 +192,27 @@ def _named(paths: Iterable[str]) -> list[str]:
     return [path for path in paths if path == path.encode("utf-8", "replace").decode()]
 
 
-def _followed(repository: Path, link: str, plain: Collection[str]) -> list[str]:
+def _followed(repository: Path, link: str, plain: Sequence[str]) -> list[str]:
     """The paths behind a symbolic link: its own, or those below a folder. Empty if the link leads to no file of
-    `plain`, or to a folder around itself."""
+    `plain`, which is sorted, or to a folder around itself. Empty as well for a test and for a folder with code: a
+    second copy would show hidden tests, or hold all answers."""
+    if functions.is_junk(link):
+        return []
     try:
         target = (repository / link).resolve(strict=True).relative_to(repository.resolve()).as_posix()
     except (OSError, RuntimeError, ValueError):  # nothing, a loop, or outside
         return []
-    if target in plain:
-        return [link]
-    if target == "." or link.startswith(f"{target}/"):
+    below = plain[bisect_left(plain, target) : bisect_left(plain, f"{target}0")]  # "0" comes after "/"
+    code = [path for path in below if _is_code(path)]
+    if target in below:
+        return [] if target in code and functions.is_test(target) else [link]
+    if target == "." or link.startswith(f"{target}/") or code:
         return []
-    return [f"{link}{path.removeprefix(target)}" for path in plain if path.startswith(f"{target}/")]
+    return [f"{link}{path.removeprefix(target)}" for path in below if path.startswith(f"{target}/")]
+
+
+def _is_code(path: str) -> bool:
+    return language_of(path) not in (None, "json", "markdown")
 
 
 def _is_plain(repository: Path, path: str) -> bool:

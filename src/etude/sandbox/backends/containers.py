@@ -26,10 +26,12 @@ ENGINES: tuple[ContainerEngine, ...] = ("docker", "podman")
 KERNEL_THREADS = 512
 # nofile, nproc: some hosts forbid the defaults of engines.
 _ULIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--ulimit", "core=0:0")
+_SAVE_SECONDS = 900.0
 _FACTS = """
-import pathlib, platform
+import pathlib, sys
 accounts = pathlib.Path("/etc/passwd")
-print(platform.python_version(), accounts.read_text() if accounts.is_file() else "", sep="\\n")
+print(*sys.version_info[:3], sep=".")
+print(accounts.read_text() if accounts.is_file() else "")
 """
 _ISOLATION: dict[str, Literal["gvisor", "vm"]] = {"runsc": "gvisor", "kata": "vm", "krun": "vm"}
 
@@ -52,10 +54,10 @@ class Containers:
         info = await self._info()
         self._folder = tempfile.TemporaryDirectory(prefix="etude-containers-")
         code, printed = await output([self.name, "image", "inspect", "--format", "{{.Id}}", self._image])
-        self._id = printed.strip().removeprefix("sha256:")
-        self.image_name = f"{self._image} {self._id} of {self.name}"
         if code:
             raise UserError(f"{self.name} has no image {self._image} ({last(printed)}); pull or import it first.")
+        self._id = printed.removeprefix("sha256:")
+        self.image_name = f"{self._image} {self._id} of {self.name}"
         if self.name == "docker":
             runtimes, version = info["Runtimes"], info.get("CgroupVersion", "1")
             rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
@@ -119,9 +121,14 @@ class Containers:
         return {"/": saved_image(self._id, self._save)}
 
     def _save(self, path: Path) -> None:
-        done = subprocess.run([self.name, "save", "--output", path, self._id], capture_output=True, timeout=600)
-        if done.returncode:
-            raise UserError(f"{self.name} cannot save the image {self._image} ({last(done.stderr.decode())}).")
+        command = [self.name, "save", "--output", path, self._id]
+        try:
+            subprocess.run(command, capture_output=True, timeout=_SAVE_SECONDS, check=True)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{self.name} did not save the image {self._image} in {_SAVE_SECONDS:.0f} s.") from None
+        except subprocess.CalledProcessError as e:
+            why = last(e.stderr.decode("utf-8", "replace"))
+            raise UserError(f"{self.name} cannot save the image {self._image} ({why}).") from None
 
     def close(self) -> None:
         """Remove the files that containers have in place of theirs."""

@@ -61,19 +61,20 @@ async def attached(command: Sequence[str], end: Sequence[str]) -> ProcessStream:
 
 
 async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS) -> tuple[int, str]:
-    """(exit code, output) of a command; a code of 124 if it took too long. Raises FileNotFoundError."""
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
+    """(exit code, output) of a command; its errors are in the output if it failed, and may be warnings else. A code of
+    124 if it took too long. Raises FileNotFoundError."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
     try:
         async with asyncio.timeout(seconds):
-            printed, _ = await process.communicate()
+            printed, errors = await process.communicate()
     except TimeoutError:
         return 124, f"no answer within {seconds:.0f} s"
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
+    printed += errors if process.returncode else b""
     return process.returncode or 0, printed.decode("utf-8", "replace").strip()
 
 

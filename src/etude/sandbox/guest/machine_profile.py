@@ -27,11 +27,11 @@ def prepare(profile: dict[str, Any]) -> None:
         _clocks(profile["uptime"])
     for path, text in _files(profile).items():
         _write(FOLDER + path, text)
+    if (packages := _beside(profile)) is not None:
+        _lead_to_modules(packages)
     if profile["contained"]:
         if not os.path.lexists("/etc/mtab"):
             os.symlink("/proc/mounts", f"{FOLDER}/etc/mtab")
-        if (packages := _packages()) is not None:
-            _lead_to_modules(packages)
         for parent, folders, names in os.walk(FOLDER) if roots() else ():
             for name in (".", *folders, *names):
                 os.chown(f"{parent}/{name}", 0, 0, follow_symlinks=False)
@@ -50,7 +50,7 @@ def settle(profile: dict[str, Any]) -> None:
             linux.bind(FOLDER + path, path)
     if not profile["contained"]:
         _home(profile)
-    elif _packages() is None:
+    elif _beside(profile) is None:
         _write(f"/home/{root.user}/{_user_site()}/{_PTH}", _LINES)
 
 
@@ -89,8 +89,11 @@ def _user_site() -> str:
     return f".local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
 
-def _packages() -> str | None:
-    """The first folder of packages that the image's Python has, where a .pth file is less conspicuous than at home."""
+def _beside(profile: dict[str, Any]) -> str | None:
+    """The first folder of packages that the image's Python has, where a .pth file is less conspicuous than at home, and
+    which virtual environments read alone."""
+    if not profile["contained"] and sys.prefix == sys.base_prefix:
+        return None
     return next(filter(os.path.isdir, site.getsitepackages()), None)
 
 

@@ -40,7 +40,9 @@ def build(image: dict[str, Any], runner: dict[str, str]) -> None:
     new = "/tmp"  # any folder: it is covered in this namespace alone, until pivot_root
     folder = image["folder"]
     entries = [entry for entry in sorted(os.listdir(folder)) if entry not in OWN]
-    if os.path.isdir(f"{folder}/opt"):  # its entries one by one, since RUNNER lies beside them
+    if os.path.isdir(f"{folder}/opt") and not os.path.islink(
+        f"{folder}/opt"
+    ):  # its entries, since RUNNER lies beside them
         entries += [f"opt/{entry}" for entry in sorted(os.listdir(f"{folder}/opt"))]
     links = {entry: os.readlink(f"{folder}/{entry}") for entry in entries if os.path.islink(f"{folder}/{entry}")}
     linux.mount("tmpfs", new, "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")

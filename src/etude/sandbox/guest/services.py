@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 # Arguments: name of the service, the command that starts it, and the one that succeeds once the service is ready.
-# A service that fails ends the wait; one that ends well may have gone into the background.
+# A service that ends badly ends the wait two seconds later: it may have left a process in the background all the same.
 SCRIPT = """
+tries=60
 setsid bash -c "$1" </dev/null >"/tmp/$0.log" 2>&1 &
 until bash -c "$2" </dev/null >"/tmp/$0.ready" 2>&1; do
-  if ! kill -0 $! 2>/dev/null && ! wait $!; then exit 1; fi
+  if ! kill -0 $! 2>/dev/null && ! wait $! && ! ((tries--)); then exit 1; fi
   sleep 0.03
 done
 rm -f "/tmp/$0.ready"

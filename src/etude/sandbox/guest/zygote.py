@@ -40,6 +40,7 @@ def main() -> None:
         os._exit(1)
     os.set_inheritable(control.fileno(), False)
     root.layered, root.user = tuple(config["image"]["writable"]), config["image"]["user"]
+    _find_environment()
     packages = [folder for folder in site.getsitepackages() if os.path.isdir(folder)]
     sys.path[:] = [path for path in sys.path if path and path != root.RUNNER] + [root.RUNNER, *packages]
     templates = _templates(control, config["runs"])
@@ -50,6 +51,14 @@ def main() -> None:
     control.send(json.dumps({"python": ".".join(map(str, sys.version_info[:3])), "joins": joins}).encode())
     serve(control, templates, real_root, config["runs"])
     os._exit(0)
+
+
+def _find_environment() -> None:
+    """Read the virtual environment of the image's python3, which -S leaves out; no .pth file of it is run."""
+    path = list(sys.path)
+    site.addsitepackages = lambda known_paths, prefixes=None: known_paths
+    site.venv(set())
+    sys.path[:] = path
 
 
 def _joins(groups: list[int], host_id: int | None) -> bool:

@@ -196,8 +196,11 @@ class NamespaceBackend(Backend):
             "contained": profile is not None and profile.contained,
         }
         home = f"/home/{self.image.user}"
-        if profile is not None and profile.contained and (self.image.folder / home[1:]).is_dir():
-            hello["mounts"] |= {home: f"{self.image.folder.resolve()}{home}"}
+        place = f"{self.image.folder.resolve()}{home}"
+        # Not by a link of the image, which would lead through this machine's files.
+        own = os.path.isdir(place) and os.path.realpath(place) == place
+        if profile is not None and profile.contained and own:
+            hello["mounts"] |= {home: place}
         if image.host_socket is not None:
             hello["mounts"] |= {_socket_folder(image.host_socket): folder_of(image.host_socket.parent)}
         with memory(encode({"machine_profile": profile and asdict(profile)}, shared)) as fd:
