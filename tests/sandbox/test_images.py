@@ -387,8 +387,9 @@ def test_packages_of_a_virtual_environment_and_the_work_tree_are_found(
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         tar.add(base, ".")
     packages = f"opt/venv/lib/{PYTHON}/site-packages"
+    settings = f"home = {os.path.dirname(python)}\ninclude-system-site-packages = false\n"
     venv = _layer([
-        ("opt/venv/pyvenv.cfg", "f", f"home = {os.path.dirname(python)}\ninclude-system-site-packages = false\n".encode()),
+        ("opt/venv/pyvenv.cfg", "f", settings.encode()),
         (f"{packages}/dependency.py", "f", b"VALUE = 5\n"),
         (f"{packages}/start.pth", "f", b"import os; os.environ['STARTED'] = 'x'\n"),
         ("opt/venv/bin/python3", "l", python),
