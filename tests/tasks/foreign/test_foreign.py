@@ -110,11 +110,11 @@ def test_what_cannot_play_them_is_refused(built: ForeignDataset) -> None:
     chat = type("Chat", (), {"dialect": "hermes"})()
     docker: SandboxConfig = validate_sandbox({"type": "docker", "image": "x"}, "x")
     parts = [dataset_part(built)]
-    check_playable(parts, chat)
+    check_playable(parts, chat, None)
     with pytest.raises(UserError, match="compact dialect"):
-        check_playable(parts, renderer_for(ROOT / "models/nano"))
+        check_playable(parts, renderer_for(ROOT / "models/nano"), None)
     with pytest.raises(UserError, match=r'sandbox.type = "docker"'):
-        check_playable(parts, chat, docker.type)
+        check_playable(parts, chat, docker)
 
 
 @pytest.mark.slow
