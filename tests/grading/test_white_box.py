@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from etude.grading.grade import Grade, grade_changes
-from etude.grading.guest.alterations import altered, lineup
+from etude.grading.guest.alterations import MAX_ELEMENTS, alterable, altered, lineup
 from etude.grading.runner import open_sandbox
 from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox.base import Image, Limits
@@ -209,6 +209,16 @@ def test_a_lineup_does_not_surround_its_value() -> None:
         all_of_them = sorted([value, *others])
         hits += min(all_of_them, key=lambda one: sum(abs(one - other) for other in all_of_them)) == value
     assert hits < 0.25 * 600  # 0.16; of values around a real one 0.4 and more
+
+
+def test_huge_values_are_not_altered() -> None:
+    rows = [[0] * 100] * (MAX_ELEMENTS // 100)
+    endless: list[Any] = []
+    endless.append(endless)
+    for value, small in (([0] * MAX_ELEMENTS, True), ([0] * (MAX_ELEMENTS + 1), False), (rows, False), (endless, False)):
+        assert alterable(value) is small
+    assert alterable({n: n for n in range(MAX_ELEMENTS)})
+    assert not alterable({0: {n: n for n in range(MAX_ELEMENTS)}})
 
 
 def test_altered_values_differ_and_look_alike() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.grading import javascript, script_runner
 from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Changes, Image, Limits, TestReport
 from tests.helpers.boxlibrary import write_tree
@@ -119,8 +120,18 @@ test('moved', () => {
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-def test_objects_that_show_nothing_are_not_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("useless", [0, 1])
+def test_objects_that_show_nothing_are_not_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, useless: int
+) -> None:
+    """`useless`: first copies with other expected objects that fail no test."""
     pytest.importorskip("tree_sitter_javascript")
+    copies = iter([PEG_TEST] * useless)
+
+    def contradicted(path: str, text: str, objects: bool = False) -> str | None:
+        return next(copies, None) or javascript.contradicted(path, text, objects)
+
+    monkeypatch.setattr(script_runner, "contradicted", contradicted)
     test = f"{FILE}::moved"
     package = '{"name": "lib", "type": "module", "scripts": {"test": "node --test"}}'
     write_tree(tmp_path / "repository", {"lib.js": PEG, "package.json": package})
