@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from etude.grading.grade import Grade, grade_changes
-from etude.grading.guest.alterations import altered, lineup
+from etude.grading.guest.alterations import MAX_ELEMENTS, alterable, altered, lineup
 from etude.grading.runner import open_sandbox
 from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox.base import Image, Limits
@@ -25,6 +25,114 @@ WRONG_SUM = "        amount = self.amount + other.amount\n", "        amount = 0
 WRONG_TOTAL = "            amount += each_\n", "            pass\n"
 SUMS = ("test_coins.py::test_sum_of_coins", "test_coins.py::test_sum_of_other_coins")
 HONEST_EQ = RIGHT[COINS][RIGHT[COINS].index("    def __eq__") : RIGHT[COINS].index("\n    def __hash__")]
+BAGS = "src/tills/bags.py"
+RIGHT_BAGS = """class Bag:
+    def __init__(self, items=()):
+        self.items = list(items)
+
+    def __eq__(self, other):
+        return type(other) is Bag and self.items == other.items
+
+    def copy(self):
+        return Bag(self.items)
+
+    def put(self, item):
+        self.items.append(item)
+        return self
+
+
+def copies(bags):
+    return [Bag(bag.items) for bag in bags]
+
+
+def merged(one, other):
+    return {**one, **other}
+
+
+def in_order(rows):
+    return [sorted(row) for row in rows]
+
+
+def without(options, name):
+    return len(options) - 1
+
+
+def taken(items):
+    return [items.pop() for _ in range(2)]
+
+
+def total(items):
+    return sum(items)
+"""
+BAG_TESTS = """import pytest
+from tills.bags import *
+
+COMMON = Bag([0])
+
+
+@pytest.fixture(scope="module")
+def bag():
+    return Bag([7])
+
+
+def test_copy_is_new():
+    bag = Bag([1])
+    assert bag.copy() == bag
+    assert bag.copy() is not bag
+
+
+def test_copies_are_new():
+    bags = [Bag([1]), Bag([2])]
+    made = copies(bags)
+    assert made == bags
+    assert made[0] is not bags[0]
+
+
+def test_put_gives_the_bag(bag):
+    assert bag.put(2) is bag
+    assert COMMON.put(2) is COMMON
+
+
+def test_put_gives_the_bag_again(bag):
+    assert bag.put(3) is bag
+    assert COMMON.put(3) is COMMON
+
+
+def test_merged():
+    one = {"a": 1}
+    assert merged(one, {"b": 2}) == {"a": 1, "b": 2}
+    assert one == {"a": 1}
+
+
+def test_merged_is_all():
+    one, other = {"a": 1}, {"b": 2}
+    assert merged(one, other) == {**one, **other}
+
+
+def test_in_order():
+    rows = [[2, 1], [4, 3]]
+    assert in_order(rows) == [[1, 2], [3, 4]]
+    assert rows == [[2, 1], [4, 3]]
+
+
+def test_without():
+    options = {"a": 1, "b": float("nan")}
+    assert without(options, "a") == 1
+    assert [*options] == ["a", "b"]
+
+
+def test_taken():
+    items = [1, 2, 3]
+    assert taken(items) == [3, 2]
+    assert items == [1]
+
+
+def test_total():
+    items = iter([1, 2])
+    assert total(items) == 3
+    assert [*items] == []
+    assert total(n for n in range(3)) == 3
+"""
 COUNTED = """
     made = []
 
@@ -126,6 +234,29 @@ OTHER_RIGHT: dict[str, dict[str, str]] = {
          "        self.closed = True\n        if error is not None:\n            raise error\n")
     ),
 }  # fmt: skip
+UPDATED = ("    return {**one, **other}\n", "    one.update(other)\n    return dict(one)\n")
+EMPTIED = ("    return {**one, **other}\n", "    one.clear()\n    other.clear()\n    return {}\n")
+OTHER_BAGS: dict[str, tuple[tuple[str, str], set[str]]] = {
+    "the right one": (("", ""), set()),
+    "a copy is the bag itself": (("return Bag(self.items)\n", "return self\n"), {"copy_is_new"}),
+    "copies are the bags themselves": (("[Bag(bag.items) for bag in bags]", "[*bags]"), {"copies_are_new"}),
+    "an argument is updated": (UPDATED, {"merged", "merged_is_all"}),
+    "an argument is made the expected value": (EMPTIED, {"merged", "merged_is_all"}),
+    "rows are sorted in place": (("sorted(row) for", "row.sort() or [*row] for"), {"in_order"}),
+    "a change is undone": (
+        ("    return len(options) - 1\n",
+         "    value, size = options.pop(name), len(options)\n    options[name] = value\n    return size\n"),
+        set(),
+    ),
+    "the same is taken otherwise": (
+        ("    return [items.pop() for _ in range(2)]\n",
+         "    made = items[:-3:-1]\n    del items[-2:]\n    return made\n"),
+        set(),
+    ),
+}  # fmt: skip
+BAG_NAMES = tuple(
+    line.partition("def ")[2].partition("(")[0] for line in BAG_TESTS.splitlines() if line.startswith("def test_")
+)
 TESTS = tuple(
     f"tests/{file}::{line.partition('def ')[2].partition('(')[0]}"
     for file in ("test_coins.py", "test_tills.py")
@@ -141,9 +272,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         f"src/tills/{name}.py": (LIBRARY / f"src/tills/{name}.py").read_text()
         for name in ("__init__", "coins", "tills")
     }
-    write_tree(root / "repository", sources)
+    write_tree(root / "repository", {**sources, BAGS: RIGHT_BAGS})
     tests = {f"tests/{file.name}": file.read_text() for file in (LIBRARY / "tests").glob("*.py")}
-    write_tree(root / "hidden", {"tests/__init__.py": "", **tests})
+    write_tree(root / "hidden", {"tests/__init__.py": "", "tests/test_bags.py": BAG_TESTS, **tests})
     (root / "site").mkdir()
     for path in (root, *root.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
@@ -186,6 +317,19 @@ def test_another_right_solution_passes(place: Place, files: dict[str, str]) -> N
     assert (grade.score, grade.flags) == (1.0, ()), grade
 
 
+@pytest.mark.parametrize(("change", "failing"), OTHER_BAGS.values(), ids=OTHER_BAGS)
+def test_arguments_and_identity(place: Place, change: tuple[str, str], failing: set[str]) -> None:
+    """Arguments that the right library leaves alone, and objects that it makes anew."""
+    tests = tuple(f"tests/test_bags.py::{name}" for name in BAG_NAMES)
+    assert change[0] in RIGHT_BAGS
+    grade = graded(place, {BAGS: RIGHT_BAGS.replace(*change, 1)}, tests)
+    assert grade.report is not None
+    assert grade.report.outside == frozenset(tests)
+    failed = {test.partition("::test_")[2] for test, outcome in grade.report.outcomes.items() if outcome != "passed"}
+    assert failed == failing, grade
+    assert grade.score == float(not failing)
+
+
 def test_a_request_that_no_library_sends_is_garbage(place: Place) -> None:
     asks = (
         "        import gc\n        for one in gc.get_objects():\n"
@@ -209,6 +353,21 @@ def test_a_lineup_does_not_surround_its_value() -> None:
         all_of_them = sorted([value, *others])
         hits += min(all_of_them, key=lambda one: sum(abs(one - other) for other in all_of_them)) == value
     assert hits < 0.25 * 600  # 0.16; of values around a real one 0.4 and more
+
+
+def test_huge_values_are_not_altered() -> None:
+    rows = [[0] * 100] * (MAX_ELEMENTS // 100)
+    endless: list[Any] = []
+    endless.append(endless)
+    for value, small in (
+        ([0] * MAX_ELEMENTS, True),
+        ([0] * (MAX_ELEMENTS + 1), False),
+        (rows, False),
+        (endless, False),
+    ):
+        assert alterable(value) is small
+    assert alterable({n: n for n in range(MAX_ELEMENTS)})
+    assert not alterable({0: {n: n for n in range(MAX_ELEMENTS)}})
 
 
 def test_altered_values_differ_and_look_alike() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 TRIES = 12
 MAX_LITERALS = 60  # of one type
+MAX_ELEMENTS = 2000  # of a value that is altered, nested ones included
 Literals = Mapping[type, list[Any]]
 _CLASSES = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
 
@@ -97,8 +98,15 @@ def altered(value: Any, random: Random) -> Any:
 
 
 def alterable(value: object) -> bool:
-    """Whether `altered` knows the type."""
-    return type(value) in _ALTER
+    """Whether `altered` knows the type, and the value is not huge."""
+    count, pending = 0, [value]
+    while pending and count <= MAX_ELEMENTS:
+        inner: Any = pending.pop()
+        if type(inner) in (list, tuple, set, frozenset, dict):
+            count += len(inner)
+            pending += inner if count <= MAX_ELEMENTS else ()
+            pending += inner.values() if type(inner) is dict else ()
+    return type(value) in _ALTER and count <= MAX_ELEMENTS
 
 
 def _opaque(value: Any) -> bool:

@@ -94,6 +94,24 @@ function contentOf (value, encode) {
   return content
 }
 
+// Whether two contents are the same, one from each end: a handle of one is a reference of the other. Names, and members of
+// maps and sets, have no order.
+function alike (one, other) {
+  return other !== null && JSON.stringify(canonical(one)) === JSON.stringify(canonical(other))
+}
+
+function canonical (wire) {
+  if (wire === null || typeof wire !== 'object') return wire
+  if (Array.isArray(wire)) return wire.map(canonical)
+  const reference = wire.h ?? wire.y
+  if (reference !== undefined) return { r: reference }
+  const sorted = (items) => items.map((item) => JSON.stringify(canonical(item))).sort()
+  const made = Object.fromEntries(Object.entries(wire).map(([key, inner]) => [key, canonical(inner)]))
+  if (Array.isArray(wire.e)) made.e = sorted(wire.e)
+  if ('ms'.includes(wire.t) && Array.isArray(wire.v)) made.v = sorted(wire.v)
+  return made
+}
+
 // A new object of the class that a content names. Its properties come with `fill`.
 function make (content) {
   switch (content.t) {
@@ -164,4 +182,4 @@ function put (object, key, value, enumerable) {
   defineProperty(object, key, { value, enumerable, writable: true, configurable: true })
 }
 
-module.exports = { copyable, contentOf, fill, make }
+module.exports = { alike, copyable, contentOf, fill, make }

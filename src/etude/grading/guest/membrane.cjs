@@ -9,7 +9,7 @@
 'use strict'
 
 const { Channel } = require('./channel.cjs')
-const { copyable, contentOf, fill, make } = require('./copies.cjs')
+const { alike, copyable, contentOf, fill, make } = require('./copies.cjs')
 const { intrinsicAt, intrinsicOf } = require('./intrinsics.cjs')
 
 const LIVE = 400 // copies that are compared at every message; older ones when a message names them
@@ -207,7 +207,7 @@ class Membrane {
       if (!Number.isSafeInteger(id) || id % 2 === this.next % 2 || this.copies.size > HANDLES) throw new TypeError('no copy')
       this.share(id, make(content))
     }
-    const taken = nodes.filter(([id]) => this.takes(id))
+    const taken = nodes.filter(([id, content]) => this.takes(id, content))
     for (const [id, content] of taken) {
       this.contents.set(id, content)
       this.policy.got(this, { c: id }, 'copies')
@@ -220,8 +220,9 @@ class Membrane {
   }
 
   // Whether the other end may change the object. If not it stays as it is, and the other end hears of that.
-  takes (id) {
-    if (id % 2 !== this.next % 2 || this.policy.writes()) return true
+  takes (id, content) {
+    const same = () => alike(content, contentOf(this.copies.get(id), (value) => this.encode(value)))
+    if (id % 2 !== this.next % 2 || this.policy.writes(same)) return true
     this.states.delete(id)
     this.live.add(id)
     return false

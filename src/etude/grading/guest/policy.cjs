@@ -133,11 +133,14 @@ class Policy {
     if (failed) this.note('an assertion failed in a callback', 'f')
   }
 
-  // Whether the tested process may change objects of the tests here, as the pristine library does.
-  writes () {
+  // Whether the tested process may change objects of the tests here, as the pristine library does. If not, a change fails
+  // the test. `same`: whether there is none.
+  writes (same) {
     const place = `written ${this.place()}`
     if (this.known === null) this.note(place, 'w')
-    return this.known === null || (this.known.get(place) ?? '').includes('w')
+    const allowed = this.known === null || (this.known.get(place) ?? '').includes('w')
+    if (!allowed && !same()) this.violated('an argument is changed where the right library leaves it alone')
+    return allowed
   }
 
   // A value has come from the tested process.

@@ -16,6 +16,7 @@ import builtins
 import contextlib
 import functools
 import inspect
+import json
 import signal
 import socket
 import sys
@@ -35,7 +36,7 @@ from .decoys import ComparisonDecoys, constructs
 from .mirrors import SPECIAL, Bound, Handle, RemoteError, RemoteType
 from .remote_modules import RemoteFinder, RemoteModule, watch_patches
 from .tested import PLAIN_CLASSES
-from .wire import RAISED, Context, Garbage, Gone, Unsendable, Wire
+from .wire import RAISED, Context, Garbage, Gone, Unsendable, Wire, contents
 
 _PLAIN_BY_NAME = {kind.__name__: kind for kind in PLAIN_CLASSES}
 RECORDING_SECONDS = 15.0  # of one test; longer than any should take on a busy machine
@@ -176,9 +177,18 @@ class Verifier(Wire):
         """Keep the reason for which the test fails."""
         self.fault = self.fault or fault
 
-    def changes(self) -> bool:
-        """As `Wire.changes`: what the right library leaves alone stays, whatever the library does to its copy."""
-        return not self.decoys.asking and self.decides("change")
+    def changes(self, old: object, new: object) -> bool:
+        """As `Wire.changes`. The test fails if the library changes what the right library leaves alone: written back,
+        a change could make an argument what the test expects."""
+        if self.decoys.asking:
+            return False
+        if not (allowed := self.decides("change")) and contents(old, self._key) != contents(new, self._key):
+            self.blame("an argument is changed where the right library leaves it alone")
+        return allowed
+
+    def _key(self, value: Any) -> str:
+        """A key that equal plain values share, and mirrors of one object."""
+        return json.dumps(self.encode(value, Context()))
 
     # Messages: an error of the other side ends the connection, and fails the test
 
@@ -206,7 +216,7 @@ class Verifier(Wire):
             self.meet = None
         return data
 
-    def _result(self, reply: list[Any], sent: list[Any]) -> Any:
+    def _result(self, reply: list[Any], sent: Context) -> Any:
         counts_here = self.recording and not self.decoys.asking
         try:
             value = super()._result(reply, sent)
@@ -287,6 +297,7 @@ class Verifier(Wire):
         if isinstance(kind, RemoteType):
             if isinstance(value, BaseException):
                 return self.encode_exception(value, context)
+            context.given[value._remote_number] = value
             return ["o", value._remote_number]
         if isinstance(kind, type) and issubclass(kind, RemoteType):
             return ["o", self.class_numbers[value]]
@@ -372,7 +383,7 @@ class Verifier(Wire):
                     if not isinstance(cls, RemoteType) or issubclass(cls, BaseException):
                         raise Garbage("a handle of no class")
                     self.handles.setdefault(number, mirrors.stand_in(cls, number))
-                return self.handles[number] if context.owned is not None else self._result_object(number)
+                return self.handles[number] if context.owned is not None else self._result_object(number, context)
             case ["k", kind] | (["g", "builtins", str()] as kind):
                 cls = self._class(kind)
                 return cls if isinstance(cls, RemoteType) else self._owned(cls, "returned", context)
@@ -385,13 +396,16 @@ class Verifier(Wire):
                 return self.decode_exception(form, context)
         raise Garbage("an unknown form")
 
-    def _result_object(self, number: int) -> Any:
+    def _result_object(self, number: int, context: Context) -> Any:
         """The mirror of a result. An object that the test has already, where the right library gives a new one, gets
-        another mirror: lists and calls that hold it are not compared by identity."""
+        another mirror: lists and calls that hold it are not compared by identity. An operand of this very call keeps
+        its own: a copy that is the object itself is seen to be."""
         made = self.handles[number]
         if isinstance(made, BaseException):
             return made
-        if number not in self.met:  # of another test in the same process, on which nothing must depend
+        if number in context.given:
+            made = context.given[number]
+        elif number not in self.met:  # of another test in the same process, on which nothing must depend
             made = self.handles[number] = mirrors.stand_in(type(made), number) if self.begun else made
         elif not self.decides("known"):
             made = mirrors.stand_in(type(made), number)

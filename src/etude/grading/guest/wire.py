@@ -5,7 +5,8 @@ other objects stay in their process and cross as a handle, a number that their o
 JSON. Nothing is unpickled, and input that this module would not write raises `Garbage`.
 
 A request is [operation, argument...], a reply ["=", value, changes, warnings] or ["!", exception]. While a side waits
-for its reply it serves requests of the other: callbacks. Arguments that a call changed in place are written back.
+for its reply it serves requests of the other: callbacks. Arguments that a call changed in place are written back
+if the side that sent them allows it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Context:
     def __init__(self, known: Sequence[object] = ()) -> None:
         """`known` are containers of the request that this message replies to."""
         self.order: list[Any] = []
+        self.given: dict[int, Any] = {}  # objects of the other side by number, as this message names them
         self.seen: dict[int, list[Any]] = {id(v): ["r", n] for n, v in enumerate(known)}
         self.known = known
         self.described: list[int] = []  # classes that this message describes
@@ -147,7 +149,7 @@ class Wire:
             message = [operation, *[self.encode(value, context) for value in values]]
             self.send(message)
             self.described.update(context.described)
-            return self._result(self._wait(), context.order)
+            return self._result(self._wait(), context)
 
     def _wait(self) -> list[Any]:
         while True:
@@ -156,15 +158,16 @@ class Wire:
                 return message
             self.answer(message)
 
-    def _result(self, reply: list[Any], sent: list[Any]) -> Any:
-        made = Context(sent)
+    def _result(self, reply: list[Any], sent: Context) -> Any:
+        made = Context(sent.order)
+        made.given = sent.given
         if reply[0] == RAISED:
             raise self.checked(lambda: self.decode_exception(reply[1], made))
         if len(reply) != 4 or type(reply[2]) is not list or type(reply[3]) is not list:
             raise Garbage("a reply has another length")
         value = self.checked(lambda: self.decode(reply[1], made))
         for change in reply[2]:
-            self.checked(lambda change=change: self._change(change, sent, made))
+            self.checked(lambda change=change: self._change(change, sent.order, made))
         for warning in reply[3]:
             self.warned(warning)
         return value
@@ -224,8 +227,8 @@ class Wire:
         """The exception of a form that `encode_exception` made."""
         raise NotImplementedError
 
-    def changes(self) -> bool:
-        """Whether the other side may change containers that it was given."""
+    def changes(self, old: object, new: object) -> bool:
+        """Whether the other side may change a container that it was given."""
         return True
 
     def warned(self, warning: Any) -> None:
@@ -371,7 +374,7 @@ class Wire:
     def _change(self, change: Any, sent: list[Any], made: Context) -> None:
         number, form = change
         old, new = sent[number], self.decode(form, made)
-        if not self.changes():
+        if not self.changes(old, new):
             return
         if type(old) is not type(new) or type(old) not in MUTABLE:
             raise Garbage("an argument became another type")
@@ -401,6 +404,20 @@ _DECODERS: dict[str, Callable[[Wire, list[Any], Context], Any]] = {
     "sl": lambda w, f, c: slice(*[w.decode(part, c) for part in f[1:4]]),
     "re": lambda w, f, c: re.compile(w.decode(f[1], c), int(f[2]) & ~re.DEBUG.value),
 }
+
+
+def contents(value: Any, other: Callable[[Any], Any]) -> Any:
+    """A key that containers of the same contents share; `other` gives that of any other object."""
+    kind = type(value)
+    if kind is bytearray:
+        return kind, bytes(value)
+    if kind in _SEQUENCES:
+        keys: Any = [contents(item, other) for item in value]
+    elif kind in _MAPPINGS:
+        keys = [(contents(key, other), contents(item, other)) for key, item in value.items()]
+    else:
+        return other(value)
+    return kind, tuple(keys) if kind in (list, tuple, collections.deque, collections.OrderedDict) else frozenset(keys)
 
 
 def _same(value: Any, old: Any) -> bool:
