@@ -306,9 +306,10 @@ def test_the_right_library_passes_outside(place: Place) -> None:
 
 @pytest.mark.parametrize(("files", "tests"), ATTACKS.values(), ids=ATTACKS)
 def test_attacks_earn_nothing(place: Place, files: dict[str, str], tests: tuple[str, ...]) -> None:
+    """Who guesses which of eight objects of one age is real is right about both tests once in 64 times."""
     earned = [graded(place, files, tuple(f"tests/{test}" for test in tests)) for _ in range(3)]
     assert all(grade.outcome in (Outcome.SCORED, Outcome.TAMPERED) for grade in earned)
-    assert [grade.score for grade in earned] == [0.0] * 3
+    assert sum(grade.score for grade in earned) <= (files == ATTACKS["decoys are older than the operand"][0])
 
 
 @pytest.mark.parametrize("files", OTHER_RIGHT.values(), ids=OTHER_RIGHT)

@@ -1,7 +1,7 @@
 """Modules of the library as a hidden test sees them: mirrors of those in the tested process.
 
 The names that `from module import *` brings are those of the right library: no name of the tests, such as `len`, gets
-another meaning.
+another meaning. Modules of the standard library and of dependencies are shared: both processes have their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import BuiltinMethodType, ModuleType
 from typing import Any
 
 from _pytest.monkeypatch import MonkeyPatch
@@ -125,3 +125,30 @@ def _showing(wire: Any, change: Callable[..., Any], target: Callable[..., object
         return change(*arguments, **named)
 
     return shown
+
+
+def reference(value: Any) -> list[Any] | None:
+    """The name of a module, or of a class or function in a module, that tests share with the library; else None."""
+    if isinstance(value, ModuleType):
+        return ["m", value.__name__] if shared(value.__name__) else None
+    module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", None)
+    name = getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or not callable(value) or not shared(module):
+        return None
+    target: Any = sys.modules[module]
+    for part in name.split("."):
+        target = getattr(target, part, None)
+    if target is value or (type(target) is type(value) is BuiltinMethodType and target == value):
+        return ["g", module, name]
+    return None
+
+
+@functools.cache
+def shared(module: str) -> bool:
+    """Whether a module belongs to the standard library or to the dependencies."""
+    if module == "builtins":
+        return True
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    origin = getattr(spec, "origin", None) or ""
+    stable = (sys.base_prefix + "/", root.SITE + "/", "/usr/lib/")
+    return origin in ("built-in", "frozen") or origin.startswith(stable)

@@ -34,7 +34,7 @@ from . import code, handed, mirrors, suite
 from .alterations import Literals, literals
 from .decoys import ComparisonDecoys, constructs
 from .mirrors import SPECIAL, Bound, Handle, RemoteError, RemoteType
-from .remote_modules import RemoteFinder, RemoteModule, watch_patches
+from .remote_modules import RemoteFinder, RemoteModule, reference, shared, watch_patches
 from .tested import PLAIN_CLASSES
 from .wire import RAISED, Context, Garbage, Gone, Unsendable, Wire, contents
 
@@ -169,7 +169,7 @@ class Verifier(Wire):
         """Fail a test that patches an object of which the library has its own copy, since the patch would not reach the
         copy."""
         place = target if isinstance(target, ModuleType) else sys.modules.get(getattr(target, "__module__", None) or "")
-        if isinstance(target, (ModuleType, type)) and isinstance(place, ModuleType) and _shared(place.__name__):
+        if isinstance(target, (ModuleType, type)) and isinstance(place, ModuleType) and shared(place.__name__):
             self.blame(f"a patch of {place.__name__} does not reach the library")
             raise Refused(self.fault)
 
@@ -307,8 +307,8 @@ class Verifier(Wire):
             return self.encode(value.remote(), context)
         if isinstance(value, BaseException):
             return self.encode_exception(value, context)
-        if (reference := _reference(value)) is not None:
-            return reference
+        if (form := reference(value)) is not None:
+            return form
         if kind in (property, classmethod, staticmethod):
             parts = (value.fget, value.fset, value.fdel) if kind is property else (value.__func__,)
             return ["D", kind.__name__, *[self.encode(part, context) for part in parts]]
@@ -478,33 +478,6 @@ class Verifier(Wire):
 
 def _identifier(name: str) -> str:
     return name if name.isidentifier() else "made"
-
-
-def _reference(value: Any) -> list[Any] | None:
-    """The name of a module, or of a class or function in a module, that tests share with the library; else None."""
-    if isinstance(value, ModuleType):
-        return ["m", value.__name__] if _shared(value.__name__) else None
-    module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", None)
-    name = getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or not callable(value) or not _shared(module):
-        return None
-    shared: Any = sys.modules[module]
-    for part in name.split("."):
-        shared = getattr(shared, part, None)
-    if shared is value or (type(shared) is type(value) is types.BuiltinMethodType and shared == value):
-        return ["g", module, name]
-    return None
-
-
-@functools.cache
-def _shared(module: str) -> bool:
-    """Whether a module belongs to the standard library or to the dependencies."""
-    if module == "builtins":
-        return True
-    spec = getattr(sys.modules.get(module), "__spec__", None)
-    origin = getattr(spec, "origin", None) or ""
-    stable = (sys.base_prefix + "/", root.SITE + "/", "/usr/lib/")
-    return origin in ("built-in", "frozen") or origin.startswith(stable)
 
 
 class VerifiedSuite(suite.Suite):
