@@ -63,11 +63,23 @@ def taken(items):
 
 def total(items):
     return sum(items)
+
+
+def named(thing):
+    return thing.name
 """
 BAG_TESTS = """import pytest
 from tills.bags import *
 
 COMMON = Bag([0])
+
+
+class Thing:
+    name = "x"
+
+
+def test_named():
+    assert named(Thing()) == "x"
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +249,18 @@ OTHER_RIGHT: dict[str, dict[str, str]] = {
 UPDATED = ("    return {**one, **other}\n", "    one.update(other)\n    return dict(one)\n")
 EMPTIED = ("    return {**one, **other}\n", "    one.clear()\n    other.clear()\n    return {}\n")
 OTHER_BAGS: dict[str, tuple[tuple[str, str], set[str]]] = {
+    "a copy of a handed object's fields": (
+        (
+            "    return thing.name\n",
+            "    made = object.__new__(type(thing))\n    vars(made).update(vars(thing))\n    return made\n",
+        ),
+        {"named"},
+    ),
+    "a copy of a handed object is asked": (
+        ("    return thing.name\n", "    return object.__new__(type(thing)).name\n"),
+        {"named"},
+    ),
+    "a copy of a handed object": (("    return thing.name\n", "    return object.__new__(type(thing))\n"), {"named"}),
     "the right one": (("", ""), set()),
     "a copy is the bag itself": (("return Bag(self.items)\n", "return self\n"), {"copy_is_new"}),
     "copies are the bags themselves": (("[Bag(bag.items) for bag in bags]", "[*bags]"), {"copies_are_new"}),
@@ -328,7 +352,7 @@ def test_arguments_and_identity(place: Place, change: tuple[str, str], failing: 
     assert grade.report.outside == frozenset(tests)
     failed = {test.partition("::test_")[2] for test, outcome in grade.report.outcomes.items() if outcome != "passed"}
     assert failed == failing, grade
-    assert grade.score == float(not failing)
+    assert (grade.score, grade.outcome) == (float(not failing), Outcome.SCORED)
 
 
 def test_a_request_that_no_library_sends_is_garbage(place: Place) -> None:

@@ -162,6 +162,9 @@ class TestedSide(Wire):
         number = self.theirs.get(id(value))
         if number is not None:
             return ["o", number]
+        kind = value if isinstance(value, type) else type(value)
+        if _Proxy in kind.__mro__:  # made beside those that were handed over, by a copy of their fields
+            raise Unsendable("a copy of an object of a test")
         if isinstance(value, type):
             return ["k", self._class(value, context)]
         if isinstance(value, BaseException):
