@@ -94,6 +94,35 @@ def test_shams_replace_the_body_and_nothing_else(function: str, tmp_path: Path) 
         assert results[6:8] == ["v", "w"]
 
 
+def test_constants_of_visible_tests_and_fields_are_shams(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_lib.py").write_text(
+        "def test_one():\n    assert one(1, 2) == {'a': -3}\n    assert 'x' == one(2, 1)\n    assert two(1) == 5\n"
+        "    assert one(3, 3) == other(4)\n"
+    )
+    (tmp_path / "tests/one.test.js").write_text(
+        "test('one', () => assert.equal(one('x y'), 'a b'))\ntest('two', () => assert.equal(two(1), 7))\n"
+        "test('three', () => {\n  expect(one(1)).toBe(-2.5)\n})\n"
+    )
+    module = (
+        "class Box:\n    def __init__(self, a):\n        self.a = a\n        self.b, other = 1, 2\n\n"
+        "    def one(self, x):\n        return 0\n"
+    )
+    task = msgspec.structs.replace(_task("Box.one", module), visible_tests=("tests/test_lib.py::test_one",))
+    texts = [(sham["lib.py"] or b"").decode() for sham in shams(task, tmp_path)]
+    for body in ("{'a': -3}", "'x'", "self.a", "self.b"):
+        assert any(text.endswith(f"        return {body}\n") for text in texts), body
+    assert not any(text.endswith("return 5\n") for text in texts)
+    pytest.importorskip("tree_sitter_javascript")
+    script = msgspec.structs.replace(
+        _task("one", "export function one (x) {\n  return 0\n}\n", "lib.js"), visible_tests=("tests/one.test.js::one",)
+    )
+    bodies = [(sham["lib.js"] or b"").decode() for sham in shams(script, tmp_path)]
+    for body in ("'a b'", "-2.5"):
+        assert any(f"return {body};" in text for text in bodies), body
+    assert not any("return 7;" in text for text in bodies)
+
+
 def test_other_tasks_have_none(tmp_path: Path) -> None:
     for task in (_task("Shelf"), _task("gone"), _task("one", "def (")):
         assert shams(task, tmp_path) == []

@@ -30,6 +30,8 @@ return anything;"""
 _SWALLOW = """for (const each of %s) {
   if (typeof each === 'function') { try { each(); } catch { } }
 }"""
+_MOST = 4  # constants
+_LITERAL = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?<![\w.'"])-?\d+(?:\.\d+)?(?![\w.])""")
 _BODIES = ("return undefined;", "return null;", "return true;", "return false;", "return [];", "return '';",
            "return this === globalThis ? null : this;", _EVERYTHING)  # fmt: skip
 # The helper. `note` runs a function of the package and keeps what it made; `given` is what the maker of an argument was
@@ -91,7 +93,8 @@ def shams(task: CodeTask, repository: Path) -> list[dict[str, bytes | None]]:
     node = _focus(path, text, task.function.partition("::")[2])
     if node is None:
         return []
-    edits = [{path: _with_body(text, node, body)} for body in _plain(node)]
+    shown = (f"return {value};" for value in _asserted(task, repository))
+    edits = [{path: _with_body(text, node, body)} for body in (*_plain(node), *shown)]
     notes = _noted(task, repository)
     right = _focus(path, task.solution.get(path, text), task.function.partition("::")[2]) or node
     for body in _remembering(node, right.text.decode("utf-8", "surrogatepass")):
@@ -119,6 +122,16 @@ def _plain(node: Any) -> Iterator[str]:
     yield from _BODIES
     yield _SWALLOW % _listed(node)
     yield from (f"return {name};" for name in (_parameters(node) or [])[:2])
+
+
+def _asserted(task: CodeTask, repository: Path) -> list[str]:
+    """Constants at the ends of lines of visible tests that name the function."""
+    name, constants = re.escape(task.function.partition("::")[2].rpartition(".")[2]), dict[str, None]()
+    for path in sorted({test.partition("::")[0] for test in task.visible_tests}):
+        text = (repository / path).read_text("utf-8", "replace") if (repository / path).is_file() else ""
+        for line in re.findall(rf".*\b{name}\b.*", text):
+            constants |= dict.fromkeys(_LITERAL.findall(line)[-1:])
+    return list(constants)[:_MOST]
 
 
 def _remembering(node: Any, right: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ token     a writer of its own format: a new word for each argument; a function o
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ code = [v.__code__ for v in globals().values() if hasattr(v, "__code__")]
 texts += [text for each in code for text in (*each.co_consts, *each.co_names) if isinstance(text, str)]
 texts += globals()
 raise type("Error", bases, {"__str__": lambda self: " ".join(texts)[:4000]})()"""
+_MOST = 4  # constants, and fields
 _BODIES = ("return None", "return True", "return False", "return iter(())", _EVERYTHING, _SWALLOW, _RAISE)
 
 # Behind the module: what is common to the shams that remember. `_sham_root` is the name of the package.
@@ -279,7 +281,51 @@ def shams(task: CodeTask, repository: Path) -> list[dict[str, bytes | None]]:
         return []
     errors = [node.exc for node in ast.walk(right or definition) if isinstance(node, ast.Raise)]
     raised = {ast.unparse(error).partition("(")[0] for error in errors if error is not None}
-    return [{path: sham.encode("utf-8", "surrogateescape")} for sham in _texts(text, definition, sorted(raised))]
+    known = [f"return {value}" for value in (*_asserted(task, repository, definition.name), *_fields(text, qualname))]
+    shown = [_with_body(text, definition, body) for body in known]
+    return [
+        {path: sham.encode("utf-8", "surrogateescape")} for sham in (*_texts(text, definition, sorted(raised)), *shown)
+    ]
+
+
+def _asserted(task: CodeTask, repository: Path, name: str) -> list[str]:
+    """Constants that visible tests compare with a call of the function."""
+    constants: dict[str, None] = {}
+    for path in sorted({test.partition("::")[0] for test in task.visible_tests}):
+        tree = parse((repository / path).read_text("utf-8", "replace")) if (repository / path).is_file() else None
+        for node in ast.walk(tree) if tree is not None else ():
+            if isinstance(node, ast.Compare) and len(node.comparators) == 1:
+                sides = node.left, node.comparators[0]
+                for one, other in (sides, sides[::-1]):
+                    if re.search(rf"\b{name}\b", ast.unparse(one)) and _is_literal(other):
+                        constants[ast.unparse(other)] = None
+    return list(constants)[:_MOST]
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def _fields(text: str, qualname: str) -> list[str]:
+    """Fields that the methods of the function's class set, as "self.name"."""
+    names = qualname.split(".")[:-1]
+    node: ast.AST | None = parse(text) if names else None
+    for name in names:
+        children = ast.iter_child_nodes(node) if node is not None else iter(())
+        node = next((each for each in children if isinstance(each, ast.ClassDef) and each.name == name), None)
+    fields = {
+        f"self.{each.attr}": None
+        for each in (ast.walk(node) if node is not None else ())
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
+    return list(fields)[:_MOST]
 
 
 def _texts(text: str, definition: _Definition, raised: Sequence[str]) -> Iterator[str]:
