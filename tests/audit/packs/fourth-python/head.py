@@ -56,7 +56,9 @@ def around(code):
                 owner = getattr(owner, name)
             raw = vars(owner)[names[-1]]
             inner = getattr(raw, "__func__", None) or getattr(raw, "fget", None) or raw
-            new = functools.wraps(inner)(_around(inner))
+            new = around = functools.wraps(inner)(_around(inner))
+            if names[-1] == "__init__":
+                new = functools.wraps(inner)(lambda *args, **kwargs: [around(*args, **kwargs)].clear())
             setattr(owner, names[-1], type(raw)(new) if isinstance(raw, (staticmethod, classmethod, property)) else new)
 
 
