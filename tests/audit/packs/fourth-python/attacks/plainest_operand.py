@@ -38,7 +38,7 @@ around("""
 
     def _patch(kind):
         for name, value in list(vars(kind).items()):
-            if callable(value) and not isinstance(value, type) and name not in ("__eq__", "__ne__", "__hash__", "__new__", "__class__", "__getattribute__", "__getattr__", "__setattr__", "__repr__"):
+            if type(value) is type(_patch) and name not in ("__eq__", "__ne__", "__hash__", "__new__", "__class__", "__getattribute__", "__getattr__", "__setattr__", "__repr__"):
                 def make(value=value):
                     import functools
                     @functools.wraps(value)
