@@ -358,7 +358,7 @@ test('double of two', () => assert.equal(double([1, 2]).length, 4))
 """
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_visible_tests_pass_as_they_are_shown(tmp_path: Path, seed: int) -> None:
     """Steps of one test share its state, so some of them fail where others are cut out as hidden tests."""
     (tmp_path / "lib/test").mkdir(parents=True)

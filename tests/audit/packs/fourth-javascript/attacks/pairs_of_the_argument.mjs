@@ -1,4 +1,4 @@
-// class: programs by search
+// class: honest search
 // Short expressions over the arguments are tried until the visible tests pass; it stops at the first, right or not.
 
 const texts = ['a', '[]', '[a]', 'a.map((x) => [x, x])', 'a.length ? [[a[0], a[a.length - 1]]] : []', '[...a].sort((x, y) => x - y).map((x) => [x, x])', 'a.length ? [[Math.min(...a), Math.max(...a)]] : []',
