@@ -169,8 +169,9 @@ def test_the_end_of_the_tested_machine_is_the_agents(machines: Machines) -> None
 
 def test_the_end_of_the_deciding_machine_is_ours(machines: Machines) -> None:
     machines.place.test({}, CHUNKS)
-    # On a busy computer the machine may not have begun yet, and then ends "at once".
-    with pytest.raises((BoxDead, LaunchFailed), match=r"the machine of a box (has )?ended") as caught:
+    # The machine may not have begun yet, and then ends "at once"; or its last message says that its process was killed.
+    said = r"the machine of a box (has )?ended|the verifier of hidden tests failed: status -9"
+    with pytest.raises((BoxDead, LaunchFailed), match=said) as caught:
         machines.place.run(ended(machines, "verifier"))
     assert caught.value.payer == "infra"
 
