@@ -166,6 +166,14 @@ def test_plain():
     assert type(shapes.total([1])) is int
 
 
+def test_very_many():
+    for i in range(5_001):
+        try:
+            assert shapes.total([i]) == i
+        except Exception:
+            pass
+
+
 def test_objects(square):
     assert square.area() == 4
     assert square.double.size == 4
@@ -307,6 +315,7 @@ OUTSIDE = (
     "tests/test_shapes.py::TestSubclass::test_many[1]",
 )
 SOURCE = "tests/test_shapes.py::test_source"
+MANY = "tests/test_shapes.py::test_very_many"
 PATCHED = tuple(f"tests/test_shapes.py::test_patched_{name}" for name in ("module", "by_name"))
 GOLD = "    return sum(items)\n"
 BROKEN = SHAPES.replace(GOLD, "    return len(items)\n")
@@ -344,6 +353,15 @@ def test_tests_as_written_are_decided_outside(shapes: Place) -> None:
     assert report.outside == frozenset(OUTSIDE)
     assert report.decided == pytest.approx(len(OUTSIDE) / (len(OUTSIDE) + 1))
     assert (report.tampered, report.crashed, report.timed_out) == (False, False, False)
+
+
+def test_very_many_operations_are_not_recorded_and_hold_up_no_other_test(shapes: Place) -> None:
+    """The limit is a number, so that equal builds decide the same tests outside on any machine."""
+    image, tests = RunImage(shapes.root / "repository", shapes.root / "site", None), (MANY, PLAIN)
+    made = shapes.run(runner._record_once(shapes.sandbox.backend, hidden_tests(image, shapes.hidden), tests, "", {}))
+    assert {test: (one.outcome, one.fault) for test, one in made.items()} == {
+        MANY: ("failed", "refused"), PLAIN: ("passed", "")
+    }  # fmt: skip
 
 
 def test_what_patches_the_standard_library_runs_beside_the_library(shapes: Place) -> None:

@@ -18,7 +18,7 @@ from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.sandbox.base import BoxDead, TestReport
 from etude.tasks import dataset, gates
-from etude.tasks.build import build_dataset
+from etude.tasks.build import build_dataset, survey_repository
 from etude.tasks.check import check_dataset
 from etude.tasks.gates import Bench, Candidate, Rejected
 
@@ -254,3 +254,13 @@ def test_a_suite_that_fails_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no test of .*r passes .* said: assert 0\. To go on, run its suite"):
         build_dataset(repository, tmp_path / "out", OPTIONS, quiet)
     assert not (tmp_path / "out.incomplete").exists()
+
+
+def test_a_tests_file_is_collected_where_no_file_has_a_name_of_pytest(tmp_path: Path) -> None:
+    def modules(files: dict[str, str]) -> tuple[str, ...]:
+        return survey_repository(_repository(tmp_path / str(len(files)), files), ()).layout.modules
+
+    library = {"lib/__init__.py": "def f():\n    return 1\n", "tests.py": "def test_f(): pass\n"}
+    assert modules(library) == ("tests.py",)
+    # Where there are such names, a tests.py may be a part of the library.
+    assert modules({**library, "tests/test_f.py": "def test_f(): pass\n"}) == ("tests/test_f.py",)

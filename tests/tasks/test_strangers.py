@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -309,6 +310,16 @@ def test_slow_tests_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.M
         assert f"`test_many.py::test_{i}`: TookLong: left out, since the tests of its file take longer" in card
     shown = "".join(path.read_text() for path in data.repository.glob("test_*.py"))
     assert not re.search(r"def test_(late|ever|4|5)\b", shown)
+
+
+def test_the_rest_of_a_slow_suite_is_left_out() -> None:
+    limits = coverage.TimeLimits("left out, since", 30.0, 90.0, 100.0)
+    item = SimpleNamespace(nodeid="test_c.py::test_c")
+    limits.used = {"test_a.py": 60.0, "test_b.py": 40.0}
+    limits.pytest_runtest_setup(item)
+    limits.used["test_d.py"] = 1.0
+    with pytest.raises(coverage.TookLong, match="left out, since the suite takes longer than 100 s"):
+        limits.pytest_runtest_setup(item)
 
 
 class _NoResult:

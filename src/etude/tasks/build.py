@@ -128,6 +128,9 @@ def survey_repository(repo: Path, exclude: Sequence[str]) -> Survey:
     generated = environment.version_files(repo, taken, version)
     pytest = settings.read(repo)
     layout = discover.layout(repo, (*taken.files, *generated), pytest.is_module, pytest.pythonpath)
+    if not layout.modules and not pytest.python_files:
+        pytest = replace(pytest, python_files=settings.UNITTEST_FILES)
+        layout = discover.layout(repo, (*taken.files, *generated), pytest.is_module, pytest.pythonpath)
     if not layout.modules:
         where = f" in {', '.join(pytest.testpaths)} ({pytest.source})" if pytest.testpaths else ""
         above = repo.resolve().parent

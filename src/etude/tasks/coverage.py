@@ -22,6 +22,7 @@ RESULT = ".etude_trace.json"
 SLOW = "left out, since"  # in the messages of tests that took too long
 TEST_SECONDS = 30.0  # of one test, and of all tests of a file, under the profile hook
 FILE_SECONDS = 90.0
+SUITE_SECONDS = 480.0  # of all tests; those that come later are left out
 
 
 class _CallTrace(msgspec.Struct):
@@ -58,11 +59,11 @@ class TookLong(BaseException):
 
 
 class TimeLimits:
-    """A plugin of pytest: a test that takes longer than `test` seconds, and the rest of a file whose tests take longer
-    than `file` seconds, fail with `slow` in the message."""
+    """A plugin of pytest: a test that takes longer than `test` seconds, the rest of a file whose tests take longer than
+    `file` seconds, and the rest of a suite that takes longer than `suite` seconds, fail with `slow` in the message."""
 
-    def __init__(self, slow: str, test: float, file: float) -> None:
-        self.slow, self.test, self.file = slow, test, file
+    def __init__(self, slow: str, test: float, file: float, suite: float) -> None:
+        self.slow, self.test, self.file, self.suite = slow, test, file, suite
         self.used: dict[str, float] = {}
 
     def _begin(self) -> None:
@@ -82,7 +83,9 @@ class TimeLimits:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):  # type: ignore[no-untyped-def]
-        """Raises TookLong for a file that has used its time."""
+        """Raises TookLong for a file or a suite that has used its time."""
+        if sum(self.used.values()) > self.suite:
+            raise TookLong(f"{self.slow} the suite takes longer than {self.suite:.0f} s")
         if self.used.get(item.nodeid.partition("::")[0], 0.0) > self.file:
             raise TookLong(f"{self.slow} the tests of its file take longer than {self.file:.0f} s")
 
@@ -168,7 +171,14 @@ def record(
 async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeout: float) -> SuiteTrace:
     """Run the suite in `box`: the tests that call each function, and the tests that fail. Raises UserError if the run
     does not end, or if its result file is malformed."""
-    values = (list(roots), list(test_files), f"{SITE}/{SETTINGS}", RESULT, SLOW, (TEST_SECONDS, FILE_SECONDS))
+    values = (
+        list(roots),
+        list(test_files),
+        f"{SITE}/{SETTINGS}",
+        RESULT,
+        SLOW,
+        (TEST_SECONDS, FILE_SECONDS, SUITE_SECONDS),
+    )
     arguments = ", ".join(map(json.dumps, values))
     sources = "\n\n".join(map(inspect.getsource, (TookLong, TimeLimits, record)))
     head = "from __future__ import annotations\n\nimport signal\nimport time\n\nimport pytest\n\n\n"

@@ -24,6 +24,8 @@ from etude.sandbox import WORKSPACE
 from etude.sandbox.egress import normal_project
 
 FILE = "pytest.ini"  # in site/
+PYTEST_FILES = ("test_*.py", "*_test.py")  # collected by default
+UNITTEST_FILES = (*PYTEST_FILES, "tests.py")  # of a repository without files of the names above
 START = "sitecustomize.py"  # in site/: folders to import from that a box does not search by itself
 _KEPT = ("python_classes", "python_functions", "markers", "usefixtures", "asyncio_mode", "xfail_strict",
          "asyncio_default_fixture_loop_scope", "anyio_mode")  # fmt: skip
@@ -49,7 +51,7 @@ class PytestSettings:
 
     def is_module(self, path: str) -> bool:
         """Whether pytest collects the file when it is not named."""
-        patterns = self.python_files or ("test_*.py", "*_test.py")
+        patterns = self.python_files or PYTEST_FILES
         pure = PurePosixPath(path)
         if path in self.testpaths and pure.suffix == ".py":  # pytest collects a file in testpaths under any name
             return True

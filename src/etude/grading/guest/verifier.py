@@ -41,6 +41,7 @@ from .wire import RAISED, Context, Garbage, Gone, Unsendable, Wire, contents
 _PLAIN_BY_NAME = {kind.__name__: kind for kind in PLAIN_CLASSES}
 RECORDING_SECONDS = 15.0  # of one test; longer than any should take on a busy machine
 MAX_PLACES = 5000  # of one test
+MAX_REQUESTS = 5000  # of one test while it is recorded: some seconds on a busy machine
 
 
 class Refused(BaseException):
@@ -83,6 +84,7 @@ class Verifier(Wire):
         self.constants: dict[str, Literals] = {}  # by module
         self.leaving: Any = None  # the exception that leaves a block of the library
         self.begun = False  # whether a test has
+        self.requests = 0  # of this test
         self.met: set[int] = set()  # numbers of objects that were results in this test, or while tests were imported
         self.met_at_import: frozenset[int] = frozenset()
         self.looked_up: list[tuple[RemoteModule, str]] = []  # in this test
@@ -128,6 +130,7 @@ class Verifier(Wire):
         self.allowed, self.places = frozenset(recorded.places), dict(self.imported)
         self.decoys.begin(recorded.decoys, recorded.origins)
         self.judged = {}
+        self.requests = 0
         self.fault = self.fault if self.gone else fault
 
     @contextlib.contextmanager
@@ -193,7 +196,11 @@ class Verifier(Wire):
     # Messages: an error of the other side ends the connection, and fails the test
 
     def request(self, operation: str, *values: object) -> Any:
-        """As `Wire.request`."""
+        """As `Wire.request`. A test with very many requests is not recorded: it would take all the time of the rest."""
+        self.requests += 1
+        if self.recording and self.requests > MAX_REQUESTS:
+            self.blame(f"more than {MAX_REQUESTS} operations")
+            raise Refused(self.fault)
         call = functools.partial(super().request, operation)
         if self.decoys.asking or not constructs(operation, values):
             return call(*values)
