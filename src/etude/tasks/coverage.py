@@ -51,6 +51,8 @@ class SuiteTrace:
         fixtures = re.findall(r"fixture '(\w+)' not found", text)
         if "async def functions are not natively supported" in text:
             modules.append("pytest_asyncio")
+        if re.search(r"settings are not configured|Apps aren't loaded yet|Model class \S+ doesn't declare", text):
+            modules.append("pytest_django")
         return sorted({name.split(".")[0] for name in modules}), sorted(set(fixtures))
 
 
@@ -205,6 +207,7 @@ async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeo
 
 
 def last_lines(text: str) -> str:
-    """The last informative lines of an output, joined into one line."""
+    """The last informative lines of an output, without frames of Node's stacks, joined into one line."""
     lines = [line.strip() for line in text.strip().splitlines() if re.search(r"\w", line)]
+    lines = [line for line in lines if not re.match(r"at .*[(:/]\S+:\d+:\d+\)?$", line)] or lines
     return " / ".join(line[:200] for line in lines[-4:]) or "nothing"

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import distributions
 from pathlib import Path
 
 from etude.code import (
@@ -69,7 +70,13 @@ async def find(tree: Path, work: Path, more: Sequence[str], install: Install, ru
         tried.append(PythonEnvironment(installed, await run(site), refused))
         if len(tried) == TRIES or not any(tried[-1].trace.missing):
             break
-    best = max(range(len(tried)), key=lambda i: tried[i].trace.passed)
+
+    def worth(i: int) -> tuple[bool, int, int]:
+        """Of equal tries the first one, and where no test passes the last, whose message says more."""
+        passed = tried[i].trace.passed
+        return (work / f"site-{i}").is_dir(), passed, -i if passed else i
+
+    best = max(range(len(tried)), key=worth)
     (work / f"site-{best}").rename(work / "site")
     return replace(tried[best], refused=next((one.refused for one in tried if one.refused), ""))
 
@@ -134,8 +141,17 @@ def _proposals(tree: Path, more: Sequence[str], tried: Sequence[PythonEnvironmen
 
 
 def finish(site: Path, tree: Path, name: str, version: str, pytest: PytestSettings) -> None:
-    """Write into `site` the metadata that installing the repository itself would leave, and the settings of test
-    runs."""
+    """Write into `site` the metadata that installing the repository itself would leave, and the settings of test runs.
+    A release of the repository that a requirement brought is removed: the tests are those of the tree."""
+    for release in list(distributions(path=[str(site)])):
+        if normal_project(release.name) == normal_project(name):
+            files = [Path(str(release.locate_file(file))).resolve() for file in release.files or ()]
+            files = [file for file in files if file.is_relative_to(site.resolve())]
+            for file in files:
+                file.unlink(missing_ok=True)
+            for folder in sorted({file.parent for file in files} - {site.resolve()}, reverse=True):
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
     plain = re.sub(r"[-_.]+", "_", name)
     if not any(path.name.lower().startswith(f"{plain.lower()}-") for path in site.glob("*.dist-info")):
         info = site / f"{plain}-{version}.dist-info"
@@ -192,6 +208,9 @@ def explained(repository: Path, trace: SuiteTrace, refused: str) -> UserError:
     named = [
         name for name in lacking if name in requirements.MISSING.values() or requirements.declares(repository, name)
     ]
+    others = requirements.addressed(repository)
+    if {*named} & {*others}:  # the import of the first hides the others
+        named = list(dict.fromkeys([*named, *others]))
     links = [place for place in own.values() if (repository / place).is_symlink()]
     message = last_lines(next(iter([*trace.broken.values(), *trace.failed.values()]), trace.printed))
     if links:

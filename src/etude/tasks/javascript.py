@@ -82,7 +82,8 @@ class JsFunction(Unit):
 
 def is_repository(repository: Path) -> bool:
     """Whether there is a package.json without a Python project beside it."""
-    return (repository / "package.json").is_file() and not (repository / "pyproject.toml").is_file()
+    python = ("pyproject.toml", "setup.py", "setup.cfg")
+    return (repository / "package.json").is_file() and not any((repository / name).is_file() for name in python)
 
 
 def layout(repository: Path, listed: Sequence[str]) -> RepositoryLayout:

@@ -31,6 +31,9 @@ MISSING = {
     "requests_mock": "requests-mock", "freezer": "pytest-freezer", "subtests": "pytest-subtests",
     "yaml": "pyyaml", "dateutil": "python-dateutil", "attr": "attrs", "PIL": "pillow", "bs4": "beautifulsoup4",
     "freezegun": "freezegun", "hypothesis": "hypothesis", "pytest_asyncio": "pytest-asyncio",
+    "pytest_django": "pytest-django",
+    "rest_framework": "djangorestframework", "jwt": "pyjwt", "dotenv": "python-dotenv", "sklearn": "scikit-learn",
+    "Crypto": "pycryptodome", "OpenSSL": "pyopenssl", "psycopg2": "psycopg2-binary", "pkg_resources": "setuptools",
 }  # fmt: skip
 
 
@@ -53,6 +56,13 @@ def declares(repository: Path, name: str) -> bool:
     search = re.compile(rf"(?<![\w.-]){word}(?![\w-])", re.IGNORECASE).search
     paths = sorted({path for pattern in (*_MANIFESTS, *_TALK) for path in repository.glob(pattern) if path.is_file()})
     return any(search(path.read_text("utf-8", "replace")) for path in paths)
+
+
+def addressed(repository: Path) -> list[str]:
+    """The projects that requirements files name by an address, which is not installed: `git+https://.../NAME`."""
+    lines = [line for name in _FILES for line in requirement_lines(repository, name)] + _of_tox(repository)
+    ends = [re.fullmatch(r"(?:git|hg)\+\w+://\S*?/([\w.-]+?)(?:\.git)?(?:@[^/]*)?(?:#\S*)?", line) for line in lines]
+    return list(dict.fromkeys(match[1] for match in ends if match))
 
 
 def usable(lines: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from configparser import ConfigParser
 from configparser import Error as ConfigError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from importlib.metadata import distributions
 from itertools import islice
@@ -27,13 +27,15 @@ FILE = "pytest.ini"  # in site/
 PYTEST_FILES = ("test_*.py", "*_test.py")  # collected by default
 UNITTEST_FILES = (*PYTEST_FILES, "tests.py")  # of a repository without files of the names above
 START = "sitecustomize.py"  # in site/: folders to import from that a box does not search by itself
+DJANGO = "DJANGO_SETTINGS_MODULE"
+_DJANGO_FILES = ("manage.py", "runtests.py", "tests/manage.py", "tests/runtests.py", "tox.ini", "Makefile")
 _KEPT = ("python_classes", "python_functions", "markers", "usefixtures", "asyncio_mode", "xfail_strict",
-         "asyncio_default_fixture_loop_scope", "anyio_mode")  # fmt: skip
+         "asyncio_default_fixture_loop_scope", "anyio_mode", "django_find_project", DJANGO)  # fmt: skip
 _OPTIONS = ("-m", "-k", "--import-mode", "--ignore", "--ignore-glob", "--deselect")
 # Distributions of plugins that work in a test run without a terminal and without processes of their own.
 PLUGINS = frozenset((
-    "anyio", "pyfakefs", "pytest-asyncio", "pytest-datadir", "pytest-freezer", "pytest-httpx", "pytest-lazy-fixtures",
-    "pytest-mock", "pytest-subtests", "requests-mock",
+    "anyio", "pyfakefs", "pytest-asyncio", "pytest-datadir", "pytest-django", "pytest-freezer", "pytest-httpx",
+    "pytest-lazy-fixtures", "pytest-mock", "pytest-subtests", "requests-mock",
 ))  # fmt: skip
 
 
@@ -72,11 +74,25 @@ class PytestSettings:
 
 
 def read(repository: Path) -> PytestSettings:
-    """The settings of a repository; files that cannot be read count as empty."""
-    for name, values in _sources(repository):
-        if isinstance(values, dict):
-            return _settings(name, values)
-    return PytestSettings()
+    """The settings of a repository; files that cannot be read count as empty. Of a Django project whose settings do
+    not name a module for Django, that of its own runner of tests."""
+    tables = ((name, values) for name, values in _sources(repository) if isinstance(values, dict))
+    settings = next((_settings(name, values) for name, values in tables), PytestSettings())
+    if DJANGO in dict(settings.kept) or (named := _django_module(repository)) is None:
+        return settings
+    runner, module = named
+    return replace(settings, source=settings.source or runner, kept=(*settings.kept, (DJANGO, (module,))))
+
+
+def _django_module(repository: Path) -> tuple[str, str] | None:
+    """A Django project's runner of tests, and the settings module that it names, a file of the repository."""
+    for name in _DJANGO_FILES:
+        text = (repository / name).read_text("utf-8", "replace") if (repository / name).is_file() else ""
+        for module in re.findall(rf"{DJANGO}['\"]?\s*[,=]\s*['\"]?([\w.]+)", text):
+            place = module.replace(".", "/")
+            if any((repository / f"{place}{rest}").is_file() for rest in (".py", "/__init__.py")):
+                return name, module
+    return None
 
 
 def write(settings: PytestSettings, site: Path) -> None:
