@@ -281,7 +281,9 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     facts, options = plan.facts, plan.options
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
-        recipe, callers = await node.prepare(plan.tree, facts.layout, plan.work, scripts, options, plan.repo, plan.open)
+        recipe, callers = await node.prepare(
+            plan.tree, facts.layout, plan.work, scripts, options, plan.progress, plan.repo, plan.open
+        )
         return _Prepared(callers, recipe.requirements, {}, recipe)
     name = project_name(plan.repo).removesuffix(f"-{facts.version}")
 
@@ -310,7 +312,8 @@ async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.Sui
     plan.progress("running the test suite", 0, 1)
     box = await sandbox.create(Image(plan.tree, site, {}), Limits(seconds=_TRACE_SECONDS))
     try:
-        return await coverage.trace(box, plan.facts.layout.source_roots, plan.facts.layout.modules, _TRACE_SECONDS)
+        layout, ran = plan.facts.layout, partial(plan.progress, "running the test suite")
+        return await coverage.trace(box, layout.source_roots, layout.modules, _TRACE_SECONDS, ran)
     finally:
         await box.close()
 
@@ -429,7 +432,8 @@ async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, polic
         drafts.append(Target(change.unit, plan.sources[change.unit.path], side, visible, hidden, (change.program,)))
     known = {test for draft in drafts for test in draft.hidden}
     visible = {test for draft in drafts for test in draft.visible}
-    stable, unstable = await gates.stable_tests(bench, sorted(known | visible), bench.hidden, {})
+    ended = partial(plan.progress, "looking for flaky tests")
+    stable, unstable = await gates.stable_tests(bench, sorted(known | visible), bench.hidden, {}, ended)
     unstable |= await _failing_as_shown(bench, {test for test in visible & stable if is_script(test)}, unstable)
     single = not {"mutation", "removal", "combined"}.isdisjoint(options.kinds)
     targets = [

@@ -296,13 +296,24 @@ def task_id(candidate: Candidate) -> str:
     return f"{module}.{candidate.function.qualname}.{mutant.operator}.{digest}"
 
 
-async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], workers: int) -> list[R]:
-    """Run `work` on every item, at most `workers` at a time. Returns the results in the order of `items`."""
-    free = asyncio.Semaphore(workers)
+async def in_order(
+    work: Callable[[T], Awaitable[R]],
+    items: Sequence[T],
+    workers: int,
+    ended: Callable[[int, int], None] | None = None,
+) -> list[R]:
+    """Run `work` on every item, at most `workers` at a time. Returns the results in the order of `items`. `ended` is
+    called with the numbers of items that are done, and of all."""
+    free, done = asyncio.Semaphore(workers), 0
 
     async def run(item: T) -> R:
+        nonlocal done
         async with free:
-            return await work(item)
+            result = await work(item)
+        done += 1
+        if ended is not None:
+            ended(done, len(items))
+        return result
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run(item)) for item in items]
@@ -310,9 +321,14 @@ async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], worker
 
 
 async def stable_tests(
-    bench: Bench, tests: Sequence[str], hidden: Path | None, changes: Changes
+    bench: Bench,
+    tests: Sequence[str],
+    hidden: Path | None,
+    changes: Changes,
+    ended: Callable[[int, int], None] | None = None,
 ) -> tuple[set[str], set[str]]:
-    """(stable, dropped) of `tests` on the unbroken tree after `changes`: stable tests pass each time."""
+    """(stable, dropped) of `tests` on the unbroken tree after `changes`: stable tests pass each time. `ended`: as of
+    `in_order`, for batches of tests."""
     files: dict[str, list[str]] = {}  # of JavaScript: each takes a process or two as a whole
     for test in filter(is_script, tests):
         files.setdefault(test.partition("::")[0], []).append(test)
@@ -324,6 +340,6 @@ async def stable_tests(
     async def run(chunk: Sequence[str]) -> TestReport:
         return await bench.sandbox.run_tests(bench.image({}), changes, chunk, hidden, limits)
 
-    reports = await in_order(run, batches, bench.options.workers)
+    reports = await in_order(run, batches, bench.options.workers, ended)
     dropped = {test for chunk, report in zip(batches, reports, strict=True) for test in failing(report, chunk)}
     return set(tests) - dropped, dropped

@@ -5,7 +5,8 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from etude.code import SCRIPT_SUFFIXES
@@ -56,6 +57,7 @@ async def prepare(
     work: Path,
     functions: Sequence[JsFunction],
     options: BuildConfig,
+    progress: Callable[[str, int, int], None],
     named: Path,
     boxes: OpenBoxes = open_sandbox,
 ) -> tuple[BootstrapRecipe, dict[str, set[str]]]:
@@ -68,7 +70,10 @@ async def prepare(
     async def miss(sandbox: TestRunner, site: Path, goal: Goal) -> str | None:
         if goal.share is None:
             return await bootstrap.miss(repository, sandbox, site, goal)
-        passed, ran, printed, called = await _trace(sandbox, Image(repository, site, {}), layout.modules, functions)
+        said = partial(progress, "running the test files")
+        passed, ran, printed, called = await _trace(
+            sandbox, Image(repository, site, {}), layout.modules, functions, said
+        )
         callers.clear()
         callers.update(called)
         few = not ran or passed < goal.share * ran
@@ -171,23 +176,28 @@ def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
 
 
 async def _trace(
-    sandbox: TestRunner, image: Image, modules: Sequence[str], functions: Sequence[JsFunction]
+    sandbox: TestRunner,
+    image: Image,
+    modules: Sequence[str],
+    functions: Sequence[JsFunction],
+    said: Callable[[int, int], None],
 ) -> tuple[int, int, str, dict[str, set[str]]]:
     """(tests that passed, tests that ran, errors printed, function id -> tests that call it). The sources report the
-    calls."""
+    calls. `said` is called with the numbers of files that have run, and of all."""
     passed = ran = 0
     printed = ""
     callers: dict[str, set[str]] = defaultdict(set)
     layers = _saying(image.repository, functions)
-    for path in modules:
+    for number, path in enumerate(modules):
+        said(number, len(modules))
         report, trace = await sandbox.scripts.list_tests(image, path, layers)
         good = {f"{path}::{name}" for name in single(report.tests) if report.tests[name][0] == "passed"}
         outcomes = [outcome for outcome, _ in report.tests.values()]
         ran += max(1, len(outcomes) - outcomes.count("skipped"))
         passed += outcomes.count("passed")
         printed = (printed + trace.printed[-1000:])[-4000:]
-        for number in trace.called if good else ():
-            callers[functions[number].id] |= good
+        for called in trace.called if good else ():
+            callers[functions[called].id] |= good
     return passed, ran, printed, dict(callers)
 
 

@@ -107,7 +107,14 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
             return [provisional.task for _, provisional in chosen]
         for start in range(0, len(pairs), _BATCH):
             batch = pairs[start : start + _BATCH]
-            results = await gates.in_order(lambda pair: gates.prove(bench, pair[1]), batch, bench.options.workers)
+
+            def tried(done: int, _: int, before: int = len(chosen) - len(pairs) + start) -> None:
+                progress("proving tasks", before + done, len(chosen))
+
+            tried(0, 0)
+            results = await gates.in_order(
+                lambda pair: gates.prove(bench, pair[1]), batch, bench.options.workers, tried
+            )
             for (target, provisional), reason in zip(batch, results, strict=True):
                 if reason is None:
                     proved.add(provisional.task.id)
