@@ -24,8 +24,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from etude.code import SCRIPT_SUFFIXES
 from etude.grading import stubs
-from etude.grading.javascript import conditions, contradicted, guarded, holds_tests, read_package, test_framework
+from etude.grading.javascript import (
+    conditions,
+    contradicted,
+    guarded,
+    holds_tests,
+    imports,
+    read_package,
+    test_framework,
+)
 from etude.renderers import printable
 from etude.sandbox import RUNNER, WORKSPACE, Backend, Changes, Image, Limits, NotFound, ProgramResult, Shell, TestReport
 
@@ -406,15 +415,17 @@ def _variables(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _hidden_files(hidden: Path | None) -> dict[str, bytes | None]:
-    """Helpers and data among the hidden tests; None for the test files, which never have their own name in a box."""
+    """Helpers and data among the hidden tests; None for the test files, which never have their own name in a box unless
+    another one imports them."""
     if hidden is None:
         return {}
-    files: dict[str, bytes | None] = {}
-    for file in (path for path in hidden.rglob("*") if path.is_file()):
-        path = file.relative_to(hidden).as_posix()
-        data = file.read_bytes()
-        files[path] = None if holds_tests(path, data.decode("utf-8", "replace")) else data
-    return files
+    files = {path.relative_to(hidden).as_posix(): path.read_bytes() for path in hidden.rglob("*") if path.is_file()}
+    texts = {path: data.decode("utf-8", "replace") for path, data in files.items() if path.endswith(SCRIPT_SUFFIXES)}
+    shared = {imported for path, text in texts.items() for imported in imports(path, text, files)}
+    return {
+        path: None if path in texts and path not in shared and holds_tests(path, texts[path]) else data
+        for path, data in files.items()
+    }
 
 
 def _text(image: Image, layers: Changes, hidden: Path | None, path: str) -> str | None:

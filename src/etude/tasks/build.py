@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from etude.code import OPERATORS, find_licence, install_wheels, is_script, project_name
+from etude.code import OPERATORS, SCRIPT_SUFFIXES, find_licence, install_wheels, is_script, project_name
 from etude.code import functions as discover
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig, SandboxConfig
@@ -58,7 +58,7 @@ _ADVICE: dict[str, str] = {
     Rejected.SILENT: "accept programs that no visible test notices with `--no-visible-failure`",
 }
 _BESIDE_BYTES = 4 << 20
-_SOURCES = (".py", ".pyi", ".pyx", ".pxd", ".so")
+_SOURCES = (".py", ".pyi", ".pyx", ".pxd", ".so", *SCRIPT_SUFFIXES)
 _CAP = 3 * MAX_TESTS  # hidden tests that may decide one task, before those that fail at times are left out
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
 
@@ -281,10 +281,10 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     facts, options = plan.facts, plan.options
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
-        recipe, callers = await node.prepare(
+        recipe, callers, refused = await node.prepare(
             plan.tree, facts.layout, plan.work, scripts, options, plan.progress, plan.repo, plan.open
         )
-        return _Prepared(callers, recipe.requirements, {}, recipe)
+        return _Prepared(callers, recipe.requirements, {}, recipe, refused)
     name = project_name(plan.repo).removesuffix(f"-{facts.version}")
 
     def install(wanted: Sequence[str], site: Path) -> None:
@@ -343,7 +343,7 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
         covered = [f for f in plan.eligible if f.id in callers]
         policy = "doctests" if 2 * sum(f.doctest for f in covered) >= len(covered) > 0 else "half"
     discover.copy(plan.tree, repository, sorted({*layout.files} - {*layout.tests}))
-    discover.copy(plan.tree, plan.work / "hidden", layout.tests if plan.facts.script else _beside_tests(plan))
+    discover.copy(plan.tree, plan.work / "hidden", _beside_tests(plan))
     shown: set[str] = set()
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}

@@ -108,12 +108,13 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
         for start in range(0, len(pairs), _BATCH):
             batch = pairs[start : start + _BATCH]
 
-            def tried(done: int, _: int, before: int = len(chosen) - len(pairs) + start) -> None:
-                progress("proving tasks", before + done, len(chosen))
-
-            tried(0, 0)
+            before, total = len(chosen) - len(pairs) + start, len(chosen)
+            progress("proving tasks", before, total)
             results = await gates.in_order(
-                lambda pair: gates.prove(bench, pair[1]), batch, bench.options.workers, tried
+                lambda pair: gates.prove(bench, pair[1]),
+                batch,
+                bench.options.workers,
+                lambda done, _, before=before, total=total: progress("proving tasks", before + done, total),
             )
             for (target, provisional), reason in zip(batch, results, strict=True):
                 if reason is None:
