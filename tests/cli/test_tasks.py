@@ -69,7 +69,7 @@ def test_a_package_without_its_digest_is_refused(tmp_path: Path) -> None:
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
-    line = progress._lines(lambda: now[0])
+    line, still = progress._lines(lambda: now[0])
     for stage, done, seconds in (
         ("none", 0, 1),
         ("one", 0, 3),
@@ -82,6 +82,10 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
         now[0] += seconds
         line(stage, done, 9 if stage == "two" else 1)
     assert capsys.readouterr().err == "one\ntwo: 0 of 9\ntwo: 6 of 9\n"
+    for seconds in (20, 6, 20, 10):  # nothing is said meanwhile
+        now[0] += seconds
+        still()
+    assert capsys.readouterr().err == "two: 7 of 9 (for 48 s)\ntwo: 7 of 9 (for 78 s)\n"
     with progress.bar() as shown:  # pytest is no terminal
         shown("three", 0, 2)
     assert capsys.readouterr().err == "", "a short command stays quiet"

@@ -129,6 +129,28 @@ def test_an_episode_replays_token_by_token(dialect: Dialect, played: str) -> Non
         play(renderer, RecordedPolicy(draft.segments[:-1]), budget, box=long_box(), sampling=sampling)
 
 
+@pytest.mark.parametrize("again", ["0x7f0b1c9d8e70", "0x7ffff7a1b2c3d4"])
+def test_addresses_of_objects_may_differ_in_a_replay(dialect: Dialect, again: str) -> None:  # noqa: F811
+    """They are drawn anew in each process; nothing else may differ."""
+    renderer, speaker = dialect
+    turns = [a_search(speaker)] * 2 + [speaker.turn(("finish", {}))]
+
+    def box(address: str, name: str = "Shelf"):
+        made = long_box()
+        made.files["src/long.py"] = f"def g():  # <{name} object at {address}>\n    pass\n".encode()
+        return made
+
+    played = play(renderer, Scripted(turns), box=box("0x7f3a2b1c0d00"))
+    assert "0x7f3a2b1c0d00" in renderer.text(played.segments[0].arrays()[0].tolist())
+    recorded = RecordedPolicy(played.segments, renderer.text)
+    play(renderer, recorded, box=box(again))
+    assert recorded.played == recorded.turns
+    with pytest.raises(TokenLedgerError, match=r"turn \d was sampled from"):
+        play(renderer, RecordedPolicy(played.segments), box=box(again))
+    with pytest.raises(TokenLedgerError, match=r"turn \d was sampled from"):
+        play(renderer, RecordedPolicy(played.segments, renderer.text), box=box(again, "Chest"))
+
+
 def test_bad_summaries_are_kept_and_asked_for_once_more(dialect: Dialect) -> None:  # noqa: F811
     """Empty, a call, cut off; then two bad ones in a row: the agent goes on with what it wrote last."""
     renderer, speaker = dialect

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import shutil
 import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -296,6 +302,124 @@ def test_frameworks() -> None:
     assert is_test_file("src/__tests__/a.ts")
     assert not is_test_file("test/types.test-d.ts")
     assert not is_test_file("latest.js")
+
+
+def test_files_beside_tests_and_tests_that_others_import(tmp_path: Path) -> None:
+    """A sample, a README, a helper that defines tests itself: hidden tests read them by their own place."""
+    root = tmp_path / "queue"
+    for folder in ("test/fixtures", "samples"):
+        (root / folder).mkdir(parents=True)
+    (root / "package.json").write_text('{"name": "queue", "version": "1.0.0", "type": "module"}')
+    (root / "README.md").write_text("# Queue of rows\n")
+    (root / "samples/rows.json").write_text("[1, 2]\n")
+    (root / "test/fixtures/rows.txt").write_text("1 2")
+    (root / "queue.js").write_text(QUEUE)
+    (root / "test/common.test.js").write_text(
+        "import assert from 'node:assert'\nimport test from 'node:test'\nimport { double } from '../queue.js'\n"
+        "export function doubles (name) {\n  test(name, () => assert.equal(double([]).length, 0))\n}\n"
+        "doubles('of none')\n"
+    )
+    head = (
+        "import assert from 'node:assert'\nimport test from 'node:test'\nimport { readFileSync } from 'node:fs'\n"
+        "import { double } from '../queue.js'\nimport { doubles } from './common.test.js'\n"
+        "const read = (path) => readFileSync(new URL(path, import.meta.url), 'utf8')\n"
+    )
+    bodies = (
+        "assert.deepEqual(double(JSON.parse(read('../samples/rows.json'))), [1, 1, 2, 2])",
+        "assert.equal(double(read('fixtures/rows.txt').split(' ')).length, 4)",
+        "assert.equal(double(read('../README.md').split(' ')).length, 8)",
+        "assert.equal(double([doubles]).length, 2)",
+    )
+    rows = "".join(f"test('reads {i}', () => {body})\n" for i, body in enumerate(bodies))
+    (root / "test/reading.test.js").write_text(head + rows)
+    options = BuildConfig(max_tasks=2, kinds=("removal",), repeats=1, min_lines=2, heldout_fraction=0.0, seed=2)
+    data = build_dataset(root, tmp_path / "out", options, quiet)
+    assert {"README.md", "samples/rows.json", "test/fixtures/rows.txt", "test/common.test.js"} <= {
+        path.relative_to(data.hidden).as_posix() for path in data.hidden.rglob("*") if path.is_file()
+    }
+    assert not (data.hidden / "queue.js").exists()
+    card = (data.root / "DATACARD.md").read_text()
+    assert "No other test was left out." in card
+    (task,) = [task for task in data.tasks if task.function.endswith("double")]
+    names = {test.partition("::")[2] for test in (*task.fail_to_pass, *task.visible_tests)}
+    assert {f"reads {i}" for i in range(len(bodies))} <= names
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A registry of npm with four packages: one with a script, one of another system, and one that needs what is not
+    there."""
+    script = f"node -e \"require('fs').writeFileSync('{tmp_path}/ran', '')\""
+    more = {
+        "good": {"scripts": {"install": script, "postinstall": script}},
+        "mac": {"os": ["darwin"]},
+        "needy": {"dependencies": {"absent": "^1"}},
+        "old": {},
+    }
+    archives, about = {}, {}
+    for name, extra in more.items():
+        manifest = {"name": name, "version": "1.0.0", **extra}
+        held = io.BytesIO()
+        with tarfile.open(fileobj=held, mode="w:gz") as tar:
+            data = json.dumps(manifest).encode()
+            for path, content in (("package/package.json", data), ("package/index.js", b"module.exports = 3\n")):
+                entry = tarfile.TarInfo(path)
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+        archives[f"/{name}.tgz"] = held.getvalue()
+        about[f"/{name}"] = manifest
+
+    class Registry(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            place = f"http://127.0.0.1:{self.server.server_address[1]}"
+            body = archives.get(self.path)
+            if body is None and self.path in about:
+                manifest = about[self.path] | {"dist": {"tarball": f"{place}{self.path}.tgz"}}
+                versions = {"name": manifest["name"], "versions": {"1.0.0": manifest}, "dist-tags": {"latest": "1.0.0"}}
+                body = json.dumps(versions).encode()
+            self.send_response(404 if body is None else 200)
+            self.end_headers()
+            self.wfile.write(body or b"{}")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Registry)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("npm_config_registry", f"http://127.0.0.1:{server.server_address[1]}")
+    monkeypatch.setenv("npm_config_cache", str(tmp_path / "cache"))
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_packages_that_npm_cannot_install_are_left_out_and_named(registry: None, tmp_path: Path) -> None:
+    """The others are installed, and no script runs."""
+    wanted = ["good@^1", "absent@*", "mac@1.0.0", "needy@1", "old@^9"]
+    assert node.install_most(wanted, tmp_path / "site", None) == {
+        "absent@*": "the registry has no such absent",
+        "needy@1": "the registry has no such absent",
+        "mac@1.0.0": "mac is not for this system or its Node.js",
+        "old@^9": "the registry has no such old",
+    }
+    assert sorted(path.name for path in (tmp_path / "site/node_modules").glob("[a-z]*")) == ["good"]
+    root = tmp_path / "shelf"
+    (root / "test").mkdir(parents=True)
+    about = {"name": "shelf", "devDependencies": {"good": "*", "absent": "^2", "near": "file:../near"}}
+    (root / "package.json").write_text(json.dumps(about))
+    (root / "shelf.js").write_text("exports.top = (rows) => {\n  const n = rows.length\n  return rows[n - 1]\n}\n")
+    text = "const test = require('node:test')\nconst { equal } = require('assert')\nconst { top } = require('..')\n"
+    text = text.replace("'..'", "'../shelf.js'") + "const n = require('good')\n/* 'absent' 'near' */\n"
+    rows = [f"test('row {i}', () => equal(top([1, {i}]) + n, {i + 3}))\n" for i in range(4)]
+    (root / "test/shelf.test.js").write_text(text + "".join(rows))
+    options = BuildConfig(max_tasks=2, kinds=("mutation",), min_lines=1, repeats=1, heldout_fraction=0.0)
+    data = build_dataset(root, tmp_path / "out", options, quiet)
+    why = "Not installed: absent@^2: the registry has no such absent. Not of a registry: near (file:../near)."
+    assert why in data.manifest.warnings
+    assert why in (data.root / "DATACARD.md").read_text()
+    assert "good@*" in (data.root / "DATACARD.md").read_text()
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")

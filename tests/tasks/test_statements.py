@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from etude.code import functions
 from etude.config import BuildConfig
 from etude.sandbox.base import TestReport
-from etude.tasks import commits
+from etude.tasks import commits, javascript
 from etude.tasks.build import build_dataset
-from etude.tasks.statements import Determined, with_symptom
+from etude.tasks.examples import example
+from etude.tasks.gates import Rejected
+from etude.tasks.statements import Determined, wish, with_symptom
 from tests.tasks.test_build import quiet
 from tests.tasks.test_inventory import clone, git, write
 
@@ -103,6 +106,133 @@ def test_symptoms() -> None:
     )
 
 
+PARAMETRIZED = """import pytest
+from lib import part
+from lib.other import Box as Case, unused
+
+SIZES = [1, 2]
+
+
+@pytest.mark.parametrize("n, wanted", [(1, [[1]]), (2, [[1, 2]]), (3, "a b")])
+def test_rows(n, wanted):
+    result = part(SIZES, n)
+    assert result == wanted
+
+
+@pytest.mark.parametrize("n", list(range(3)))
+def test_unread_rows(n):
+    assert part([n], n)
+
+
+class TestCase:
+    def test_steps(self, tmp_path, shelf):
+        items = []
+        items.append(Case(1))
+        other = 3
+        assert other == 3
+        with open(tmp_path / "a") as file:
+            assert part(items, shelf) == file.read()
+
+    def test_helper(self):
+        assert helper(1) == 2
+"""
+SCRIPT = """const { part } = require('..')
+const { equal } = require('assert')
+describe('part', () => {
+  it('cuts', () => {
+    const items = [1, 2]
+    const other = []
+    items.push(3)
+    other.push(1)
+    equal(part(items, 1).length, 3)
+    equal(part(items, 2).length, 2)
+  })
+  it('is strict', () => {
+    equal(part([], 1, { strictly: true }), 'a text that nothing else says')
+  })
+})
+"""
+
+
+def test_an_example_is_what_a_failing_line_needs() -> None:
+    """And a name that the agent cannot see, or a row that cannot be read, makes none."""
+
+    def cut(name: str, line: str, *known: str) -> str:
+        lines = PARAMETRIZED.split("\n")
+        return example(f"t.py::{name}", PARAMETRIZED, lines.index(line) + 1, known.__contains__)
+
+    assert cut("test_rows[3-a b]", "    assert result == wanted") == (
+        "from lib import part\nSIZES = [1, 2]\nn = 3\nwanted = 'a b'\nresult = part(SIZES, n)\nassert result == wanted"
+    )
+    assert cut("test_rows[2-wanted1]", "    assert result == wanted").split("\n")[2:4] == ["n = 2", "wanted = [[1, 2]]"]
+    assert cut("test_rows[9]", "    assert result == wanted") == ""
+    assert cut("test_unread_rows[1]", "    assert part([n], n)", "n") == ""
+    steps = "            assert part(items, shelf) == file.read()"
+    assert cut("TestCase::test_steps", steps, "shelf").split("\n") == [
+        "from lib import part",
+        "from lib.other import Box as Case",
+        "items = []",
+        "items.append(Case(1))",
+        'with open(tmp_path / "a") as file:',
+        "    assert part(items, shelf) == file.read()",
+    ]
+    assert cut("TestCase::test_steps", steps) == ""  # nobody knows what `shelf` is
+    assert cut("TestCase::test_helper", "        assert helper(1) == 2") == ""
+    assert cut("TestCase::test_helper", "        assert helper(1) == 2", "helper").endswith("assert helper(1) == 2")
+
+
+def test_an_example_and_guesses_of_javascript(tmp_path: Path) -> None:
+    lines = SCRIPT.split("\n")
+    place = lines.index("    equal(part(items, 2).length, 2)") + 1
+    known = {"part", "equal"}.__contains__
+    assert example("test/a.js::part > cuts", SCRIPT, place, known).split("\n") == [
+        "const items = [1, 2]",
+        "items.push(3)",
+        "equal(part(items, 2).length, 2)",
+    ]
+    assert example("test/a.js::part > cuts", SCRIPT, place, {"part"}.__contains__) == ""
+    gold = "exports.part = (a, n, { strictly }) => strictly ? 'a text that nothing else says' : a.toSorted()\n"
+    given = "exports.part = (a, n, {}) => {\n  throw new Error('not implemented')\n}\n"
+    write(tmp_path / "hidden", {"test/a.js": SCRIPT})
+    determined = Determined(write(tmp_path / "tree", {"index.js": gold}), tmp_path / "hidden")
+    tests = ["test/a.js::part > cuts", "test/a.js::part > is strict"]
+
+    def guessed(statement: str) -> set[str]:
+        return determined.guesses(tests, {"index.js": given}, {"index.js": gold}, statement)
+
+    assert guessed("Part arrays.") == {tests[1]} == guessed("Part arrays, also strictly.")
+    assert guessed("With `strictly`, return 'a text that nothing else says'.") == set()
+
+
+def test_what_a_body_that_is_gone_did() -> None:
+    head, document = "    def f(self, a: int = 3, *, b) -> str:\n", "Say how many items are left.\n\n        More."
+    text = f'class A:\n{head}        """{document}"""\n        return "a"\n'
+    (unit,) = functions.functions("m.py", text)
+    assert wish(unit, text) == "`A.f(self, a: int=3, *, b) -> str`: Say how many items are left."
+    script = "/**\n * Say how many items are left.\n * @param {Array} a\n */\nexports.left = (a) => {\n  return 1\n}\n"
+    (unit,) = javascript.functions("m.js", script)
+    assert wish(unit, script) == "`left = (a) =>`: Say how many items are left."
+    bare = script.replace("how many items are left", "it")
+    (unit,) = javascript.functions("m.js", bare)
+    assert wish(unit, bare) == "`left = (a) =>`"
+
+
+def test_a_statement_that_says_nothing_makes_no_task(tmp_path: Path) -> None:
+    """A body that is gone needs words; a fault needs an example, or words."""
+    more = "".join(f"\n\ndef test_{n}():\n    assert twice({n}) == {2 * n}\n" for n in range(3, 6))
+    root = clone(tmp_path / "lib-1.0", {"lib.py": LIB, "test_lib.py": TESTS + more})
+    options = BuildConfig(max_tasks=4, visible="doctests", min_lines=1, heldout_fraction=0.0)
+    data = build_dataset(root, tmp_path / "out", options, quiet)
+    assert {task.kind for task in data.tasks} == {"mutation"}
+    assert all("For example, this fails" in task.prompt for task in data.tasks)
+    assert Rejected.VAGUE in (data.root / "DATACARD.md").read_text()
+    documented = LIB.replace("x):\n", 'x):\n    """The value twice, added up to one."""\n')
+    other = clone(tmp_path / "lib-2.0", {"lib.py": documented, "test_lib.py": TESTS + more})
+    tasks = build_dataset(other, tmp_path / "other", options, quiet).tasks
+    (task,) = [task for task in tasks if task.kind == "removal"]
+    assert task.prompt.startswith("Implement `twice` in lib.py.\n\n`twice(x)`: The value twice, added up to one.\n\n")
+
+
 LIB = """def part(items, n):
     return [items[i : i + n] for i in range(0, len(items), n)]
 
@@ -136,7 +266,7 @@ def test_smaller():
 """
 RAISES = """
 
-def test_none{0}():
+def test_none():
     import pytest
 
     with pytest.raises(LookupError):
@@ -154,9 +284,10 @@ def test_a_commit_says_what_its_message_and_its_list_of_changes_say(tmp_path: Pa
     body = "Lengths below 1 count as 1.\n\nSigned-off-by: A <a@b>\n"
     git(root, "commit", "-qam", f"Accept small lengths (#3)\n\n{body}")
     strict = better.replace("    y = x\n", "    if x is None:\n        raise LookupError(x)\n    y = x\n")
-    write(root, {"lib.py": strict, "test_lib.py": TESTS + MORE + RAISES.format(1) + RAISES.format(2)})
+    write(root, {"lib.py": strict, "test_lib.py": TESTS + MORE + RAISES})
     git(root, "commit", "-qam", "Raise when there is nothing to double\n")
-    # Every test hidden: of the second commit one would otherwise be shown, and would say what is wanted.
+    # Every test hidden: that of the second commit would otherwise be shown, and would say what is wanted. An example of
+    # it would be the whole test.
     options = BuildConfig(
         max_tasks=4, kinds=("commit", "mutation"), visible="doctests", operators=("op_const",), min_lines=1
     )
@@ -164,7 +295,9 @@ def test_a_commit_says_what_its_message_and_its_list_of_changes_say(tmp_path: Pa
     (task,) = [task for task in data.tasks if task.kind == "commit"]
     assert task.prompt == (
         "Accept small lengths (lib.py)\n\nLengths below 1 count as 1.\n- Parts have at least one item\n\n"
-        "No visible test fails. Of 7 other tests, these fail: AssertionError (1), ValueError (1)."
+        "No visible test fails. Of 6 other tests, these fail: AssertionError (1), ValueError (1). For example, this "
+        "fails (AssertionError: assert [] == [[1]]):\n\n"
+        "    from lib import part\n    assert part([1], -2) == [[1]]"
     )
     assert "| the tests need a name or text that is stated nowhere | 1 |" in (data.root / "DATACARD.md").read_text()
 

@@ -301,7 +301,17 @@ def test_slow_tests_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.M
         "test_alarm.py": "import signal\n\n\ndef test_own():\n    signal.signal(signal.SIGALRM, signal.SIG_DFL)\n",
         "test_many.py": sleeps + "".join(slow.format(i) for i in range(1, 6)),
     })  # fmt: skip
-    data = build_dataset(root, tmp_path / "out", BuildConfig(max_tasks=2, kinds=("mutation",), repeats=1), quiet)
+    monkeypatch.setattr(coverage, "COUNT_SECONDS", 0.3)
+    said: list[tuple[int, int]] = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "running the test suite":
+            said.append((done, total))
+
+    data = build_dataset(root, tmp_path / "out", BuildConfig(max_tasks=2, kinds=("mutation",), repeats=1), progress)
+    counts = [done for done, total in said if total == 13]
+    assert len(set(counts)) > 2, said
+    assert counts == sorted(counts)
     assert "4 slow tests were left out, most of them of test_" in " ".join(data.manifest.warnings)
     card = (data.root / "DATACARD.md").read_text()
     for test in ("test_one.py::test_late", "test_one.py::test_ever"):
@@ -338,7 +348,7 @@ class _NoResult:
 def test_a_suite_that_ends_the_process(tmp_path: Path) -> None:
     import asyncio
 
-    trace = asyncio.run(coverage.trace(_NoResult(), [], [], 1.0))  # type: ignore[arg-type]
+    trace = asyncio.run(coverage.trace(_NoResult(), [], [], 1.0, print))  # type: ignore[arg-type]
     assert "which said: Fatal: gone." in str(environment.explained(tmp_path, trace, ""))
 
 
@@ -358,7 +368,7 @@ def test_a_suite_that_spoils_its_record(error: type[BoxError] | bytes) -> None:
 
     expected, match = (BoxDead, "it was") if error is BoxDead else (UserError, "the test suite spoiled the record")
     with pytest.raises(expected, match=match):
-        asyncio.run(coverage.trace(Spoiled(), [], [], 1.0))  # type: ignore[arg-type]
+        asyncio.run(coverage.trace(Spoiled(), [], [], 1.0, print))  # type: ignore[arg-type]
 
 
 def test_monorepos_are_answered_with_a_command(tmp_path: Path) -> None:

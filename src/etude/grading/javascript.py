@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.code import language_of, syntax_tree
+from etude.code import SCRIPT_SUFFIXES, language_of, syntax_tree
 from etude.grading.grade import is_test_file
 
 _MODULE = re.compile(r"^\s*(?:import\b(?!\s*\()|export\b)", re.MULTILINE)
@@ -21,6 +22,7 @@ _EQUAL = frozenset({"equal", "equals", "strictEqual", "deepEqual", "deepStrictEq
                     "toMatchInlineSnapshot"})  # fmt: skip
 _LITERALS = frozenset({"number", "string"})
 _TEST = re.compile(r"(?<![.\w])(?:describe|context|suite|it|test|specify|tape)(?:\.\w+)*\s*[(`]|\btap\.test\(")
+_RELATIVE = re.compile(r"(?:require\(|from\s|import\b\s*\(?)\s*['\"](\.{1,2}/[^'\"\n]*)['\"]")
 _RUNNERS = re.compile(r"\b(vitest|jest|mocha)\b")
 _STANDARD = frozenset({"import", "require", "default", "types", "node", "browser", "module", "deno", "bun"})
 
@@ -28,6 +30,21 @@ _STANDARD = frozenset({"import", "require", "default", "types", "node", "browser
 def holds_tests(path: str, text: str) -> bool:
     """Whether a test file defines tests; the other files in test folders are helpers."""
     return is_test_file(path) and _TEST.search(text) is not None
+
+
+def imports(path: str, text: str, files: Container[str]) -> set[str]:
+    """The `files` that a script imports by a relative path."""
+    found: set[str] = set()
+    for name in _RELATIVE.findall(text):
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(path), name))
+        stem = re.sub(r"\.[cm]?js$", "", place)  # TypeScript names the file that it is compiled to
+        tried = [
+            place,
+            *(f"{stem}{end}" for end in SCRIPT_SUFFIXES),
+            *(f"{place}/index{end}" for end in SCRIPT_SUFFIXES),
+        ]
+        found |= {next((each for each in tried if each in files), "")} - {""}
+    return found
 
 
 def is_module(path: str, text: str) -> bool:

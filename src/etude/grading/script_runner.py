@@ -24,8 +24,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from etude.code import SCRIPT_SUFFIXES
 from etude.grading import stubs
-from etude.grading.javascript import conditions, contradicted, guarded, holds_tests, read_package, test_framework
+from etude.grading.javascript import (
+    conditions,
+    contradicted,
+    guarded,
+    holds_tests,
+    imports,
+    read_package,
+    test_framework,
+)
 from etude.renderers import printable
 from etude.sandbox import RUNNER, WORKSPACE, Backend, Changes, Image, Limits, NotFound, ProgramResult, Shell, TestReport
 
@@ -65,6 +74,7 @@ class FileOutput:
     forged: bool
     timed_out: bool
     kinds: Mapping[str, str] = field(default_factory=dict)  # of values, if the verifier records them
+    lines: Mapping[str, int] = field(default_factory=dict)  # at which tests failed
 
     def outcome(self, name: str) -> str:
         """The outcome of a test; empty if the run reported none."""
@@ -110,6 +120,7 @@ class _Report:
     crashed: bool = False
     tampered: bool = False
     outside: set[str] = field(default_factory=set)
+    lines: dict[str, int] = field(default_factory=dict)
     controlled: int = 0
 
 
@@ -172,6 +183,7 @@ class ScriptRunner:
             report.tampered,
             frozenset(report.outside),
             report.controlled,
+            lines=report.lines,
         )
 
     async def _run_file(self, job: _ScriptJob, names: list[str], report: _Report) -> None:
@@ -202,6 +214,7 @@ class ScriptRunner:
                 if output.outcome(name) != "failed" and not output.timed_out:
                     test = f"{job.path}::{name}"
                     report.outcomes[test], report.messages[test] = "failed", "another expected object is equal, too"
+                    report.lines.pop(test, None)
 
     async def _run_inside(self, job: _ScriptJob, names: list[str], report: _Report) -> None:
         """Run tests in random order beside the tested code, and beside negative controls if the pristine package fails
@@ -362,6 +375,7 @@ def _add(report: _Report, path: str, names: Sequence[str], output: FileOutput) -
     for name in names:
         outcome, message = output.tests.get(name, ("missing", "the test process ended early"))
         report.outcomes[f"{path}::{name}"], report.messages[f"{path}::{name}"] = outcome, message
+        report.lines |= {f"{path}::{name}": line} if (line := output.lines.get(name)) else {}
 
 
 def _prepared(
@@ -401,15 +415,17 @@ def _variables(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _hidden_files(hidden: Path | None) -> dict[str, bytes | None]:
-    """Helpers and data among the hidden tests; None for the test files, which never have their own name in a box."""
+    """Helpers and data among the hidden tests; None for the test files, which never have their own name in a box unless
+    another one imports them."""
     if hidden is None:
         return {}
-    files: dict[str, bytes | None] = {}
-    for file in (path for path in hidden.rglob("*") if path.is_file()):
-        path = file.relative_to(hidden).as_posix()
-        data = file.read_bytes()
-        files[path] = None if holds_tests(path, data.decode("utf-8", "replace")) else data
-    return files
+    files = {path.relative_to(hidden).as_posix(): path.read_bytes() for path in hidden.rglob("*") if path.is_file()}
+    texts = {path: data.decode("utf-8", "replace") for path, data in files.items() if path.endswith(SCRIPT_SUFFIXES)}
+    shared = {imported for path, text in texts.items() for imported in imports(path, text, files)}
+    return {
+        path: None if path in texts and path not in shared and holds_tests(path, texts[path]) else data
+        for path, data in files.items()
+    }
 
 
 def _text(image: Image, layers: Changes, hidden: Path | None, path: str) -> str | None:
@@ -447,6 +463,7 @@ def _parsed(done: ProgramResult, words: Sequence[str]) -> FileOutput:
     """Read records in their order, each with the word of its place; any other line counts as forged."""
     tests: dict[str, tuple[str, str]] = {}
     kinds: dict[str, str] = {}
+    places: dict[str, int] = {}
     ended = False
     *lines, last = done.report.decode("utf-8", "replace").split("\n")
     forged = bool(last) and done.status == 0
@@ -463,8 +480,9 @@ def _parsed(done: ProgramResult, words: Sequence[str]) -> FileOutput:
         elif "kinds" in record:
             kinds = {str(name): str(kind) for name, kind in record["kinds"].items()}
         else:
+            places |= {record["test"]: at} if type(at := record.get("line")) is int and at > 0 else {}
             tests[record["test"]] = (record["outcome"], " ".join(printable(record["message"]).split())[:_MESSAGE])
-    return FileOutput(tests, ended, forged, done.timed_out, kinds)
+    return FileOutput(tests, ended, forged, done.timed_out, kinds, places)
 
 
 def _record(text: str) -> dict[str, Any] | None:

@@ -104,6 +104,7 @@ def plan(tests: Sequence[str], sentinels: SentinelTests | None, controlled: Coll
 class _RunRecord(msgspec.Struct, frozen=True):
     """A line that a run wrote: the record of a test, the reason of an early end, or the end itself.
 
+    line: at which a test failed.
     fault: of a test that was decided outside: "gone", "garbage" or "refused" (`guest/verifier.py`).
     places, decoys, origins, judged, learned: of a recording.
     met: the verifier has received its first bytes from the tested process.
@@ -112,6 +113,7 @@ class _RunRecord(msgspec.Struct, frozen=True):
     test: str = ""
     outcome: str = ""
     message: str = ""
+    line: int = 0
     fault: str = ""
     places: tuple[str, ...] = ()
     decoys: dict[str, dict[str, bool]] = {}
@@ -257,9 +259,10 @@ def _report(
     lost = output.lost or ("killed" if result.status < 0 else "the test process ended early")
     reason = "timed out" if result.timed_out else lost
     complete = {test: outcomes.get(test, "missing") for test in wanted}
+    lines = {test: output.records[test].line for test in wanted if test in messages and output.records[test].line > 0}
     texts = {test: messages.get(test) or reason for test, outcome in complete.items() if outcome != "passed"}
     crashed = not result.timed_out and (not output.ended or result.status != 0)
-    return TestReport(complete, texts, result.seconds, result.timed_out, crashed)
+    return TestReport(complete, texts, result.seconds, result.timed_out, crashed, lines=lines)
 
 
 def joined(reports: Sequence[TestReport], tests: Sequence[str]) -> TestReport:
@@ -267,6 +270,7 @@ def joined(reports: Sequence[TestReport], tests: Sequence[str]) -> TestReport:
     outcomes = {test: outcome for report in reports for test, outcome in report.outcomes.items()}
     messages = {test: message for report in reports for test, message in report.messages.items()}
     equality = {test: share for report in reports for test, share in report.equality.items()}
+    lines = {test: line for report in reports for test, line in report.lines.items()}
     return TestReport(
         {test: outcomes[test] for test in tests},
         messages,
@@ -277,6 +281,7 @@ def joined(reports: Sequence[TestReport], tests: Sequence[str]) -> TestReport:
         frozenset().union(*(report.outside for report in reports)),
         sum(report.controlled for report in reports),
         equality,
+        lines,
     )
 
 

@@ -116,7 +116,8 @@ class TestReport:
 
     `messages` holds one line for each test that failed. `tampered` is proof: a sentinel came out wrong, a decoy
     was returned, or a result was forged. `equality` is the share of a test's judged lines at which an operator of the
-    library alone decides, and no decoy comparison could show it to be wrong.
+    library alone decides, and no decoy comparison could show it to be wrong. `lines` are those of a test's own file at
+    which it failed, where that is known.
     """
 
     __test__ = False  # for pytest, which would collect the class
@@ -130,6 +131,7 @@ class TestReport:
     outside: frozenset[str] = frozenset()  # tests decided in a process that the tested code does not run in
     controlled: int = 0  # other tests that ran beside a negative control
     equality: Mapping[str, float] = field(default_factory=dict)  # of tests outside
+    lines: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def decided(self) -> float:

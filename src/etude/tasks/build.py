@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from etude.code import OPERATORS, find_licence, install_wheels, is_script, project_name
+from etude.code import OPERATORS, SCRIPT_SUFFIXES, find_licence, install_wheels, is_script, project_name
 from etude.code import functions as discover
 from etude.code.functions import Function, Unit
 from etude.config import BuildConfig, SandboxConfig
@@ -58,7 +58,7 @@ _ADVICE: dict[str, str] = {
     Rejected.SILENT: "accept programs that no visible test notices with `--no-visible-failure`",
 }
 _BESIDE_BYTES = 4 << 20
-_SOURCES = (".py", ".pyi", ".pyx", ".pxd", ".so")
+_SOURCES = (".py", ".pyi", ".pyx", ".pxd", ".so", *SCRIPT_SUFFIXES)
 _CAP = 3 * MAX_TESTS  # hidden tests that may decide one task, before those that fail at times are left out
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
 
@@ -284,8 +284,10 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
     facts, options = plan.facts, plan.options
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
-        recipe, callers = await node.prepare(plan.tree, facts.layout, plan.work, scripts, options, plan.repo, plan.open)
-        return _Prepared(callers, recipe.requirements, {}, recipe)
+        recipe, callers, refused = await node.prepare(
+            plan.tree, facts.layout, plan.work, scripts, options, plan.progress, plan.repo, plan.open
+        )
+        return _Prepared(callers, recipe.requirements, {}, recipe, refused)
     name = project_name(plan.repo).removesuffix(f"-{facts.version}")
 
     def install(wanted: Sequence[str], site: Path) -> None:
@@ -313,7 +315,8 @@ async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.Sui
     plan.progress("running the test suite", 0, 1)
     box = await sandbox.create(Image(plan.tree, site, {}), Limits(seconds=_TRACE_SECONDS))
     try:
-        return await coverage.trace(box, plan.facts.layout.source_roots, plan.facts.layout.modules, _TRACE_SECONDS)
+        layout, ran = plan.facts.layout, partial(plan.progress, "running the test suite")
+        return await coverage.trace(box, layout.source_roots, layout.modules, _TRACE_SECONDS, ran)
     finally:
         await box.close()
 
@@ -343,7 +346,7 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
         covered = [f for f in plan.eligible if f.id in callers]
         policy = "doctests" if 2 * sum(f.doctest for f in covered) >= len(covered) > 0 else "half"
     discover.copy(plan.tree, repository, sorted({*layout.files} - {*layout.tests}))
-    discover.copy(plan.tree, plan.work / "hidden", layout.tests if plan.facts.script else _beside_tests(plan))
+    discover.copy(plan.tree, plan.work / "hidden", _beside_tests(plan))
     shown: set[str] = set()
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}
@@ -432,7 +435,8 @@ async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, polic
         drafts.append(Target(change.unit, plan.sources[change.unit.path], side, visible, hidden, (change.program,)))
     known = {test for draft in drafts for test in draft.hidden}
     visible = {test for draft in drafts for test in draft.visible}
-    stable, unstable = await gates.stable_tests(bench, sorted(known | visible), bench.hidden, {})
+    ended = partial(plan.progress, "looking for flaky tests")
+    stable, unstable = await gates.stable_tests(bench, sorted(known | visible), bench.hidden, {}, ended)
     unstable |= await _failing_as_shown(bench, {test for test in visible & stable if is_script(test)}, unstable)
     single = not {"mutation", "removal", "combined"}.isdisjoint(options.kinds)
     targets = [

@@ -76,6 +76,7 @@ def warnings(tasks: Sequence[CodeTask], log: TaskBuildLog, options: BuildConfig)
         for kind in options.kinds
         if 4 * kinds[kind] * len(options.kinds) < len(tasks)
     ]
+    messages += [f"Not installed: {log.refused}"] if log.refused else []
     if slow := Counter(test.split("::")[0] for test, why in log.failed.items() if SLOW in why):
         files = ", ".join(f"{file} ({n})" for file, n in slow.most_common(3))
         messages.append(f"{slow.total()} slow tests were left out, most of them of {files}.")

@@ -3,22 +3,27 @@ box."""
 
 import inspect
 import json
+import os
 import re
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
 
 from etude.errors import UserError
-from etude.sandbox import SITE, Box, BoxError, NotFound
+from etude.sandbox import SITE, Box, BoxError, ExecResult, NotFound
 from etude.tasks.settings import FILE as SETTINGS
 
 SCRIPT = ".etude_trace.py"
 RESULT = ".etude_trace.json"
+COUNT = ".etude_trace.count"  # "done total" of the tests, while they run
+COUNT_SECONDS = 5.0  # between two readings of it
+OUTPUT, ENDED = ".etude_trace.out", ".etude_trace.ended"
+_ASK_SECONDS = 60.0  # for a command of a moment, on a busy machine
 SLOW = "left out, since"  # in the messages of tests that took too long
 TEST_SECONDS = 30.0  # of one test, and of all tests of a file, under the profile hook
 FILE_SECONDS = 90.0
@@ -58,6 +63,31 @@ class SuiteTrace:
 
 class TookLong(BaseException):
     """A test takes too long."""
+
+
+class Counter:
+    """A plugin of pytest: writes "done total" of the tests to a file, at most once a second."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.done, self.total, self.written = path, 0, 0, 0.0
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        if now - self.written >= 1:
+            self.written = now
+            with open(self.path + ".new", "w") as file:
+                file.write(f"{self.done} {self.total}")
+            os.replace(self.path + ".new", self.path)
+
+    def pytest_collection_finish(self, session):  # type: ignore[no-untyped-def]
+        """Counts the tests."""
+        self.total = len(session.items)
+        self._write()
+
+    def pytest_runtest_logfinish(self):  # type: ignore[no-untyped-def]
+        """Counts a test."""
+        self.done += 1
+        self._write()
 
 
 class TimeLimits:
@@ -107,13 +137,18 @@ class TimeLimits:
 
 
 def record(
-    roots: Sequence[str], test_files: Sequence[str], settings: str, result: str, slow: str, seconds: Sequence[float]
+    roots: Sequence[str],
+    test_files: Sequence[str],
+    settings: str,
+    result: str,
+    count: str,
+    slow: str,
+    seconds: Sequence[float],
 ) -> None:
     """Run pytest in this process, with these limits of time, and write which functions below `roots` each passing test
-    calls. The box runs the source of this function and of the classes above, so they use no other name of this
-    module."""
+    calls, and before that the `count` of tests. The box runs the source of this function and of the classes above, so
+    they use no other name of this module."""
     import json
-    import os
     import sys
     import threading
 
@@ -164,29 +199,26 @@ def record(
 
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:warnings", "--continue-on-collection-errors"]
     rest = ["-c", settings if os.path.isfile(settings) else os.devnull, "--rootdir", here]
-    pytest.main([*options, *rest, *test_files], plugins=[TimeLimits(slow, *seconds), Tracer()])
+    pytest.main([*options, *rest, *test_files], plugins=[TimeLimits(slow, *seconds), Counter(here + count), Tracer()])
     passed = {test: called for test, called in tests.items() if test not in failed}
     with open(here + result, "w", encoding="utf-8") as file:
         json.dump({"functions": list(index), "tests": passed, "failed": failed, "broken": broken}, file)
 
 
-async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeout: float) -> SuiteTrace:
-    """Run the suite in `box`: the tests that call each function, and the tests that fail. Raises UserError if the run
-    does not end, or if its result file is malformed."""
-    values = (
-        list(roots),
-        list(test_files),
-        f"{SITE}/{SETTINGS}",
-        RESULT,
-        SLOW,
-        (TEST_SECONDS, FILE_SECONDS, SUITE_SECONDS),
-    )
+async def trace(
+    box: Box, roots: Sequence[str], test_files: Sequence[str], timeout: float, ran: Callable[[int, int], None]
+) -> SuiteTrace:
+    """Run the suite in `box`: the tests that call each function, and the tests that fail. Meanwhile `ran` is called
+    with the numbers of tests that have run, and of all. Raises UserError if the run does not end, or if its result file
+    is malformed."""
+    settings, limits = f"{SITE}/{SETTINGS}", (TEST_SECONDS, FILE_SECONDS, SUITE_SECONDS)
+    values = (list(roots), list(test_files), settings, RESULT, COUNT, SLOW, limits)
     arguments = ", ".join(map(json.dumps, values))
-    sources = "\n\n".join(map(inspect.getsource, (TookLong, TimeLimits, record)))
-    head = "from __future__ import annotations\n\nimport signal\nimport time\n\nimport pytest\n\n\n"
+    sources = "\n\n".join(map(inspect.getsource, (TookLong, Counter, TimeLimits, record)))
+    head = "from __future__ import annotations\n\nimport os\nimport signal\nimport time\n\nimport pytest\n\n\n"
     script = f"{head}{sources}\n\nrecord({arguments})\n"
     await box.write(SCRIPT, script.encode())
-    done = await box.exec(f"python3 {SCRIPT}", timeout)
+    done = await _run(box, timeout, ran)
     if done.timed_out:
         raise UserError(
             f"the test suite runs longer than {timeout:.0f} s; leave slow test files out with `--exclude FILE`."
@@ -204,6 +236,23 @@ async def trace(box: Box, roots: Sequence[str], test_files: Sequence[str], timeo
             raise
         raise UserError(f"the test suite spoiled the record of its run ({e}); exclude the tests that do.") from None
     return SuiteTrace(dict(callers), len(calls.tests), calls.failed, calls.broken, done.output)
+
+
+async def _run(box: Box, timeout: float, ran: Callable[[int, int], None]) -> ExecResult:
+    """Run the script beside the shell of the box, which answers no one while a command runs, and ask for its count."""
+    started = await box.exec(f"( python3 {SCRIPT} </dev/null >{OUTPUT} 2>&1; echo >{ENDED} ) & echo $!", _ASK_SECONDS)
+    if not (match := re.search(r"(\d+)\s*$", started.output)):
+        return started
+    gone = f"{{ [ -e {ENDED} ] || ! kill -0 {match[1]} 2>/dev/null; }}"
+    ask = f"for i in $(seq {10 * COUNT_SECONDS:.0f}); do {gone} && break; sleep 0.1; done; {gone} && echo ended"
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        said = (await box.exec(f"{ask}; cat {COUNT} 2>/dev/null", COUNT_SECONDS + _ASK_SECONDS)).output
+        if said.startswith("ended"):
+            return await box.exec(f"cat {OUTPUT}", _ASK_SECONDS)
+        if count := re.fullmatch(r"(\d{1,9}) (\d{1,9})", said.strip()):
+            ran(int(count[1]), int(count[2]))
+    return replace(started, timed_out=True)
 
 
 def last_lines(text: str) -> str:

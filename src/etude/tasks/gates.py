@@ -25,7 +25,7 @@ from etude.grading import grade_changes
 from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
 from etude.tasks.shams import shams
-from etude.tasks.statements import Determined, failing, with_symptom
+from etude.tasks.statements import WORDS, Determined, description, failing, wish, with_symptom
 
 MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep passing
 # Of the judged lines of a hidden test, those at which an operator of the library decides and no decoy comparison could
@@ -33,7 +33,6 @@ MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep 
 MAX_EQUALITY = 0.5
 _GUESSED = ("removal", "feature", "class", "commit")  # kinds that remove more text than the agent still sees
 _BATCH = 200  # tests that run together
-_WORDS = 5  # in the message of a commit, at least, where no visible test fails
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -53,6 +52,7 @@ class Rejected(StrEnum):
     SHAM = "a sham answer passes, such as one that returns None"
     DUPLICATE = "same text as another task"
     GUESS = "the tests need a name or text that is stated nowhere"
+    VAGUE = "neither a test, an example nor a docstring says what is wanted"
     LEAK = "the answer is elsewhere in the tree"
     INSTALLED = "the answer is in the system of boxes"
 
@@ -153,14 +153,15 @@ async def probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejecte
         return Rejected.EQUALITY if failing(report, candidate.hidden) else Rejected.EQUIVALENT
     if bench.options.visible_failure and not shown:
         return Rejected.SILENT
-    statement = await _statement(bench, candidate, report, changes)
+    sample = ("", "") if shown else await _example(bench, candidate, report, changes, failed)
+    statement = await _statement(bench, candidate, report, changes, sample)
     if candidate.broken.kind in _GUESSED:
         guessed = bench.determined.guesses(failed, candidate.changes, candidate.solution, statement)
         failed = [test for test in failed if test not in guessed]
-        wish = re.sub(r" \([^()\n]*\)", "", candidate.broken.instruction)  # without the names of files
-        vague = candidate.broken.kind == "commit" and not shown and len(wish.split()) < _WORDS
-        if not failed or vague:
+        if not failed:
             return Rejected.GUESS
+    if bench.options.symptoms and not (shown or _says(candidate, bool(sample[1]) and failed != [sample[0]])):
+        return Rejected.VAGUE
     return ProvisionalTask(task=_task(bench, candidate, report, failed, statement), outcomes=report.outcomes)
 
 
@@ -169,7 +170,36 @@ def _telling(candidate: Candidate, report: TestReport) -> list[str]:
     return [test for test in candidate.hidden if report.equality.get(test, 0.0) <= MAX_EQUALITY]
 
 
-async def _statement(bench: Bench, candidate: Candidate, report: TestReport, changes: Changes) -> str:
+def _says(candidate: Candidate, example: bool) -> bool:
+    """Whether a statement determines what is wanted although no visible test fails, with or without an example. One
+    example does not tell what a body did that is gone: that takes words, and so does a commit."""
+    broken, unit = candidate.broken, candidate.function
+    described = bool(description(unit, broken.mutant.source))
+    if broken.kind == "commit":
+        text = re.sub(r" \([^()\n]*\)", "", broken.instruction)  # without the names of files
+        return len(text.split()) >= (WORDS if example else 3 * WORDS)
+    if broken.kind in ("removal", "feature"):
+        return described
+    return example or (described and broken.kind != "class")  # whose docstring tells little of its methods
+
+
+async def _example(
+    bench: Bench, candidate: Candidate, report: TestReport, changes: Changes, failed: Sequence[str]
+) -> tuple[str, str]:
+    """An example out of a failing hidden test, if it fails there each time: (test, example), or empty texts."""
+    if not bench.options.symptoms:
+        return "", ""
+    test, code = bench.determined.example(report, failed)
+    if test:
+        again = await bench.sandbox.run_tests(bench.image({}), changes, [test], bench.hidden, bench.limits)
+        if (again.messages.get(test), again.lines.get(test)) == (report.messages.get(test), report.lines.get(test)):
+            return test, code
+    return "", ""
+
+
+async def _statement(
+    bench: Bench, candidate: Candidate, report: TestReport, changes: Changes, sample: tuple[str, str]
+) -> str:
     """The statement of the task. A message that differs from run to run is left out, so that equal builds give equal
     datasets."""
     function, broken = candidate.function, candidate.broken
@@ -181,7 +211,9 @@ async def _statement(bench: Bench, candidate: Candidate, report: TestReport, cha
         again = await bench.sandbox.run_tests(bench.image({}), changes, shown[:1], bench.hidden, bench.limits)
         if again.messages.get(shown[0]) != report.messages.get(shown[0]):
             report = replace(report, messages={})
-    return with_symptom(request, report, candidate.visible, candidate.hidden)
+    if broken.kind in ("removal", "feature"):
+        request = f"{request}.\n\n{wish(function, broken.mutant.source)}"
+    return with_symptom(request, report, candidate.visible, candidate.hidden, sample)
 
 
 @_twice
@@ -264,13 +296,24 @@ def task_id(candidate: Candidate) -> str:
     return f"{module}.{candidate.function.qualname}.{mutant.operator}.{digest}"
 
 
-async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], workers: int) -> list[R]:
-    """Run `work` on every item, at most `workers` at a time. Returns the results in the order of `items`."""
-    free = asyncio.Semaphore(workers)
+async def in_order(
+    work: Callable[[T], Awaitable[R]],
+    items: Sequence[T],
+    workers: int,
+    ended: Callable[[int, int], None] | None = None,
+) -> list[R]:
+    """Run `work` on every item, at most `workers` at a time. Returns the results in the order of `items`. `ended` is
+    called with the numbers of items that are done, and of all."""
+    free, done = asyncio.Semaphore(workers), 0
 
     async def run(item: T) -> R:
+        nonlocal done
         async with free:
-            return await work(item)
+            result = await work(item)
+        done += 1
+        if ended is not None:
+            ended(done, len(items))
+        return result
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run(item)) for item in items]
@@ -278,9 +321,14 @@ async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], worker
 
 
 async def stable_tests(
-    bench: Bench, tests: Sequence[str], hidden: Path | None, changes: Changes
+    bench: Bench,
+    tests: Sequence[str],
+    hidden: Path | None,
+    changes: Changes,
+    ended: Callable[[int, int], None] | None = None,
 ) -> tuple[set[str], set[str]]:
-    """(stable, dropped) of `tests` on the unbroken tree after `changes`: stable tests pass each time."""
+    """(stable, dropped) of `tests` on the unbroken tree after `changes`: stable tests pass each time. `ended`: as of
+    `in_order`, for batches of tests."""
     files: dict[str, list[str]] = {}  # of JavaScript: each takes a process or two as a whole
     for test in filter(is_script, tests):
         files.setdefault(test.partition("::")[0], []).append(test)
@@ -292,6 +340,6 @@ async def stable_tests(
     async def run(chunk: Sequence[str]) -> TestReport:
         return await bench.sandbox.run_tests(bench.image({}), changes, chunk, hidden, limits)
 
-    reports = await in_order(run, batches, bench.options.workers)
+    reports = await in_order(run, batches, bench.options.workers, ended)
     dropped = {test for chunk, report in zip(batches, reports, strict=True) for test in failing(report, chunk)}
     return set(tests) - dropped, dropped

@@ -65,6 +65,32 @@ _FLIP = FLIPPED_OPERATORS | {"===": "!==", "!==": "===", "&&": "||", "||": "&&"}
 _CHANGE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "*", "-": "+", "*": "+", "/": "%", "%": "*"}
 
 
+# Of the language, and of Node: names that no repository defines.
+BUILTINS = frozenset(
+    re.findall(
+        r"\w+",
+        """Array ArrayBuffer BigInt Boolean Buffer DataView Date Error EvalError Function Infinity Intl JSON Map Math
+    NaN Number Object Promise Proxy RangeError ReferenceError Reflect RegExp Set String Symbol SyntaxError TextDecoder
+    TextEncoder TypeError URIError URL URLSearchParams Uint8Array WeakMap WeakSet abs add all alloc allocUnsafe and
+    apply arguments async asyncIterator at await bind boolean break byteLength call case catch ceil charAt charCodeAt
+    class clear clearInterval clearTimeout codePointAt concat console const constructor continue copyWithin create
+    default defineProperties defineProperty delete do done else endsWith entries equals error every exec export exports
+    extends false fill filter finally find findIndex findLast flags flat flatMap floor for forEach freeze from
+    fromCharCode fromCodePoint fromEntries function get getOwnPropertyDescriptor getOwnPropertyNames
+    getOwnPropertySymbols getPrototypeOf getTime global globalThis has hasOwn hasOwnProperty ignoreCase if import in
+    includes index indexOf input instanceof isArray isBuffer isFinite isFrozen isInteger isNaN isPrototypeOf
+    isSafeInteger iterator join keys lastIndex lastIndexOf length let localeCompare log map match matchAll max message
+    min module multiline name new next normalize now null number object of ownKeys padEnd padStart parse parseFloat
+    parseInt pop pow process propertyIsEnumerable prototype push race random reduce reduceRight repeat replace
+    replaceAll require resolve reject return reverse round search set setInterval setPrototypeOf setTimeout shift sign
+    size slice some sort source splice split sqrt stack startsWith static string stringify sub subarray substr
+    substring super switch symbol test then this throw toFixed toISOString toJSON toLowerCase toPrecision toString
+    toUpperCase trim trimEnd trimStart true trunc try typeof undefined unshift value valueOf values var void warn while
+    with write yield""",
+    )
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class JsFunction(Unit):
     """A named function. `start` and `end` are byte offsets in its module, `body` those of its block."""
@@ -412,8 +438,25 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
 
 def titles(path: str, text: str) -> set[str]:
     """Names ("outer > inner") of the tests that `without_tests` can remove."""
+    return set(test_nodes(path, text))
+
+
+def test_nodes(path: str, text: str) -> dict[str, Any]:
+    """The statements of the tests and groups that `titles` names."""
     whole = tree(path, text)
-    return {name for name, _ in _tests(whole.root_node)} if whole is not None else set()
+    return dict(_tests(whole.root_node)) if whole is not None else {}
+
+
+def names_and_texts(node: Any) -> tuple[set[str], list[str]]:
+    """The identifiers at and below a node, and the contents of its texts and regular expressions."""
+    names: set[str] = set()
+    texts: list[str] = []
+    for part in walk(node):
+        if part.type in ("identifier", "property_identifier", "shorthand_property_identifier"):
+            names.add(part.text.decode())
+        elif part.type in ("string_fragment", "regex_pattern"):
+            texts.append(re.sub(r"\\(\W)", r"\1", part.text.decode()))
+    return names, texts
 
 
 def _tests(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

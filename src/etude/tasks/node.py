@@ -1,11 +1,18 @@
-"""The environment of a JavaScript repository: packages from npm without scripts, and the tests that call a function."""
+"""The environment of a JavaScript repository: packages from npm without scripts, and the tests that call a function.
+
+Ranges of package.json count, lock files do not. What the registry lacks or refuses for this machine, and what does not
+come from a registry (addresses, workspaces, aliases), is left out and named.
+"""
 
 import json
 import re
 import shutil
 import subprocess
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from etude.code import SCRIPT_SUFFIXES
@@ -22,7 +29,24 @@ NPM_SECONDS = 900.0  # hundreds of packages, on a busy machine
 LINK = ("node_modules", "/site/node_modules")  # (link in the repository where Node looks for packages, its target)
 _SETTINGS = re.compile(r"(jest|vitest|vite|babel)[\w.-]*\.[cm]?[jt]s|tsconfig[\w.-]*\.json|\.(babel|mocha|swc)rc.*")
 _QUOTED = re.compile(r"['\"]((?:@[\w.-]+/)?[\w.-]+)(?:/[\w./-]+)?['\"]")
+_ELSEWHERE = re.compile(r"[:/]")  # in a range: an address, a folder, `workspace:`, an alias
 _PACKAGE = re.compile(r"((?:@[a-z0-9._-]+/)?[a-z0-9._-]+)(?:@([^\s:/]+(?: [^\s:/]+)*))?", re.IGNORECASE)
+
+
+# npm's messages about a package that it cannot install, and what they mean.
+_LACKS = re.compile(
+    r"No matching version found for (?P<a>(?:@[\w.-]+/)?[\w.-]+)@"
+    r"|'(?P<b>(?:@[\w.-]+/)?[\w.-]+)@[^']*' (?:could not be found|is not in this)"
+)
+_UNFIT = re.compile(r"Unsupported (?:platform|engine) for (?P<a>(?:@[\w.-]+/)?[\w.-]+)@")
+
+
+class _Refused(UserError):
+    """npm cannot install `package`; `why` ends a sentence about those that need it."""
+
+    def __init__(self, message: str, package: str, why: str) -> None:
+        super().__init__(message)
+        self.package, self.why = package, why
 
 
 def is_link(path: Path) -> bool:
@@ -47,7 +71,12 @@ def npm(arguments: list[str], folder: Path, timeout: float) -> None:
     if done.returncode != 0:
         reason = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["no message"]
         message = "; ".join(line.strip()[:200] for line in reason[:2])
-        raise UserError(f"npm {arguments[0]} failed ({message}); check the network and the package.")
+        message = f"npm {arguments[0]} failed ({message}); check the network and the package."
+        if match := _LACKS.search(done.stderr):
+            raise _Refused(message, name := match["a"] or match["b"], f"the registry has no such {name}")
+        if match := _UNFIT.search(done.stderr):
+            raise _Refused(message, match["a"], f"{match['a']} is not for this system or its Node.js")
+        raise UserError(message)
 
 
 async def prepare(
@@ -56,23 +85,38 @@ async def prepare(
     work: Path,
     functions: Sequence[JsFunction],
     options: BuildConfig,
+    progress: Callable[[str, int, int], None],
     named: Path,
     boxes: OpenBoxes = open_sandbox,
-) -> tuple[BootstrapRecipe, dict[str, set[str]]]:
-    """Install the packages of the repository, which gets a link to them, into `work`/site. Returns the recipe, and
-    function id -> tests that call it. Raises UserError with the reason if in no try SHARE of the tests pass; `named` is
-    the path of the repository in messages."""
+) -> tuple[BootstrapRecipe, dict[str, set[str]], str]:
+    """Install the packages of the repository, which gets a link to them, into `work`/site. Returns the recipe, function
+    id -> tests that call it, and the packages that were left out with the reasons. Raises UserError with the reason if
+    in no try SHARE of the tests pass; `named` is the path of the repository in messages."""
     (repository / LINK[0]).symlink_to(LINK[1])
     callers: dict[str, set[str]] = {}
+    refused: dict[str, str] = {}  # line -> reason, of the last try
+    elsewhere = [f"{name} ({version})" for name, version in next(_proposals(repository, layout)).items()
+                 if _ELSEWHERE.search(version)]  # fmt: skip
+
+    def left_out() -> str:
+        reasons = [f"{line}: {why}." for line, why in refused.items()]
+        return " ".join([*reasons, *([f"Not of a registry: {', '.join(elsewhere)}."] if elsewhere else [])])
+
+    def install(wanted: Sequence[str], site: Path) -> None:
+        refused.clear()
+        refused.update(install_most(wanted, site, read_package(repository).get("name")))
 
     async def miss(sandbox: TestRunner, site: Path, goal: Goal) -> str | None:
         if goal.share is None:
             return await bootstrap.miss(repository, sandbox, site, goal)
-        passed, ran, printed, called = await _trace(sandbox, Image(repository, site, {}), layout.modules, functions)
+        said = partial(progress, "running the test files")
+        passed, ran, printed, called = await _trace(
+            sandbox, Image(repository, site, {}), layout.modules, functions, said
+        )
         callers.clear()
         callers.update(called)
         few = not ran or passed < goal.share * ran
-        return f"{printed}\n{passed} of {ran} tests pass" if few else None
+        return f"{printed}\n{passed} of {ran} tests pass\n{left_out()}" if few else None
 
     how = "rules" if options.bootstrap == "declared" else options.bootstrap
     kit = Kit(
@@ -84,11 +128,12 @@ async def prepare(
         rules=lambda tries: _by_rules(repository, layout, tries),
         usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)],
         installer="npm",
-        install=lambda wanted, site: _install(wanted, site, read_package(repository).get("name")),
+        install=install,
         miss=miss,
         boxes=boxes,
     )
-    return await bootstrap.try_out(repository, work, how, kit), callers
+    recipe = await bootstrap.try_out(repository, work, how, kit)
+    return replace(recipe, requirements=tuple(r for r in recipe.requirements if r not in refused)), callers, left_out()
 
 
 def _goals(whole: Path, layout: RepositoryLayout) -> Iterator[Goal]:
@@ -105,13 +150,13 @@ def _framework(whole: Path, path: str) -> str:
 
 
 def _by_rules(whole: Path, layout: RepositoryLayout, tries: Sequence[Try]) -> tuple[str, ...] | None:
-    """The packages of the next try: those of the last one without names that npm lacks, plus those that a run could not
-    find; else those that tests and settings name; else all."""
+    """The packages of the next try: those of the last one and those that a run could not find; else those that tests
+    and settings name; else all."""
     proposals = list(_proposals(whole, layout))
     if tries:
         proposals.insert(0, _mended(whole, layout, tries[-1]))
     for wanted in proposals:
-        plain = tuple(f"{name}@{version}" for name, version in wanted.items() if not re.search(r"[:/]", version))
+        plain = tuple(f"{name}@{version}" for name, version in wanted.items() if not _ELSEWHERE.search(version))
         if all(plain != old.requirements for old in tries):
             return plain
     return None
@@ -142,11 +187,7 @@ def _proposals(whole: Path, layout: RepositoryLayout) -> Iterator[dict[str, str]
 def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
     """The packages of the last try, mended; only packages that the repository imports by name are added."""
     output = "\n".join(text for _, text in last.missed)
-    refused = re.findall(
-        r"No matching version found for (\S+?)@|'((?:@[\w.-]+/)?[\w.-]+)@[^']*' is not in this", output
-    )
-    gone = {name for pair in refused for name in pair}
-    wanted = {m[1]: m[2] or "*" for line in last.requirements if (m := _PACKAGE.fullmatch(line)) and m[1] not in gone}
+    wanted = {m[1]: m[2] or "*" for line in last.requirements if (m := _PACKAGE.fullmatch(line))}
     lacking = set(re.findall(r"Cannot find (?:module|package) '((?:@[\w.-]+/)?[\w.-]+)", output)) - set(wanted)
     code = (f for f in layout.files if f.endswith(SCRIPT_SUFFIXES) or _SETTINGS.fullmatch(f))
     known = {name for f in code if lacking for name in _QUOTED.findall((whole / f).read_text("utf-8", "replace"))}
@@ -154,7 +195,35 @@ def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
     return wanted | {name: development.get(name, "*") for name in sorted(lacking & (known | set(development)))}
 
 
-def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
+def install_most(wanted: Sequence[str], site: Path, own: str | None) -> dict[str, str]:
+    """As `_install`, without the packages that npm cannot install: line -> the reason. Raises UserError if npm fails in
+    another way."""
+    left, refused = list(wanted), dict[str, str]()
+    while True:
+        try:
+            _install(left, site, own)
+            return refused
+        except _Refused as e:
+            shutil.rmtree(site, ignore_errors=True)
+            named = [line for line in left if (m := _PACKAGE.fullmatch(line)) and m[1] == e.package]
+            lines = named or [line for line in left if _needs(line, e.package, site)]
+            if not lines:
+                raise
+            refused |= dict.fromkeys(lines, e.why)
+            left = [line for line in left if line not in lines]
+
+
+def _needs(line: str, package: str, site: Path) -> bool:
+    """Whether npm cannot install a line by itself, because of this package."""
+    try:
+        with tempfile.TemporaryDirectory(dir=site.parent) as folder:
+            _install([line], Path(folder) / "alone", None, "--package-lock-only")
+    except _Refused as e:
+        return e.package == package
+    return False
+
+
+def _install(wanted: Sequence[str], site: Path, own: str | None, *flags: str) -> None:
     """Install packages ("name@range") of the registry below `site`/node_modules, without their scripts. The
     repository's `own` package is removed: an agent could copy the answer from it or from a cache."""
     modules = site / "node_modules"
@@ -165,29 +234,34 @@ def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
     )
     if not pairs:
         return
-    npm(["install", "--ignore-scripts", "--legacy-peer-deps"], site, NPM_SECONDS)
+    npm(["install", "--ignore-scripts", "--legacy-peer-deps", *flags], site, NPM_SECONDS)
     for name in filter(None, (".bin", ".cache", own)):
         shutil.rmtree(modules / name, ignore_errors=True)  # of .bin: links; nothing in a box calls them
 
 
 async def _trace(
-    sandbox: TestRunner, image: Image, modules: Sequence[str], functions: Sequence[JsFunction]
+    sandbox: TestRunner,
+    image: Image,
+    modules: Sequence[str],
+    functions: Sequence[JsFunction],
+    said: Callable[[int, int], None],
 ) -> tuple[int, int, str, dict[str, set[str]]]:
     """(tests that passed, tests that ran, errors printed, function id -> tests that call it). The sources report the
-    calls."""
+    calls. `said` is called with the numbers of files that have run, and of all."""
     passed = ran = 0
     printed = ""
     callers: dict[str, set[str]] = defaultdict(set)
     layers = _saying(image.repository, functions)
-    for path in modules:
+    for number, path in enumerate(modules):
+        said(number, len(modules))
         report, trace = await sandbox.scripts.list_tests(image, path, layers)
         good = {f"{path}::{name}" for name in single(report.tests) if report.tests[name][0] == "passed"}
         outcomes = [outcome for outcome, _ in report.tests.values()]
         ran += max(1, len(outcomes) - outcomes.count("skipped"))
         passed += outcomes.count("passed")
         printed = (printed + trace.printed[-1000:])[-4000:]
-        for number in trace.called if good else ():
-            callers[functions[number].id] |= good
+        for called in trace.called if good else ():
+            callers[functions[called].id] |= good
     return passed, ran, printed, dict(callers)
 
 

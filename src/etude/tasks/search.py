@@ -107,7 +107,15 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
             return [provisional.task for _, provisional in chosen]
         for start in range(0, len(pairs), _BATCH):
             batch = pairs[start : start + _BATCH]
-            results = await gates.in_order(lambda pair: gates.prove(bench, pair[1]), batch, bench.options.workers)
+
+            before, total = len(chosen) - len(pairs) + start, len(chosen)
+            progress("proving tasks", before, total)
+            results = await gates.in_order(
+                lambda pair: gates.prove(bench, pair[1]),
+                batch,
+                bench.options.workers,
+                lambda done, _, before=before, total=total: progress("proving tasks", before + done, total),
+            )
             for (target, provisional), reason in zip(batch, results, strict=True):
                 if reason is None:
                     proved.add(provisional.task.id)

@@ -331,8 +331,8 @@ class RunTemplate:
         _write(writer, {"end": len(request["tests"])})
 
     def _run(self, request: dict[str, Any], writer: int, sock: int) -> None:
-        def report(test: str, outcome: str, message: str) -> None:
-            _write(writer, {"test": test, "outcome": outcome, "message": message})
+        def report(test: str, outcome: str, message: str, line: int) -> None:
+            _write(writer, {"test": test, "outcome": outcome, "message": message, "line": line})
 
         if self.hot and not self._swap():
             _write(writer, {"cold": True})

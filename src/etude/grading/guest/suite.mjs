@@ -9,7 +9,7 @@
 // repository's configuration says. Only what decides which tests run, and where results go, is set here.
 import { existsSync, readFileSync, writeFileSync, writeSync } from 'node:fs'
 import { createRequire } from 'node:module'
-import { relative, resolve } from 'node:path'
+import { basename, relative, resolve } from 'node:path'
 import { fileURLToPath, pathToFileURL } from 'node:url'
 
 const LOADING = 'loading of the test file'
@@ -26,6 +26,7 @@ const { Buffer } = process.getBuiltinModule('buffer')
 const own = createRequire(import.meta.url)
 const url = pathToFileURL(config.file)
 const load = createRequire(url)
+const frames = new RegExp(`${basename(config.file).replaceAll('.', '[.]')}:(\\d+):\\d+`, 'g')
 const runners = { __proto__: null, jest, mocha, node, tape, vitest }
 let count = 0
 let started // by node:test
@@ -36,12 +37,12 @@ const library = verify && !apart ? connect(verify, config.file) : null
 if (verify && apart) writeFileSync(ASKED, stringify({ verify, file: config.file }))
 runners[config.framework]().catch((error) => leave(0, error?.stack ?? error))
 
-function record (test, outcome, message) {
+function record (test, outcome, message, line = 0) {
   times[test] = (times[test] ?? 0) + 1
   const id = times[test] > 1 ? `${test} #${times[test]}` : test
   if (wanted !== null && known[id] !== true) return
   if (outcome === 'passed' && library?.fatal) [outcome, message] = ['failed', library.fatal]
-  say({ __proto__: null, test: id, outcome, message: slice(message, 0, MESSAGE) })
+  say({ __proto__: null, test: id, outcome, message: slice(message, 0, MESSAGE), line })
 }
 
 function recorded (name) {
@@ -83,6 +84,21 @@ function said (error) {
   }
 }
 
+// The line at which an error left a test: of the outermost frame of the test file.
+function place (stack) {
+  let line = 0
+  for (const [, at] of text(stack ?? '').matchAll(frames)) line = +at
+  return line
+}
+
+function placed (error) {
+  try {
+    return place(error?.cause?.stack ?? error?.stack)
+  } catch {
+    return 0
+  }
+}
+
 export default async function * (events) {
   if (started === undefined) return
   const begin = started
@@ -96,7 +112,7 @@ export default async function * (events) {
     for (let i = 0; i < data.nesting; i++) name += `${names[i]} > `
     const skipped = data.skip !== undefined || data.todo !== undefined
     const outcome = skipped ? 'skipped' : type === 'test:pass' ? 'passed' : 'failed'
-    record(name + data.name, outcome, type === 'test:pass' ? '' : said(data.details?.error))
+    record(name + data.name, outcome, type === 'test:pass' ? '' : said(data.details?.error), placed(data.details?.error))
   }
   end()
 }
@@ -121,7 +137,7 @@ async function mocha () {
     .on('test', () => library?.begin())
     .on('test end', () => library?.finish())
     .on('pass', (test) => recorded(name(test)))
-    .on('fail', (test, error) => record(name(test), 'failed', said(error)))
+    .on('fail', (test, error) => record(name(test), 'failed', said(error), placed(error)))
     .on('pending', (test) => record(name(test), 'skipped', ''))
     .on('end', end)
 }
@@ -134,14 +150,15 @@ async function tape () {
       if (row.type === 'test') {
         library?.begin()
         const parent = tests[row.parent]
-        tests[row.id] = { __proto__: null, name: parent ? `${parent.name} > ${row.name}` : row.name, skip: row.skip, wrong: null }
+        tests[row.id] = { __proto__: null, name: parent ? `${parent.name} > ${row.name}` : row.name, skip: row.skip, wrong: null, line: 0 }
       } else if (row.type === 'assert' && !row.ok && !row.todo && !row.skip) {
+        tests[row.test].line ||= place(`${row.file}:${row.line}:1`)
         tests[row.test].wrong ??= `${row.operator}: ${row.name}`
       } else if (row.type === 'end' && tests[row.test]) {
-        const { name, skip, wrong } = tests[row.test]
+        const { name, skip, wrong, line } = tests[row.test]
         const found = library?.finish() || wrong
         if (name === LOADING) return
-        record(name, skip ? 'skipped' : found === null ? 'passed' : 'failed', found ?? '')
+        record(name, skip ? 'skipped' : found === null ? 'passed' : 'failed', found ?? '', line)
       }
     })
     .on('end', end)
@@ -163,7 +180,7 @@ async function jest () {
   const fatal = found.length ? settled() : ''
   for (const { ancestorTitles, title, status, failureMessages } of found) {
     const outcome = fatal ? 'failed' : outcomes[status] ?? 'skipped'
-    record([...ancestorTitles, title].join(' > '), outcome, failureMessages[0] ?? fatal)
+    record([...ancestorTitles, title].join(' > '), outcome, failureMessages[0] ?? fatal, place(failureMessages[0]))
   }
   leave(found.length > 0, results.testResults[0]?.failureMessage)
 }
@@ -204,7 +221,7 @@ async function vitest () {
       }
       count++
       const outcome = mode === 'skip' || mode === 'todo' ? 'skipped' : fatal ? 'failed' : outcomes[result?.state] ?? 'skipped'
-      record(prefix + name, outcome, outcome === 'failed' ? fatal || said(result.errors?.[0]) : '')
+      record(prefix + name, outcome, outcome === 'failed' ? fatal || said(result.errors?.[0]) : '', placed(result?.errors?.[0]))
     }
   }
   const files = started.state.getFiles()

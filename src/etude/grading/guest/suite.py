@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ MESSAGE = 160  # characters
 _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 # "debugging" stays: the unittest plugin asks for its options
 _BLOCKED = ("cacheprovider", "junitxml", "pastebin", "stepwise", "faulthandler", "setuponly", "setupplan")
-Report = Callable[[str, str, str], None]  # (node id, outcome, message)
+Report = Callable[[str, str, str, int], None]  # (node id, outcome, message, line of the test that failed or 0)
 
 
 class _Reporter:
@@ -44,21 +44,22 @@ class _Reporter:
     def __init__(self) -> None:
         with open(os.devnull, "w") as null:
             self._tw = TerminalWriter(null)  # comparisons ask for its markup
-        self.reports: list[tuple[str, str, str]] = []  # phase, outcome, message
+        self.reports: list[tuple[str, str, str, int]] = []  # phase, outcome, message, line
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> TestReport:
         # A unittest case catches what its test raises; pytest's own hook, which would hand it on, does not run.
         caught = getattr(item, "_excinfo", None)
         error = caught.pop(0) if caught else call.excinfo
-        outcome, message = "passed", ""
+        outcome, message, line = "passed", "", 0
         if error is not None:
             import unittest  # here, since few suites need it
 
             skipped = isinstance(error.value, (pytest.skip.Exception, unittest.SkipTest))
             outcome = "skipped" if skipped else "failed"
             message = describe(error.value)
-        self.reports.append((call.when, outcome, message))
+            line = _line(error.tb, item.nodeid.partition("::")[0]) if call.when == "call" else 0
+        self.reports.append((call.when, outcome, message, line))
         return TestReport(item.nodeid, item.location, {}, outcome, None, call.when)  # type: ignore[arg-type]
 
 
@@ -70,14 +71,25 @@ _ADDRESS = re.compile(
 )
 
 
+def _line(trace: TracebackType | None, path: str) -> int:
+    """The line at which an error left the test, the outermost frame of its file; 0 if there is none."""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.endswith(f"/{path}"):
+            return trace.tb_lineno
+        trace = trace.tb_next
+    return 0
+
+
 def describe(error: BaseException) -> str:
-    """`Type: first line` of an error, without addresses, so that it is the same on every run."""
+    """`Type: first line` of an error, with the calls that pytest names ("where 3 = f(2)") and without addresses, so
+    that it is the same on every run."""
     try:
-        lines = str(error).strip().split("\n")
+        first, *rest = str(error).strip().split("\n")
     except BaseException:  # the tested code's own __str__
-        lines = [""]
+        first, rest = "", []
     name = type(error).__name__
-    return one_line(f"{name}: {lines[0]}" if lines[0] else name)
+    calls = [match[1] for line in rest if (match := re.match(r" *\+ +((?:where|and) .*)", line))]
+    return one_line("; ".join([f"{name}: {first}" if first else name, *calls]))
 
 
 def one_line(text: str) -> str:
@@ -229,7 +241,7 @@ class Suite:
         for test in tests:
             entry = entries.get(test, f"no such test {test}")
             if isinstance(entry, str):
-                report(test, "error", one_line(entry))
+                report(test, "error", one_line(entry), 0)
             else:
                 items.append((test, entry))
         for i, (test, entry) in enumerate(items):
@@ -237,7 +249,7 @@ class Suite:
                 following = items[i + 1][1] if i + 1 < len(items) else None
                 self._run_item(test, entry, following if isinstance(following, pytest.Item) else None, report)
             else:
-                report(test, *entry())
+                report(test, *entry(), 0)
 
     def _collect(self, path: str, ids: Sequence[str]) -> dict[str, Any]:
         """Node id -> item, callable, or the text of an error."""
@@ -272,17 +284,17 @@ class Suite:
         except BaseException as e:
             if isinstance(e, self.fatal) and not isinstance(e, KeyboardInterrupt):
                 raise
-            report(test, "error", describe(e))
+            report(test, "error", describe(e), 0)
             return
-        outcome, message = "missing", ""
-        for phase, result, text in self.reporter.reports:
+        outcome, message, line = "missing", "", 0
+        for phase, result, text, place in self.reporter.reports:
             if result != "passed":
                 outcome = "failed" if phase == "call" or result == "skipped" else "error"
-                message = text
+                message, line = text, place
                 break
             if phase == "call":
                 outcome = "passed"
-        report(test, outcome, message)
+        report(test, outcome, message, line)
 
     def _doctest(self, path: str, name: str) -> Callable[[], tuple[str, str]]:
         file = f"{self.workspace}/{path}"

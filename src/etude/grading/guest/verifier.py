@@ -529,7 +529,7 @@ def verify(request: dict[str, Any], tests: VerifiedSuite, write: Callable[[dict[
     sys.meta_path.insert(0, wire.finder)  # type: ignore[arg-type]
     sys.addaudithook(handed.watch(wire))
 
-    def report(test: str, outcome: str, message: str) -> None:
+    def report(test: str, outcome: str, message: str, line: int) -> None:
         fault = wire.fault or tests.spoilt.get(test.partition("::")[0], "")
         kind = "" if not fault else "gone" if wire.gone else "refused"
         if fault.startswith("garbage"):
@@ -537,7 +537,8 @@ def verify(request: dict[str, Any], tests: VerifiedSuite, write: Callable[[dict[
         if fault and outcome == "passed":
             outcome = "failed"
         message = fault if fault and fault not in message else message
-        record: dict[str, Any] = {"test": test, "outcome": outcome, "message": suite.one_line(message), "fault": kind}
+        record: dict[str, Any] = {"test": test, "outcome": outcome, "message": suite.one_line(message)}
+        record |= {"fault": kind, "line": line}
         if wire.recording:
             decoys, decided = wire.decoys, wire.decoys.real
             counts = [len(wire.judged), len(decided), len(decoys.undecidable)]
