@@ -15,6 +15,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from ctypes.util import find_library
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from etude.sandbox.images.store import find_image
 
 SEARCH = "/usr/local/bin:/usr/bin"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+EXPECTED = [name for name in ("librt.so.1", "libutil.so.1", "libstdc++.so.6") if find_library(name[3:].split(".")[0])]
 SERVER = "python3 -m http.server --bind 127.0.0.1 --directory /srv 8123"
 READY = "python3 -c 'import urllib.request as u; u.urlopen(\"http://127.0.0.1:8123/price.txt\", timeout=1)'"
 SERVICE = {"name": "prices", "start": SERVER, "ready": READY, "seconds": 20.0}
@@ -119,12 +121,14 @@ def test_the_minimal_image_has_programs_and_no_package() -> None:
         "git --version && awk 'BEGIN { print 1 + 1 }' && find . -maxdepth 0 && sed s/a/b/ <<< a && tput cols",
         "python3 -c 'import setuptools'",
         "which gcc cc ld",
+        f"python3 -c 'import ctypes; [ctypes.CDLL(name) for name in {json.dumps(EXPECTED)}]; print(1)'",
     )
     assert ran[0] == ""
     assert ran[1] == "Europe/Berlin"
     assert ran[2].split("\n")[1:4] == ["2", ".", "b"]
     assert "ModuleNotFoundError" in ran[3]
     assert ran[4] == ""
+    assert ran[5] == "1"
 
 
 def test_an_image_is_made_once_and_named_by_its_content(

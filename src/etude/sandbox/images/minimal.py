@@ -81,6 +81,11 @@ _ETC = (  # files of which none is about this machine or its users
     *("login.defs", "magic", "deluser.conf", "adduser.conf", "debconf.conf", "xattr.conf", "e2scrub.conf"),
 )
 _LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on most machines
+# Libraries that wheels and addons of Node expect of any system (PEP 600), if no program needs them itself.
+_EXPECTED = (
+    *("libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1", "libutil.so.1", "libresolv.so.2", "libnsl.so.1"),
+    *("libgcc_s.so.1", "libstdc++.so.6", "libatomic.so.1", "libz.so.1"),
+)
 _NO_LIBRARY = frozenset({"site-packages", "dist-packages", "ensurepip", "idlelib", "turtledemo", "lib2to3"})
 
 
@@ -201,6 +206,10 @@ class MinimalImage:
             for library in sorted(set(re.findall(r"(?:=> |^\s+)(/\S+) \(0x", done.stdout, re.MULTILINE))):
                 if library.startswith(("/usr/", "/lib")) and not library.startswith("/usr/local/"):
                     self._add(library)
+                    beside = os.path.dirname(library)
+                    for name in _EXPECTED if os.path.basename(library) == "libc.so.6" else ():
+                        if os.path.exists(f"{beside}/{name}"):
+                            self._add(f"{beside}/{name}")
                 else:  # on the loader's own path in the image
                     self.files.setdefault(f"usr/lib/{os.path.basename(library)}", os.path.realpath(library))
 
