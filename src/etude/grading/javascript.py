@@ -34,7 +34,7 @@ def holds_tests(path: str, text: str) -> bool:
 
 def imports(path: str, text: str, files: Container[str]) -> set[str]:
     """The `files` that a script imports by a relative path."""
-    found: set[str] = set()
+    hits: set[str] = set()
     for name in _RELATIVE.findall(text):
         place = posixpath.normpath(posixpath.join(posixpath.dirname(path), name))
         stem = re.sub(r"\.[cm]?js$", "", place)  # TypeScript names the file that it is compiled to
@@ -43,8 +43,8 @@ def imports(path: str, text: str, files: Container[str]) -> set[str]:
             *(f"{stem}{end}" for end in SCRIPT_SUFFIXES),
             *(f"{place}/index{end}" for end in SCRIPT_SUFFIXES),
         ]
-        found |= {next((each for each in tried if each in files), "")} - {""}
-    return found
+        hits |= {next((each for each in tried if each in files), "")} - {""}
+    return hits
 
 
 def is_module(path: str, text: str) -> bool:

@@ -312,11 +312,12 @@ async def _prepare(plan: _BuildPlan, sandbox: Sandbox) -> _Prepared:
 
 async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.SuiteTrace:
     """Run the whole suite once on the unchanged repository."""
-    plan.progress("running the test suite", 0, 1)
+    tell = partial(plan.progress, "running the test suite")
+    tell(0, 1)
     box = await sandbox.create(Image(plan.tree, site, {}), Limits(seconds=_TRACE_SECONDS))
     try:
-        layout, ran = plan.facts.layout, partial(plan.progress, "running the test suite")
-        return await coverage.trace(box, layout.source_roots, layout.modules, _TRACE_SECONDS, ran)
+        layout = plan.facts.layout
+        return await coverage.trace(box, layout.source_roots, layout.modules, _TRACE_SECONDS, tell)
     finally:
         await box.close()
 
@@ -360,13 +361,12 @@ def _write_trees(plan: _BuildPlan, prepared: _Prepared) -> tuple[str, set[str]]:
 
 
 def _beside_tests(plan: _BuildPlan) -> list[str]:
-    """The files of tests, and files beside them that tests may read by their own place, such as samples and a README:
-    no source code, nothing of the library's folders, and no large files."""
+    """The files of tests, and small files beside them that tests may read, such as samples and a README, outside of the
+    library's folders."""
     layout = plan.facts.layout
     roots = tuple(f"{root}/" for root in layout.source_roots)
-    beside = [path for path in layout.files if not path.endswith(_SOURCES) and not path.startswith(roots)]
-    beside = [path for path in beside if (plan.tree / path).stat().st_size <= _BESIDE_BYTES]
-    return sorted({*layout.tests, *beside})
+    beside = (path for path in layout.files if not path.endswith(_SOURCES) and not path.startswith(roots))
+    return sorted({*layout.tests, *(p for p in beside if (plan.tree / p).stat().st_size <= _BESIDE_BYTES)})
 
 
 def _cut_out(repository: Path, tests: Iterable[str]) -> None:
@@ -409,7 +409,6 @@ _Sides = tuple[tuple[str, ...], tuple[str, ...]]  # hidden tests, visible tests
 
 async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, policy: str, shown: set[str]) -> _Targets:
     """The functions and changes to try, each with its split and its tests."""
-    plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
     eligible = [f for f in plan.eligible if f.id in callers]
     if options.max_functions is not None and len(eligible) > options.max_functions:
@@ -435,8 +434,8 @@ async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, polic
         drafts.append(Target(change.unit, plan.sources[change.unit.path], side, visible, hidden, (change.program,)))
     known = {test for draft in drafts for test in draft.hidden}
     visible = {test for draft in drafts for test in draft.visible}
-    ended = partial(plan.progress, "looking for flaky tests")
-    stable, unstable = await gates.stable_tests(bench, sorted(known | visible), bench.hidden, {}, ended)
+    tell = partial(plan.progress, "looking for flaky tests")
+    stable, unstable = await gates.stable_tests(bench, sorted(known | visible), bench.hidden, {}, tell)
     unstable |= await _failing_as_shown(bench, {test for test in visible & stable if is_script(test)}, unstable)
     single = not {"mutation", "removal", "combined"}.isdisjoint(options.kinds)
     targets = [

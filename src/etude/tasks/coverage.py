@@ -247,10 +247,10 @@ async def _run(box: Box, timeout: float, ran: Callable[[int, int], None]) -> Exe
     ask = f"for i in $(seq {10 * COUNT_SECONDS:.0f}); do {gone} && break; sleep 0.1; done; {gone} && echo ended"
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        said = (await box.exec(f"{ask}; cat {COUNT} 2>/dev/null", COUNT_SECONDS + _ASK_SECONDS)).output
-        if said.startswith("ended"):
+        answer = (await box.exec(f"{ask}; cat {COUNT} 2>/dev/null", COUNT_SECONDS + _ASK_SECONDS)).output
+        if answer.startswith("ended"):
             return await box.exec(f"cat {OUTPUT}", _ASK_SECONDS)
-        if count := re.fullmatch(r"(\d{1,9}) (\d{1,9})", said.strip()):
+        if count := re.fullmatch(r"(\d{1,9}) (\d{1,9})", answer.strip()):
             ran(int(count[1]), int(count[2]))
     return replace(started, timed_out=True)
 

@@ -19,6 +19,13 @@ MAX_LINES = 12
 MAX_WIDTH = 200  # of a line
 _KNOWN = {*dir(builtins), "self", "cls", "tmp_path", "monkeypatch", "capsys", "caplog", "recwarn", "request"}
 _SCRIPT_NAMES = ("identifier", "shorthand_property_identifier")
+_BINDING = {  # kind of node -> its field with the names that it binds
+    "variable_declarator": "name",
+    "assignment_expression": "left",
+    "function_declaration": "name",
+    "class_declaration": "name",
+    "arrow_function": "parameter",
+}
 _ASSERTS = re.compile(rb"(?:await\s+)?(?:assert|expect|should|t|\w*[eE]quals?|is|ok|same|throws|rejects)\b")
 _BLOCKS = ("statement_block", "program")
 
@@ -53,8 +60,8 @@ def _python(path: str, text: str, name: str, line: int, known: Callable[[str], b
     wanted = {name for name in needed - made - _KNOWN if name not in values}
     if bracket and not values and wanted & _rows(node):
         return []
-    lines, given = _above(tree, wanted - _arguments(node))
-    if not all(map(known, wanted - given)):
+    lines, bound_above = _above(tree, wanted - _arguments(node))
+    if not all(map(known, wanted - bound_above)):
         return []
     lines += [f"{name} = {value}" for name, value in values.items() if name in needed]
     source = text.split("\n")
@@ -66,20 +73,20 @@ def _python(path: str, text: str, name: str, line: int, known: Callable[[str], b
 def _above(tree: ast.Module, names: set[str]) -> tuple[list[str], set[str]]:
     """(lines that give names, these names): imports and constants at the top of a test file."""
     lines: list[str] = []
-    given: set[str] = set()
+    bound_above: set[str] = set()
     for part in tree.body:
         match part:
             case ast.Import() | ast.ImportFrom(level=0):
                 if kept := [alias for alias in part.names if (alias.asname or alias.name.partition(".")[0]) in names]:
                     source = f"from {part.module} " if isinstance(part, ast.ImportFrom) else ""
                     lines.append(f"{source}import {', '.join(map(ast.unparse, kept))}")
-                    given |= {alias.asname or alias.name.partition(".")[0] for alias in kept}
+                    bound_above |= {alias.asname or alias.name.partition(".")[0] for alias in kept}
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in names and _is_literal(value):
                 lines.append(f"{name} = {ast.unparse(value)}")
-                given.add(name)
+                bound_above.add(name)
             case _:
                 pass
-    return lines, given
+    return lines, bound_above
 
 
 def _is_literal(node: ast.expr) -> bool:
@@ -221,9 +228,7 @@ def _declared(nodes: Iterable[Any]) -> set[str]:
     """Names that declarations, parameters and assignments among these nodes bind."""
     names: set[str] = set()
     for part in (part for node in nodes for part in javascript.walk(node)):
-        fields = {"variable_declarator": "name", "assignment_expression": "left", "function_declaration": "name",
-                  "class_declaration": "name", "arrow_function": "parameter"}  # fmt: skip
-        target = part.child_by_field_name(fields[part.type]) if part.type in fields else None
+        target = part.child_by_field_name(_BINDING[part.type]) if part.type in _BINDING else None
         if part.type == "formal_parameters":
             target = part
         for inner in javascript.walk(target) if target is not None else ():

@@ -305,6 +305,8 @@ async def in_order(
     """Run `work` on every item, at most `workers` at a time. Returns the results in the order of `items`. `ended` is
     called with the numbers of items that are done, and of all."""
     free, done = asyncio.Semaphore(workers), 0
+    if ended is not None:
+        ended(0, len(items))
 
     async def run(item: T) -> R:
         nonlocal done

@@ -41,7 +41,7 @@ _LACKS = re.compile(
 _UNFIT = re.compile(r"Unsupported (?:platform|engine) for (?P<a>(?:@[\w.-]+/)?[\w.-]+)@")
 
 
-class _Refused(UserError):
+class _NpmRefusal(UserError):
     """npm cannot install `package`; `why` ends a sentence about those that need it."""
 
     def __init__(self, message: str, package: str, why: str) -> None:
@@ -73,9 +73,9 @@ def npm(arguments: list[str], folder: Path, timeout: float) -> None:
         message = "; ".join(line.strip()[:200] for line in reason[:2])
         message = f"npm {arguments[0]} failed ({message}); check the network and the package."
         if match := _LACKS.search(done.stderr):
-            raise _Refused(message, name := match["a"] or match["b"], f"the registry has no such {name}")
+            raise _NpmRefusal(message, name := match["a"] or match["b"], f"the registry has no such {name}")
         if match := _UNFIT.search(done.stderr):
-            raise _Refused(message, match["a"], f"{match['a']} is not for this system or its Node.js")
+            raise _NpmRefusal(message, match["a"], f"{match['a']} is not for this system or its Node.js")
         raise UserError(message)
 
 
@@ -95,8 +95,8 @@ async def prepare(
     (repository / LINK[0]).symlink_to(LINK[1])
     callers: dict[str, set[str]] = {}
     refused: dict[str, str] = {}  # line -> reason, of the last try
-    elsewhere = [f"{name} ({version})" for name, version in next(_proposals(repository, layout)).items()
-                 if _ELSEWHERE.search(version)]  # fmt: skip
+    first = next(_proposals(repository, layout))
+    elsewhere = [f"{name} ({version})" for name, version in first.items() if _ELSEWHERE.search(version)]
 
     def left_out() -> str:
         reasons = [f"{line}: {why}." for line, why in refused.items()]
@@ -109,9 +109,9 @@ async def prepare(
     async def miss(sandbox: TestRunner, site: Path, goal: Goal) -> str | None:
         if goal.share is None:
             return await bootstrap.miss(repository, sandbox, site, goal)
-        said = partial(progress, "running the test files")
+        tell = partial(progress, "running the test files")
         passed, ran, printed, called = await _trace(
-            sandbox, Image(repository, site, {}), layout.modules, functions, said
+            sandbox, Image(repository, site, {}), layout.modules, functions, tell
         )
         callers.clear()
         callers.update(called)
@@ -203,7 +203,7 @@ def install_most(wanted: Sequence[str], site: Path, own: str | None) -> dict[str
         try:
             _install(left, site, own)
             return refused
-        except _Refused as e:
+        except _NpmRefusal as e:
             shutil.rmtree(site, ignore_errors=True)
             named = [line for line in left if (m := _PACKAGE.fullmatch(line)) and m[1] == e.package]
             lines = named or [line for line in left if _needs(line, e.package, site)]
@@ -218,7 +218,7 @@ def _needs(line: str, package: str, site: Path) -> bool:
     try:
         with tempfile.TemporaryDirectory(dir=site.parent) as folder:
             _install([line], Path(folder) / "alone", None, "--package-lock-only")
-    except _Refused as e:
+    except _NpmRefusal as e:
         return e.package == package
     return False
 
@@ -244,16 +244,16 @@ async def _trace(
     image: Image,
     modules: Sequence[str],
     functions: Sequence[JsFunction],
-    said: Callable[[int, int], None],
+    tell: Callable[[int, int], None],
 ) -> tuple[int, int, str, dict[str, set[str]]]:
     """(tests that passed, tests that ran, errors printed, function id -> tests that call it). The sources report the
-    calls. `said` is called with the numbers of files that have run, and of all."""
+    calls. `tell` is called with the numbers of files that have run, and of all."""
     passed = ran = 0
     printed = ""
     callers: dict[str, set[str]] = defaultdict(set)
     layers = _saying(image.repository, functions)
     for number, path in enumerate(modules):
-        said(number, len(modules))
+        tell(number, len(modules))
         report, trace = await sandbox.scripts.list_tests(image, path, layers)
         good = {f"{path}::{name}" for name in single(report.tests) if report.tests[name][0] == "passed"}
         outcomes = [outcome for outcome, _ in report.tests.values()]

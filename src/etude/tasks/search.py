@@ -109,7 +109,6 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
             batch = pairs[start : start + _BATCH]
 
             before, total = len(chosen) - len(pairs) + start, len(chosen)
-            progress("proving tasks", before, total)
             results = await gates.in_order(
                 lambda pair: gates.prove(bench, pair[1]),
                 batch,

@@ -81,15 +81,13 @@ def _line(trace: TracebackType | None, path: str) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """`Type: first line` of an error, with the calls that pytest names ("where 3 = f(2)") and without addresses, so
-    that it is the same on every run."""
+    """`Type: first line` of an error, without addresses, so that it is the same on every run."""
     try:
-        first, *rest = str(error).strip().split("\n")
+        lines = str(error).strip().split("\n")
     except BaseException:  # the tested code's own __str__
-        first, rest = "", []
+        lines = [""]
     name = type(error).__name__
-    calls = [match[1] for line in rest if (match := re.match(r" *\+ +((?:where|and) .*)", line))]
-    return one_line("; ".join([f"{name}: {first}" if first else name, *calls]))
+    return one_line(f"{name}: {lines[0]}" if lines[0] else name)
 
 
 def one_line(text: str) -> str:
