@@ -16,7 +16,7 @@ from pathlib import Path
 from etude.code import parse
 from etude.code.functions import FunctionNode
 from etude.sandbox import TestReport
-from etude.tasks.inventory import shortened
+from etude.tasks.withheld import shortened
 from etude.tasks.leaks import texts_below
 from etude.tasks.split import functions_of
 
