@@ -145,3 +145,31 @@ def test_planted_secrets_are_left_out_and_named(tmp_path: Path, tracked: bool) -
     assert holders(copied(root, taken, tmp_path / "copy")) == []
     assert set(taken.withheld) == set(PLANTED)
     assert set(library()) - {".gitignore"} <= set(taken.files), "no honest file is lost"
+
+
+def test_planted_secrets_are_in_no_dataset(tmp_path: Path) -> None:
+    """Those of the tree, and those that files of today and messages held in the past."""
+    root = write(tmp_path / "tiny", library() | {"notes.md": "\n".join(content for _, content in PLANTED.values())})
+    clone(root, {})
+    write(root, {"notes.md": "Nothing.\n"})
+    git(root, "commit", "-q", "-a", "-m", f"Take out {PLANTED['deploy/github.yml'][0]}")
+    plant(root, PLANTED)
+    git(root, "add", "-A", "-f")
+    git(root, "commit", "-q", "-m", "Add settings")
+    data = build_dataset(root, tmp_path / "out", BuildConfig(max_tasks=3, kinds=("mutation", "commit")), quiet)
+    write_all(tmp_path / "box", dict(data.image(data.tasks[0]).history))
+    shown = tmp_path / "log.txt"
+    shown.write_text(git(tmp_path / "box", "log", "-p", "--all", "--text"))
+    (data.root / "log.txt").write_bytes(shown.read_bytes())
+    assert holders(data.root) == []
+    assert "notes.md" in shown.read_text()
+    card = (data.root / "DATACARD.md").read_text()
+    assert "Left out, likely secrets (" in card
+    assert "`.npmrc` (npm" in card
+    assert any("Left out, credentials by name (" in warning for warning in data.manifest.warnings)
+
+
+def write_all(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)

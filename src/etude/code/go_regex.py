@@ -1,7 +1,7 @@
 """Regular expressions in Go's syntax (RE2), rewritten for Python's `re`.
 
 What differs in rules of scanners: flags in the middle of an expression, which hold to the end of their group and past
-its alternatives; POSIX classes; `\\z`; and `$`, which in Go is the end of the text alone.
+its alternatives; POSIX classes; `\\z`; and `$`, which in Go is the end of the text alone unless the flag m is set.
 """
 
 import re
@@ -32,9 +32,7 @@ def _parts(expression: str) -> Iterator[str]:
             yield f"{')' * len(open_flags[-1])}|{''.join(open_flags[-1])}"
         elif token == ")":
             yield ")" * len(open_flags.pop()) + ")"
-        elif token == "$":
-            yield r"\Z"
-        elif token == r"\z":
+        elif token == r"\z" or (token == "$" and not any("m" in flags for group in open_flags for flags in group)):
             yield r"\Z"
         elif token.startswith("["):
             yield _class(token)

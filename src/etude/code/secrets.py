@@ -20,7 +20,7 @@ from typing import Any
 
 from etude.code.go_regex import compile_go
 
-SECONDS = 20.0  # for one text
+SECONDS = 20.0  # of a processor, for one text
 UNREADABLE = "too many likely secrets to look through"
 ALLOWED_LINE = b"gitleaks:allow"
 _BEFORE, _AFTER, _WINDOW = 256, 4096, 16 << 10  # bytes around keywords that an expression sees
@@ -28,6 +28,7 @@ _GENERIC = "generic-api-key"  # the last rule, so that others name what they fin
 _LEAD = r"[\w.-]{0,50}?"  # of many expressions, without effect on their secret
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_-]{24,}+(?:\\?\r?\n[ \t]{0,40}+[A-Za-z0-9+/_-]{24,}+)*+"
                      rb"(?:\\?\r?\n[ \t]{0,40}+[A-Za-z0-9+/_-]{1,75})?")
+_COPY = re.compile(rb"(?:\.(?:bak|old|orig|save|backup|copy|swp|\d{1,3})|~)+$")  # of a file, by its name
 _PRINTED = bytes(range(32, 127)) + b"\t\r\n"
 
 
@@ -76,7 +77,7 @@ class SecretMatch:
 def secret_in(data: bytes, path: str = "", *, marked: bool = False) -> str | None:
     """The rule of a likely secret in the content of the file `path`; None if there is none. Texts in UTF-16 and runs of
     base64 are read as well. `marked`: lines that say `gitleaks:allow` are allowed."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.thread_time() + SECONDS
     for text in _readings(data):
         for match in _matches(text, path, deadline):
             if not (marked and ALLOWED_LINE in _line(text, match.start, match.end)):
@@ -86,12 +87,12 @@ def secret_in(data: bytes, path: str = "", *, marked: bool = False) -> str | Non
 
 def find_secrets(data: bytes, path: str = "") -> Iterator[SecretMatch]:
     """All likely secrets in a text, by rule. The places of two may overlap."""
-    return _matches(data, path, time.monotonic() + SECONDS)
+    return _matches(data, path, time.thread_time() + SECONDS)
 
 
 def credential_name(path: str) -> str | None:
     """What a file is by its name, if files of that name hold credentials ("a private key"); None for others."""
-    lowered = path.lower().encode("utf-8", "surrogateescape")
+    lowered = _COPY.sub(b"", path.lower().encode("utf-8", "surrogateescape"))
     for what, expression, examples in _names():
         if expression.search(lowered):
             return None if examples and _examples().search(lowered) else what
@@ -112,7 +113,7 @@ def _decoded(data: bytes) -> Iterator[bytes]:
     for match in _BASE64.finditer(data):
         run = re.sub(rb"[\s\\]", b"", match[0]).translate(bytes.maketrans(b"-_", b"+/"))
         try:
-            text = base64.b64decode(run[: len(run) // 4 * 4])
+            text = base64.b64decode(run[: len(run) - (len(run) % 4 == 1)] + b"==")  # more "=" than needed is allowed
         except binascii.Error:
             continue
         if len(text) >= 16 and not text[:64].translate(None, _PRINTED):
@@ -127,7 +128,7 @@ def _matches(data: bytes, path: str, deadline: float) -> Iterator[SecretMatch]:
             continue
         end = 0
         for low, high in _windows(lowered, present):
-            if time.monotonic() > deadline:
+            if time.thread_time() > deadline:
                 yield SecretMatch(UNREADABLE, 0, len(data))
                 return
             for match in rule.expression.finditer(data, low, high):
