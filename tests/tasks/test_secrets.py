@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.code import secret_in
 from etude.config import BuildConfig
-from etude.errors import UserError
 from etude.tasks import inventory
 from etude.tasks.build import build_dataset
 from etude.tasks.inventory import Inventory
@@ -79,7 +77,11 @@ def planted() -> dict[str, tuple[str, str]]:
     plant("config/secrets.yml", drawn(16), "production:\n  base: {}")
     plant("gcp/my-service-account.json", drawn(40, HEX), '{"private_key_id": "{}"}')
     plant("keys/id_ed25519", drawn(40), "{}")
-    for path, kind in (("certs/server.pem", "RSA PRIVATE"), ("tests/keys/a.key", "OPENSSH PRIVATE"), ("x.asc", "EC PRIVATE")):
+    for path, kind in (
+        ("certs/server.pem", "RSA PRIVATE"),
+        ("tests/keys/a.key", "OPENSSH PRIVATE"),
+        ("x.asc", "EC PRIVATE"),
+    ):
         files[path] = pem(kind)
     plant("docs/putty.txt", drawn(60), "PuTTY-User-Key-File-3: ssh-rsa\r\nEncryption: none\r\n{}")
     plant("tests/test_jwt.py", ".".join(

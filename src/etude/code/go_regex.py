@@ -8,9 +8,16 @@ import re
 from collections.abc import Iterator
 
 _POSIX = {
-    "alnum": "0-9A-Za-z", "alpha": "A-Za-z", "digit": "0-9", "lower": "a-z", "upper": "A-Z", "space": r"\t\n\v\f\r ",
-    "word": r"\w", "xdigit": "0-9A-Fa-f", "punct": r"!-/:-@\[-`{-~",
-}  # fmt: skip
+    "alnum": "0-9A-Za-z",
+    "alpha": "A-Za-z",
+    "digit": "0-9",
+    "lower": "a-z",
+    "upper": "A-Z",
+    "space": r"\t\n\v\f\r ",
+    "word": r"\w",
+    "xdigit": "0-9A-Fa-f",
+    "punct": r"!-/:-@\[-`{-~",
+}
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\[:\^?\w+:\]|\\.|[^\]\\])*\]|\(\?(?P<flags>[imsU-]+)\)|\((?:\?(?:P?<\w+>|[ims-]*:))?|[\s\S]"
 )

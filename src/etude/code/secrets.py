@@ -26,16 +26,18 @@ ALLOWED_LINE = b"gitleaks:allow"
 _BEFORE, _AFTER, _WINDOW = 256, 4096, 16 << 10  # bytes around keywords that an expression sees
 _GENERIC = "generic-api-key"  # the last rule, so that others name what they find
 _LEAD = r"[\w.-]{0,50}?"  # of many expressions, without effect on their secret
-_BASE64 = re.compile(rb"[A-Za-z0-9+/_-]{24,}+(?:\\?\r?\n[ \t]{0,40}+[A-Za-z0-9+/_-]{24,}+)*+"
-                     rb"(?:\\?\r?\n[ \t]{0,40}+[A-Za-z0-9+/_-]{1,75})?")
+_BASE64 = re.compile(
+    rb"[A-Za-z0-9+/_-]{24,}+(?:\\?\r?\n[ \t]{0,40}+[A-Za-z0-9+/_-]{24,}+)*+"
+    rb"(?:\\?\r?\n[ \t]{0,40}+[A-Za-z0-9+/_-]{1,75})?"
+)
 _COPY = re.compile(rb"(?:\.(?:bak|old|orig|save|backup|copy|swp|\d{1,3})|~)+$")  # of a file, by its name
 _PRINTED = bytes(range(32, 127)) + b"\t\r\n"
 
 
 @dataclass(frozen=True)
 class _Allowlist:
-    """What is no secret: paths, expressions that match the `target` ("secret", "match", "line"), words. `every`: all
-    of its parts must hold."""
+    """A list of what is no secret: paths, expressions that match the `target` ("secret", "match", "line"), words.
+    `every`: all of its parts must hold."""
 
     paths: tuple[re.Pattern[bytes], ...]
     expressions: tuple[re.Pattern[bytes], ...]
@@ -55,7 +57,9 @@ class _Allowlist:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rule:
+class SecretRule:
+    """A rule of the tables, compiled."""
+
     id: str
     expression: re.Pattern[bytes]
     keywords: tuple[bytes, ...]  # in lower case
@@ -91,7 +95,7 @@ def find_secrets(data: bytes, path: str = "") -> Iterator[SecretMatch]:
 
 
 def credential_name(path: str) -> str | None:
-    """What a file is by its name, if files of that name hold credentials ("a private key"); None for others."""
+    """The kind of credentials that files of this name hold ("a private key"); None for other names."""
     lowered = _COPY.sub(b"", path.lower().encode("utf-8", "surrogateescape"))
     for what, expression, examples in _names():
         if expression.search(lowered):
@@ -158,7 +162,7 @@ def _secret_span(match: re.Match[bytes], group: int) -> tuple[int, int]:
     return match.span(group)
 
 
-def _counts(rule: _Rule, data: bytes, path: bytes, match: re.Match[bytes], start: int, stop: int) -> bool:
+def _counts(rule: SecretRule, data: bytes, path: bytes, match: re.Match[bytes], start: int, stop: int) -> bool:
     """Whether a match has the entropy of a secret, and no allowlist names it."""
     if rule.entropy and _entropy(data[start:stop]) <= rule.entropy:
         return False
@@ -184,7 +188,7 @@ def _tables(name: str) -> dict[str, Any]:
 
 
 @cache
-def _rules() -> tuple[_Rule, ...]:
+def _rules() -> tuple[SecretRule, ...]:
     rows = [row for name in ("gitleaks.toml", "secrets.toml") for row in _tables(name)["rules"]]
     return tuple(map(_rule, sorted(rows, key=lambda row: row["id"] == _GENERIC)))
 
@@ -195,14 +199,14 @@ def _everywhere() -> _Allowlist:
     return _allowlist(_tables("gitleaks.toml")["allowlist"])
 
 
-def _rule(row: Mapping[str, Any]) -> _Rule:
+def _rule(row: Mapping[str, Any]) -> SecretRule:
     shared = (each for each in _tables("secrets.toml")["allowlists"] if row["id"] in each["targetRules"])
     allowlists = tuple(map(_allowlist, (*row.get("allowlists", ()), *shared)))
     text: str = row["regex"]
     if all(each.target != "match" for each in allowlists):
         text = "(?i)" + text.removeprefix(lead) if text.startswith(lead := "(?i)" + _LEAD) else text
     path = row.get("path")
-    return _Rule(
+    return SecretRule(
         id=row["id"],
         expression=compile_go(text),
         keywords=tuple(word.encode("latin-1").lower() for word in row["keywords"]),

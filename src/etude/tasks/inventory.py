@@ -16,7 +16,6 @@ from etude.errors import UserError
 from etude.tasks import git_history
 from etude.tasks.withheld import JUNK, NAME, Reasons, clashes, is_code, is_pointer, judged
 
-
 _HISTORIES = (".git/", ".git", ".hg/", ".svn/")
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from etude.code import parse
 from etude.code.functions import FunctionNode
 from etude.sandbox import TestReport
-from etude.tasks.withheld import shortened
 from etude.tasks.leaks import texts_below
 from etude.tasks.split import functions_of
+from etude.tasks.withheld import shortened
 
 _WORD = re.compile(r"[A-Za-z_]\w{2,}")
 _BUILTIN = {

@@ -22,25 +22,27 @@ NAME = "names that are not UTF-8"
 KIND = "kinds of files that are not listed"
 LARGE = f"over {MAX_BYTES >> 20} MiB"
 CREDENTIAL, SECRET = "credentials by name", "likely secrets"
-_TEXTS = frozenset(
-    "1 adoc asc avsc bash bat bib bzl cc cfg cff clj cmake cmd conf cpp cs css csv cjs cxx dart desktop diff dtd ejs el "
-    "elm erl ex example exs feature fish fs g4 gitkeep go gotmpl gql gradle graphql graphqls groovy h haml hbs hcl hpp "
-    "hrl hs htm html http ics in inc ini ipynb j2 java jinja jinja2 jl js json json5 jsonc jsonl jsx kt kts less lhs "
-    "liquid lock lua m mak mako markdown md mdx mjs mk ml mli mm mmd mod mts mustache nim nix org patch php pip pl plist "
-    "pm po pod pot prisma properties proto ps1 pug puml pxd pxi py pyi pyx r rb rdf rest robot rs rst sample sass scala "
-    "scss sh snap sol spec sql srt sty styl sum sv svelte svg swift tcl template tex text tf tmpl toml tpl ts tsv tsx "
-    "cer cert crt csr pem pub txt typed url v vb vhd vim vtt vue wat webmanifest wsdl xhtml xml xsd xsl xslt yaml yml zig zsh".split()
+_TEXTS = """
+1 adoc asc avsc bash bat bib bzl cc cer cert cfg cff cjs clj cmake cmd conf cpp crt cs csr css csv cxx dart desktop diff
+dtd ejs el elm erl ex example exs feature fish fs g4 gitkeep go gotmpl gql gradle graphql graphqls groovy h haml hbs hcl
+hpp hrl hs htm html http ics in inc ini ipynb j2 java jinja jinja2 jl js json json5 jsonc jsonl jsx kt kts less lhs
+liquid lock lua m mak mako markdown md mdx mjs mk ml mli mm mmd mod mts mustache nim nix org patch pem php pip pl plist
+pm po pod pot prisma properties proto ps1 pub pug puml pxd pxi py pyi pyx r rb rdf rest robot rs rst sample sass scala
+scss sh snap sol spec sql srt sty styl sum sv svelte svg swift tcl template tex text tf tmpl toml tpl ts tsv tsx txt
+typed url v vb vhd vim vtt vue wat webmanifest wsdl xhtml xml xsd xsl xslt yaml yml zig zsh
+"""
+_BINARIES = """
+avif bmp cur dat docx eot flac gif icns ico jfif jpeg jpg mo mp3 mp4 npy npz odt ogg otf parquet pdf png pptx ttc ttf
+wasm wav webm webp woff woff2 xlsx
+"""
+_PERSONAL = """
+bak cap core crash db db3 dbf dmp dump eml har hprof kdb log mbox mdb msg pcap pcapng pickle pkl pst rdb sav sqlite
+sqlite3 wal
+"""  # kinds that hold what people did and wrote; they stay below tests alone
+_KINDS = {text: frozenset(text.split()) for text in (_TEXTS, _BINARIES, _PERSONAL)}
+_TESTED = re.compile(
+    r"(?i)(^|/)_*((tests?|testing|specs?|fixtures?|testdata|mocks?|snapshots?)|[^/]+[-_]tests?|tests?[-_][^/]+)_*/"
 )
-_BINARIES = frozenset(
-    "avif bmp cur dat docx eot flac gif icns ico jfif jpeg jpg mo mp3 mp4 npy npz odt ogg otf parquet pdf png pptx ttc "
-    "ttf wasm wav webm webp woff woff2 xlsx".split()
-)
-_PERSONAL = frozenset(  # kinds that hold what people did and wrote; they stay below tests alone
-    "bak cap core crash db db3 dbf dmp dump eml har hprof kdb log mbox mdb msg pcap pcapng pickle pkl pst rdb sav sqlite "
-    "sqlite3 wal".split()
-)
-_TESTED = re.compile(r"(?i)(^|/)_*((tests?|testing|specs?|fixtures?|testdata|mocks?|snapshots?)|[^/]+[-_]tests?|"
-                     r"tests?[-_][^/]+)_*/")  # fmt: skip
 _MANIFESTS = frozenset(("pyproject.toml", "setup.cfg", "package.json", "pytest.ini", "tox.ini", "conftest.py"))
 _APART = re.compile(r"(?i)(^|/)(website|site|www|demos?|playground|samples?|bench|benches|cookbook|\.[^/]+)/")
 _POINTER = b"version https://git-lfs.github.com/spec/v1\n"
@@ -92,7 +94,7 @@ def clashes(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(path for same in alike.values() if len(same) > 1 for path in same))
 
 
-def told(reasons: Reasons, most: int) -> list[str]:
+def sentences(reasons: Reasons, most: int) -> list[str]:
     """A sentence for each reason, with up to `most` files."""
     by_reason = defaultdict[str, list[str]](list)
     for path, reason in sorted(reasons.items()):
@@ -131,12 +133,12 @@ def _is_known(path: str, data: bytes, coded: Collection[str]) -> bool:
     """Whether a file is of a kind that a dataset takes at its place."""
     name = PurePosixPath(path).name
     stem, _, suffix = name.lower().rpartition(".")
-    if _is_tested(path) or suffix in _BINARIES or is_code(path):
+    if _is_tested(path) or suffix in _KINDS[_BINARIES] or is_code(path):
         return True
-    if suffix in _PERSONAL:
+    if suffix in _KINDS[_PERSONAL]:
         return False
     text = b"\0" not in data[:8192] or data[:2] in (b"\xff\xfe", b"\xfe\xff")
-    plain = suffix in _TEXTS or not stem or not suffix or name.isupper() or stem.startswith(".")
+    plain = suffix in _KINDS[_TEXTS] or not stem or not suffix or name.isupper() or stem.startswith(".")
     return (text and plain) or any(folder.as_posix() in coded for folder in PurePosixPath(path).parents)
 
 

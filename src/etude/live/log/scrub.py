@@ -3,12 +3,12 @@
     scrubbed(text)        the text with `<rule>` in place of each finding, and the number of findings by rule
     Scrubber              the same in a child process, so that regular expressions delay no answers
 
-The rules of secrets are those of datasets (`code/secrets.py`) and the expressions of detect-secrets' plugins; its tests
-of entropy are left out but for quoted base64, since digests fill source code. Personal data: e-mail addresses, telephone numbers, IBANs and card numbers with
-valid check digits, public IP addresses, and home folders. Text that names no person stays: example.com, loopback and
-private addresses, home folders of machines such as /home/runner. Personal data of the rules in PERSONAL may stay where
-the request itself names it (`scrub_documents`): tools print home folders in nearly every output, and an answer that
-repeats a name from its prompt does not teach the model that name.
+The rules of secrets are those of datasets (`code/secrets.py`) and the expressions of detect-secrets' plugins; tests of
+entropy are left out but for quoted base64, since digests fill source code. Personal data: e-mail addresses, telephone
+numbers, IBANs and card numbers with valid check digits, public IP addresses, and home folders. Text that names no
+person stays: example.com, loopback and private addresses, home folders of machines such as /home/runner. Personal data
+of the rules in PERSONAL may stay where the request itself names it (`scrub_documents`): tools print home folders in
+nearly every output, and an answer that repeats a name from its prompt does not teach the model that name.
 """
 
 from __future__ import annotations
