@@ -108,6 +108,15 @@ def test_every_row_that_cannot_be_used_is_named(renderer: Renderer, tmp_path: Pa
         list(chats.chat_rows([tmp_path / "none"], lambda: renderer))
 
 
+def test_a_row_with_a_secret_is_refused(renderer: Renderer, tmp_path: Path) -> None:
+    token = "ghp_" + "aB3dE5gH7" * 4
+    rows = [{"messages": [{"role": "user", "content": f"Use {text}"}, MESSAGES[6]]} for text in ("it", token)]
+    (tmp_path / "some.jsonl").write_text("\n".join(json.dumps(row) for row in rows).replace("gh", "\\u0067h"))
+    first, second = chats.chat_rows([tmp_path], lambda: renderer)
+    assert isinstance(first, chats.LearnedRow)
+    assert second == chats.RefusedRow("some.jsonl:2", "it holds a likely secret (github-pat)")
+
+
 TRAJECTORY: dict[str, Any] = {
     "schema_version": "ATIF-v1.6",
     "agent": {"name": "other", "version": "1", "tool_definitions": list(SCHEMAS[:2])},

@@ -106,3 +106,11 @@ def test_training_edits_that_repeat_a_held_out_repository_are_dropped(releases, 
     beside, _ = build_edit_table([releases], [str(twin)], tmp_path / "beside", EditTableConfig(held_out_edits=10))
     assert "python" in {e.language for e in alone}
     assert "python" not in {e.language for e in beside}
+
+
+def test_no_version_with_a_secret_is_read(releases, tmp_path, caplog):
+    newest = write(tmp_path, "lib-3.0", True)
+    (newest / "lib" / "part0.py").write_text("TOKEN = 'ghp_" + "aB3dE5gH7" * 4 + "'\n")
+    library = read(f"{releases}..{newest}")
+    assert "aB3dE5gH7" not in repr(library)
+    assert "a likely secret (github-pat): lib/part0.py" in caplog.text

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
-from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
-from etude.corpus.sources import File
+from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function, kept_files
+from etude.corpus.sources import File, PackageSource
+
+
+def test_files_with_secrets_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "b.py").write_text("TOKEN = 'ghp_" + "aB3dE5gH7" * 4 + "'\n")
+    assert [file.path for file in kept_files(PackageSource("lib", "1", "MIT", tmp_path))] == ["a.py"]
+    assert "a likely secret (github-pat): b.py of lib" in caplog.text
 
 
 def test_functions_are_dedented_without_docstring_and_keep_their_layout(corpus: list[FunctionText]) -> None:

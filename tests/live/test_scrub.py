@@ -54,3 +54,16 @@ def test_broken_runs_leave_every_place_where_it_was():
         assert not re.search(r"[^\S\n]{25}|\w{65}", broken)
     found, _ = scrubbed(f"password = {' ' * 20}'hunter2-Xy9!' and {'_' * 70} password: 'hunter3-Xy9!'")
     assert "hunter" not in found
+
+
+def test_the_rules_of_datasets_are_those_of_the_log():
+    token, webhook = (
+        "dop_v1_" + "0a1b2c3d" * 8,
+        "https://hooks.slack" + ".com/services/T0AB1CD2E/B0AB1CD2E/" + "aB3dE5gH7" * 2,
+    )
+    text, counts = scrubbed(f"é {token} ü\nand {webhook}Ab3xYz")
+    assert "0a1b2c3d" not in text
+    assert "aB3dE5gH7" not in text
+    assert text.startswith("é <")
+    assert " ü\nand " in text
+    assert counts

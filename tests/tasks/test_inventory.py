@@ -10,7 +10,7 @@ import pytest
 
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.tasks import dataset, inventory
+from etude.tasks import dataset, inventory, withheld
 from etude.tasks.build import build_dataset
 from tests.tasks.test_build import TINY, quiet
 
@@ -93,27 +93,95 @@ def test_no_program_of_a_clone_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "what"),
     [
-        (".env", "A=1", "settings that often hold passwords"), (".env.production", "A=1", "settings that often"),
-        ("keys/id_rsa", "", "a private key"), ("tests/server.pem", KEY, "a private key"),
-        ("conf.py", f'TOKEN = "{TOKEN}"', "a token of GitHub"), ("aws.ini", "id=AKIA" + "Q2W3" * 4, "a key of AWS"),
-        (".npmrc", "//r/:_authToken=abcdefghijklmnopqrstuv", "a token of npm"),
-        ("m.py", "k = 'sk-proj-" + "a1B2" * 12 + "'", "a key of a model's API"),
+        (".env", "A=1", "credentials by name: settings that often"), (".ENV.production", "A=1", "credentials by name"),
+        ("keys/id_rsa", "", "credentials by name: a private key"), ("tests/server.pem", KEY, "secrets: private-key"),
+        ("tests/test_conf.py", f'TOKEN = "{TOKEN}"', "token-form"), ("aws.ini", "id=AKIA" + "Q2W3" * 4, "token-form"),
+        (".npmrc", "//r/:_authToken=abcdefghijklmnopqrstuv", "npmrc-token"),
+        ("docs/conf.py", "k = 'sk-proj-" + "a1B2" * 12 + "'", "token-form"),
     ],
 )  # fmt: skip
-def test_secrets_are_refused(tmp_path: Path, name: str, text: str, what: str) -> None:
-    write(tmp_path, {"m.py": "x = 1\n"})
+def test_secrets_beside_the_code_are_left_out(tmp_path: Path, name: str, text: str, what: str) -> None:
+    write(tmp_path, {"m.py": "x = 1\n", "README.md": "a\n"})
     write(tmp_path, {name: text})
-    with pytest.raises(UserError, match=rf"{name} \({what}.*--exclude '{name}'"):
+    taken = inventory.take(tmp_path)
+    assert taken.files == ("README.md", "m.py")
+    assert what in taken.withheld[name]
+    assert inventory.take(tmp_path, [name]).withheld == {}
+
+
+@pytest.mark.parametrize("name", ["m.py", "src/pkg/a.js", "pyproject.toml", "tests/conftest.py"])
+def test_a_secret_in_the_code_is_refused(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {name: f'TOKEN = "{TOKEN}"\n', "b.py": ""})
+    with pytest.raises(UserError, match=rf"{name} \(token-form\).*`gitleaks:allow`.*--exclude '{name}'"):
         inventory.take(tmp_path)
     assert name not in inventory.take(tmp_path, [name]).files
+    write(tmp_path, {name: f'TOKEN = "{TOKEN}"  # gitleaks:allow\n'})
+    assert name in inventory.take(tmp_path).files
 
 
 def test_no_secrets(tmp_path: Path) -> None:
     write(tmp_path, {
         ".env.example": "A=", "doc.md": "-----BEGIN PRIVATE KEY-----", "id": "AKIAIOSFODNN7EXAMPLE",
         "style.css": ".task-" + "long-name-" * 6, "pub.pem": "-----BEGIN PUBLIC KEY-----\nAAAA\n",
+        "a.toml": 'url = "postgres://user:password@localhost/db"', "b.md": "https://user:password@example.com",
     })  # fmt: skip
-    assert len(inventory.take(tmp_path).files) == 5
+    assert len(inventory.take(tmp_path).files) == 7
+
+
+def test_kinds_of_files(tmp_path: Path) -> None:
+    """Of unlisted kinds only what tests and code may read stays; nothing is left out in silence."""
+    write(tmp_path, dict.fromkeys(
+        ("Makefile", "LICENSE", "a.py", "pkg/m.py", "pkg/words.odd", "tests/x.sqlite", "tests/y.odd", "docs/a.png"), "x"
+    ))  # fmt: skip
+    left = ("data/users.odd", "db.sqlite3", "pkg/dump.sqlite", "app.log", "big.json", "dist/a.js", "notes.zip")
+    write(tmp_path, dict.fromkeys(left, "x") | {"big.json": "1" * (5 << 20)})
+    taken = inventory.take(tmp_path)
+    assert taken.files == ("LICENSE", "Makefile", "a.py", "docs/a.png", "pkg/m.py", "pkg/words.odd", "tests/x.sqlite",
+                           "tests/y.odd")  # fmt: skip
+    assert taken.withheld == dict.fromkeys(left[:4], withheld.KIND) | {
+        "big.json": withheld.LARGE, "dist/": withheld.JUNK, "notes.zip": withheld.JUNK,
+    }  # fmt: skip
+
+
+def test_names_and_encodings(tmp_path: Path) -> None:
+    """What a dataset cannot name is named; what etude does not break stays as it is."""
+    root = tmp_path / "r"
+    write(root, {"a.py": "", "Read.md": "", "read.md": ""})
+    (root / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nNAME = 'é'\n".encode("latin-1"))
+    (root / "marked.py").write_bytes("\ufeffx = 1\n".encode())
+    (root / "test_latin.py").write_bytes("# coding: latin-1\ndef test_a(): 'é'\n".encode("latin-1"))
+    (root / "tests").mkdir()
+    (root / "tests/data.txt").write_bytes("größe\n".encode("utf-16"))
+    (root / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"")
+    files = ("Read.md", "a.py", "latin.py", "marked.py", "read.md", "tests/data.txt")
+    for tracked in (False, True):
+        clone(root, {}) if tracked else None
+        taken = inventory.take(root)
+        assert taken.files == files
+        assert taken.withheld == {
+            "caf\\xe9.txt": withheld.NAME, "test_latin.py": "tests that are not in UTF-8: iso-8859-1",
+        }  # fmt: skip
+        assert taken.encoded == ("latin.py", "marked.py")
+        assert taken.clashing == ("Read.md", "read.md")
+
+
+def test_links_to_what_is_left_out(tmp_path: Path) -> None:
+    root = write(tmp_path / "r", {"a.py": "", ".env": "PASSWORD=hunter2", "data/x.txt": "1"})
+    (root / "settings.txt").symlink_to(".env")
+    (root / ".netrc").symlink_to("data/x.txt")
+    taken = inventory.take(clone(root, {}))
+    assert taken.files == ("a.py", "data/x.txt")
+    assert taken.links == ("settings.txt",)
+    assert set(taken.withheld) == {".env", ".netrc"}
+
+
+def test_pointers_of_git_lfs(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 5\n"
+    write(tmp_path, {"a.py": "", "tests/big.bin": pointer})
+    assert inventory.take(tmp_path).pointers == ("tests/big.bin",)
+    write(tmp_path, {"a.py": pointer})
+    with pytest.raises(UserError, match=r"a\.py of .* is a pointer of Git LFS"):
+        inventory.take(tmp_path)
 
 
 def test_git_that_cannot_list(tmp_path: Path) -> None:

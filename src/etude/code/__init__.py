@@ -1,4 +1,4 @@
-"""Tools for source text: languages and their syntax, functions, mutation, packages, licences, Markdown tables.
+"""Tools for source text: languages and their syntax, functions, mutation, packages, licences, secrets, Markdown tables.
 
 Tasks and training text are made with these modules. They import only `errors` from etude, and run no code of the
 repositories that they read. `functions` has the layout of a Python repository, `mutate` is the one mutation engine.
@@ -41,6 +41,7 @@ from etude.code.mutate import (
 )
 from etude.code.operators import FLIPPED_OPERATORS, OPERATORS, SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator
 from etude.code.packages import NotInstallable, download_wheel, fetch_library, fetch_wheel, install_wheels
+from etude.code.secrets import credential_name, find_secrets, secret_in
 from etude.code.shingles import text_shingles, token_runs
 
 PUBLIC = ("", "functions")

@@ -154,6 +154,11 @@ def is_test_module(path: str) -> bool:
     return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
 
 
+def is_beside(path: str) -> bool:
+    """Whether a file lies in a folder beside the library: documentation, examples, tools."""
+    return not _NOT_CODE.isdisjoint(PurePosixPath(path).parts[:-1])
+
+
 def read_source(repository: Path, path: str) -> str:
     """Text of a source file. Raises UserError if it is not UTF-8 or does not parse."""
     data = (repository / path).read_bytes()

@@ -11,7 +11,7 @@ from pathlib import Path
 from etude.corpus import dialect, fim, packing
 from etude.corpus.dedup import contamination, exact, near
 from etude.corpus.dialect import Document, TextPiece, special_piece
-from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
+from etude.corpus.filters import FunctionText, function_texts, keep_function, kept_files
 from etude.corpus.repair_episodes import OPERATOR_WEIGHTS, break_function, episode, inferable
 from etude.corpus.sources import PackageSource, collect, fetch_source, files, provenance
 from etude.corpus.vocabulary import Vocabulary
@@ -19,7 +19,7 @@ from etude.errors import UserError
 
 log = logging.getLogger(__name__)
 _TOO_LONG = 200  # examples in a row that do not fit
-_FINDER = 2  # version of the search and the filters of functions: a cached corpus of another version is not used
+_FINDER = 3  # version of the search and the filters of functions: a cached corpus of another version is not used
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class Corpus:
 
 def extract(source: PackageSource) -> list[FunctionText]:
     """Every function of a source that passes the filters."""
-    kept = (file for file in files(source) if keep_file(file))
-    return [function for file in kept for function in function_texts(file) if keep_function(function)]
+    return [function for file in kept_files(source) for function in function_texts(file) if keep_function(function)]
 
 
 def build_corpus(

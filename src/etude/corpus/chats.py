@@ -9,7 +9,7 @@ samples it. The tokens of the assistant are learned: text, thoughts, calls, the 
     {"text": "..."}                                                  a line of a .jsonl, for mid-training: plain text
 
 `"weight": 0` in an assistant's message leaves the message unlearned, as in OpenAI's format. A row that cannot be used
-is returned as a `RefusedRow` with the reason; no row is dropped or cut.
+or holds a likely secret is returned as a `RefusedRow` with the reason; no row is dropped or cut.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from etude.code import secret_in
 from etude.corpus.packing import Encoded
 from etude.errors import UserError
 from etude.renderers import Message, Renderer, Tool
@@ -98,10 +99,25 @@ def chat_rows(
             except (ValueError, RecursionError) as e:
                 yield RefusedRow(name, f"not JSON: {e}")
                 continue
+            if (rule := _secret(source, row)) is not None:
+                yield RefusedRow(name, f"it holds a likely secret ({rule})")
+                continue
             try:
                 yield from _rows_of(name, row, renderer, text, min_reward)
             except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
                 yield RefusedRow(name, f"{e}" if type(e) is ValueError else f"not as the format has it: {e!r}")
+
+
+def _secret(source: str | bytes, row: Any) -> str | None:
+    """The rule of a likely secret in a row: in its JSON, where keys stand beside values, or in one of its texts."""
+    texts, left = [source.encode() if isinstance(source, str) else source], [row]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            texts.append(value.encode("utf-8", "surrogatepass"))
+        elif isinstance(value, dict | list):
+            left += [*value, *value.values()] if isinstance(value, dict) else value
+    return secret_in(b"\n".join(texts))
 
 
 def chat_files(path: Path) -> list[Path]:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from etude.code import parse
-from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
-from etude.corpus.sources import PackageSource, files
+from etude.corpus.filters import FunctionText, function_texts, keep_function, kept_files
+from etude.corpus.sources import PackageSource
 
 RETRIEVAL_KINDS: Mapping[str, float] = {"signature": 0.35, "opening": 0.25, "call": 0.2, "file": 0.2}
 NAMESAKE = "namesake"  # the only kind of question about symbols that several documents define
@@ -194,8 +194,7 @@ def retrieval_samples(
 def folder_functions(folder: Path) -> list[FunctionText]:
     """The functions in any folder of Python files, without tests."""
     source = PackageSource(folder.resolve().name, "", "", folder)
-    kept = (file for file in files(source) if keep_file(file))
-    return [f for file in kept for f in function_texts(file) if keep_function(f, min_lines=2)]
+    return [f for file in kept_files(source) for f in function_texts(file) if keep_function(f, min_lines=2)]
 
 
 def _askable(function: FunctionText, chars: int) -> bool:

@@ -142,7 +142,7 @@ def survey_repository(repo: Path, exclude: Sequence[str]) -> Survey:
 
 def read_functions(repo: Path, facts: Survey) -> tuple[dict[str, str], list[Unit]]:
     """The texts of the sources by path, and their functions. Raises UserError for a file that does not parse."""
-    paths = [path for path in facts.layout.sources if path not in facts.generated]
+    paths = sorted({*facts.layout.sources}.difference(facts.generated, facts.inventory.encoded))
     if facts.script:
         sources = {path: (repo / path).read_text("utf-8", "replace") for path in paths}
     else:

@@ -12,8 +12,9 @@ from etude.tasks.bootstrap import BootstrapRecipe
 from etude.tasks.coverage import SLOW
 from etude.tasks.dataset import Manifest
 from etude.tasks.gates import MAX_EQUALITY, MAX_TESTS
-from etude.tasks.inventory import Inventory, shortened
+from etude.tasks.inventory import Inventory
 from etude.tasks.settings import PytestSettings
+from etude.tasks.withheld import JUNK, sentences, shortened
 
 FEW_TASKS = 50  # to teach
 FEW_FUNCTIONS = 25  # to teach, and to measure: tasks of one function are much alike
@@ -80,6 +81,7 @@ def warnings(tasks: Sequence[CodeTask], log: TaskBuildLog, options: BuildConfig)
     if slow := Counter(test.split("::")[0] for test, why in log.failed.items() if SLOW in why):
         files = ", ".join(f"{file} ({n})" for file, n in slow.most_common(3))
         messages.append(f"{slow.total()} slow tests were left out, most of them of {files}.")
+    messages += sentences({path: why for path, why in log.inventory.withheld.items() if why != JUNK}, 5)
     leaked = sum(log.copies.values())
     if leaked > MANY_LEAKS * max(log.candidates, 1):
         files = ", ".join(f"{file} ({n})" for file, n in Counter(dict(log.copies)).most_common(3))
@@ -186,7 +188,7 @@ _POLICY = {
 def _files(taken: Inventory) -> list[str]:
     """The files that the dataset was made of, and those that were left out."""
     whole = (
-        " that git tracks, in their state in the working tree; none looks like a secret."
+        " that git tracks, in their state in the working tree."
         if taken.tracked
         else ": git tracks nothing of the folder, so it was taken whole, less caches, builds and archives."
     )
@@ -198,7 +200,10 @@ def _files(taken: Inventory) -> list[str]:
         f"{_named(' Left out by `exclude`', taken.excluded)}"
         f"{_named(' Left out: symbolic links to code, tests, or nothing of the repository', taken.links)}"
         f"{_named(' Submodules that were not fetched, and are empty', taken.absent)}"
-        f"{_named(' Pointers of Git LFS, whose files were not fetched: tests that read them fail', taken.pointers)}\n",
+        f"{_named(' Pointers of Git LFS, whose files were not fetched: tests that read them fail', taken.pointers)}"
+        f"{_named(' Sources that are not in UTF-8, kept and not broken', taken.encoded)}"
+        f"{_named(' Paths that are equal but for case, one file where case is ignored', taken.clashing)}\n",
+        *(f"{line}\n" for line in sentences(taken.withheld, 10)),
     ]
 
 

@@ -1,7 +1,8 @@
 """Commit reversal: the change of a commit to the sources is reversed in today's tree, and the commit's tests decide.
 
 The difference between a commit and its parent is applied backwards by a three-way merge; only commits that reverse
-cleanly are used. So one repository, one set of dependencies and one suite serve all of them.
+cleanly, and bring no likely secret back, are used. So one repository, one set of dependencies and one suite serve all
+of them.
 """
 
 import ast
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from etude.code import ByteEdit, Clone, Mutant, MutationCandidate, clone_around
+from etude.code import ByteEdit, Clone, Mutant, MutationCandidate, clone_around, secret_in
 from etude.code.functions import Function, is_test
 from etude.grading import answer_fingerprint
 
@@ -86,6 +87,9 @@ def _reversal(
     answers = [answer_fingerprint(mutant.source, mutant.text) for mutant in changed.values()]
     notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in entries if _CHANGES.search(p))]
     wish = "\n".join(note for note in notes if note and not any(answer.in_data(note.encode()) for answer in answers))
+    texts = {"": f"{request}\n{wish}", **{path: mutant.text for path, mutant in changed.items()}}
+    if any(secret_in(text.encode(), path, marked=True) for path, text in texts.items()):
+        return None
     where = ", ".join(changed)
     mutant = changed.pop(members[0].split("::")[0])
     text = f"{request} ({where})" + (f"\n\n{wish}" if wish else "")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from etude.code import GitTree, functions
+from etude.code import GitTree, functions, secret_in
 from etude.errors import UserError
 from etude.grading import LEAK_SHARE, answer_runs
 from etude.records import CodeTask
@@ -182,9 +182,10 @@ def _without_tests(past: Past, present: Files, tests: Collection[str]) -> Past:
 def _without_credentials(past: Past, present: Files) -> Past:
     """The history without versions and messages that look like secrets where today's files do not; today's version
     replaces them."""
-    bad = {blob for blob in past.entries if inventory.secret(past.text(blob))}
+    places = {blob: path for commit in past.commits for path, (_, blob) in commit.tree.items()}
+    bad = {blob for blob in past.entries if secret_in(past.text(blob), places.get(blob, ""), marked=True)}
     commits = tuple(
-        replace(commit, message=git_history.SILENT) if inventory.secret(commit.message) else commit
+        replace(commit, message=git_history.SILENT) if secret_in(commit.message) else commit
         for commit in _with_versions(past, present, lambda _, blob: blob in bad)
     )
     entries = {**past.entries, **(git_history.packed(present) if bad else {})}

@@ -1,45 +1,22 @@
 """Lists the files of a repository that go into a dataset: the files that git tracks, as they stand in the working tree.
 
-Agents read a dataset and users pass it on, so files that git ignores or does not track are left out, and files that
-look like secrets are refused. A folder without tracked files (a release) is taken whole. `code/git.py` lists the files:
-no program that a clone's settings name is run.
+Agents read a dataset and users pass it on, so files that git ignores or does not track are left out, and so are
+likely secrets and kinds of files that are not listed (`withheld.py`). A folder without tracked files (a release) is
+taken whole otherwise. `code/git.py` lists the files: no program that a clone's settings name is run.
 """
 
-import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from etude.code import SUBMODULE, Clone, GitTree, clone_around, functions, language_of
+from etude.code import SUBMODULE, Clone, GitTree, clone_around, functions
 from etude.errors import UserError
 from etude.tasks import git_history
+from etude.tasks.withheld import JUNK, NAME, Reasons, clashes, is_code, is_pointer, judged
 
-_SHOWN = 5
-_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
-_MAX_BYTES = 4 << 20  # of a file that is searched for secrets
-_SECRET_NAMES = {
-    ".env": "settings that often hold passwords", ".netrc": "passwords", ".pypirc": "passwords",
-    ".git-credentials": "passwords", ".htpasswd": "passwords", "id_rsa": "a private key", "id_ed25519": "a private key",
-    "id_ecdsa": "a private key", "id_dsa": "a private key",
-}  # fmt: skip
-_EXAMPLES = ("example", "sample", "template", "dist", "defaults", "test")
-_SECRET_TEXTS = (
-    (rb"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----\s+[A-Za-z0-9+/=:]", "a private key"),
-    (rb"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b(?<!EXAMPLE)", "a key of AWS"),
-    (rb"\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_[A-Za-z0-9_]{60,}\b", "a token of GitHub"),
-    (rb"\bglpat-[A-Za-z0-9_-]{20,}", "a token of GitLab"),
-    (rb"\bxox[abeoprs]-[0-9]{8,}-[A-Za-z0-9-]{10,}", "a token of Slack"),
-    (rb"\bAIza[0-9A-Za-z_-]{35}\b", "a key of Google"),
-    (rb"\bsk-(?:proj|svcacct|ant-[a-z0-9]+)-[A-Za-z0-9_-]{40,}|\bsk-[A-Za-z0-9]{40,}\b", "a key of a model's API"),
-    (rb"\b[rs]k_live_[0-9A-Za-z]{20,}", "a key of Stripe"),
-    (rb"\bpypi-AgE[A-Za-z0-9_-]{50,}", "a token of PyPI"),
-    (rb"\bnpm_[A-Za-z0-9]{36}\b|_authToken\s*=\s*[A-Za-z0-9+/_-]{20,}", "a token of npm"),
-    (rb"\bhf_[A-Za-z0-9]{34}\b", "a token of Hugging Face"),
-    (rb"\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}\b", "a key of SendGrid"),
-)
-_ANY = re.compile(b"|".join(b"(%s)" % pattern for pattern, _ in _SECRET_TEXTS))
+_HISTORIES = (".git/", ".git", ".hg/", ".svn/")
 
 
 @dataclass(frozen=True)
@@ -55,29 +32,23 @@ class Inventory:
     excluded: tuple[str, ...] = ()  # by the option `exclude`
     pointers: tuple[str, ...] = ()  # files that Git LFS did not fetch; they hold an address
     links: tuple[str, ...] = ()  # symbolic links that are not followed, see `_followed`
+    withheld: Reasons = field(default_factory=dict)  # path, or folder ("build/") -> why it is left out
+    encoded: tuple[str, ...] = ()  # Python sources that are not in UTF-8: taken, and not broken
+    clashing: tuple[str, ...] = ()  # paths that are equal but for case: taken, and one on some file systems
 
 
 def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     """List the files of `repository` that go into a dataset. `exclude` are paths, folders or patterns (`*.pem`). Raises
-    UserError if git cannot list the files, if a file looks like a secret, or if a pointer of Git LFS stands in place of
-    code."""
+    UserError if git cannot list the files, if code of the library holds a likely secret, or if a pointer of Git LFS
+    stands in place of code."""
     inventory = _listed(repository, exclude)
-    pointers = tuple(path for path in inventory.files if _is_pointer(repository / path))
-    if code := [path for path in pointers if _is_code(path)]:
+    pointers = tuple(path for path in inventory.files if is_pointer(repository / path))
+    if code := [path for path in pointers if is_code(path)]:
         raise UserError(
             f"{code[0]} of {repository} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`, or leave "
             f"it out with `--exclude {code[0]!r}`."
         )
-    inventory = replace(inventory, pointers=pointers)
-    secrets = {path: kind for path in inventory.files if (kind := _kind(repository / path)) is not None}
-    if not secrets:
-        return inventory
-    shown = shortened([f"{path} ({what})" for path, what in secrets.items()], _SHOWN)
-    option = " ".join(f"'{path}'" for path in secrets)
-    raise UserError(
-        f"{repository} holds likely secrets, which a dataset would pass on: {shown}; "
-        f"remove them, or leave these files out with `--exclude {option}`."
-    )
+    return replace(inventory, pointers=pointers, clashing=clashes(inventory.files))
 
 
 def _listed(repository: Path, exclude: Sequence[str]) -> Inventory:
@@ -85,38 +56,53 @@ def _listed(repository: Path, exclude: Sequence[str]) -> Inventory:
     place = repository.resolve().relative_to(clone.root).as_posix() if clone is not None else "."
     below = "" if place == "." else f"{place}/"
     staged = _staged(clone, below) if clone is not None else {}
-    names = _named(staged)
+    names, strange = _named(staged)
     if clone is None or not names:
-        files = functions.clean_files(repository)
-        runs = [f"outputs/{path.parent.name}" for path in repository.glob("outputs/*/config.json")]  # of etude
-        excluded = tuple(path for path in files if excludes(path, (*exclude, *runs)))
-        return Inventory(tuple(sorted({*files} - {*excluded})), excluded=excluded)
+        return _untracked(repository, exclude)
     tracked = sorted(path for path in names if not functions.is_junk(path) and _is_plain(repository, path))
-    excluded = tuple(path for path in tracked if excludes(path, exclude))
+    excluded = {path for path in names if excludes(path, exclude)}
     plain = [path for path in tracked if path not in excluded]
+    withheld, encoded = judged(repository, plain)
+    kept = [path for path in plain if path not in withheld]
     links, followed = [path for path in sorted(names) if (repository / path).is_symlink()], dict[str, list[str]]()
     for link in links:
-        behind = [path for path in _followed(repository, link, plain) if not excludes(path, exclude)]
+        behind = [path for path in _followed(repository, link, kept) if not excludes(path, exclude)]
         if behind and sum(map(len, followed.values())) + len(behind) <= len(plain):
             followed[link] = behind
+    behind = sorted({path for paths in followed.values() for path in paths})
+    linked, _ = judged(repository, behind)
+    junk = {path: JUNK for path in names if functions.is_junk(path) and path not in excluded}
     modules = [path for path in names if staged[path][0] == SUBMODULE]
     options = ("ls-files", "-z", "--others", "--directory", "--no-empty-directory")
     others = clone.demand(*options, within=repository.resolve()).split(b"\0")
     return Inventory(
-        files=tuple(sorted({*plain}.union(*followed.values()))),
+        files=tuple(sorted({*kept, *behind} - linked.keys())),
         tracked=True,
-        untracked=tuple(sorted(_named(name.decode("utf-8", "surrogateescape") for name in others if name))),
+        untracked=tuple(sorted(_shown(name.decode("utf-8", "surrogateescape")) for name in others if name)),
         changed=_changed(repository, clone, below, names),
         absent=tuple(sorted(modules)),
-        excluded=excluded,
+        excluded=tuple(sorted(excluded.intersection(tracked))),
         links=tuple(link for link in links if link not in followed),
+        withheld=withheld | linked | junk | strange,
+        encoded=encoded,
     )
 
 
-def shortened(names: Sequence[str], most: int) -> str:
-    """Up to `most` names, and the number of the others."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _untracked(repository: Path, exclude: Sequence[str]) -> Inventory:
+    """A folder of which git tracks nothing: all of it, less caches, builds, archives and runs of etude."""
+    names, strange = _named(functions.clean_files(repository))
+    runs = [f"outputs/{path.parent.name}" for path in repository.glob("outputs/*/config.json")]
+    excluded = {path for path in names if excludes(path, (*exclude, *runs))}
+    plain = sorted({*names} - excluded)
+    withheld, encoded = judged(repository, plain)
+    junk = {f"{each.name}{'/' * each.is_dir()}": JUNK for each in repository.iterdir()}
+    junk = {path: why for path, why in junk.items() if functions.is_junk(path.rstrip("/")) and path not in _HISTORIES}
+    return Inventory(
+        tuple(path for path in plain if path not in withheld),
+        excluded=tuple(sorted(excluded)),
+        withheld=withheld | strange | junk,
+        encoded=encoded,
+    )
 
 
 def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -149,20 +135,6 @@ def excludes(path: str, patterns: Sequence[str]) -> bool:
     )
 
 
-def secret(data: bytes) -> str | None:
-    """The kind of secret that a file seems to hold ("a private key"); None if it seems to hold none."""
-    match = _ANY.search(data, 0, _MAX_BYTES)
-    return _SECRET_TEXTS[match.lastindex - 1][1] if match and match.lastindex else None
-
-
-def _kind(file: Path) -> str | None:
-    """The kind of secret that a file seems to be, by its name or its content."""
-    kind = _SECRET_NAMES.get(file.name)
-    if kind is None and file.name.startswith(".env.") and not file.name.endswith(_EXAMPLES):
-        kind = _SECRET_NAMES[".env"]
-    return kind or secret(file.read_bytes())
-
-
 def _changed(repository: Path, clone: Clone, below: str, names: Sequence[str]) -> tuple[str, ...]:
     """Tracked files that differ from the last commit, compared by ids of blobs: git's own comparison would run the
     conversions that attributes name."""
@@ -182,14 +154,16 @@ def _changed(repository: Path, clone: Clone, below: str, names: Sequence[str]) -
     return tuple(sorted(filter(differs, {*names, *known})))
 
 
-def _is_pointer(file: Path) -> bool:
-    with file.open("rb") as data:
-        return data.read(len(_POINTER)) == _POINTER
+def _named(paths: Iterable[str]) -> tuple[list[str], Reasons]:
+    """The paths that are valid UTF-8, and the others as they are shown: a dataset cannot name them."""
+    every = list(paths)
+    valid = [path for path in every if path == _shown(path)]
+    return valid, {_shown(path): NAME for path in {*every}.difference(valid)}
 
 
-def _named(paths: Iterable[str]) -> list[str]:
-    """Paths that are valid UTF-8, since a dataset cannot name others."""
-    return [path for path in paths if path == path.encode("utf-8", "replace").decode()]
+def _shown(path: str) -> str:
+    """A path in which bytes that are not UTF-8 are written out."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _followed(repository: Path, link: str, plain: Sequence[str]) -> list[str]:
@@ -203,16 +177,12 @@ def _followed(repository: Path, link: str, plain: Sequence[str]) -> list[str]:
     except (OSError, RuntimeError, ValueError):  # nothing, a loop, or outside
         return []
     below = plain[bisect_left(plain, target) : bisect_left(plain, f"{target}0")]  # "0" comes after "/"
-    code = [path for path in below if _is_code(path)]
+    code = [path for path in below if is_code(path)]
     if target in below:
         return [] if target in code and functions.is_test(target) else [link]
     if target == "." or link.startswith(f"{target}/") or code:
         return []
     return [f"{link}{path.removeprefix(target)}" for path in below if path.startswith(f"{target}/")]
-
-
-def _is_code(path: str) -> bool:
-    return language_of(path) not in (None, "json", "markdown")
 
 
 def _is_plain(repository: Path, path: str) -> bool:

@@ -22,10 +22,10 @@ from etude.code.functions import Function, FunctionNode, Unit
 from etude.sandbox import TestReport
 from etude.tasks import javascript
 from etude.tasks.examples import example
-from etude.tasks.inventory import shortened
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import texts_below
 from etude.tasks.split import functions_of
+from etude.tasks.withheld import shortened
 
 WORDS = 5  # of a description, at least
 _WISH = 300  # characters of a docstring

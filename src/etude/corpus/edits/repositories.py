@@ -4,15 +4,28 @@ A repository is named by its folder, releases of a package as OLD..NEW or OLD..N
 two successive releases is an edit by people. No code of a repository is run.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
-from etude.code import Clone, clone_around, find_permissive_licence, is_permissive, language_of, project_name
+from etude.code import (
+    Clone,
+    clone_around,
+    credential_name,
+    find_permissive_licence,
+    is_permissive,
+    language_of,
+    project_name,
+    secret_in,
+)
 from etude.corpus.filters import generated
 from etude.errors import UserError
+
+log = logging.getLogger(__name__)
 
 MAX_COMMITS = 2000
 MAX_BYTES = 200_000
@@ -103,7 +116,17 @@ def _decoded(path: str, data: bytes) -> Text | None:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         return None
-    return Text(path, language, text) if wanted(path, text) else None
+    if not wanted(path, text):
+        return None
+    if (rule := secret_in(data, path, marked=True) or (language == "json" and credential_name(path)) or None) is None:
+        return Text(path, language, text)
+    _name_secret(path, rule)
+    return None
+
+
+@cache  # an old commit may hold what many others hold
+def _name_secret(path: str, rule: str) -> None:
+    log.warning("left out, a likely secret (%s): %s", rule, path)
 
 
 def _files(root: Path) -> dict[str, Text]:
@@ -173,5 +196,7 @@ def _commits(clone: Clone) -> Iterator[FileChange]:
     contents = clone.contents(blob for row in rows for blob in row[1:3])
     for path, old, new, first_line in rows:
         before, after = _decoded(path, contents[old]), _decoded(path, contents[new])
-        if before is not None and after is not None and before.text != after.text:
+        if secret_in(first_line.encode()) is not None:
+            _name_secret(path, "in the message of a commit")
+        elif before is not None and after is not None and before.text != after.text:
             yield FileChange(path, before.language, before.text, after.text, first_line)

@@ -3,12 +3,12 @@
     scrubbed(text)        the text with `<rule>` in place of each finding, and the number of findings by rule
     Scrubber              the same in a child process, so that regular expressions delay no answers
 
-The rules of secrets are the expressions of detect-secrets' plugins; its tests of entropy are left out but for quoted
-base64, since digests fill source code. Personal data: e-mail addresses, telephone numbers, IBANs and card numbers with
-valid check digits, public IP addresses, and home folders. Text that names no person stays: example.com, loopback and
-private addresses, home folders of machines such as /home/runner. Personal data of the rules in PERSONAL may stay where
-the request itself names it (`scrub_documents`): tools print home folders in nearly every output, and an answer that
-repeats a name from its prompt does not teach the model that name.
+The rules of secrets are those of datasets (`code/secrets.py`) and the expressions of detect-secrets' plugins; tests of
+entropy are left out but for quoted base64, since digests fill source code. Personal data: e-mail addresses, telephone
+numbers, IBANs and card numbers with valid check digits, public IP addresses, and home folders. Text that names no
+person stays: example.com, loopback and private addresses, home folders of machines such as /home/runner. Personal data
+of the rules in PERSONAL may stay where the request itself names it (`scrub_documents`): tools print home folders in
+nearly every output, and an answer that repeats a name from its prompt does not teach the model that name.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
+
+from etude.code import find_secrets
 
 _SECONDS = 10.0  # for one record, in the child; all other records wait meanwhile
 _NOBODY = frozenset({
@@ -143,7 +145,7 @@ def _rules() -> tuple[tuple[str, re.Pattern[str], int, Check], ...]:
 @cache
 def rules_version() -> str:
     """The version of the rules, a field of scrubbed records."""
-    return f"2 detect-secrets {version('detect-secrets')}"
+    return f"3 detect-secrets {version('detect-secrets')}"
 
 
 _clean: dict[bytes, Findings] = {}
@@ -190,6 +192,10 @@ def _findings(text: str) -> Iterator[tuple[int, int, str]]:
         for match in pattern.finditer(spaced):
             if check(match.group(group)):
                 yield match.start(group), match.end(group), rule
+    data = spaced.encode("utf-8", "surrogatepass")
+    for match in find_secrets(data):
+        first = match.start if spaced.isascii() else len(data[: match.start].decode("utf-8", "surrogatepass"))
+        yield first, first + len(data[match.start : match.end].decode("utf-8", "surrogatepass")), match.rule
     start = 0
     # The expressions of the keywords would run over many lines.
     for line in _WORDS.sub(_broken, spaced).splitlines(keepends=True):
