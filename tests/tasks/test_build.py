@@ -18,9 +18,10 @@ from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.sandbox.base import BoxDead, TestReport
 from etude.tasks import dataset, gates
-from etude.tasks.build import build_dataset, survey_repository
+from etude.tasks.build import build_dataset
 from etude.tasks.check import check_dataset
 from etude.tasks.gates import Bench, Candidate, Rejected
+from etude.tasks.survey import survey_repository
 
 TINY = Path(__file__).parent / "repositories/tiny-1.0"
 OPTIONS = BuildConfig(seed=1, max_tasks=14, kinds=("mutation", "removal"), per_function=2, heldout_fraction=0.3)
