@@ -138,7 +138,7 @@ def survey_repository(repo: Path, exclude: Sequence[str]) -> Survey:
 
 
 def read_functions(repo: Path, facts: Survey) -> tuple[dict[str, str], list[Unit]]:
-    """The texts of the sources by path, and their functions. Raises UserError for a file that does not parse."""
+    """The texts of the sources by path, and their functions. Raises UserError if one does not parse."""
     paths = sorted({*facts.layout.sources}.difference(facts.generated, facts.inventory.encoded))
     if facts.script:
         sources = {path: (repo / path).read_text("utf-8", "replace") for path in paths}
@@ -373,7 +373,7 @@ def _cut_out(repository: Path, tests: Iterable[str]) -> None:
         if path in gone:
             file.unlink()
         else:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text("utf-8")
             file.write_text(split.without_tests(path, text, gone), encoding="utf-8")
 
 
