@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from etude.code import functions
 from etude.config import BuildConfig
-from etude.tasks import inventory
+from etude.tasks import commits, inventory
 from etude.tasks.build import build_dataset
 from etude.tasks.inventory import Inventory
 from tests.tasks.test_build import TINY, quiet
@@ -175,3 +176,15 @@ def write_all(folder: Path, files: dict[str, bytes]) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
+
+
+def test_a_commit_whose_reversal_brings_a_secret_back_is_no_task(tmp_path: Path) -> None:
+    token = PLANTED["deploy/github.yml"][0]
+    now, test = "def f(x):\n    return x + 1\n", "from m import f\n\n\ndef test_f():\n    assert f(1) == 2\n"
+    for name, old in (("honest", "'none'"), ("secret", f"'{token}'")):
+        root = clone(tmp_path / name, {"m.py": f"def f(x):\n    return {old}\n"})
+        write(root, {"m.py": now, "test_m.py": test})
+        git(root, "add", "-A")
+        git(root, "commit", "-q", "-m", "Return the number that follows")
+        found = list(commits.reversals(root, {"m.py": now}, functions.functions("m.py", now), ["test_m.py"]))
+        assert len(found) == (name == "honest")

@@ -330,7 +330,7 @@ def _cut_out(repository: Path, tests: Iterable[str]) -> None:
         if path in gone:
             file.unlink()
         else:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text("utf-8")
             file.write_text(split.without_tests(path, text, gone), encoding="utf-8")
 
 
