@@ -58,8 +58,9 @@ def test_tasks(built: dataset.Dataset) -> None:
     assert not train & heldout
     for task in built.tasks:
         path, name = task.function.split("::")
-        request, _, symptom = task.prompt.partition("\n\n")
+        request, *wish, symptom = task.prompt.split("\n\n")
         assert request == f"{'Implement' if task.kind == 'removal' else 'Fix'} `{name}` in {path}."
+        assert len(wish) == (task.kind == "removal")
         assert symptom.startswith(f"The test fails: `{path}::doctest:{name}`. The first says: ")
         assert task.visible_tests == (f"{path}::doctest:{name}",)
         assert task.fail_to_pass

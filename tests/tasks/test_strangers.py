@@ -332,6 +332,9 @@ def test_the_rest_of_a_slow_suite_is_left_out() -> None:
         limits.pytest_runtest_setup(item)
 
 
+NO_TESTS = discover.RepositoryLayout((), (), (), (), ())
+
+
 class _NoResult:
     """A box whose suite has ended its process before the record was written; a real one is `os._exit` in a test."""
 
@@ -348,7 +351,7 @@ class _NoResult:
 def test_a_suite_that_ends_the_process(tmp_path: Path) -> None:
     import asyncio
 
-    trace = asyncio.run(coverage.trace(_NoResult(), [], [], 1.0, print))  # type: ignore[arg-type]
+    trace = asyncio.run(coverage.trace(_NoResult(), NO_TESTS, 1.0, print))  # type: ignore[arg-type]
     assert "which said: Fatal: gone." in str(environment.explained(tmp_path, trace, ""))
 
 
@@ -368,7 +371,7 @@ def test_a_suite_that_spoils_its_record(error: type[BoxError] | bytes) -> None:
 
     expected, match = (BoxDead, "it was") if error is BoxDead else (UserError, "the test suite spoiled the record")
     with pytest.raises(expected, match=match):
-        asyncio.run(coverage.trace(Spoiled(), [], [], 1.0, print))  # type: ignore[arg-type]
+        asyncio.run(coverage.trace(Spoiled(), NO_TESTS, 1.0, print))  # type: ignore[arg-type]
 
 
 def test_monorepos_are_answered_with_a_command(tmp_path: Path) -> None:

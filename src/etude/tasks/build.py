@@ -267,8 +267,7 @@ async def _trace(plan: _BuildPlan, sandbox: Sandbox, site: Path) -> coverage.Sui
     tell(0, 1)
     box = await sandbox.create(Image(plan.tree, site, {}), Limits(seconds=_TRACE_SECONDS))
     try:
-        layout = plan.facts.layout
-        return await coverage.trace(box, layout.source_roots, layout.modules, _TRACE_SECONDS, tell)
+        return await coverage.trace(box, plan.facts.layout, _TRACE_SECONDS, tell)
     finally:
         await box.close()
 
@@ -385,8 +384,8 @@ async def _targets(plan: _BuildPlan, bench: Bench, callers: split.Callers, polic
         drafts.append(Target(change.unit, plan.sources[change.unit.path], side, visible, hidden, (change.program,)))
     known = {test for draft in drafts for test in draft.hidden}
     visible = {test for draft in drafts for test in draft.visible}
-    tell = partial(plan.progress, "looking for flaky tests")
-    stable, unstable = await gates.stable_tests(bench, sorted(known | visible), bench.hidden, {}, tell)
+    stage = partial(plan.progress, "looking for flaky tests")
+    stable, unstable = await gates.stable_tests(bench, sorted(known | visible), bench.hidden, {}, stage)
     unstable |= await _failing_as_shown(bench, {test for test in visible & stable if is_script(test)}, unstable)
     single = not {"mutation", "removal", "combined"}.isdisjoint(options.kinds)
     targets = [

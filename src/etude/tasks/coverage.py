@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
+from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
 from etude.sandbox import SITE, Box, BoxError, ExecResult, NotFound
 from etude.tasks.settings import FILE as SETTINGS
@@ -205,14 +206,12 @@ def record(
         json.dump({"functions": list(index), "tests": passed, "failed": failed, "broken": broken}, file)
 
 
-async def trace(
-    box: Box, roots: Sequence[str], test_files: Sequence[str], timeout: float, ran: Callable[[int, int], None]
-) -> SuiteTrace:
-    """Run the suite in `box`: the tests that call each function, and the tests that fail. Meanwhile `ran` is called
+async def trace(box: Box, layout: RepositoryLayout, timeout: float, ran: Callable[[int, int], None]) -> SuiteTrace:
+    """Run a suite in `box`: the tests that call each function, and the tests that fail. Meanwhile `ran` is called
     with the numbers of tests that have run, and of all. Raises UserError if the run does not end, or if its result file
     is malformed."""
     settings, limits = f"{SITE}/{SETTINGS}", (TEST_SECONDS, FILE_SECONDS, SUITE_SECONDS)
-    values = (list(roots), list(test_files), settings, RESULT, COUNT, SLOW, limits)
+    values = (list(layout.source_roots), list(layout.modules), settings, RESULT, COUNT, SLOW, limits)
     arguments = ", ".join(map(json.dumps, values))
     sources = "\n\n".join(map(inspect.getsource, (TookLong, Counter, TimeLimits, record)))
     head = "from __future__ import annotations\n\nimport os\nimport signal\nimport time\n\nimport pytest\n\n\n"
