@@ -7,8 +7,13 @@ its gates again, `dataset` reads it, `impossible` makes the impossible tasks of 
 
 from etude.tasks.build import build_dataset, check_operators, read_functions, survey_repository
 from etude.tasks.check import check_dataset
-from etude.tasks.dataset import Dataset, load_dataset, read_dataset_manifest
+from etude.tasks.dataset import Dataset, Hardening, load_dataset, read_dataset_manifest
+from etude.tasks.gates import in_order
 from etude.tasks.harbor import read_harbor_task
+from etude.tasks.hardened import write_hardened
 from etude.tasks.impossible import make_impossible
+from etude.tasks.mending import mended, other_failures
+from etude.tasks.shams import further_shams
+from etude.tasks.shams import shams as sham_answers
 
 PUBLIC = ("", "foreign", "git_history", "histories")
