@@ -148,7 +148,14 @@ def plant(root: Path) -> Dataset:
     """Write the dataset to `root`, which must not exist."""
     functions = WEAK | SOUND
     right = _TOP + "".join(_function(name, parts[0]) for name, parts in functions.items())
-    for folder in ("repository/src", "repository/tests", "repository/samples", "hidden/tests", "hidden/samples", "site"):
+    for folder in (
+        "repository/src",
+        "repository/tests",
+        "repository/samples",
+        "hidden/tests",
+        "hidden/samples",
+        "site",
+    ):
         (root / folder).mkdir(parents=True)
     (root / "repository" / PATH).write_text(right)
     for folder in ("repository", "hidden"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from etude.audit.harden.attackers import SHAM, Attacker, attackers_of
@@ -14,9 +14,10 @@ from etude.config import SandboxConfig
 from etude.errors import UserError
 from etude.grading import open_sandbox
 from etude.records import CodeTask
+from etude.rollout import foreign_refusal
 from etude.sandbox import BoxError, Sandbox
 from etude.tasks import Dataset, Hardening, in_order, mended, write_hardened
-from etude.tasks.foreign import load_any_dataset
+from etude.tasks.foreign import ForeignDataset, close_task, load_any_dataset, write_hardened_foreign
 
 WORKERS = 2
 ROUNDS = 2  # of mending a task
@@ -24,14 +25,31 @@ SHOWN = 3  # programs that the card names for a task
 Progress = Callable[[str, int, int], None]
 
 
+_NO_RULE = {
+    False: "no other test tells the wrong answers from the right one",
+    True: "its tests run or read what the agent has written",
+}
+
+
+@dataclass(frozen=True)
+class TaskMend:
+    """A task of a dataset as a rule mends it; `replayed` are the attackers that the rule may not have stopped."""
+
+    data: Dataset
+    task: CodeTask
+    why: str = ""
+    replayed: Sequence[Attacker] = ()
+
+
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task: `task` is None if it was dropped."""
+    """The end of a task: as it was or mended, kept or dropped."""
 
-    task: CodeTask | None
+    mend: TaskMend
+    kept: bool
     falls: Sequence[TaskFall] = ()
     why: str = ""
-    lost: dict[str, str] = field(default_factory=dict[str, str])
+    lost: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def harden(
@@ -45,13 +63,20 @@ def harden(
     same folder. Raises UserError, also if no task would be left."""
     data = load_any_dataset(folder)
     data.check_boxes(boxes)
+    if isinstance(data, ForeignDataset) and boxes is not None and (why := foreign_refusal(False, boxes.type)):
+        raise UserError(why)
     results, attackers = asyncio.run(_all(data, progress, boxes, packs))
     hardening = _summary(data, results, attackers)
-    kept = [each.task for each in results if each.task is not None]
+    kept = [each.mend for each in results if each.kept]
     if not kept:
         first = next(iter(hardening.results.items()))
         raise UserError(f"all {len(data.tasks)} tasks of {folder} fall, and none can be mended: {first[0]} {first[1]}")
-    write_hardened(data, out, kept, hardening)
+    tasks = [each.task for each in kept]
+    if isinstance(data, ForeignDataset):
+        records = {e.task.id: e.data.records[e.task.id] for e in kept if isinstance(e.data, ForeignDataset)}
+        write_hardened_foreign(replace(data, records=records), out, tasks, hardening)
+    else:
+        write_hardened(data, out, tasks, hardening)
     return hardening
 
 
@@ -67,7 +92,6 @@ async def _all(
         async def one(task: CodeTask) -> TaskResult:
             nonlocal done, fell
             attackers = attackers_of(data, task, packs)
-            kinds.update({each.kind: 0 for each in attackers})
             for kind, count in Counter(each.kind for each in attackers).items():
                 kinds[kind] = max(kinds[kind], count)
             result = await _harden_task(sandbox, data, task, attackers)
@@ -79,33 +103,47 @@ async def _all(
 
 
 async def _harden_task(sandbox: Sandbox, data: Dataset, task: CodeTask, attackers: Sequence[Attacker]) -> TaskResult:
-    """Attack a task; if it falls, mend it and attack it again, or drop it. A mended task needs all former tests and
-    more, so that only the attackers that earned its reward are played again."""
+    """Attack a task; if it falls, mend it and attack it again, or drop it."""
     first = await play(sandbox, data, task, attackers)
-    falls, lost, made = first.falls, dict(first.lost), task
+    falls, lost, mend = first.falls, dict(first.lost), TaskMend(data, task)
     for _ in range(ROUNDS):
         if not falls:
             break
         try:
-            better = await _mended(sandbox, data, made, falls)
+            better = await _mended(sandbox, mend, falls, first.falls, attackers)
         except (BoxError, TimeoutError):
             better = None
         if better is None:
-            return TaskResult(None, first.falls, "dropped: no other test tells the wrong answers from the right one")
-        made = better
-        again = await play(sandbox, data, made, [fall.attacker for fall in first.falls])
+            if mend.task is not task or mend.data is not data:
+                break
+            return TaskResult(mend, False, first.falls, f"dropped: {_NO_RULE[bool(data.manifest.kind)]}")
+        mend = better
+        again = await play(sandbox, mend.data, mend.task, mend.replayed)
         falls, lost = again.falls, lost | again.lost
     if falls:
-        return TaskResult(None, first.falls, f"dropped: it still falls to {falls[0].attacker.title}")
-    added = sorted(set(made.hidden_tests) - set(task.hidden_tests))
-    why = f"mended: {', '.join(f'`{test}`' for test in added[:SHOWN])} decides, too" if added else ""
-    return TaskResult(made, first.falls, why, lost)
+        return TaskResult(mend, False, first.falls, f"dropped: it still falls to {falls[0].attacker.title}")
+    return TaskResult(mend, True, first.falls, f"mended: {mend.why}" if first.falls else "", lost)
 
 
-async def _mended(sandbox: Sandbox, data: Dataset, task: CodeTask, falls: Sequence[TaskFall]) -> CodeTask | None:
-    if data.manifest.kind:
+async def _mended(
+    sandbox: Sandbox,
+    mend: TaskMend,
+    falls: Sequence[TaskFall],
+    first: Sequence[TaskFall],
+    attackers: Sequence[Attacker],
+) -> TaskMend | None:
+    """The task after the rule for its kind. A foreign task is closed, under which all attackers may do better. Other
+    tasks get further tests, and still need the former ones: the attackers that failed would fail again."""
+    data, task = mend.data, mend.task
+    if isinstance(data, ForeignDataset):
+        closed = await close_task(sandbox, data, task)
+        why = "grading takes no change to files of the image or the home folder that the solution leaves alone"
+        return None if closed is None else TaskMend(closed, task, why, attackers)
+    better = await mended(sandbox, data, task, [fall.changes for fall in falls])
+    if better is None:
         return None
-    return await mended(sandbox, data, task, [fall.changes for fall in falls])
+    added = [f"`{test}`" for test in better.hidden_tests if test not in task.hidden_tests]
+    return TaskMend(data, better, f"{', '.join(added[:SHOWN])} must pass, too", [each.attacker for each in first])
 
 
 def _summary(data: Dataset, results: Sequence[TaskResult], kinds: Counter[str]) -> Hardening:
@@ -118,9 +156,9 @@ def _summary(data: Dataset, results: Sequence[TaskResult], kinds: Counter[str]) 
     return Hardening(
         tasks=len(data.tasks),
         fell=len(texts),
-        mended=sum(bool(each.falls) and each.task is not None for each in results),
-        dropped=sum(each.task is None for each in results),
-        unplayed=sum(bool(each.lost) and each.task is not None for each in results),
+        mended=sum(bool(each.falls) and each.kept for each in results),
+        dropped=sum(not each.kept for each in results),
+        unplayed=sum(bool(each.lost) and each.kept for each in results),
         attackers=dict(sorted(kinds.items(), key=lambda each: (each[0] != SHAM, each[0]))),
         results=texts,
         undecided={},

@@ -37,6 +37,7 @@ class ForeignRecord(Record, frozen=True, kw_only=True):
     memory_mb: int
     allowed: tuple[str, ...]  # files that steer Python or pytest and belong to the solution
     licence: str
+    closed: tuple[str, ...] | None = None  # the files that the solution changes, if others stay as they are
 
 
 @dataclass(frozen=True)
