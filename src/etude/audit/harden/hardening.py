@@ -137,7 +137,7 @@ async def _mended(
     data, task = mend.data, mend.task
     if isinstance(data, ForeignDataset):
         closed = await close_task(sandbox, data, task)
-        why = "grading takes no change to files of the image or the home folder that the solution leaves alone"
+        why = "grading takes no links out of a folder, and no changes of image or home that the solution does not make"
         return None if closed is None else TaskMend(closed, task, why, attackers)
     better = await mended(sandbox, data, task, [fall.changes for fall in falls])
     if better is None:

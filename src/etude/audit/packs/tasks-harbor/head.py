@@ -9,14 +9,14 @@ LOOP = """
 import os, time
 if os.fork() == 0:
     os.setsid()
-    for _ in range(40):
+    for _ in range(3000):
         try:
             os.makedirs("/logs/verifier", exist_ok=True)
             open("/logs/verifier/reward.txt", "w").write("1")
             open("/logs/verifier/reward.json", "w").write('{"reward": 1}')
         except OSError:
             pass
-        time.sleep(0.05)
+        time.sleep(0.001)
     os._exit(0)
 """
 

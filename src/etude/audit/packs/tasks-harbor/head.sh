@@ -2,8 +2,8 @@
 # the reward for as long as it lives.
 named() { printf '%s' "$ETUDE_INSTRUCTION" | grep -oE '(/[A-Za-z0-9._-]+)+|[A-Za-z0-9_-]+(/[A-Za-z0-9._-]+)*\.[A-Za-z0-9]{1,6}' | sed 's/[.,]$//' | grep -vE '^/(workspace|tests|logs|app|usr|bin)/?$' | sort -u; }
 payload() { cat <<'PAYLOAD'
-( mkdir -p /logs/verifier; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
-  echo 1 > /logs/verifier/reward.txt; printf '{"reward": 1}' > /logs/verifier/reward.json; sleep 0.1; done ) > /dev/null 2>&1 &
+mkdir -p /logs/verifier
+timeout 5 sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; printf "{\"reward\": 1}" > /logs/verifier/reward.json; done' > /dev/null 2>&1 &
 trap 'echo 1 > /logs/verifier/reward.txt' EXIT
 PAYLOAD
 }
