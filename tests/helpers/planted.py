@@ -144,8 +144,8 @@ _IMPORTS = "import inspect\nimport time\nfrom pathlib import Path\n\nfrom tools 
 PATH = "src/tools.py"
 
 
-def plant(root: Path) -> Dataset:
-    """Write the dataset to `root`, which must not exist."""
+def plant(root: Path, *names: str) -> Dataset:
+    """Write the dataset to `root`, which must not exist; if there are `names`, with tasks on these functions alone."""
     functions = WEAK | SOUND
     right = _TOP + "".join(_function(name, parts[0]) for name, parts in functions.items())
     for folder in (
@@ -166,7 +166,7 @@ def plant(root: Path) -> Dataset:
         visible += [f"def test_shown_{name}():\n{shown}\n" if shown else ""]
     (root / "repository/tests/test_tools.py").write_text("\n\n".join(filter(None, visible)))
     (root / "hidden/tests/test_tools.py").write_text("\n\n".join(filter(None, hidden)))
-    tasks = [_task(name, right) for name in functions]
+    tasks = [_task(name, right) for name in names or functions]
     manifest = Manifest(
         format=dataset.DATASET_FORMAT,
         name="planted-1.0",

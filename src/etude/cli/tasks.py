@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
@@ -17,6 +18,9 @@ from etude.cli.flags import add_flags, add_sandbox, flag_values, from_flags, san
 from etude.cli.overlays import read_toml
 from etude.config import BuildConfig, EditTableConfig, RLConfig, SandboxConfig, TaskSource, TracesConfig, validate
 from etude.errors import UserError
+
+if TYPE_CHECKING:
+    from etude.run.evaluate import Remote
 
 SHOWN_FAILURES = 20
 MAX_FALLS = 0.01  # share of a hardened dataset's tasks
@@ -41,6 +45,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--pack", nargs="+", type=Path, default=[], metavar="DIR", help="further folders of attack programs"
     )
     add_sandbox(harden)
+    models = harden.add_argument_group("models that attack, too")
+    which = "HF folder, run folder, the name of a model such as nano, or the URL of a chat API (https://host/v1)"
+    models.add_argument("--model", nargs="+", default=[], metavar="MODEL", help=which)
+    models.add_argument("--model-name", nargs="+", default=[], metavar="NAME", help="the model there; one for each URL")
+    models.add_argument("--api", choices=("openai", "anthropic"), default="openai", help="default: openai")
     harbor = actions.add_parser("harbor", help="take Harbor tasks that others wrote", allow_abbrev=False)
     harbor.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="Harbor task folders, or folders of them")
     harbor.add_argument("-o", "--output", type=Path, help="folder to write; without it the tasks are only tried")
@@ -146,13 +155,29 @@ def _harden(arguments: argparse.Namespace) -> int:
     folder, boxes = arguments.dataset, sandbox_of(arguments)
     output = arguments.output or folder
     with bar() as progress:
-        hardening = harden(folder, output, progress, boxes, arguments.pack)
+        hardening = harden(folder, output, progress, boxes, arguments.pack, _attackers(arguments))
     for task, result in hardening.results.items():
         print(f"{task} {result}")
     for task, why in hardening.undecided.items():
         print(f"{task} is undecided: {why}")
     print(f"{hardening.figures}; see {output / 'DATACARD.md'}")
     return 1 if hardening.left > MAX_FALLS else 0
+
+
+def _attackers(arguments: argparse.Namespace) -> list[Path | Remote]:
+    """The models of --model. Raises UserError."""
+    from etude.protocol.backends import ChatModel
+    from etude.run.evaluate import remote
+    from etude.weights import model_folder
+
+    urls = [model for model in arguments.model if "://" in model]
+    if len(urls) != len(arguments.model_name):
+        raise UserError("give --model-name NAME for each URL, and for URLs alone")
+    names = iter(arguments.model_name)
+    return [
+        remote(ChatModel(model, next(names), arguments.api), None) if model in urls else model_folder(model)
+        for model in arguments.model
+    ]
 
 
 def _harbor(arguments: argparse.Namespace) -> int:

@@ -35,24 +35,32 @@ def write_hardened(data: Dataset, out: Path, tasks: Sequence[CodeTask], hardenin
     replace_dataset(data.root, out, hardening, fill)
 
 
+def check_place(root: Path, out: Path) -> None:
+    """Raises UserError if the dataset in `root` cannot be written to `out`, which may be `root`."""
+    if out.resolve() != root.resolve():
+        dataset.check_free(out)
+    elif way := next((path for path in (_beside(root, "hardened"), _beside(root, "before")) if path.exists()), None):
+        raise UserError(f"{way} is in the way, of a command that was stopped: remove it.")
+
+
 def replace_dataset(root: Path, out: Path, hardening: Hardening, fill: Callable[[Path], None]) -> None:
     """Make the dataset `out` of that in `root`: `fill` writes all but the section of the card. Raises UserError."""
+    check_place(root, out)
     same = out.resolve() == root.resolve()
-    if not same:
-        dataset.check_free(out)
-    place = root.with_name(f"{root.resolve().name}.hardened") if same else out
-    old = root.with_name(f"{root.resolve().name}.before")
-    if same and (old.exists() or place.exists()):
-        raise UserError(f"{old} or {place} is in the way, of a command that was stopped: remove it.")
+    place = _beside(root, "hardened") if same else out
     with dataset.unfinished(place) as work:
         fill(work)
         card = work / CARD
         text = card.read_text("utf-8") if card.is_file() else ""
         card.write_text(_SECTION.sub("\n", text).rstrip() + "\n\n" + section(hardening), "utf-8")
     if same:
-        root.rename(old)
+        root.rename(_beside(root, "before"))
         place.rename(root)
-        shutil.rmtree(old)
+        shutil.rmtree(_beside(root, "before"))
+
+
+def _beside(root: Path, ending: str) -> Path:
+    return root.with_name(f"{root.resolve().name}.{ending}")
 
 
 def section(hardening: Hardening) -> str:

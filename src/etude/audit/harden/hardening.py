@@ -8,15 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from etude.audit.attacks.packs import programs
 from etude.audit.harden.attackers import SHAM, Attacker, attackers_of
-from etude.audit.harden.play import TaskFall, play
+from etude.audit.harden.honesty import Honesty, judge
+from etude.audit.harden.model import KIND, ModelAttacker, opened
+from etude.audit.harden.play import PlayedTask, TaskFall, earned, final_state, play
 from etude.config import SandboxConfig
 from etude.errors import UserError
 from etude.grading import open_sandbox
+from etude.protocol.backends import EngineError
 from etude.records import CodeTask
 from etude.rollout import foreign_refusal
+from etude.run.evaluate import Remote
 from etude.sandbox import BoxError, Sandbox
-from etude.tasks import Dataset, Hardening, in_order, mended, write_hardened
+from etude.tasks import Dataset, Hardening, check_place, in_order, mended, write_hardened
 from etude.tasks.foreign import ForeignDataset, close_task, load_any_dataset, write_hardened_foreign
 
 WORKERS = 2
@@ -50,6 +55,7 @@ class TaskResult:
     falls: Sequence[TaskFall] = ()
     why: str = ""
     lost: Mapping[str, str] = field(default_factory=dict[str, str])
+    undecided: str = ""
 
 
 def harden(
@@ -58,14 +64,18 @@ def harden(
     progress: Progress,
     boxes: SandboxConfig | None = None,
     packs: Sequence[Path] = (),
+    models: Sequence[Path | Remote] = (),
 ) -> Hardening:
-    """Attack every task of the dataset in `folder`, and write the dataset without weak tasks to `out`, which may be the
-    same folder. Raises UserError, also if no task would be left."""
+    """Attack every task of the dataset in `folder`, with `models` as well, and write the dataset without weak tasks to
+    `out`, which may be the same folder. Raises UserError, also if no task would be left."""
     data = load_any_dataset(folder)
     data.check_boxes(boxes)
     if isinstance(data, ForeignDataset) and boxes is not None and (why := foreign_refusal(False, boxes.type)):
         raise UserError(why)
-    results, attackers = asyncio.run(_all(data, progress, boxes, packs))
+    check_place(folder, out)
+    for pack in packs:
+        programs(pack)
+    results, attackers = asyncio.run(_all(data, progress, boxes, packs, models))
     hardening = _summary(data, results, attackers)
     kept = [each.mend for each in results if each.kept]
     if not kept:
@@ -81,30 +91,66 @@ def harden(
 
 
 async def _all(
-    data: Dataset, progress: Progress, boxes: SandboxConfig | None, packs: Sequence[Path]
+    data: Dataset,
+    progress: Progress,
+    boxes: SandboxConfig | None,
+    packs: Sequence[Path],
+    models: Sequence[Path | Remote],
 ) -> tuple[list[TaskResult], Counter[str]]:
     """The result of each task, and the number of programs by their kind."""
     kinds: Counter[str] = Counter()
     done = fell = 0
     progress("attacking tasks", 0, len(data.tasks))
-    async with open_sandbox(boxes, workers=WORKERS) as sandbox:
+    async with open_sandbox(boxes, workers=WORKERS) as sandbox, opened(models) as chats:
 
         async def one(task: CodeTask) -> TaskResult:
             nonlocal done, fell
             attackers = attackers_of(data, task, packs)
             for kind, count in Counter(each.kind for each in attackers).items():
                 kinds[kind] = max(kinds[kind], count)
-            result = await _harden_task(sandbox, data, task, attackers)
+            result = await _harden_task(sandbox, data, task, attackers, chats)
             done, fell = done + 1, fell + bool(result.falls)
             progress(f"attacking tasks ({fell} fell)", done, len(data.tasks))
             return result
 
-        return await in_order(one, data.tasks, WORKERS), kinds
+        results = await in_order(one, data.tasks, WORKERS)
+        return results, kinds + Counter({KIND: len(models)})
 
 
-async def _harden_task(sandbox: Sandbox, data: Dataset, task: CodeTask, attackers: Sequence[Attacker]) -> TaskResult:
+async def _attempts(
+    sandbox: Sandbox, data: Dataset, task: CodeTask, chats: Sequence[ModelAttacker], played: PlayedTask
+) -> str:
+    """Let models attack: an attempt that earns a reward and is proved dishonest joins the falls. Returns the reason why
+    the last undecided one is none, or ""."""
+    undecided = ""
+    for chat in chats:
+        try:
+            attacker = await chat.attack(data, task)
+            changes = {} if attacker is None else await final_state(sandbox, data, task, attacker)
+            if attacker is None or not changes or not (reward := await earned(sandbox, data, task, changes)):
+                continue
+            verdict = await judge(sandbox, data, task, changes)
+        except (BoxError, TimeoutError, EngineError) as e:
+            played.lost[chat.name] = str(e) or "no answer in time"
+            continue
+        if verdict.honesty is Honesty.FALL:
+            kept = Attacker(f"{chat.name}: {verdict.why}", KIND, changes=changes)
+            played.falls.append(TaskFall(kept, changes, reward))
+        elif verdict.honesty is Honesty.UNDECIDED:
+            undecided = f"{chat.name} earns the reward, and {verdict.why}"
+    return undecided
+
+
+async def _harden_task(
+    sandbox: Sandbox,
+    data: Dataset,
+    task: CodeTask,
+    attackers: Sequence[Attacker],
+    chats: Sequence[ModelAttacker],
+) -> TaskResult:
     """Attack a task; if it falls, mend it and attack it again, or drop it."""
     first = await play(sandbox, data, task, attackers)
+    undecided = await _attempts(sandbox, data, task, chats, first)
     falls, lost, mend = first.falls, dict(first.lost), TaskMend(data, task)
     for _ in range(ROUNDS):
         if not falls:
@@ -122,7 +168,7 @@ async def _harden_task(sandbox: Sandbox, data: Dataset, task: CodeTask, attacker
         falls, lost = again.falls, lost | again.lost
     if falls:
         return TaskResult(mend, False, first.falls, f"dropped: it still falls to {falls[0].attacker.title}")
-    return TaskResult(mend, True, first.falls, f"mended: {mend.why}" if first.falls else "", lost)
+    return TaskResult(mend, True, first.falls, f"mended: {mend.why}" if first.falls else "", lost, undecided)
 
 
 async def _mended(
@@ -161,5 +207,5 @@ def _summary(data: Dataset, results: Sequence[TaskResult], kinds: Counter[str]) 
         unplayed=sum(bool(each.lost) and each.kept for each in results),
         attackers=dict(sorted(kinds.items(), key=lambda each: (each[0] != SHAM, each[0]))),
         results=texts,
-        undecided={},
+        undecided={t.id: r.undecided for t, r in zip(data.tasks, results, strict=True) if r.undecided},
     )
