@@ -13,7 +13,6 @@ from etude.tasks.harbor import read_harbor_task
 from etude.tasks.hardened import check_place, write_hardened
 from etude.tasks.impossible import make_impossible
 from etude.tasks.mending import mended, other_failures
-from etude.tasks.shams import further_shams
-from etude.tasks.shams import shams as sham_answers
+from etude.tasks.shams import further_shams, sham_answers
 
 PUBLIC = ("", "foreign", "git_history", "histories")

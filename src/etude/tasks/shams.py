@@ -274,7 +274,7 @@ if _sham_found:
     return _sham_found[0]"""
 
 
-def shams(task: CodeTask, repository: Path) -> list[dict[str, bytes | None]]:
+def sham_answers(task: CodeTask, repository: Path) -> list[dict[str, bytes | None]]:
     """The change sets of sham answers to a task on one function, whose unbroken tree is `repository`; empty for other
     tasks."""
     path, qualname = task.focus.path, task.function.partition("::")[2]

@@ -47,7 +47,7 @@ class TaskMend:
 
 
 @dataclass(frozen=True)
-class TaskResult:
+class HardenedTask:
     """The end of a task: as it was or mended, kept or dropped."""
 
     mend: TaskMend
@@ -96,14 +96,14 @@ async def _all(
     boxes: SandboxConfig | None,
     packs: Sequence[Path],
     models: Sequence[Path | Remote],
-) -> tuple[list[TaskResult], Counter[str]]:
+) -> tuple[list[HardenedTask], Counter[str]]:
     """The result of each task, and the number of programs by their kind."""
     kinds: Counter[str] = Counter()
     done = fell = 0
     progress("attacking tasks", 0, len(data.tasks))
     async with open_sandbox(boxes, workers=WORKERS) as sandbox, opened(models) as chats:
 
-        async def one(task: CodeTask) -> TaskResult:
+        async def one(task: CodeTask) -> HardenedTask:
             nonlocal done, fell
             attackers = attackers_of(data, task, packs)
             for kind, count in Counter(each.kind for each in attackers).items():
@@ -147,7 +147,7 @@ async def _harden_task(
     task: CodeTask,
     attackers: Sequence[Attacker],
     chats: Sequence[ModelAttacker],
-) -> TaskResult:
+) -> HardenedTask:
     """Attack a task; if it falls, mend it and attack it again, or drop it."""
     first = await play(sandbox, data, task, attackers)
     undecided = await _attempts(sandbox, data, task, chats, first)
@@ -162,13 +162,13 @@ async def _harden_task(
         if better is None:
             if mend.task is not task or mend.data is not data:
                 break
-            return TaskResult(mend, False, first.falls, f"dropped: {_NO_RULE[bool(data.manifest.kind)]}")
+            return HardenedTask(mend, False, first.falls, f"dropped: {_NO_RULE[bool(data.manifest.kind)]}")
         mend = better
         again = await play(sandbox, mend.data, mend.task, mend.replayed)
         falls, lost = again.falls, lost | again.lost
     if falls:
-        return TaskResult(mend, False, first.falls, f"dropped: it still falls to {falls[0].attacker.title}")
-    return TaskResult(mend, True, first.falls, f"mended: {mend.why}" if first.falls else "", lost, undecided)
+        return HardenedTask(mend, False, first.falls, f"dropped: it still falls to {falls[0].attacker.title}")
+    return HardenedTask(mend, True, first.falls, f"mended: {mend.why}" if first.falls else "", lost, undecided)
 
 
 async def _mended(
@@ -192,7 +192,7 @@ async def _mended(
     return TaskMend(data, better, f"{', '.join(added[:SHOWN])} must pass, too", [each.attacker for each in first])
 
 
-def _summary(data: Dataset, results: Sequence[TaskResult], kinds: Counter[str]) -> Hardening:
+def _summary(data: Dataset, results: Sequence[HardenedTask], kinds: Counter[str]) -> Hardening:
     texts: dict[str, str] = {}
     for task, result in zip(data.tasks, results, strict=True):
         if result.falls:
