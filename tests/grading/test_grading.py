@@ -19,7 +19,7 @@ assert RETURN in BROKEN
 
 def body(text: str) -> str:
     """The broken library with another body of `chunk`."""
-    return BROKEN.replace(RETURN, "\n".join("    " + line for line in text.graded_changes("\n")))
+    return BROKEN.replace(RETURN, "\n".join("    " + line for line in text.split("\n")))
 
 
 def top(text: str) -> str:
