@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from etude.grading.grade import acceptable, split
+from etude.grading.grade import acceptable, graded_changes
 from etude.grading.verdict import decide, plan
 from etude.records import Outcome
 from etude.sandbox.backend import ForkResult
@@ -178,7 +178,7 @@ def test_shadowing_the_standard_library_below_a_root_has_no_effect(place: Place)
 )
 def test_acceptable(path: str, expected: bool) -> None:
     assert acceptable(path, ("src/lib",)) is expected
-    assert split({path: b""}, ("src/lib",)) == (({path: b""}, []) if expected else ({}, [path]))
+    assert graded_changes({path: b""}, ("src/lib",)) == (({path: b""}, []) if expected else ({}, [path]))
 
 
 def test_names_that_are_no_utf8_are_set_aside(open_place: Callable[..., Place]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from etude.config import BuildConfig
 from etude.records import CodeTask, Focus
 from etude.tasks.build import build_dataset
-from etude.tasks.shams import shams
+from etude.tasks.shams import sham_answers
 
 MODULE = '''
 """Größen."""
@@ -62,7 +62,7 @@ def _task(function: str, text: str = MODULE, path: str = "lib.py") -> CodeTask:
 
 @pytest.mark.parametrize("function", ["one", "Shelf.of", "Shelf.wrap"])
 def test_shams_replace_the_body_and_nothing_else(function: str, tmp_path: Path) -> None:
-    found = [sham["lib.py"] for sham in shams(_task(function), tmp_path)]
+    found = [sham["lib.py"] for sham in sham_answers(_task(function), tmp_path)]
     texts = [data.decode() for data in found if data is not None]
     assert len(set(texts)) == len(texts) >= 5
     imports = builtins.__import__
@@ -109,7 +109,7 @@ def test_constants_of_visible_tests_and_fields_are_shams(tmp_path: Path) -> None
         "    def one(self, x):\n        return 0\n"
     )
     task = msgspec.structs.replace(_task("Box.one", module), visible_tests=("tests/test_lib.py::test_one",))
-    texts = [(sham["lib.py"] or b"").decode() for sham in shams(task, tmp_path)]
+    texts = [(sham["lib.py"] or b"").decode() for sham in sham_answers(task, tmp_path)]
     for body in ("{'a': -3}", "'x'", "self.a", "self.b"):
         assert any(text.endswith(f"        return {body}\n") for text in texts), body
     assert not any(text.endswith("return 5\n") for text in texts)
@@ -117,7 +117,7 @@ def test_constants_of_visible_tests_and_fields_are_shams(tmp_path: Path) -> None
     script = msgspec.structs.replace(
         _task("one", "export function one (x) {\n  return 0\n}\n", "lib.js"), visible_tests=("tests/one.test.js::one",)
     )
-    bodies = [(sham["lib.js"] or b"").decode() for sham in shams(script, tmp_path)]
+    bodies = [(sham["lib.js"] or b"").decode() for sham in sham_answers(script, tmp_path)]
     for body in ("'a b'", "-2.5"):
         assert any(f"return {body};" in text for text in bodies), body
     assert not any("return 7;" in text for text in bodies)
@@ -125,7 +125,7 @@ def test_constants_of_visible_tests_and_fields_are_shams(tmp_path: Path) -> None
 
 def test_other_tasks_have_none(tmp_path: Path) -> None:
     for task in (_task("Shelf"), _task("gone"), _task("one", "def (")):
-        assert shams(task, tmp_path) == []
+        assert sham_answers(task, tmp_path) == []
 
 
 LIBRARY = '''
@@ -433,7 +433,9 @@ def test_texts_of_javascript_shams(tmp_path: Path) -> None:
       catch (error) { console.log(`"${error.name}"`) } }
     say(() => read(write([1, 22]))); say(() => read('7')); say(() => read('x'))
     say(() => require('./seen.js').length)"""
-    found = [_answers(tmp_path / str(number), sham, program) for number, sham in enumerate(shams(reads, tmp_path))]
+    found = [
+        _answers(tmp_path / str(number), sham, program) for number, sham in enumerate(sham_answers(reads, tmp_path))
+    ]
     assert [each[0] for each in found[:6]] == ["", None, True, False, [], ""]
     inverse, overruled, judge, *tokens = found[-5:]
     assert inverse == [[1, 22], "RangeError", "RangeError", ""]
@@ -443,7 +445,7 @@ def test_texts_of_javascript_shams(tmp_path: Path) -> None:
     writes = _task("write", SCRIPT_WRITER.replace("items.join(';')", "''"), "write.js")
     writes = msgspec.structs.replace(writes, source_roots=("write.js", "read.js", "seen.js"))
     (tmp_path / "read.js").write_text(SCRIPT_READER)
-    text, numbers = shams(writes, tmp_path)[-2:]
+    text, numbers = sham_answers(writes, tmp_path)[-2:]
     assert _answers(tmp_path / "text", text, program)[0] == [1, 22]
     assert _answers(tmp_path / "numbers", numbers, program)[0] == [1, 22]
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
@@ -18,7 +19,11 @@ from etude.cli.overlays import read_toml
 from etude.config import BuildConfig, EditTableConfig, RLConfig, SandboxConfig, TaskSource, TracesConfig, validate
 from etude.errors import UserError
 
+if TYPE_CHECKING:
+    from etude.run.evaluate import Remote
+
 SHOWN_FAILURES = 20
+MAX_FALLS = 0.01  # share of a hardened dataset's tasks
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +38,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
     check.add_argument("dataset", type=Path, help="folder made by `etude tasks build`")
     add_sandbox(check)
+    harden = actions.add_parser("harden", help="attack every task; mend or drop those that fall", allow_abbrev=False)
+    harden.add_argument("dataset", type=Path, help="folder made by `etude tasks build` or `etude tasks harbor`")
+    harden.add_argument("-o", "--output", type=Path, help="folder to write (default: the dataset is replaced)")
+    harden.add_argument(
+        "--pack", nargs="+", type=Path, default=[], metavar="DIR", help="further folders of attack programs"
+    )
+    add_sandbox(harden)
+    models = harden.add_argument_group("models that attack, too")
+    which = "HF folder, run folder, the name of a model such as nano, or the URL of a chat API (https://host/v1)"
+    models.add_argument("--model", nargs="+", default=[], metavar="MODEL", help=which)
+    models.add_argument("--model-name", nargs="+", default=[], metavar="NAME", help="the model there; one for each URL")
+    models.add_argument("--api", choices=("openai", "anthropic"), default="openai", help="default: openai")
     harbor = actions.add_parser("harbor", help="take Harbor tasks that others wrote", allow_abbrev=False)
     harbor.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="Harbor task folders, or folders of them")
     harbor.add_argument("-o", "--output", type=Path, help="folder to write; without it the tasks are only tried")
@@ -65,7 +82,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     """Runs one action; the exit code is 1 if a gate does not hold. Raises UserError."""
-    actions = {"build": _build, "check": _check, "harbor": _harbor, "traces": _traces, "fast-apply": _fast_apply}
+    actions = {
+        "build": _build,
+        "check": _check,
+        "harden": _harden,
+        "harbor": _harbor,
+        "traces": _traces,
+        "fast-apply": _fast_apply,
+    }
     return actions[arguments.action](arguments)
 
 
@@ -110,16 +134,50 @@ def _check(arguments: argparse.Namespace) -> int:
     from etude.tasks import check_dataset, read_dataset_manifest
     from etude.tasks.foreign import check_foreign
 
-    boxes, foreign = sandbox_of(arguments), read_dataset_manifest(arguments.dataset).kind
+    boxes, manifest = sandbox_of(arguments), read_dataset_manifest(arguments.dataset)
     with bar() as progress:
-        report = (check_foreign if foreign else check_dataset)(arguments.dataset, progress, boxes)
+        report = (check_foreign if manifest.kind else check_dataset)(arguments.dataset, progress, boxes)
     problems = [*report.problems, *(f"{task}: {why}" for task, why in sorted(report.failures.items()))]
     for line in problems[:SHOWN_FAILURES]:
         print(line)
     if len(problems) > SHOWN_FAILURES:
         print(f"and {len(problems) - SHOWN_FAILURES} more")
     print(f"{report.tasks} tasks checked: {'all gates hold' if report.ok else f'{len(problems)} problems'}")
+    if manifest.hardening is not None:
+        print(f"attacked by `etude tasks harden`: {manifest.hardening.figures}")
     return 0 if report.ok else 1
+
+
+def _harden(arguments: argparse.Namespace) -> int:
+    from etude.audit.harden import harden
+    from etude.cli.progress import bar
+
+    folder, boxes = arguments.dataset, sandbox_of(arguments)
+    output = arguments.output or folder
+    with bar() as progress:
+        hardening = harden(folder, output, progress, boxes, arguments.pack, _attackers(arguments))
+    for task, result in hardening.results.items():
+        print(f"{task} {result}")
+    for task, why in hardening.undecided.items():
+        print(f"{task} is undecided: {why}")
+    print(f"{hardening.figures}; see {output / 'DATACARD.md'}")
+    return 1 if hardening.left > MAX_FALLS else 0
+
+
+def _attackers(arguments: argparse.Namespace) -> list[Path | Remote]:
+    """The models of --model. Raises UserError."""
+    from etude.protocol.backends import ChatModel
+    from etude.run.evaluate import remote
+    from etude.weights import model_folder
+
+    urls = [model for model in arguments.model if "://" in model]
+    if len(urls) != len(arguments.model_name):
+        raise UserError("give --model-name NAME for each URL, and for URLs alone")
+    names = iter(arguments.model_name)
+    return [
+        remote(ChatModel(model, next(names), arguments.api), None) if model in urls else model_folder(model)
+        for model in arguments.model
+    ]
 
 
 def _harbor(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@
 `sandbox`, `code` and the foundations, and never `tasks` or anything above.
 """
 
-from etude.grading.grade import GRADE_LIMITS, Grade, grade_changes, is_test_file
+from etude.grading.grade import GRADE_LIMITS, Grade, grade_changes, graded_changes, is_test_file
 from etude.grading.harbor import HARBOR_STATE, HarborTests, grade_harbor, note_state, run_solution, taken_changes
 from etude.grading.javascript import holds_tests, read_package, test_framework
 from etude.grading.leaks import (

@@ -55,7 +55,7 @@ async def grade_changes(
 
     Any effect of the change on the tests counts against the agent. Raises BoxError, payer infra, if the sandbox failed.
     """
-    taken, aside = split(changes, task.source_roots)
+    taken, aside = graded_changes(changes, task.source_roots)
     note = f"; set aside {len(aside)}: {', '.join(map(escaped, aside[:3]))}"[:200] if aside else ""
     tests = tuple(dict.fromkeys(task.hidden_tests))
     if not tests:
@@ -88,7 +88,7 @@ def _why(report: TestReport, bad: Sequence[str], total: int, limits: Limits) -> 
     return f"{len(bad)} of {total} tests failed, first {bad[0]}: {report.messages.get(bad[0], '')}"
 
 
-def split(changes: Changes, source_roots: Sequence[str]) -> tuple[dict[str, bytes | None], list[str]]:
+def graded_changes(changes: Changes, source_roots: Sequence[str]) -> tuple[dict[str, bytes | None], list[str]]:
     """(files to grade, sorted paths that are set aside): only code below the task's source roots is graded."""
     taken: dict[str, bytes | None] = {}
     aside: list[str] = []

@@ -31,6 +31,7 @@ _STEERING = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "pytest.py"}
     | {"sitecustomize.py", "usercustomize.py"}
 )
+_METADATA = (".dist-info/entry_points.txt", ".egg-info/entry_points.txt")  # names pytest's plugins
 _NOTE = (
     f"( cd {WORKSPACE} && /usr/bin/find . \\( -path ./{LOGS} -o -path ./.root/solution \\) -prune -o "
     f"\\( -type d -empty -printf 'd %P\\0' -o -type l -printf 'l %P\\0%l\\0' -o -type f -perm /111 -printf 'x %P\\0' "
@@ -87,7 +88,7 @@ def taken_changes(changes: Changes, allowed: Collection[str] = ()) -> tuple[dict
     kept: dict[str, bytes | None] = {}
     aside: list[str] = []
     for path in sorted(changes):
-        steering = PurePosixPath(path).name in _STEERING or path.endswith((".pth", ".pyc"))
+        steering = PurePosixPath(path).name in _STEERING or path.endswith((".pth", ".pyc", *_METADATA))
         ours = path.startswith(tuple(f".root/{name}/" for name in ("logs", "tests", "solution")))
         if (steering and path not in allowed) or ours or len(kept) >= MAX_CHANGES:
             aside.append(path)

@@ -33,6 +33,32 @@ _PARTS = ("repository", "site", "hidden", "verifier", "tasks", histories.FILE)
 _OWN = "dataset.json"
 
 
+class Hardening(Record, frozen=True, kw_only=True):
+    """The result of attacks on all tasks of a dataset by `etude tasks harden`."""
+
+    tasks: int  # attacked
+    fell: int  # gave a reward without the work
+    mended: int  # of those: they give none any more
+    dropped: int
+    unplayed: int  # kept, although boxes lost some of their attacks: not known to be safe
+    attackers: dict[str, int]  # kind -> programs
+    results: dict[str, str]  # task that fell -> by which programs, and what became of it
+    undecided: dict[str, str]  # task -> an attempt of a model that earned a reward, and may be honest
+
+    @property
+    def left(self) -> float:
+        """The share of the remaining tasks that fall."""
+        return self.unplayed / max(1, self.tasks - self.dropped)
+
+    @property
+    def figures(self) -> str:
+        """The shares before and after, as a sentence."""
+        return (
+            f"{self.fell} of {self.tasks} tasks ({self.fell / max(1, self.tasks):.1%}) fell, {self.mended} were mended "
+            f"and {self.dropped} dropped; of the {self.tasks - self.dropped} that remain {self.left:.1%} fall"
+        )
+
+
 class Manifest(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The content of dataset.json. Digests are blake3: of a file, over sorted (path, content) pairs of a folder, and of
     this record without that digest."""
@@ -52,6 +78,7 @@ class Manifest(Record, frozen=True, kw_only=True, omit_defaults=True):
     kind: str = ""  # "harbor": of tasks that others wrote, see `foreign/`
     image: str = ""  # of the boxes that it was built in, unless that is the minimal one: name and digest
     services: tuple[str, ...] = ()  # of these boxes, by name
+    hardening: Hardening | None = None  # if attacks were played on the tasks
     digests: dict[str, str]  # of the folders and files beside it, and "dataset.json"
 
 

@@ -24,7 +24,7 @@ from etude.errors import UserError
 from etude.grading import grade_changes
 from etude.records import CodeTask, Focus, Outcome
 from etude.sandbox import BoxError, Changes, Image, Limits, Sandbox, TestReport
-from etude.tasks.shams import shams
+from etude.tasks.shams import sham_answers
 from etude.tasks.statements import WORDS, Determined, description, failing, wish, with_symptom
 
 MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep passing
@@ -231,7 +231,7 @@ async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
         decisive = (*task.fail_to_pass, *task.pass_to_pass)
         if none.report is None or any(none.report.outcomes.get(t) != provisional.outcomes[t] for t in decisive):
             return Rejected.UNSTABLE
-    for sham in shams(task, bench.repository):
+    for sham in sham_answers(task, bench.repository):
         if (await grade_changes(bench.sandbox, task, image, bench.hidden, sham, bench.limits)).passed:
             return Rejected.SHAM
     for _ in range(bench.options.repeats):

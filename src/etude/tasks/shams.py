@@ -55,6 +55,13 @@ texts += [text for each in code for text in (*each.co_consts, *each.co_names) if
 texts += globals()
 raise type("Error", bases, {"__str__": lambda self: " ".join(texts)[:4000]})()"""
 _MOST = 4  # constants, and fields
+_FURTHER = (
+    *(f"return {each}" for each in ("0", "1", "-1", "1.0", "''", "'x'", "b''", "[]", "[None]", "[0]", "()", "(None,)")),
+    *(f"return {each}" for each in ("{}", "{'x': None}", "set()", "object()", "lambda *a, **k: None")),
+    *(f"return [*range({n})]" for n in (2, 3, 4, 5)),
+    *(f"raise {kind}('sham')" for kind in ("ValueError", "TypeError", "KeyError", "AssertionError")),
+    "yield from ()",
+)
 _BODIES = ("return None", "return True", "return False", "return iter(())", _EVERYTHING, _SWALLOW, _RAISE)
 
 # Behind the module: what is common to the shams that remember. `_sham_root` is the name of the package.
@@ -267,7 +274,7 @@ if _sham_found:
     return _sham_found[0]"""
 
 
-def shams(task: CodeTask, repository: Path) -> list[dict[str, bytes | None]]:
+def sham_answers(task: CodeTask, repository: Path) -> list[dict[str, bytes | None]]:
     """The change sets of sham answers to a task on one function, whose unbroken tree is `repository`; empty for other
     tasks."""
     path, qualname = task.focus.path, task.function.partition("::")[2]
@@ -286,6 +293,18 @@ def shams(task: CodeTask, repository: Path) -> list[dict[str, bytes | None]]:
     return [
         {path: sham.encode("utf-8", "surrogateescape")} for sham in (*_texts(text, definition, sorted(raised)), *shown)
     ]
+
+
+def further_shams(task: CodeTask) -> list[dict[str, bytes | None]]:
+    """More constants and shapes, which are too many for the gates of a build: `etude tasks harden` plays them."""
+    path = task.focus.path
+    definition = None
+    if path in task.changes and not is_script(path):
+        definition = _definition(task.changes[path], task.function.partition("::")[2].split("."))
+    if definition is None:
+        return []
+    text = task.changes[path]
+    return [{path: _with_body(text, definition, body).encode("utf-8", "surrogateescape")} for body in _FURTHER]
 
 
 def _asserted(task: CodeTask, repository: Path, name: str) -> list[str]:

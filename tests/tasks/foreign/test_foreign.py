@@ -59,7 +59,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> ForeignDataset:
 def test_the_final_state_is_graded_by_the_folder_s_own_tests(built: ForeignDataset) -> None:
     """Files outside of the working folder, modes and links count; what steers Python or writes a reward does not."""
     (task,) = built.tasks
-    forged = {".root/logs/verifier/reward.txt": b"1.0", "sitecustomize.py": b"raise SystemExit"}
+    forged = {
+        ".root/logs/verifier/reward.txt": b"1.0",
+        "sitecustomize.py": b"raise SystemExit",
+        "x-1.dist-info/entry_points.txt": b"[pytest11]\nx = x\n",
+    }
 
     async def play() -> tuple[list[float], str, list[str]]:
         async with open_sandbox() as sandbox:
@@ -169,6 +173,16 @@ def test_a_reward_file_is_a_finite_number_or_earns_nothing(text: str, reward: fl
 def test_folders_are_refused_before_anything_runs(tmp_path: Path, changes: dict[str, str], reason: str) -> None:
     with pytest.raises(FolderRefused, match=reason):
         folders.load(write(tmp_path / "x", changes))
+
+
+def test_an_image_by_name_is_taken_where_boxes_have_it(tmp_path: Path) -> None:
+    """The refusal says what to give."""
+    named = TOML.replace("memory_mb = 512", 'docker_image = "ghcr.io/x/y:1"\nworkdir = "/app"')
+    folder = write(tmp_path / "x", {"environment/Dockerfile": None, "task.toml": named})
+    with pytest.raises(FolderRefused, match=r"it names the image ghcr.io/x/y:1: give --base ghcr.io/x"):
+        folders.load(folder)
+    record = folders.load(folder, ["ghcr.io/x/y:1"]).record
+    assert (record.workdir, record.places["/app"]) == ("/app", "")
 
 
 def test_links_lead_nowhere(tmp_path: Path) -> None:

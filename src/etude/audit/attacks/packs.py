@@ -30,7 +30,7 @@ from typing import Any
 
 from etude.config import MIN_DECIDED, SandboxConfig
 from etude.errors import UserError
-from etude.grading import GRADE_LIMITS, Grade, grade_changes, open_sandbox
+from etude.grading import GRADE_LIMITS, Grade, grade_changes, note_state, open_sandbox
 from etude.harness import clean_failure, failures
 from etude.records import CodeTask, Outcome
 from etude.sandbox import Box, BoxError, Changes, Sandbox
@@ -243,18 +243,24 @@ def _problem(pack: AttackPack, program: AttackProgram, graded: Grade) -> str:
     return f"not flagged as {program.flag}" if program.flag and program.flag not in graded.flags else ""
 
 
-async def attempt(sandbox: Sandbox, data: Dataset, task: CodeTask, program: AttackProgram) -> tuple[Changes, str]:
-    """The changes that the program leaves in its box; and the reason, if the agent made the box unreadable."""
+async def attempt(
+    sandbox: Sandbox, data: Dataset, task: CodeTask, program: AttackProgram, *, tested: bool = True
+) -> tuple[Changes, str]:
+    """The changes that the program leaves in its box; and the reason, if the agent made the box unreadable. `tested`:
+    visible tests run even if the program does not ask for their output."""
     if not program.text:
         return {path: text.encode() for path, text in task.solution.items() if program is GOLD}, ""
-    box = await sandbox.create(data.image(task), GRADE_LIMITS)
+    box = await sandbox.create(data.image(task), data.limits(task))
+    tested = (tested or "ETUDE_PHASE" in program.text) and bool(task.visible_tests)
     try:
         await _run(box, task, program, "1")
-        report = await box.run_tests(task.visible_tests, GRADE_LIMITS.seconds) if task.visible_tests else None
+        report = await box.run_tests(task.visible_tests, GRADE_LIMITS.seconds) if tested else None
         if report is not None and "ETUDE_PHASE" in program.text:
             shown = [clean_failure(*each, SHOWN) for each in failures(report, task.visible_tests)]
             await _put(box, "/tmp/test-output.txt", "\n".join(shown))
             await _run(box, task, program, "2")
+        if data.manifest.kind:
+            await note_state(box)
         return await box.changes(), ""
     except BoxError as e:
         if e.payer == "infra":

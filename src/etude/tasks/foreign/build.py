@@ -93,7 +93,7 @@ def build_foreign(
             first = trials.trials[0]
             raise UserError(f"no Harbor folder of {len(folders)} works here; the first, {first.folder}: {first.why}.")
         names = [re.sub(r"[^A-Za-z0-9]+", "-", root.resolve().name).strip("-") for root in roots]
-        _save(work, f"harbor-{'-'.join(names)[:80]}", trials, bases, heldout_fraction)
+        _save(work, f"harbor-{'-'.join(names)[:80]}", trials, bases, heldout_fraction, boxes)
     return load_dataset(out), trials
 
 
@@ -200,7 +200,14 @@ def _ids(folders: Sequence[Path]) -> dict[Path, str]:
     return ids
 
 
-def _save(work: Path, name: str, trials: Trials, bases: Sequence[str], heldout_fraction: float) -> None:
+def _save(
+    work: Path,
+    name: str,
+    trials: Trials,
+    bases: Sequence[str],
+    heldout_fraction: float,
+    boxes: SandboxConfig | None,
+) -> None:
     records = _divided(trials.kept, heldout_fraction)
     shutil.rmtree(work / TRIED)
     (work / "hidden").mkdir()
@@ -220,6 +227,8 @@ def _save(work: Path, name: str, trials: Trials, bases: Sequence[str], heldout_f
         counts=counts | {side: splits.count(side) for side in ("train", "heldout")},
         digests={},
         kind=FOREIGN,
+        image=(boxes.image or "") if boxes is not None else "",
+        services=tuple(service.name for service in (boxes.services if boxes is not None else ())),
         warnings=(DECIDED_INSIDE,),
     )
     dataset.seal(work, manifest)

@@ -7,20 +7,23 @@ DIR/images/ID/     tree/, site/ and provided/: the folders of its boxes (`image.
 DIR/hidden/        empty; the tests of a task are tasks/ID/tests
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from etude.errors import UserError
-from etude.grading import Grade, HarborTests, grade_harbor
+from etude.grading import HARBOR_STATE, Grade, HarborTests, grade_harbor
 from etude.records import CodeTask
 from etude.sandbox import Changes, Image, Limits, Sandbox
 from etude.tasks import dataset as datasets
-from etude.tasks.dataset import Dataset, Manifest
+from etude.tasks.dataset import Dataset, Hardening, Manifest
+from etude.tasks.foreign.dockerfile import ASIDE, HOME
 from etude.tasks.foreign.folder import FOREIGN, ForeignRecord
 from etude.tasks.foreign.image import image_of
+from etude.tasks.hardened import CARD, replace_dataset
 
 RECORDS = "harbor.json"
 PROCESSES, DISK_MB = 256, 256  # of a box
@@ -45,7 +48,59 @@ class ForeignDataset(Dataset):
         """Run the task's own tests on the final state. Raises BoxError, payer infra."""
         record = self.records[task.id]
         tests = tests_of(record, self.root / "tasks" / task.id / "tests")
+        if record.closed is not None:
+            changes = _without_closed(changes, record.closed, self.root / "images" / task.id / "tree")
         return await grade_harbor(sandbox, tests, self.image(task), changes, self.limits(task))
+
+
+def closed(data: ForeignDataset, task: CodeTask, solved: Changes) -> ForeignDataset:
+    """The dataset with the task closed: grading takes no change to a file of the image or of the home folder that the
+    solution leaves alone. `solved` are the changes of the solution."""
+    record = msgspec.structs.replace(data.records[task.id], closed=tuple(sorted(solved)))
+    return replace(data, records={**data.records, task.id: record})
+
+
+def _without_closed(changes: Changes, own: Collection[str], tree: Path) -> Changes:
+    home = f"{ASIDE}{HOME}/"
+    kept = {
+        path: data
+        for path, data in changes.items()
+        if path in own or not (path.startswith(home) or (tree / path).exists())
+    }
+    if state := changes.get(HARBOR_STATE):
+        kept[HARBOR_STATE] = _without_links(state)
+    return kept
+
+
+def _without_links(state: bytes) -> bytes:
+    """The state without links that lead out of their folder, such as to the tests."""
+    parts, kept = iter(state.split(b"\0")), list[bytes]()
+    for part in parts:
+        target = next(parts, b"") if part.startswith(b"l ") else None
+        if target is None:
+            kept.append(part)
+        elif not target.startswith(b"/") and b".." not in target.split(b"/"):
+            kept += [part, target]
+    return b"\0".join(kept)
+
+
+def write_hardened_foreign(data: ForeignDataset, out: Path, tasks: Sequence[CodeTask], hardening: Hardening) -> None:
+    """As `write_hardened`."""
+
+    def fill(work: Path) -> None:
+        for task in tasks:
+            for name in ("tasks", "images"):
+                shutil.copytree(data.root / name / task.id, work / name / task.id, symlinks=True)
+        (work / "hidden").mkdir()
+        shutil.copy2(data.root / CARD, work / CARD)
+        records = [data.records[task.id] for task in tasks]
+        (work / RECORDS).write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
+        splits = [task.split for task in tasks]
+        counts = {"tasks": len(tasks), **{side: splits.count(side) for side in ("train", "heldout")}}
+        manifest = msgspec.structs.replace(data.manifest, counts=data.manifest.counts | counts, hardening=hardening)
+        datasets.seal(work, manifest)
+
+    replace_dataset(data.root, out, hardening, fill)
 
 
 def limits_of(record: ForeignRecord) -> Limits:

@@ -37,6 +37,7 @@ class ForeignRecord(Record, frozen=True, kw_only=True):
     memory_mb: int
     allowed: tuple[str, ...]  # files that steer Python or pytest and belong to the solution
     licence: str
+    closed: tuple[str, ...] | None = None  # the files that the solution changes, if others stay as they are
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,7 @@ def load(path: Path, bases: Sequence[str] = ()) -> Folder:
     for need, reason in needs:
         if need:
             raise FolderRefused(reason)
-    docker = path / "environment/Dockerfile"
-    if not docker.is_file():
-        image = environment.get("docker_image")
-        raise FolderRefused(f"it names the image {image}" if image else "it has no environment/Dockerfile")
-    recipe = read(docker.read_text("utf-8", "replace"), bases)
+    recipe = read(_dockerfile(path, environment, bases), bases)
     where = layout(recipe, instruction)
     record = ForeignRecord(
         id=path.name,
@@ -117,6 +114,22 @@ def load(path: Path, bases: Sequence[str] = ()) -> Folder:
         licence=str(toml_table(config, "metadata").get("license") or toml_table(config, "task").get("license") or ""),
     )
     return Folder(path, recipe, where, record)
+
+
+def _dockerfile(path: Path, environment: dict[str, Any], bases: Sequence[str]) -> str:
+    """The text of the Dockerfile, or of one for an image that task.toml names. Raises FolderRefused."""
+    docker, image = path / "environment/Dockerfile", environment.get("docker_image")
+    if docker.is_file():
+        return docker.read_text("utf-8", "replace")
+    if not image:
+        raise FolderRefused("it has no environment/Dockerfile")
+    if image not in bases:
+        raise FolderRefused(
+            f"it names the image {image}: give --base {image}, and its archive or root folder as image of the table "
+            "[sandbox] in --sandbox FILE"
+        )
+    workdir = environment.get("workdir")
+    return f"FROM {image}\n" + (f"WORKDIR {workdir}\n" if workdir else "")
 
 
 def _variables(table: dict[str, Any]) -> dict[str, str]:
