@@ -364,6 +364,19 @@ def test_very_many_operations_are_not_recorded_and_hold_up_no_other_test(shapes:
     }  # fmt: skip
 
 
+def test_where_a_plugin_of_pytest_imports_the_library_all_is_decided_inside(
+    shapes: Place, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As pytest-django does by the settings: the verifier, which has no library, does not start."""
+    root = tmp_path_factory.mktemp("plugin")
+    site = write_tree(root / "site", {"pytest.ini": "[pytest]\naddopts = -p shapes\n"})
+    for path in (root, site, *site.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    image = Image(shapes.root / "repository", site, {})
+    report = shapes.run(shapes.sandbox.run_tests(image, {}, (PLAIN,), shapes.hidden, Limits(seconds=20)))
+    assert (report.outcomes, report.outside) == ({PLAIN: "passed"}, frozenset())
+
+
 def test_what_patches_the_standard_library_runs_beside_the_library(shapes: Place) -> None:
     """The library has modules of its own, so it would sleep."""
     image = RunImage(shapes.root / "repository", shapes.root / "site", None)

@@ -187,7 +187,7 @@ def test_parents_and_namesakes_are_no_tests_of_their_own() -> None:
 
 
 def test_tasks(built: dataset.Dataset) -> None:
-    assert len(built.tasks) == 5
+    assert len(built.tasks) == 4  # the others have no visible test that fails, and nothing that describes them
     assert {task.kind for task in built.tasks} == {"mutation", "removal"}
     shown = (built.repository / "test/index.test.js").read_text()
     for task in built.tasks:

@@ -39,6 +39,7 @@ from etude.sandbox import (
     ForkRequest,
     ForkResult,
     Image,
+    LaunchFailed,
     Limits,
     ProfileSource,
     RunCounts,
@@ -283,8 +284,13 @@ async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) ->
         for start in range(0, len(candidates), count * BATCH):
             some = candidates[start : start + count * BATCH]
             parts = (_recorded(backend, hidden, some[part::count]) for part in range(min(count, len(some))))
-            for recorded in await asyncio.gather(*parts):
-                made |= recorded
+            results = await asyncio.gather(*parts, return_exceptions=True)
+            if any(isinstance(result, LaunchFailed) for result in results):
+                break  # a plugin of pytest imports the library: all is decided inside, where boxes start at all
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+                made |= result
         inside = [test for test, recorded in made.items() if recorded is None]
         if inside:
             plan = verdict.plan(inside, hidden.sentinels)

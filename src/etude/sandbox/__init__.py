@@ -36,6 +36,7 @@ from etude.sandbox.base import (
     Escape,
     ExecResult,
     Image,
+    LaunchFailed,
     Limits,
     NoSpace,
     NotFound,

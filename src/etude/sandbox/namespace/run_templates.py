@@ -129,10 +129,11 @@ class RunTemplates:
     async def _run_verifier(self, request: VerifyRequest, sock: socket.socket) -> ForkResult:
         limits = replace(request.limits, seconds=request.limits.seconds + VERIFIER_SECONDS)
         image = RunImage(request.hidden, request.image.site, None)
-        async with self._template(image, False) as template:
-            head = {"limits": limits_of(limits), "groups": 0, "socket": True}
-            payload = encode(request.body, {})
-            reply, output = await template.request(head, payload, limits, [sock.fileno()], sock.close)
+        with sock:  # so that the tested process sees the end of the connection when the verifier does not start
+            async with self._template(image, False) as template:
+                head = {"limits": limits_of(limits), "groups": 0, "socket": True}
+                payload = encode(request.body, {})
+                reply, output = await template.request(head, payload, limits, [sock.fileno()], sock.close)
         return _result(reply, output)
 
     async def _run_tested(self, request: VerifyRequest, sock: socket.socket, groups: Groups | None) -> ForkResult:
