@@ -11,7 +11,7 @@ PARALLEL = -n 2 --dist loadfile
 # Runs what failed once more, alone, and writes what passed then to .ci/flaky.txt.
 SUITE = $(BIN)/python -m tests.helpers.suite
 
-.PHONY: setup demo demo-real demo-live check test smoke test-slow gpu device fuzz lint format bench lock matrix install-check release package agents harbor chaos mutants test-triton
+.PHONY: setup demo demo-real demo-live check test smoke test-slow gpu repositories device fuzz lint format bench lock matrix install-check release package agents harbor chaos mutants test-triton
 
 setup: .venv/installed
 
@@ -56,6 +56,10 @@ test-slow: .venv/installed-dev .venv/agents/installed
 # network: with .venv if it is there, else with what PYTHON has.
 gpu:
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu
+
+# Thirty public repositories become tasks. CLONES: a folder of clones, OWNER+NAME; what is missing comes from GitHub.
+repositories: .venv/installed-dev
+	$(BIN)/python -m benchmarks.repositories --clones $(or $(CLONES),outputs/clones) --output outputs/repositories
 
 # Trainer, engine and weights on a stand-in for a GPU, and whether it finds planted device mistakes.
 device: .venv/installed-dev

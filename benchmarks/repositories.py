@@ -3,6 +3,7 @@
 `python -m benchmarks.repositories --clones DIR --output DIR` builds a dataset of each repository of `repositories.json`
 and prints a table. A clone is `CLONES/OWNER+NAME`; it is made from GitHub if it is not there. A result is a file of the
 output; a repository that has one is not built again. `--set kept-back` takes the ten that nothing was mended on.
+`--record` writes the results of both sets as a file of `docs/figures`.
 
 `repositories.json` holds the rule of the draw, the larger list by kind, and the repositories with their commits.
 """
@@ -21,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
+
 LIST = Path(__file__).with_suffix(".json")
 SECONDS = 1800.0  # of one command
 OPTIONS = ("--max-tasks", "24", "--max-functions", "60")  # small datasets, so that thirty are made in hours
@@ -35,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of datasets, logs and results")
     parser.add_argument("--set", choices=("mend", "kept-back", "all"), default="all")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="repositories, built again")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write all results of the output, build nothing")
     given = parser.parse_args(arguments)
+    if given.record is not None:
+        given.record.write_text(results.dump(record(given.output, given.record)))
+        return 0
     entries = [entry for entry in json.loads(LIST.read_text())["repositories"] if _wanted(entry, given.set, given.only)]
     rows = [result(entry, given.clones, given.output, again=bool(given.only)) for entry in entries]
     print(table(rows))
@@ -120,6 +127,45 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines.append(f"{sum(runs[0] for runs in good)} of {len(rows)} good at the first command, ")
     lines[-1] += f"{sum(any(runs) for runs in good)} at the first or second."
     return "\n".join(lines)
+
+
+def record(output: Path, file: Path) -> dict[str, Any]:
+    """The results as a section of `docs/figures`; its title, text and level stay as they are in `file`."""
+    section = results.load(file) if file.exists() else {"title": "Thirty repositories", "level": 3, "records": []}
+    records = []
+    for label in ("kept-back", "mend"):
+        rows = []
+        for entry in json.loads(LIST.read_text())["repositories"]:
+            known = output / f"{entry['name'].replace('/', '+')}.json"
+            if entry.get("kept_back", False) == (label == "kept-back") and known.exists():
+                rows += _cells(json.loads(known.read_text()))
+        command = f"python -m benchmarks.repositories --clones DIR --output DIR --set {label}"
+        about = {"bench": f"repositories/{label}", "command": command, **results.described()}
+        records.append(about | {"conditions": f"Options: {' '.join(OPTIONS)}.", "by": "repository", "rows": rows})
+    return section | {"records": records}
+
+
+def _cells(row: dict[str, Any]) -> list[dict[str, Any]]:
+    name, first, *second = row["name"], *row["runs"]
+    last = row["runs"][-1]
+    tasks = re.search(r"(\d+) tasks of (\d+) files?, with (\d+)%", last["verdict"])
+    cells = {
+        "kind": row["kind"],
+        "first command": _word(first),
+        "second": " ".join(f"`{word}`" for word in second[0]["options"][len(OPTIONS) :]) if second else "",
+        "gave": _word(second[0]) if second else "",
+        "minutes": first["minutes"],
+        "tasks": int(tasks[1]) if tasks else 0,
+        "files": int(tasks[2]) if tasks else 0,
+        "tests kept, %": int(tasks[3]) if tasks else 0,
+    }
+    return [{"case": f"{name}/{key}", "value": value, "unit": "", "baseline": ""} for key, value in cells.items()]
+
+
+def _word(run: dict[str, Any]) -> str:
+    """ "good", "thin", "hollow", "refused" or "stopped"."""
+    word = re.match(r"good|thin|hollow|stopped", run["verdict"])
+    return word[0] if word else "refused"
 
 
 if __name__ == "__main__":
