@@ -1,5 +1,7 @@
 """What is read from projects of several kinds before their code runs: Django's settings, addresses, own releases."""
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,23 @@ def test_a_release_of_the_repository_itself_is_removed(tmp_path: Path) -> None:
     left = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*") if path.is_file()}
     assert "my_lib/__init__.py" not in left
     assert {"other/__init__.py", "my_lib-2.dist-info/METADATA"} <= left
+
+
+def test_of_several_tries_one_folder_stays(tmp_path: Path) -> None:
+    write(tmp_path / "tree", {"pyproject.toml": "[project]\nname='m'\n", "requirements-test.txt": "hypothesis\n"})
+    work = tmp_path / "work"
+
+    async def run(site: Path) -> SuiteTrace:
+        lacking = {} if "1" in site.name else {"test_a.py": "ModuleNotFoundError: No module named 'hypothesis'"}
+        return SuiteTrace({}, 2 - len(lacking), {}, lacking, "")
+
+    def install(wanted: Sequence[str], site: Path) -> None:
+        write(site, {"packages": " ".join(wanted)})
+
+    best = asyncio.run(environment.find(tmp_path / "tree", work, (), install, run))
+    assert (best.requirements, best.trace.passed) == (("hypothesis",), 2)
+    assert [path.name for path in work.iterdir()] == ["site"]
+    assert (work / "site/packages").read_text() == "hypothesis"
 
 
 def test_frames_of_node_do_not_hide_the_message() -> None:

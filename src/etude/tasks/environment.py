@@ -78,6 +78,8 @@ async def find(tree: Path, work: Path, more: Sequence[str], install: Install, ru
 
     best = max(range(len(tried)), key=worth)
     (work / f"site-{best}").rename(work / "site")
+    for i in range(len(tried)):
+        shutil.rmtree(work / f"site-{i}", ignore_errors=True)
     return replace(tried[best], refused=next((one.refused for one in tried if one.refused), ""))
 
 
