@@ -41,7 +41,8 @@ async def replay_episode(context: RolloutContext, task: Task, episode: Episode, 
     same = again.segments == episode.segments or (
         len(again.segments) == len(episode.segments)
         and all(
-            _alike(a.arrays()[0], b.arrays()[0], text) for a, b in zip(again.segments, episode.segments, strict=True)
+            _alike(a.arrays()[0].tolist(), b.arrays()[0].tolist(), text)
+            for a, b in zip(again.segments, episode.segments, strict=True)
         )
     )
     return "" if timed_out or same else "what follows the last turn is another text"

@@ -247,7 +247,8 @@ class Suite:
                 following = items[i + 1][1] if i + 1 < len(items) else None
                 self._run_item(test, entry, following if isinstance(following, pytest.Item) else None, report)
             else:
-                report(test, *entry(), 0)
+                outcome, message = entry()
+                report(test, outcome, message, 0)
 
     def _collect(self, path: str, ids: Sequence[str]) -> dict[str, Any]:
         """Node id -> item, callable, or the text of an error."""
