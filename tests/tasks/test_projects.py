@@ -3,10 +3,14 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from etude.tasks import coverage, environment, javascript, requirements, settings
+from etude.config import BuildConfig
+from etude.sandbox import TestReport
+from etude.tasks import coverage, environment, gates, javascript, requirements, settings
 from etude.tasks.coverage import SuiteTrace
 from etude.tasks.settings import PytestSettings
 from tests.tasks.test_strangers import write
@@ -95,6 +99,21 @@ def test_of_several_tries_one_folder_stays(tmp_path: Path) -> None:
     assert (best.requirements, best.trace.passed) == (("hypothesis",), 2)
     assert [path.name for path in work.iterdir()] == ["site"]
     assert (work / "site/packages").read_text() == "hypothesis"
+
+
+def test_a_batch_that_takes_too_long_is_divided() -> None:
+    """Its last tests would count as unstable otherwise."""
+
+    class Slow:
+        async def run_tests(self, image: Any, changes: Any, tests: Sequence[str], *_: Any) -> TestReport:
+            late = len(tests) > 3 or "t.py::hangs" in tests
+            outcomes = {test: "failed" if test == "t.py::hangs" else "passed" for test in tests[: 2 if late else None]}
+            return TestReport(outcomes, {}, 1.0, late, False)
+
+    bench = SimpleNamespace(sandbox=Slow(), image=lambda _: None, options=BuildConfig(repeats=2))
+    tests = [*(f"t.py::test_{i}" for i in range(9)), "t.py::hangs"]
+    stable, dropped = asyncio.run(gates.stable_tests(bench, tests, None, {}))  # type: ignore[arg-type]
+    assert (stable, dropped) == ({*tests[:-1]}, {"t.py::hangs"})
 
 
 def test_frames_of_node_do_not_hide_the_message() -> None:

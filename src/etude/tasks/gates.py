@@ -340,7 +340,11 @@ async def stable_tests(
     limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
 
     async def run(chunk: Sequence[str]) -> TestReport:
-        return await bench.sandbox.run_tests(bench.image({}), changes, chunk, hidden, limits)
+        report = await bench.sandbox.run_tests(bench.image({}), changes, chunk, hidden, limits)
+        if not report.timed_out or len(chunk) == 1 or is_script(chunk[0]):
+            return report
+        first, second = await run(chunk[: len(chunk) // 2]), await run(chunk[len(chunk) // 2 :])
+        return replace(first, outcomes={**first.outcomes, **second.outcomes})
 
     reports = await in_order(run, batches, bench.options.workers, ended)
     dropped = {test for chunk, report in zip(batches, reports, strict=True) for test in failing(report, chunk)}
