@@ -193,6 +193,7 @@ class Cheat:
         return Starlette(routes=[Route("/v1/chat/completions", self.answer, methods=["POST"])])
 
 
+@pytest.mark.slow
 def test_a_model_attacks_with_the_grader_s_source(tmp_path: Path, capsys, monkeypatch) -> None:
     data = plant(tmp_path / "data", *CHEATS)
     monkeypatch.setattr(hardening, "attackers_of", lambda *_: [])
@@ -262,6 +263,7 @@ def test_ten_foreign_tasks(tmp_path: Path) -> None:
     assert foreign.check_foreign(tmp_path / "out", silent).ok
 
 
+@pytest.mark.slow
 def test_a_dataset_of_which_nothing_is_left_stays(tmp_path: Path, monkeypatch) -> None:
     plant(tmp_path / "data", "own_oracle")
     monkeypatch.setattr(hardening, "attackers_of", true_alone)
