@@ -139,6 +139,8 @@ def record(output: Path, file: Path) -> dict[str, Any]:
             known = output / f"{entry['name'].replace('/', '+')}.json"
             if entry.get("kept_back", False) == (label == "kept-back") and known.exists():
                 rows += _cells(json.loads(known.read_text()))
+        if not rows:
+            continue
         command = f"python -m benchmarks.repositories --clones DIR --output DIR --set {label}"
         about = {"bench": f"repositories/{label}", "command": command, **results.described()}
         records.append(about | {"conditions": f"Options: {' '.join(OPTIONS)}.", "by": "repository", "rows": rows})

@@ -103,6 +103,7 @@ async def prepare(
         return " ".join([*reasons, *([f"Not of a registry: {', '.join(elsewhere)}."] if elsewhere else [])])
 
     def install(wanted: Sequence[str], site: Path) -> None:
+        progress("installing packages of npm", 0, 1)
         refused.clear()
         refused.update(install_most(wanted, site, read_package(repository).get("name")))
 
