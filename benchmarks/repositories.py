@@ -143,7 +143,7 @@ def record(output: Path, file: Path) -> dict[str, Any]:
             continue
         command = f"python -m benchmarks.repositories --clones DIR --output DIR --set {label}"
         about = {"bench": f"repositories/{label}", "command": command, **results.described()}
-        records.append(about | {"conditions": f"Options: {' '.join(OPTIONS)}.", "by": "repository", "rows": rows})
+        records.append(about | {"conditions": f"Options: `{' '.join(OPTIONS)}`.", "by": "repository", "rows": rows})
     return section | {"records": records}
 
 
