@@ -1,4 +1,4 @@
-"""Tools for source text: languages and their syntax, functions, mutation, packages, licences, secrets, Markdown tables.
+"""Tools for source text: lines, languages, syntax, functions, mutation, packages, licences, secrets, Markdown tables.
 
 Tasks and training text are made with these modules. They import only `errors` from etude, and run no code of the
 repositories that they read. `functions` has the layout of a Python repository, `mutate` is the one mutation engine.
@@ -28,6 +28,7 @@ from etude.code.languages import (
     syntax_tree,
 )
 from etude.code.licence import find_licence, find_permissive_licence, is_permissive, metadata_licence
+from etude.code.lines import lines_of, occurrences, parsed_lines, shown_lines
 from etude.code.markdown import table
 from etude.code.mutate import (
     Mutant,
