@@ -13,7 +13,8 @@ from etude.config import EditTableConfig
 from etude.corpus.edits.build import build_edit_table
 from etude.edits import examples as tables
 from etude.edits.grades import EditGrade, grade_edit
-from etude.edits.merge import NoPlace, merge
+from etude.edits.merge import merge
+from etude.edits.sketch_blocks import NoPlace
 from tests.helpers.libraries import LICENCE, WORDS
 
 pytestmark = pytest.mark.skipif(find_spec("tree_sitter_java") is None, reason="needs the extra `apply`")

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from etude.edits import sketch
-from etude.edits.merge import NoPlace, merge
+from etude.edits.merge import merge
+from etude.edits.sketch_blocks import NoPlace
 from tests.helpers.libraries import module
 
 BEFORE, AFTER = module(3, False), module(3, True)
@@ -49,7 +50,7 @@ def test_every_kind_of_noise_occurs_and_leaves_one_place_for_each_block(kind, mo
     assert any(s.text not in clean for s in seen)
     for s in seen:
         try:
-            assert not merge(before, s.text).ambiguous
+            assert not merge(before, s.text).doubt
         except NoPlace:
             pytest.fail("a block has no place")
 

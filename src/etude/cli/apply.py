@@ -42,9 +42,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     if sketch is None:
         sketch = read_text(arguments.edit_file)
     before = read_text(path)
-    edit = Edit(before, sketch, arguments.instruction)
-    after = edit.merged()  # an error in the sketch is reported before a model is loaded
-    if arguments.model is not None:
+    edit = Edit(before, sketch, arguments.instruction, path.name)
+    if arguments.model is None:
+        after = edit.merged()
+    else:
+        edit.draft()  # an error in the sketch is reported before a model is loaded
         after = _rewritten(edit, model_folder(arguments.model), from_flags(arguments, EngineConfig))
     show(path, before, after)
     if not arguments.check and after != before:

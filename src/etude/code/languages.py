@@ -61,6 +61,8 @@ def parses(text: str, language: str) -> bool:
     parser is not installed."""
     if language == "markdown":
         return True
+    if language == "python":
+        return parse(text.removeprefix("\ufeff")) is not None
     return _meaning(text, language) is not None
 
 

@@ -1,8 +1,9 @@
 """Edits in the form in which agents write them: a sketch (a lazy edit snippet) of the changes, applied to a file.
 
-The room imports `code` and the foundations alone. `Edit` is a checked edit and its deterministic merge (`merge`);
-`sketch` draws sketches for a known edit, `formats` has the prompts and answers of a model, `grades` and `judge` decide
-whether an answer is right, `examples` reads tables of edits.
+The room imports `code` and the foundations alone. `Edit` is a checked edit and its deterministic merge: `sketch_blocks`
+reads the sketch, `indentation` and `placement` find the places of its blocks, `merge` writes them. `sketch` draws
+sketches for a known edit, `formats` has the prompts and answers of a model, `grades` and `judge` decide whether an
+answer is right, `examples` reads tables of edits.
 """
 
 from etude.edits.edit import DoesNotFit, Edit, NotClosed, read_text
@@ -10,5 +11,6 @@ from etude.edits.examples import BINS, Example, load_examples, weighted_examples
 from etude.edits.formats import EditPrompt, edit_answer, edit_prompt, read_edit_answer
 from etude.edits.grades import EditGrade, grade_edit, lines_changed_outside
 from etude.edits.sketch import Sketch, draw_no_op, draw_sketch, edit_hunks
+from etude.edits.sketch_blocks import is_marker
 
-PUBLIC = ("", "judge", "merge")
+PUBLIC = ("", "judge")

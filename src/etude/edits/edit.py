@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.edits.merge import NoPlace, merge
+from etude.code import language_of, lines_of
+from etude.edits.merge import Merge, merge
+from etude.edits.sketch_blocks import NoPlace
 from etude.errors import UserError
 
 MAX_BYTES = 1 << 20
@@ -21,16 +23,26 @@ class NotClosed(UserError):
 
 @dataclass(frozen=True)
 class Edit:
-    """A file's text, the sketch of an edit, and an instruction that describes the edit (may be empty)."""
+    """A file's text, the sketch of an edit, an instruction that describes the edit, and the file's path. The last two
+    may be empty; the path's ending says the language."""
 
     text: str
     sketch: str
     instruction: str = ""
+    path: str = ""
 
     def merged(self) -> str:
+        """The text that the sketch means. Raises UserError as `draft` does, and for a sketch that may mean another
+        text as well: an apply model decides between them."""
+        merge = self.draft()
+        if merge.doubt:
+            raise UserError(merge.doubt)
+        return merge.text
+
+    def draft(self) -> Merge:
         """The deterministic merge. Raises UserError for a text or a sketch that is too large, and for a sketch without
         a place."""
-        lines = self.text.count("\n") + 1
+        lines = len(lines_of(self.text))
         size = len(self.text.encode("utf-8", "surrogatepass"))
         if lines > MAX_LINES or size > MAX_BYTES:
             raise UserError(
@@ -40,7 +52,7 @@ class Edit:
         if len(self.sketch) > _MAX_SKETCH:
             raise UserError(f"the sketch has {len(self.sketch)} characters; give at most {_MAX_SKETCH}")
         try:
-            return merge(self.text, self.sketch).text
+            return merge(self.text, self.sketch, language_of(self.path))
         except NoPlace as e:
             raise UserError(f"{e}: quote a line of the file next to the change") from None
 

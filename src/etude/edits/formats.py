@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
 
+from etude.code import lines_of
 from etude.edits.sketch import edit_hunks
 
 FORMATS = {
@@ -24,7 +25,6 @@ FORMATS = {
     ),
     "udiff": ("diff", "Answer with the hunks of a unified diff.\n"),
 }
-_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _BLOCK = re.compile(r"^<{7} SEARCH\n(.*?)^={7}\n(.*?)^>{7} REPLACE$", re.M | re.S)
 _HUNK = re.compile(r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 _NO_NEWLINE = "\\ No newline at end of file"
@@ -56,8 +56,8 @@ def edit_answer(file: str, result: str, way: str = "rewrite") -> str:
     if way == "rewrite":
         return result
     if way == "search-replace":
-        return _blocks(_LINE.findall(file), _LINE.findall(result))
-    lines = unified_diff(_LINE.findall(file), _LINE.findall(result), n=3)
+        return _blocks(lines_of(file, ends=True), lines_of(result, ends=True))
+    lines = unified_diff(lines_of(file, ends=True), lines_of(result, ends=True), n=3)
     shown = [line for line in lines if not line.startswith(("--- ", "+++ "))]
     return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}\n" for line in shown)
 
@@ -132,7 +132,7 @@ def _replaced(file: str, text: str) -> str | None:
 def _patched(file: str, text: str) -> str | None:
     """Apply each hunk at the line that it names if its old lines are there, else at the one match after the last
     hunk."""
-    lines, out, at = _LINE.findall(file), list[str](), 0
+    lines, out, at = lines_of(file, ends=True), list[str](), 0
     for start, old, new in _parsed(text) or ():
         places = [i for i in range(at, len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]
         named = start - 1 if old else start
@@ -150,7 +150,7 @@ def _parsed(text: str) -> list[tuple[int, list[str], list[str]]] | None:
     """(first old line, old lines, new lines) of every hunk; None for a text that is not a diff."""
     parsed: list[tuple[int, list[str], list[str]]] = []
     last: list[list[str]] = []  # the sides to which the previous line belongs
-    for line in text.splitlines(keepends=True):
+    for line in lines_of(text, ends=True):
         if head := _HUNK.match(line):
             parsed.append((int(head[1]), [], []))
             continue

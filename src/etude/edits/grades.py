@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from enum import StrEnum
 
-from etude.code import same_syntax
+from etude.code import lines_of, same_syntax, shown_lines
 
 
 class EditGrade(StrEnum):
@@ -30,8 +30,8 @@ def grade_edit(result: str, answer: str | None, language: str) -> EditGrade:
 
 def lines_changed_outside(file: str, result: str, answer: str) -> int:
     """The number of changes in `answer` outside the edit's hunks: lines lost or changed, and runs of inserted lines."""
-    before = file.splitlines()
-    wanted, made = _touched(before, result.splitlines()), _touched(before, answer.splitlines())
+    before = shown_lines(file)
+    wanted, made = _touched(before, shown_lines(result)), _touched(before, shown_lines(answer))
     allowed = {line for start, end in wanted for line in range(start - 1, end + 1)}
     lines = {line for start, end in made for line in range(start, end)}
     inserted = {start for start, end in made if start == end}
@@ -45,4 +45,4 @@ def _touched(before: Sequence[str], after: Sequence[str]) -> list[tuple[int, int
 
 
 def _trimmed(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in lines_of(text.rstrip())]

@@ -1,57 +1,38 @@
 """The deterministic merge of a lazy sketch into a file: no model, no torch.
 
 A sketch holds the lines that change and some of their neighbours. A marker ("# ... existing code ...", in any comment
-style) replaces lines that are left out. The lines of a block that the file holds too are its anchors: every block
-between markers is placed by the chain of anchors with the greatest weight. From its first anchor to its last the block
-replaces the file, so two lines that are neighbours in the sketch delete the lines between them. Lines before the first
-or after the last anchor replace similar lines, or are inserted.
+style) replaces lines that are left out. A block between markers replaces the lines of the file from its first line to
+its last (`placement`), so two lines that are neighbours in the sketch delete the lines between them. Where the file has
+no line for an end of a block, the lines there are new.
 
-With an apply model the merge is only a draft: the model decides every token.
+Lines are compared without the white space at their ends; a line that the file holds keeps its bytes. A merge that may
+mean another text has a `doubt`, and nobody writes it without a model: with an apply model the merge is a draft, and
+the model decides every token.
 """
 
-import re
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import pairwise
 
-import numpy as np
+from etude.code import has_syntax, lines_of, parses
+from etude.edits.indentation import at_file_indentation, indent
+from etude.edits.placement import BLANK, UNKNOWN, PlacedBlock, Placement, place
+from etude.edits.sketch_blocks import NoPlace, SketchBlock, is_marker, sketch_blocks, sketch_lines
 
-_GAP = 0.02  # cost of a line of the file between two anchors: 50 of them are worth one good anchor
+MARGIN = 2.5
+"""A placement with a smaller margin is one of several, chosen on the same commits as the costs of `placement`."""
 _ALIKE = 0.6  # similarity of two lines from which one may be the other's new text
-_SURELY_ALIKE = 0.75  # the same for a block that has no anchor
-# For a block that may be new text at an end of the file: `import re` is not a new version of `import os`.
-_ALMOST_EQUAL = 0.85
-_COMMENT = re.compile(r"^\s*(?:#+|//+|--+|;+|%+|/\*+|\{/\*|<!--)\s*(.*?)\s*(?:\*+/\}?|-->)?\s*$")
-_DOTS = re.compile(r"^(?:\.{3}|…)\s*|\s*(?:\.{3}|…)$")
-_LEFT_OUT = re.compile(r"\b(existing|rest|remaining|remainder|unchanged|omitted)\b", re.I)
-_LINE = re.compile(r"[^\n]*\n|[^\n]+")
-_COMMON = 64  # lines that the file holds more often are no evidence of a place
-_SPELT_OUT = re.compile(
-    r"(the )?(rest|remainder)( of( the| this)? \w+)?( (is|are|stays|remains))?( (unchanged|the same|as before))?"
-    r"|(the )?(existing|unchanged|remaining|other) (code|lines|methods|functions|imports)( here| unchanged)?",
-    re.I,
-)
-_FENCE = re.compile(r"^\s*```[^\n`]*\n(.*?)^\s*```\s*$", re.M | re.S)
-
-
-class NoPlace(ValueError):
-    """A block of the sketch matches no place in the file; the message quotes the block."""
+_SURELY_ALIKE = 0.75  # the same for a block that has no line of the file
+_DELETED = 20  # lines that a block may delete beyond four times the lines that it shows
 
 
 @dataclass(frozen=True)
 class Merge:
-    """The merged text. `ambiguous` is true if some block fits another place equally well."""
+    """The merged text. `doubt` is a sentence on why the sketch may mean another one, or empty."""
 
     text: str
-    ambiguous: bool
-
-
-@dataclass(frozen=True)
-class _SketchBlock:
-    lines: list[str]
-    marker_before: bool
-    marker_after: bool
+    doubt: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,224 +41,254 @@ class _LineReplacement:
 
     start: int
     end: int
-    lines: list[str]
-    ambiguous: bool = False
+    lines: Sequence[str]
 
 
-def merge(text: str, sketch: str) -> Merge:
-    """Apply `sketch` to `text`; line ends, a byte-order mark and a missing final newline stay as in `text`. Raises
-    NoPlace for an empty sketch and for a block that matches no place."""
+def merge(text: str, sketch: str, language: str | None = None) -> Merge:
+    """Apply `sketch` to `text`; line ends, a byte-order mark and a missing final newline stay as in `text`. With a
+    `language`, a result that does not parse where the text did is in doubt. Raises NoPlace for an empty sketch and for
+    a block that matches no place."""
     bom = "\ufeff" if text.startswith("\ufeff") else ""
-    lines = _LINE.findall(text[len(bom) :])
+    lines = lines_of(text[len(bom) :], ends=True)
     file = [line.rstrip() for line in lines]
-    blocks = _blocks(sketch, set(file))
-    if not blocks:
+    shown = sketch_lines(sketch, set(file), language)
+    if not any(map(str.strip, shown)):
         raise NoPlace("the sketch is empty")
-    taken: list[_LineReplacement] = []
-    start = 0
-    for block in blocks:
-        placed = _without_layout(_place(block, file, start, taken), block, file)
-        taken.append(placed)
-        start = placed.end
+    if not any(file):
+        if any(map(is_marker, shown)):
+            raise NoPlace("the file is empty, and the sketch has a marker for lines that it leaves out")
+        return Merge(bom + "\n".join([*shown, ""]))
+    needless = set[int]()
+    while True:
+        blocks = sketch_blocks(shown, set(file), needless)
+        if not blocks:
+            raise NoPlace("the sketch is empty")
+        replacements, doubt = _placed(blocks, file)
+        gaps = zip(blocks[1:], replacements, replacements[1:], strict=False)
+        # A wording that may be a marker or a comment is a comment if nothing is left out there.
+        more = {
+            b.marker
+            for b, one, other in gaps
+            if b.marker >= 0 and one.end <= other.start and not any(file[one.end : other.start])
+        }
+        if not more:
+            break
+        needless |= more
+    result = bom + _written(lines, file, replacements)
+    if not doubt and language is not None and has_syntax(language) and parses(text, language):
+        doubt = "" if parses(result, language) else f"the result would no longer be valid {language}"
+    return Merge(result, doubt)
+
+
+def _written(lines: Sequence[str], file: Sequence[str], replacements: Sequence[_LineReplacement]) -> str:
+    """The text with lines replaced. `file` are its lines without the white space at their ends."""
     newline = "\r\n" if sum(line.endswith("\r\n") for line in lines) * 2 > len(lines) else "\n"
-    merged, at = [], 0
-    for placed in sorted(taken, key=lambda p: (p.start, p.end)):
+    merged, at = list[str](), 0
+    for placed in sorted(replacements, key=lambda p: (p.start, p.end)):
         merged += lines[at : placed.start]
-        own: dict[str, list[str]] = {}  # lines that the file has at the place keep their bytes (blanks, line ends)
+        own: dict[str, list[str]] = {}
         for j in range(placed.start, placed.end):
             own.setdefault(file[j], []).append(lines[j])
-        merged += [own[line].pop(0) if own.get(line) else line + newline for line in placed.lines]
+        for line in placed.lines:
+            there = own.get(line.rstrip())
+            kept = there.pop(0) if there else ""
+            # Models leave blanks at line ends out, and do not invent them.
+            merged.append(kept if kept and line == line.rstrip() else line + newline)
         at = max(at, placed.end)
     merged += lines[at:]
-    result = "".join([line if line.endswith("\n") else line + newline for line in merged[:-1]] + merged[-1:])
-    if text and not text.endswith("\n"):
-        result = result.removesuffix(newline)
-    return Merge(bom + result, any(placed.ambiguous for placed in taken))
+    result = "".join([line if line.endswith("\n") else line + newline for line in merged])
+    return result if lines and lines[-1].endswith("\n") else result.removesuffix(newline)
 
 
-def is_marker(line: str) -> bool:
-    """Whether a line of a sketch is a marker for omitted code."""
-    comment = _COMMENT.match(line)
-    words = comment.group(1) if comment else line.strip()
-    bare = _DOTS.sub("", _DOTS.sub("", words))
-    if bare == words:
-        return comment is not None and _SPELT_OUT.fullmatch(words.rstrip(".")) is not None
-    # A bare "..." is Python; with nothing around it only a comment makes it a marker.
-    both = _DOTS.sub("", words, count=1) != bare
-    return comment is not None if not bare else both or _LEFT_OUT.search(bare) is not None
+# --- places ----------------------------------------------------------------------------------------------------------
 
 
-def _blocks(sketch: str, file: set[str]) -> list[_SketchBlock]:
-    """The runs of lines between markers. A line that the file itself holds is never a marker."""
-    fenced = _FENCE.findall(sketch)
-    body = fenced[0] if len(fenced) == 1 else sketch
-    blocks: list[_SketchBlock] = []
-    lines: list[str] = []
-    marker = False
-    for line in [*body.removeprefix("\ufeff").splitlines(), None]:
-        if line is not None and (line.rstrip() in file or not is_marker(line)):
-            lines.append(line.rstrip())
-            continue
-        if any(lines):
-            blocks.append(_SketchBlock(lines, marker, line is not None))
-        lines, marker = [], True
-    return blocks
+def _placed(blocks: Sequence[SketchBlock], file: Sequence[str]) -> tuple[list[_LineReplacement], str]:
+    """The replacement of every block, and a doubt about them. Raises NoPlace."""
+    keys = {"": BLANK}
+    numbers = [keys.setdefault(line, len(keys)) for line in file]
+    texts = [at_file_indentation(block.trimmed, file) for block in blocks]
+    coded = [
+        PlacedBlock([keys.get(line.rstrip(), UNKNOWN) for line in text], block.marker_before, block.marker_after)
+        for block, text in zip(blocks, texts, strict=True)
+    ]
+    known = [i for i, block in enumerate(coded) if any(key > BLANK for key in block.keys)]
+    spans = dict[int, tuple[int, int]]()
+    doubt = ""
+    if known:
+        placement = _in_any_order([coded[i] for i in known], numbers)
+        spans = dict(zip(known, placement.spans, strict=True))
+        doubt = _doubt([(blocks[i], coded[i], spans[i]) for i in known], placement, numbers)
+        for i in known:
+            spans[i], unsure = _over_new_ends(blocks[i], coded[i], texts[i], spans[i], file, numbers)
+            doubt = doubt or unsure
+    for i, block in enumerate(blocks):
+        if i not in spans:
+            low = max((end for j, (_, end) in spans.items() if j < i), default=0)
+            high = min((start for j, (start, _) in spans.items() if j > i), default=len(file))
+            spans[i], unsure = _new_text(block, file, low, high)
+            texts[i] = _without_layout(block, file, spans[i][0])
+            doubt = doubt or unsure
+    return [_LineReplacement(*spans[i], text) for i, text in enumerate(texts)], doubt
 
 
-def _place(block: _SketchBlock, file: list[str], start: int, taken: Sequence[_LineReplacement]) -> _LineReplacement:
-    """The place of a block: after the block before it if it fits there well, else in any free lines."""
-    for lines, keys in ((block.lines, file), (_strip(block.lines), _strip(file))):
-        after = _chain(lines, keys, start, taken)
-        anywhere = _chain(lines, keys, 0, taken) if start else after
-        best = after if after.weight * 2 >= anywhere.weight else anywhere
-        if best.pairs:
-            return _extend(_shift(block.lines, file, best.pairs), file, best, taken)
-    at_an_end = block.marker_before != block.marker_after
-    alike = _most_similar(block.lines, file, taken, _ALMOST_EQUAL if at_an_end else _SURELY_ALIKE)
-    if alike is not None:
-        return alike
-    if block.marker_before and not block.marker_after:
-        return _LineReplacement(len(file), len(file), block.lines)
-    if block.marker_after and not block.marker_before:
-        return _LineReplacement(0, 0, block.lines)
-    first = next(line for line in block.lines if line).strip()
-    raise NoPlace(f"no line of the sketch's block that begins {first[:60]!r} is in the file")
+def _in_any_order(blocks: Sequence[PlacedBlock], file: Sequence[int]) -> Placement:
+    """The placement of the blocks in their order, or of each block alone if only so all of them have a place."""
+    placement = place(blocks, file)
+    if len(blocks) == 1 or not _false_ends(blocks, placement, file):
+        return placement
+    alone = [PlacedBlock(block.keys, True, True) for block in blocks]
+    places = [place([block], file) for block in alone]
+    spans = tuple(span for each in places for span in each.spans)
+    margin = min(each.margin for each in places)
+    ordered = sorted(spans)
+    apart = all(one[1] <= other[0] for one, other in pairwise(ordered))
+    freely = Placement(spans, margin)
+    if apart and margin >= MARGIN and not _false_ends(alone, freely, file):
+        return freely
+    return placement
 
 
-def _without_layout(placed: _LineReplacement, block: _SketchBlock, file: list[str]) -> _LineReplacement:
-    """The placement without blank lines between a block and a marker, if the file has blank lines there as well."""
-    lines, before, after = placed.lines, placed.start, placed.end
-    while block.marker_before and len(lines) > 1 and not lines[0] and before and not file[before - 1]:
-        lines, before = lines[1:], before - 1
-    while block.marker_after and len(lines) > 1 and not lines[-1] and after < len(file) and not file[after]:
-        lines, after = lines[:-1], after + 1
-    return replace(placed, lines=lines)
-
-
-@dataclass(frozen=True)
-class _Chain:
-    pairs: list[tuple[int, int]]  # (line of the block, line of the file), both rising
-    weight: float
-    ambiguous: bool
-
-
-def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineReplacement]) -> _Chain:
-    """The chain of equal lines with the greatest score: the weights of its lines less `_GAP` per line of the file
-    between them. One row per line of the block, a running maximum over the lines of the file: O(lines x file)."""
-    n = len(file)
-    free = np.ones(n, dtype=bool)
-    free[:start] = False
-    for placed in taken:
-        free[placed.start : placed.end] = False
-    where: dict[str, list[int]] = {}
-    for j in np.flatnonzero(free).tolist():
-        where.setdefault(file[j], []).append(j)
-    # best[j]: greatest score + _GAP * line of a chain that ends before line j of the file, and which pair ends it.
-    best = np.full(n + 1, -np.inf)
-    owner = np.full(n + 1, -1, dtype=np.int64)
-    pairs: list[tuple[int, int, int]] = []  # (i, j, index of the pair before)
-    scores: list[float] = []
-    for i, line in enumerate(lines):
-        places = where.get(line, []) if line else []
-        row = []
-        for j in places if len(places) <= _COMMON else ():
-            before = best[j] - _GAP * (j - 1)
-            linked = before > 0
-            weight = 0.2 + min(len(line.strip()), 40) / 50  # long lines are rare, so they count more
-            row.append((j, weight + (before if linked else 0.0), owner[j] if linked else -1))
-        for j, score, previous in row:
-            pairs.append((i, j, int(previous)))
-            scores.append(score)
-            value = score + _GAP * j
-            better = slice(j + 1, None)
-            replace = best[better] < value
-            best[better][replace] = value
-            owner[better][replace] = len(pairs) - 1
-    if not pairs:
-        return _Chain([], 0.0, False)
-    index = int(np.argmax(scores))
-    ambiguous = sum(score >= scores[index] - 1e-9 for score in scores) > 1
-    chain: list[tuple[int, int]] = []
-    at = index
-    while at >= 0:
-        chain.append(pairs[at][:2])
-        at = pairs[at][2]
-    return _Chain(chain[::-1], scores[index], ambiguous)
-
-
-def _shift(lines: list[str], file: list[str], pairs: Sequence[tuple[int, int]]) -> list[str]:
-    """The block at the file's indentation, moved by the difference in its anchors."""
-    offsets = Counter(_indent(file[j]) - _indent(lines[i]) for i, j in pairs if lines[i])
-    offset = offsets.most_common(1)[0][0] if offsets else 0
-    if offset == 0:
-        return lines
-    filler = "\t" if any(file[j].startswith("\t") for _, j in pairs) else " "
+def _false_ends(blocks: Sequence[PlacedBlock], placement: Placement, file: Sequence[int]) -> list[int]:
+    """The blocks with an end that the file holds elsewhere, but not at the block's place."""
     return [
-        (filler * offset + line if offset > 0 else line[min(-offset, _indent(line)) :]) if line else line
-        for line in lines
+        i
+        for i, (block, span) in enumerate(zip(blocks, placement.spans, strict=True))
+        if max(_loose_ends(block, span, file)) > BLANK
     ]
 
 
-def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_LineReplacement]) -> _LineReplacement:
-    """The lines of the file under the chain and, beyond it, the lines of which the block's ends are new versions."""
-    (first_i, start), (last_i, last) = chain.pairs[0], chain.pairs[-1]
-    end = last + 1
-    floor = max((p.end for p in taken if p.end <= start), default=0)
-    ceiling = min((p.start for p in taken if p.start >= end), default=len(file))
-    held = set(lines)
-    # Blank lines beside a marker are layout of the sketch.
-    if not any(lines[last_i + 1 :]):
-        lines = lines[: last_i + 1]
-    if not any(lines[:first_i]):
-        lines, first_i, last_i = lines[first_i:], 0, last_i - first_i
-    reach = 2 * (len(lines) - 1 - last_i) + 2
-    for line in lines[last_i + 1 :]:
-        for j in range(end, min(ceiling, last + 1 + reach)):
-            if (line and file[j] == line) or (file[j] not in held and _alike(line, file[j])):
-                end = j + 1
-                break
-    reach = 2 * first_i + 2
-    top = start
-    for line in reversed(lines[:first_i]):
-        for j in range(start - 1, max(floor, top - reach) - 1, -1):
-            if (line and file[j] == line) or (file[j] not in held and _alike(line, file[j])):
-                start = j
-                break
-    return _LineReplacement(start, end, lines, chain.ambiguous)
+def _loose_ends(block: PlacedBlock, span: tuple[int, int], file: Sequence[int]) -> tuple[int, int]:
+    """The keys of the block's ends that are not equal to those of its place, else BLANK."""
+    start, end = span
+    known = [key for key in block.keys if key != BLANK]
+    first, last = (start < end and file[at] == key for at, key in ((start, known[0]), (end - 1, known[-1])))
+    return BLANK if first else known[0], BLANK if last else known[-1]
 
 
-def _most_similar(
-    lines: list[str], file: list[str], taken: Sequence[_LineReplacement], threshold: float
-) -> _LineReplacement | None:
-    """The place of a block without anchors: the lines of the file of which its lines are clearly new versions."""
-    covered = {j for p in taken for j in range(p.start, p.end)}
-    places, ambiguous = set[int](), False
+def _doubt(
+    placed: Sequence[tuple[SketchBlock, PlacedBlock, tuple[int, int]]], placement: Placement, file: Sequence[int]
+) -> str:
+    """Why the sketch may mean other places; empty if it does not."""
+    more = "show more of the lines beside the change"
+    loose = [_loose_ends(keyed, span, file) for _, keyed, span in placed]
+    (first, _, (start, _)), (last, _, (_, end)) = placed[0], placed[-1]
+    if not first.marker_before and (any(file[:start]) or 0 < loose[0][0] in file[start : placed[0][2][1]]):
+        return "the sketch begins after the file does: begin it with a marker, or with the file's first lines"
+    if not last.marker_after and (any(file[end:]) or 0 < loose[-1][1] in file[placed[-1][2][0] : end]):
+        return "the sketch ends before the file does: end it with a marker, or with the file's last lines"
+    if placement.margin < MARGIN:
+        return f"the sketch fits more than one place: {more}"
+    low = 0
+    for number, (block, keyed, (start, end)) in enumerate(placed):
+        if (loose[number][0] > BLANK and block.marker_before) or (loose[number][1] > BLANK and block.marker_after):
+            return f"the lines at an end of {block.name} stand elsewhere in the file: {more}"
+        high = placed[number + 1][2][0] if number + 1 < len(placed) else len(file)
+        if low <= start <= end <= high and _deletes_elsewhere(keyed.keys, file[low:high], start - low, end - low):
+            return f"{block.name} fits more than one place: {more}"
+        size = sum(key != BLANK for key in keyed.keys)
+        deleted = sum(key != BLANK for key in file[start:end]) - size
+        if deleted > _DELETED + 4 * size:
+            return f"{block.name} would delete {deleted} lines that it does not show: edit the file in smaller steps"
+        low = end
+    return ""
+
+
+def _over_new_ends(
+    block: SketchBlock,
+    keyed: PlacedBlock,
+    lines: Sequence[str],
+    span: tuple[int, int],
+    file: Sequence[str],
+    keys: Sequence[int],
+) -> tuple[tuple[int, int], str]:
+    """The span of a block with the lines of which its new ends are other versions, and a doubt: new lines beside a
+    marker may also replace the file's next line, if that has their indentation."""
+    (start, end), doubt = span, ""
+    first, last = _loose_ends(keyed, span, keys)
+    before = next((j for j in range(start - 1, -1, -1) if file[j]), None)
+    after = next((j for j in range(end, len(file)) if file[j]), None)
+    for loose, marker, line, beside in (
+        (first, block.marker_before, lines[0], before),
+        (last, block.marker_after, lines[-1], after),
+    ):
+        if loose != UNKNOWN or not marker or beside is None:
+            continue
+        alike = any(_alike(each, file[beside]) for each in lines)
+        if alike or indent(line) == indent(file[beside]):
+            doubt = f"new lines at an end of {block.name} may replace the next line of the file: show that line"
+        if alike:
+            start, end = min(start, beside), max(end, beside + 1)
+    return (start, end), doubt
+
+
+def _deletes_elsewhere(keys: Sequence[int], window: Sequence[int], start: int, end: int) -> bool:
+    """Whether a block that only deletes lines, or changes nothing, may delete other lines instead: its first lines and
+    its rest stand in the window in other places as well."""
+    block, lines = ["".join(chr(key + 1) for key in each if key != BLANK) for each in (keys, window)]
+    here = sum(key != BLANK for key in window[:start]), sum(key != BLANK for key in window[:end])
+    inside, size = lines[slice(*here)], len(block)
+    if not any(inside.startswith(block[:i]) and inside.endswith(block[i:]) for i in range(size + 1)):
+        return False
+    if len(inside) < size:
+        return False
+    for i in range(1, size):
+        firsts = lines.find(block[:i]), lines.rfind(block[:i])
+        rests = lines.find(block[i:]), lines.rfind(block[i:])
+        readings = {(a, z + size - i) for a in firsts for z in rests if a >= 0 and z >= a + i}
+        if readings - {here}:
+            return True
+    return False
+
+
+# --- text without a line of the file ---------------------------------------------------------------------------------
+
+
+def _new_text(block: SketchBlock, file: Sequence[str], low: int, high: int) -> tuple[tuple[int, int], str]:
+    """The place of a block without a line of the file, between two others, and a doubt: the file's start or end if the
+    sketch has a marker on the other side alone, else the lines of which its lines are clearly new versions."""
+    alike = _most_similar(block.trimmed, file, low, high)
+    if block.marker_before != block.marker_after:
+        at, beside = (0, file[0]) if block.marker_after else (len(file), file[-1])
+        if low <= at <= high:
+            unsure = alike is not None or any(_alike(line, beside) for line in block.trimmed)
+            return (at, at), "the new lines may replace others: show a line of the file beside them" if unsure else ""
+    if alike is None:
+        raise NoPlace(f"no line of {block.name} is in the file")
+    return alike, ""
+
+
+def _most_similar(lines: Sequence[str], file: Sequence[str], low: int, high: int) -> tuple[int, int] | None:
+    """The lines of the file of which `lines` are clearly new versions; None without one such place."""
+    places = set[int]()
     for line in lines[:20]:
-        alike = [
-            (SequenceMatcher(None, line, other, autojunk=False).ratio(), -j)
-            for j, other in enumerate(file)
-            if j not in covered and len(line.strip()) > 4 and _alike(line, other)
-        ]
-        if alike and max(alike)[0] >= threshold:
-            ratio, place = max(alike)
-            places.add(-place)
-            ambiguous |= sum(other == ratio for other, _ in alike) > 1
+        ratios = sorted(
+            (SequenceMatcher(None, line, file[j], autojunk=False).ratio(), j)
+            for j in range(low, high)
+            if len(line.strip()) > 4 and _alike(line, file[j])
+        )
+        if ratios and ratios[-1][0] >= _SURELY_ALIKE:
+            if len(ratios) > 1 and ratios[-2][0] >= _SURELY_ALIKE:
+                return None
+            places.add(ratios[-1][1])
     # Lines that are far apart are not one place.
     if not places or max(places) + 1 - min(places) > len(lines) + 2:
         return None
-    return _LineReplacement(min(places), max(places) + 1, lines, ambiguous)
+    return min(places), max(places) + 1
 
 
 def _alike(line: str, other: str) -> bool:
-    if not line.strip() or not other.strip() or _indent(line) != _indent(other):
+    if not line.strip() or not other.strip():
         return False
     matcher = SequenceMatcher(None, line.strip(), other.strip(), autojunk=False)
     return matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE and matcher.ratio() >= _ALIKE
 
 
-def _strip(lines: list[str]) -> list[str]:
-    return [line.strip() for line in lines]
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
+def _without_layout(block: SketchBlock, file: Sequence[str], at: int) -> Sequence[str]:
+    """The lines of a block without blank lines beside a marker, if the file has blank lines there as well."""
+    lines, before, after = block.lines, at, at
+    while block.marker_before and not lines[0].strip() and before and not file[before - 1]:
+        lines, before = lines[1:], before - 1
+    while block.marker_after and not lines[-1].strip() and after < len(file) and not file[after]:
+        lines, after = lines[:-1], after + 1
+    return lines

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
-from etude.code import line_comment
-from etude.edits.merge import NoPlace, merge
+from etude.code import line_comment, shown_lines
+from etude.edits.merge import merge
+from etude.edits.sketch_blocks import NoPlace
 
 MARKER = "... existing code ..."
 _WORDINGS = (
@@ -94,7 +95,7 @@ def determined(before: str, after: str, sketch: str) -> bool:
         merged = merge(before, sketch)
     except NoPlace:
         return False
-    return merged.text == after and not merged.ambiguous
+    return merged.text == after and not merged.doubt
 
 
 def draw_sketch(before: str, after: str, language: str, rng: random.Random, kinds: int | None = None) -> Sketch | None:
@@ -103,7 +104,7 @@ def draw_sketch(before: str, after: str, language: str, rng: random.Random, kind
     more context if need be. Noise is kept only while no block fits equally well elsewhere, and noise that removes
     context only if the merge stays right. So a noisy sketch may mislead the merge, but it still determines the
     result."""
-    file, result = before.splitlines(), after.splitlines()
+    file, result = shown_lines(before), shown_lines(after)
     changes = edit_hunks(file, result)
     if not changes:
         return None
@@ -128,7 +129,7 @@ def draw_sketch(before: str, after: str, language: str, rng: random.Random, kind
 
 def draw_no_op(before: str, language: str, rng: random.Random) -> Sketch | None:
     """A sketch of some unchanged lines, since a model must also learn to change nothing. None for a short text."""
-    lines = before.splitlines()
+    lines = shown_lines(before)
     if len(lines) < 4:
         return None
     low = rng.randrange(len(lines) - 2)
@@ -192,7 +193,7 @@ def _still_determined(kind: str, before: str, after: str, sketch: str) -> bool:
     if kind in _LOSING:
         return determined(before, after, sketch)
     try:
-        return not merge(before, sketch).ambiguous
+        return not merge(before, sketch).doubt
     except NoPlace:
         return False
 
@@ -205,15 +206,6 @@ def _wording(
 ) -> _SketchDraft:
     styles = [language, language, "javascript", "python"]
     return replace(draft, marker=line_comment(rng.choice(styles), rng.choice(_WORDINGS)))
-
-
-def _no_ends(
-    draft: _SketchDraft, _: Sequence[Region], __: Sequence[str], ___: str, rng: random.Random
-) -> _SketchDraft | None:
-    if not (draft.before or draft.after):
-        return None
-    ends = rng.choice(((False, False), (False, True), (True, False)))
-    return replace(draft, before=draft.before and ends[0], after=draft.after and ends[1])
 
 
 def _one_sided(
@@ -315,7 +307,6 @@ _Noise = Callable[[_SketchDraft, Sequence[Region], Sequence[str], str, random.Ra
 # after kinds that name blocks by their place.
 NOISE: dict[str, _Noise] = {
     "one-sided": _one_sided,
-    "no-ends": _no_ends,
     "enclosing": _enclosing,
     "stale": _stale,
     "indent": _indent,
@@ -324,4 +315,4 @@ NOISE: dict[str, _Noise] = {
     "fence": _fence,
     "prose": _prose,
 }
-_LOSING = ("one-sided", "no-ends")
+_LOSING = ("one-sided",)

@@ -30,7 +30,6 @@ from etude.edits import (
     read_edit_answer,
 )
 from etude.edits.judge import Judge, JudgeVerdict, judge_answers
-from etude.edits.merge import NoPlace, merge
 from etude.errors import UserError
 from etude.evals import tested_edits
 from etude.evals.stats import Estimate, paired_difference, pass_rate
@@ -102,10 +101,10 @@ def evaluate_edits(
 
 
 def merged(example: Example) -> Applied:
-    """The grade of the deterministic merge."""
+    """The grade of the deterministic merge; an edit that it refuses has no answer."""
     try:
-        text = merge(example.file, example.sketch).text
-    except NoPlace:
+        text = Edit(example.file, example.sketch, path=example.path).merged()
+    except UserError:
         return Applied(example, EditGrade.FAIL, 0, True)
     return _graded(example, text, 0)
 

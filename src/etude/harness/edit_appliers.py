@@ -6,6 +6,7 @@ replaced lines. A server is any that answers `POST /v1/apply` as `etude serve` d
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import httpx2
 
@@ -20,12 +21,17 @@ EditApplier = Callable[[Edit], Awaitable[str]]
 
 _TIMEOUT = httpx2.Timeout(120.0, connect=5.0)  # seconds
 _ATTEMPTS = 3
+T = TypeVar("T")
 
 
 async def merge_applier(edit: Edit) -> str:
-    """The deterministic merge. Raises ToolError for a snippet that names no place in the file."""
+    """The deterministic merge. Raises ToolError for a snippet that names no place in the file, or more than one."""
+    return await _tried(edit.merged)
+
+
+async def _tried(merge: Callable[[], T]) -> T:
     try:
-        return await asyncio.to_thread(edit.merged)
+        return await asyncio.to_thread(merge)
     except UserError as e:
         raise ToolError(str(e)) from None
 
@@ -35,7 +41,7 @@ def server_applier(url: str) -> EditApplier:
     applier raises ToolError if the server refuses the edit, ApplyFailed if it does not answer."""
 
     async def apply(edit: Edit) -> str:
-        await merge_applier(edit)
+        await _tried(edit.draft)
         body = {"code": edit.text, "update": edit.sketch, "instruction": edit.instruction}
         failed = ""
         async with httpx2.AsyncClient(timeout=_TIMEOUT, trust_env=False, headers=bearer(own_token())) as http:

@@ -200,7 +200,7 @@ class FullTools(Tools):
         text = await self.text(path)
         if not _proper(text) or not _proper(sketch):
             raise ToolError(f"{path} or the sketch is not UTF-8; use edit")
-        after = await self.apply_edit(Edit(text, sketch, instruction))
+        after = await self.apply_edit(Edit(text, sketch, instruction, path))
         if after == text:
             raise ToolError("no change")
         return text, after

@@ -29,7 +29,7 @@ class Applier:
     ) -> tuple[Request, str]:
         """The request and the tag that closes its answer, which is in one of `formats.FORMATS`. Raises UserError for an
         edit that cannot be placed, and DoesNotFit if file, sketch and answer do not fit into `max_length` tokens."""
-        merged = edit.merged()
+        merged = edit.draft().text
         question = edit_prompt(edit.text, edit.sketch, edit.instruction, way)
         opening, close = question.opening, question.close
         if self._renderer is not None:

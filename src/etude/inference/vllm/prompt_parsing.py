@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from etude.edits.merge import is_marker
+from etude.edits import is_marker
 
 _UPDATE = re.compile(r"<update((?:-[0-9a-f]{6})?)>")
 _TAGS = 8  # number of last tags that are tried; each takes a scan
