@@ -21,7 +21,8 @@ FILE = (
     "    def size(self):\n        return 3\n"
 )
 SKETCH = (
-    "import re\n# ... existing code ...\n    def pop(self):\n        return self.items.pop()\n# ... existing code ...\n"
+    "import re\nimport os\n# ... existing code ...\n    def pop(self):\n        return self.items.pop()\n"
+    "# ... existing code ...\n"
 )
 RESULT = FILE.replace("import os", "import re\nimport os").replace("items[-1]", "items.pop()")
 

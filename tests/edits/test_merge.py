@@ -103,6 +103,14 @@ CASES = {
         f"{MARK}\n    def size(self):\n        return len(self.items) + 1\n\n\ndef main():\n\n# ... rest ...\n",
         [("return len(self.items)", "return len(self.items) + 1")],
     ),
+    "a changed line at the end of a block, of which a function has one": (
+        f"{MARK}    def size(self):\n        return len(self.items) + 1\n{MARK}",
+        [("return len(self.items)", "return len(self.items) + 1")],
+    ),
+    "markers forgotten at both ends": (
+        "    def push(self, item):\n        self.items.append([item])\n        return item\n",
+        [("append(item)", "append([item])")],
+    ),
     "nothing changes": (f"{MARK}def main():\n    stack = Stack()\n{MARK}", []),
     "the whole file": (FILE.replace("push(1)", "push(7)"), [("push(1)", "push(7)")]),
 }
@@ -126,15 +134,18 @@ def test_a_sketch_that_names_no_place_is_refused(sketch):
 
 DOUBTS = {
     "a new line, or another version of the next": (
-        f"{MARK}    def size(self):\n        return len(self.items) + 1\n{MARK}",
+        f"{MARK}    def push(self, item):\n        self.items.insert(0, item)\n{MARK}",
         "may replace the next line",
     ),
     "a new import, or another version of the next": (f"import os\nimport re\n{MARK}", "may replace the next line"),
     "a new first line, or another version of the first": (f"import abc\n{MARK}", "may replace others"),
-    "an end that is neither marked nor the file's": (f"{MARK}    stack = Stack(3)\n    stack.push(1)\n", "ends before"),
-    "a start that is neither marked nor the file's": (
-        f"def main():\n    stack = Stack(3)\n    stack.push(1)\n{MARK}",
-        "begins",
+    "no change, or the lines behind it deleted": (f"{MARK}def main():\n    stack = Stack()\n", "ends before"),
+    "no change, or the lines before it deleted": (f"def main():\n    stack = Stack()\n{MARK}", "begins after"),
+    "a definition twice": (
+        f"{MARK}        return value\n\n    def size(self):\n        return 0\n\n\ndef main():\n{MARK}".replace(
+            "        return 0", "        return 0\n\n    def size(self):\n        return len(self.items)"
+        ),
+        "twice",
     ),
     "the file's last lines left out": (FILE.partition("def main")[0], "ends before"),
 }

@@ -10,6 +10,8 @@ mean another text has a `doubt`, and nobody writes it without a model: with an a
 the model decides every token.
 """
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -25,6 +27,17 @@ MARGIN = 2.5
 _ALIKE = 0.6  # similarity of two lines from which one may be the other's new text
 _SURELY_ALIKE = 0.75  # the same for a block that has no line of the file
 _DELETED = 20  # lines that a block may delete beyond four times the lines that it shows
+
+
+_DEFINITION = re.compile(
+    r"\s*(?:(?:async|export|default|public|private|protected|static|abstract)\s+)*"
+    r"(?:(?:def|class|function|func|struct|interface|enum|describe|it|test)\b.{6})"
+)
+
+_ROLE = re.compile(
+    r"\s*(?:(return|raise|throw|break|continue)\b|(?:const |let |var )?([\w.\[\]'\"]+)(?:\s*:[^=]*)?\s*:?=[^=]"
+    r"|((?:def|class|func|function) \w+))"
+)
 
 
 @dataclass(frozen=True)
@@ -75,9 +88,21 @@ def merge(text: str, sketch: str, language: str | None = None) -> Merge:
             break
         needless |= more
     result = bom + _written(lines, file, replacements)
+    doubt = doubt or _defined_twice(file, [line.rstrip() for line in lines_of(result)])
     if not doubt and language is not None and has_syntax(language) and parses(text, language):
         doubt = "" if parses(result, language) else f"the result would no longer be valid {language}"
     return Merge(result, doubt)
+
+
+def _defined_twice(before: Sequence[str], after: Sequence[str]) -> str:
+    """A doubt about a definition of which the file has one and the result more: its old lines should have gone."""
+    old, new = (Counter(filter(_DEFINITION.match, lines)) for lines in (before, after))
+    twice = next((line for line, count in new.items() if count > 1 == old[line]), None)
+    return (
+        ""
+        if twice is None
+        else f"the result would have the line {twice.strip()[:60]!r} twice: show more lines around it"
+    )
 
 
 def _written(lines: Sequence[str], file: Sequence[str], replacements: Sequence[_LineReplacement]) -> str:
@@ -172,10 +197,10 @@ def _doubt(
     """Why the sketch may mean other places; empty if it does not."""
     more = "show more of the lines beside the change"
     loose = [_loose_ends(keyed, span, file) for _, keyed, span in placed]
-    (first, _, (start, _)), (last, _, (_, end)) = placed[0], placed[-1]
-    if not first.marker_before and (any(file[:start]) or 0 < loose[0][0] in file[start : placed[0][2][1]]):
+    (first, begun, (start, until)), (last, ended, (since, end)) = placed[0], placed[-1]
+    if not first.marker_before and _cut_off(begun.keys, file[:start], file[start:until], loose[0][0]):
         return "the sketch begins after the file does: begin it with a marker, or with the file's first lines"
-    if not last.marker_after and (any(file[end:]) or 0 < loose[-1][1] in file[placed[-1][2][0] : end]):
+    if not last.marker_after and _cut_off(ended.keys[::-1], file[end:][::-1], file[since:end][::-1], loose[-1][1]):
         return "the sketch ends before the file does: end it with a marker, or with the file's last lines"
     if placement.margin < MARGIN:
         return f"the sketch fits more than one place: {more}"
@@ -215,27 +240,40 @@ def _over_new_ends(
         if loose != UNKNOWN or not marker or beside is None:
             continue
         alike = any(_alike(each, file[beside]) for each in lines)
-        if alike or indent(line) == indent(file[beside]):
+        instead = indent(line) == indent(file[beside]) and bool(role := _role(line)) and role == _role(file[beside])
+        if not instead and (alike or indent(line) == indent(file[beside])):
             doubt = f"new lines at an end of {block.name} may replace the next line of the file: show that line"
-        if alike:
+        if alike or instead:
             start, end = min(start, beside), max(end, beside + 1)
     return (start, end), doubt
 
 
+def _role(line: str) -> str:
+    """What a line is that nobody writes twice in a row: the end of a run, a value of a name, a definition; or ""."""
+    match = _ROLE.match(line)
+    return next(filter(None, match.groups()), "") if match else ""
+
+
+def _cut_off(keys: Sequence[int], before: Sequence[int], place: Sequence[int], loose: int) -> bool:
+    """Whether a block at the start of a sketch, without a marker before it, may delete the lines `before` its place. It
+    has its marker forgotten only if it changes other lines, and begins with a line that is not the file's first."""
+    block, lines, outside = ([key for key in each if key != BLANK] for each in (keys, place, before))
+    if loose != BLANK:
+        return bool(outside) or loose in place
+    return bool(outside) and (block == lines or block[0] == outside[0])
+
+
 def _deletes_elsewhere(keys: Sequence[int], window: Sequence[int], start: int, end: int) -> bool:
-    """Whether a block that only deletes lines, or changes nothing, may delete other lines instead: its first lines and
-    its rest stand in the window in other places as well."""
-    block, lines = ["".join(chr(key + 1) for key in each if key != BLANK) for each in (keys, window)]
+    """Whether a block without a new line may delete other lines than those between `start` and `end` of the window: its
+    first lines and its rest stand in other places as well."""
+    if UNKNOWN in keys:
+        return False
+    block, lines = ("".join(chr(key) for key in each if key != BLANK) for each in (keys, window))
     here = sum(key != BLANK for key in window[:start]), sum(key != BLANK for key in window[:end])
-    inside, size = lines[slice(*here)], len(block)
-    if not any(inside.startswith(block[:i]) and inside.endswith(block[i:]) for i in range(size + 1)):
-        return False
-    if len(inside) < size:
-        return False
-    for i in range(1, size):
+    for i in range(1, len(block)):
         firsts = lines.find(block[:i]), lines.rfind(block[:i])
         rests = lines.find(block[i:]), lines.rfind(block[i:])
-        readings = {(a, z + size - i) for a in firsts for z in rests if a >= 0 and z >= a + i}
+        readings = {(a, z + len(block) - i) for a in firsts for z in rests if a >= 0 and z >= a + i}
         if readings - {here}:
             return True
     return False

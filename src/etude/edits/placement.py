@@ -23,7 +23,7 @@ _INSERT, _REPLACE, _DELETE, _BLANK_LINE = 0.4, 1.0, 2.0, 0.1
 _MANY, _DELETE_MANY = 8.0, 0.5  # of many deleted lines: together, and each
 _NEW_END, _FALSE_END = 10.0, 60.0  # an end that the file does not hold; one that the file holds elsewhere alone
 _SINGLE = 6.0  # an end at which one line alone is equal
-_NO_MARKER = 3.0  # lines of the file before or after the whole sketch, without a marker for them
+_NO_MARKER = 1.0  # lines of the file before or after the whole sketch, without a marker for them
 _NEVER = 1e9
 
 Costs = npt.NDArray[np.float64]
@@ -121,7 +121,7 @@ def _aligned(keys: Sequence[int], file: npt.NDArray[np.int64], begin: Costs, at_
     # By the last line: none was equal yet; equal; changed, behind an equal one; new, with no equal one to come.
     head, equal, other, tail = _plus(begin, enter), never, never, never
     if at_start:
-        other = _deleting(np.where(np.arange(size + 1) == 0, begin, never), deleted)
+        other = _deleting(np.where(np.arange(size + 1) == 0, begin, never), deleted, many=False)
     for key in keys:
         if key == BLANK:
             free = np.where(blank, 0.0, _NEVER)
@@ -140,18 +140,19 @@ def _aligned(keys: Sequence[int], file: npt.NDArray[np.int64], begin: Costs, at_
             equal = _over(found, np.where(file == key, 0.0, _NEVER))
         if seen > 0 and (seen < total or at_end):
             left = _least(_plus(equal, single_first if seen == 1 else 0.0), other)
-            other = _least(other, _deleting(left, deleted))
+            other = _least(other, _deleting(left, deleted, many=seen < total))
     after = _least(equal, _plus(tail, leave))
     return _least(after, np.where(np.arange(size + 1) == size, other, never)) if at_end else after
 
 
-def _deleting(costs: Costs, deleted: npt.NDArray[np.float64]) -> Costs:
-    """The costs after any number of deleted lines; `deleted`: the cost of deleting all lines before a position."""
-    gaps: list[Costs] = []
-    for opening, each in ((0.0, deleted), (_MANY, deleted * (_DELETE_MANY / _DELETE))):
+def _deleting(costs: Costs, deleted: npt.NDArray[np.float64], many: bool) -> Costs:
+    """The costs after any number of deleted lines, which have a lower cost in `many`; `deleted`: the cost of deleting
+    all lines before a position."""
+    after = costs
+    for opening, each in ((0.0, deleted), (_MANY, deleted * (_DELETE_MANY / _DELETE)))[: 1 + many]:
         gap = _running(costs[0] - each, costs[1])
-        gaps.append(np.stack([gap[0] + each + opening, gap[1]]))
-    return _least(*gaps)
+        after = _least(after, np.stack([gap[0] + each + opening, gap[1]]))
+    return after
 
 
 def _costs(costs: Costs) -> Costs:
