@@ -63,12 +63,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     remote.add_argument("--key-file", type=Path, metavar="FILE", help=keys)
     remote.add_argument("--temperature", type=float, metavar="X", help="of a chat API (default: its own)")
     edits = parser.add_argument_group("fast-apply", "applied edits (docs/fast-apply.md)")
-    edits.add_argument(
-        "--format",
-        choices=("rewrite", "search-replace", "udiff"),
-        default="rewrite",
-        help="how the model writes an edit (default: rewrite)",
-    )
     tested = "a task dataset; the edits undo its mutations, and the tests decide on answers that differ"
     edits.add_argument("--tests", type=Path, metavar="DIR", help=tested)
     edits.add_argument("--judge", metavar="URL", help="OpenAI API of a model that is asked about failed edits")
@@ -304,7 +298,6 @@ def _measure_edits(arguments: argparse.Namespace, engine: InferenceConfig) -> No
         models,
         arguments.suite[0],
         engine,
-        form=arguments.format,
         max_edits=from_flags(arguments, EvalConfig).max_tasks,
         as_json=arguments.json,
         tests=arguments.tests,

@@ -27,7 +27,6 @@ from etude.edits import (
     grade_edit,
     lines_changed_outside,
     load_examples,
-    read_edit_answer,
 )
 from etude.edits.judge import Judge, JudgeVerdict, judge_answers
 from etude.errors import UserError
@@ -64,7 +63,6 @@ def evaluate_edits(
     suite: Path,
     inference: EngineConfig,
     *,
-    form: str,
     max_edits: int | None,
     as_json: bool,
     tests: Path | None = None,
@@ -72,22 +70,21 @@ def evaluate_edits(
     judge: Judge | None = None,
     boxes: SandboxConfig | None = None,
 ) -> None:
-    """Print grades with 95 % intervals, by language, size and noise. Raises UserError. `form` is the format in which
-    models write an edit. With `tests`, a task dataset, the edits are those that undo the mutations of its split.
-    `judge` judges failed answers. Tests run in boxes of the table [sandbox] `boxes`."""
+    """Print grades with 95 % intervals, by language, size and noise. Raises UserError. With `tests`, a task dataset,
+    the edits are those that undo the mutations of its split. `judge` judges failed answers. Tests run in boxes of the
+    table [sandbox] `boxes`."""
     dataset = None if tests is None else tested_edits.load(tests, split)
     whole = list(dataset.examples) if dataset else load_examples(SUITE if suite == Path("fast-apply") else suite)
     examples = whole[:max_edits]
     if not examples:
         raise UserError("the suite holds no edits: raise --max-tasks")
     answers = [("merge", [merged(example) for example in examples], 0.0)]
-    answers += [(str(model), *run(model, examples, form, inference)) for model in models]
+    answers += [(str(model), *run(model, examples, inference)) for model in models]
     named = [(name, judged(with_tests(applied, dataset, boxes), judge), seconds) for name, applied, seconds in answers]
     for name, applied, seconds in named:
-        _show(name, applied, seconds, form if name != "merge" else "no model")
+        _show(name, applied, seconds)
     report = {
         "suite": str(tests or suite),
-        "format": form,
         "edits": len(examples),
         "results": [{"model": n, "seconds": round(seconds, 1), **summary(applied)} for n, applied, seconds in named],
     }
@@ -134,7 +131,7 @@ def judged(applied: Sequence[Applied], judge: Judge | None) -> list[Applied]:
 
 
 def run(
-    folder: Path, examples: Sequence[Example], form: str, inference: EngineConfig = EngineConfig()
+    folder: Path, examples: Sequence[Example], inference: EngineConfig = EngineConfig()
 ) -> tuple[list[Applied], float]:
     """Apply every edit with the model of a folder, greedily and with drafts. Returns the results and the seconds.
     Raises UserError."""
@@ -151,7 +148,7 @@ def run(
     for example in examples:
         edit = Edit(example.file, example.sketch, example.instruction)
         try:
-            request, close = applier.request(edit, engine.max_length, way=form)
+            request, close = applier.request(edit, engine.max_length)
         except DoesNotFit:
             pending.append(None)
             continue
@@ -161,19 +158,19 @@ def run(
         pending.append((row, answer))
     engine.start()
     try:
-        applied = [_answered(example, each, form) for example, each in zip(examples, pending, strict=True)]
+        applied = [_answered(example, each) for example, each in zip(examples, pending, strict=True)]
     finally:
         engine.close()
     return applied, time.monotonic() - start
 
 
-def _answered(example: Example, pending, form: str) -> Applied:
+def _answered(example: Example, pending) -> Applied:
     if pending is None:
         return Applied(example, EditGrade.FAIL, 0, False)
     row, answer = pending
     try:
         row.future.result(_SECONDS)
-        text = read_edit_answer(example.file, answer.text(), form)
+        text = answer.text()
     except TimeoutError:
         raise UserError(f"the model gave no answer within {_SECONDS:.0f} seconds: use a smaller one") from None
     except NotClosed:
@@ -240,10 +237,10 @@ def _clusters(examples: Sequence[Example]) -> list[str]:
     return [f"{e.repository}/{e.path}" for e in examples]
 
 
-def _show(name: str, applied: Sequence[Applied], seconds: float, form: str) -> None:
+def _show(name: str, applied: Sequence[Applied], seconds: float) -> None:
     count, grades = len(applied), Counter(a.grade for a in applied)
     shares = ", ".join(f"{g} {100 * grades[g] / count:.1f} %" for g in EditGrade)
-    print(f"{name} ({form}), {count} edits: exact {_exact(applied).percent}")
+    print(f"{name}, {count} edits: exact {_exact(applied).percent}")
     print(f"  first grade that holds: {shares}")
     fitting = [a for a in applied if a.fits]
     if len(fitting) < count and fitting:

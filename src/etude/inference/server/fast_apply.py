@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from etude.edits import DoesNotFit, Edit, NotClosed, edit_answer, edit_prompt
+from etude.edits import DoesNotFit, Edit, NotClosed, edit_prompt
 from etude.inference.engine.drafts import DraftSource, encode_after
 from etude.inference.engine.requests import Request, RunningSequence
 from etude.renderers import PlainEncoder, Renderer
@@ -24,13 +24,11 @@ class Applier:
         self._renderer = renderer
         self.encoder = PlainEncoder(tokenizer)
 
-    def request(
-        self, edit: Edit, max_length: int, *, temperature: float = 0.0, seed: int = 0, way: str = "rewrite"
-    ) -> tuple[Request, str]:
-        """The request and the tag that closes its answer, which is in one of `formats.FORMATS`. Raises UserError for an
-        edit that cannot be placed, and DoesNotFit if file, sketch and answer do not fit into `max_length` tokens."""
+    def request(self, edit: Edit, max_length: int, *, temperature: float = 0.0, seed: int = 0) -> tuple[Request, str]:
+        """The request and the tag that closes its answer. Raises UserError for an edit that cannot be placed, and
+        DoesNotFit if file, sketch and answer do not fit into `max_length` tokens."""
         merged = edit.draft().text
-        question = edit_prompt(edit.text, edit.sketch, edit.instruction, way)
+        question = edit_prompt(edit.text, edit.sketch, edit.instruction)
         opening, close = question.opening, question.close
         if self._renderer is not None:
             prompt = self._renderer.prompt([{"role": "user", "content": question.content}])
@@ -38,10 +36,7 @@ class Applier:
         else:
             prompt, stop = self.encoder.encode(question.content), ()
         prompt = prompt + self.encoder.encode(opening)
-        if way == "rewrite":
-            texts = {"merge": merged + close, "file": edit.text + close, "sketch": edit.sketch}
-        else:
-            texts = {"merge": edit_answer(edit.text, merged, way) + close, "sketch": edit.sketch}
+        texts = {"merge": merged + close, "file": edit.text + close, "sketch": edit.sketch}
         encode = self.encoder.encode
         sources = tuple(DraftSource(name, encode_after(encode, opening, text)) for name, text in texts.items())
         needed = max(len(source.ids) for source in sources)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from etude.corpus import Encoded, Rows, join_rows, pack_rows, shuffle_rows
 from etude.corpus.vocabulary import Vocabulary
-from etude.edits import Example, edit_answer, edit_prompt, load_examples, read_edit_answer
+from etude.edits import Example, edit_prompt, load_examples
 from etude.errors import UserError
 from etude.models.head import head_of
 from etude.renderers import Renderer, renderer_for
@@ -36,7 +36,7 @@ def finetune(
 ) -> Path:
     """Fine-tunes a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input. `resume`
     continues from the saved state; `stop_after` ends after that many steps in all."""
-    optim, form, source = config.trainer, config.format, config.model
+    optim, source = config.trainer, config.model
     pretrain.refuse(output, config, resume)
     folders = [*([] if isinstance(source, NewModelConfig) else [source.path])]
     folders += [config.distill.teacher] if config.distill else []
@@ -59,7 +59,7 @@ def finetune(
     words = pretrain.vocabulary_of(folders[0], folder.pad_of(model), lambda: renderer)
     pretrain.prepare(output, config, resume)
     rows, _ = pretrain.rows_once(output, lambda: (rows_of(train, renderer, words, config), None))
-    tests = measured(held_out, renderer, config.measured, optim.length, config.seed, form)
+    tests = measured(held_out, renderer, config.measured, optim.length, config.seed)
     if config.context is not None:
         model.config.get_text_config().max_position_embeddings = config.context
     packed.train(
@@ -84,14 +84,14 @@ def _student(config: ApplyConfig) -> tuple[PreTrainedModel, dict[str, torch.dtyp
     return model, folder.types_of(config.model.path, model)
 
 
-def encode(examples: Sequence[Example], renderer: Renderer, form: str = "rewrite") -> list[Encoded]:
+def encode(examples: Sequence[Example], renderer: Renderer) -> list[Encoded]:
     """Ids and mask of every example, with the prompt of `/v1/apply`: the answer, its closing tag and the end of the
     turn are learned."""
     encoded: list[Encoded] = []
     for example in examples:
-        prompt = edit_prompt(example.file, example.sketch, example.instruction, form)
+        prompt = edit_prompt(example.file, example.sketch, example.instruction)
         seen = [*renderer.prompt([{"role": "user", "content": prompt.content}]), *renderer.plain(prompt.opening)]
-        answer = renderer.plain(edit_answer(example.file, example.result, form) + prompt.close)
+        answer = renderer.plain(example.result + prompt.close)
         ids = np.array([*seen, *answer, renderer.stop_ids[0]], dtype=np.uint32)
         encoded.append((ids, (np.arange(len(ids)) >= len(seen)).astype(np.uint8)))
     return encoded
@@ -99,17 +99,10 @@ def encode(examples: Sequence[Example], renderer: Renderer, form: str = "rewrite
 
 def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, config: ApplyConfig) -> Rows:
     """Packed rows, phase after phase. In each phase examples come by weight, unused ones first, and a share of them
-    with other names. The length of an edit is that of its whole-file answer or of its answer, whichever is longer, so
-    that every format is taught the same edits in the same order, as long as the tokens suffice. Raises UserError if a
-    phase has no example short enough."""
+    with other names. Raises UserError if a phase has no example short enough."""
     rng = random.Random(config.seed)
-    # If the file itself has lines of the format, an answer is not read as the result.
-    answers = [edit_answer(e.file, e.result, config.format) for e in examples]
-    pairs = zip(examples, answers, strict=True)
-    examples = [e for e, answer in pairs if read_edit_answer(e.file, answer, config.format) == e.result]
     names = rename_augmentation.rare(examples)
-    encoded = zip(encode(examples, renderer), encode(examples, renderer, config.format), strict=True)
-    lengths = [max(len(whole), len(ids)) for (whole, _), (ids, _) in encoded]
+    lengths = [len(ids) for ids, _ in encode(examples, renderer)]
     used = [0] * len(examples)
     parts: list[Rows] = []
     for number, phase in enumerate(config.phases):
@@ -125,7 +118,7 @@ def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, 
                 rename_augmentation.renamed(examples[i], names, rng) if rng.random() < phase.renamed else examples[i]
                 for i in order
             ]
-            for i, (ids, mask) in zip(order, encode(shown, renderer, config.format), strict=True):
+            for i, (ids, mask) in zip(order, encode(shown, renderer), strict=True):
                 if budget <= 0:
                     break
                 used[i] += 1
@@ -158,17 +151,15 @@ class AnswerLikelihood:
     tokens: int
 
 
-def measured(
-    examples: Sequence[Example], renderer: Renderer, count: int, longest: int, seed: int, form: str = "rewrite"
-) -> list[HeldOutEdit]:
-    """Up to `count` of the examples whose answers, in `form` and as a whole file, have at most `longest` tokens."""
+def measured(examples: Sequence[Example], renderer: Renderer, count: int, longest: int, seed: int) -> list[HeldOutEdit]:
+    """Up to `count` of the examples, each with its answer of at most `longest` tokens."""
     chosen = random.Random(seed).sample(list(examples), len(examples))
     tests: list[HeldOutEdit] = []
     for example in chosen:
         if len(tests) == count:
             break
-        ((whole, _),), ((ids, mask),) = encode([example], renderer), encode([example], renderer, form)
-        if max(len(whole), len(ids)) > longest:
+        ((ids, mask),) = encode([example], renderer)
+        if len(ids) > longest:
             continue
         file = renderer.plain(example.file)
         answer = ids[mask > 0].tolist()

@@ -299,15 +299,14 @@ class PhaseConfig(Section):
 
 class ApplyConfig(_Stage):
     """Fine-tuning on applied edits. `model.path` is the model to start from, or `model` the shape of a new one, which
-    has the teacher's tokenizer. `data` and `held_out` are tables made by `etude tasks fast-apply`; `format` is the
-    format of answers (edits/formats.py). The phases follow each other, and their shares sum to 1."""
+    has the teacher's tokenizer. `data` and `held_out` are tables made by `etude tasks fast-apply`. The phases follow
+    each other, and their shares sum to 1."""
 
     stage: Literal["apply"] = "apply"
     name: str = _name("apply")
     model: AnyModel
     data: Path
     held_out: Path
-    format: Literal["rewrite", "search-replace", "udiff"] = "rewrite"
     distill: DistillConfig | None = None
     measured: int = Field(default=64, gt=0, description="held-out edits that are measured with every checkpoint")
     context: int | None = Field(default=None, gt=0, description="max_position_embeddings of the result, if it shrinks")
