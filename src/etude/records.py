@@ -150,8 +150,8 @@ class CodeTask(Task, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The prompt, and its file from the broken function on."""
-        lines = self.changes.get(self.focus.path, "").splitlines()
-        return "\n".join([self.prompt, *lines[self.focus.first_line - 1 :]])
+        lines = self.changes.get(self.focus.path, "").split("\n")
+        return "\n".join([self.prompt, *lines[self.focus.first_line - 1 :]]).removesuffix("\n")
 
     @property
     def damage(self) -> str:

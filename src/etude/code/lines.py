@@ -6,6 +6,7 @@ r"""Lines, as git, editors and agents' tools number them: "\n" alone ends one.
 import re
 from typing import AnyStr
 
+_LONE = re.compile("\r(?!\n)")
 _PARSED = re.compile("[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
@@ -29,6 +30,11 @@ def parsed_lines(text: str) -> list[str]:
     r"""The lines with their ends as Python's parser counts them: "\n", "\r\n" and "\r" alone end one. The numbers of
     `ast` and `tokenize` are these."""
     return _PARSED.findall(text)
+
+
+def counted_alike(text: str) -> bool:
+    r"""Whether Python's parser counts the lines of a text as git does: no "\r" ends one."""
+    return _LONE.search(text) is None
 
 
 def occurrences(text: str, part: str) -> int:
