@@ -55,6 +55,7 @@ class StopReason(StrEnum):
     TURNS = "turns"  # the budget of turns is spent
     TOKENS = "tokens"  # the budget of sampled or context tokens is spent
     SECONDS = "seconds"  # the budget of wall time is spent
+    REFUSED = "refused"  # the model's API refused the conversation
     ERROR = "error"  # ours: the engine or the box was lost
 
 
