@@ -128,7 +128,7 @@ def test_ids_of_others_are_as_unknown_as_those_that_are_not_there(place: Any) ->
             status, result = report(http_, name, **headers)
             assert (status, {**result, "event": 0}) == (404, {**nothing, "event": 0})
         assert report(http, first, **{"x-etude-user": "ann"})[0] == 200
-        for wrong in ("", "a b", "x" * 201, 7, None, "\n"):
+        for wrong in ("", "x", "a bcdef", "x" * 201, 7, None, "\n"):
             assert report(http, wrong)[0] == 400
         server.fixed = "chatcmpl-0"  # of a server that counts from its start
         http.post(PATHS["chat"], json={})
@@ -146,14 +146,14 @@ def test_ids_of_others_are_as_unknown_as_those_that_are_not_there(place: Any) ->
 @pytest.mark.parametrize("dialect", PATHS)
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 10_000])
 def test_ids_are_read_from_any_parts(dialect: str, size: int) -> None:
-    for media, data in (("application/json", whole(dialect, "a-1")), ("text/event-stream", events(dialect, "a-1"))):
+    for media, data in (("application/json", whole(dialect, "ans-1")), ("text/event-stream", events(dialect, "ans-1"))):
         reader = AnswerId(media, dialect)
         names = [reader.feed(data[i : i + size]) for i in range(0, len(data), size)]
-        assert [name for name in names if name] == ["a-1"]
+        assert [name for name in names if name] == ["ans-1"]
 
 
 @pytest.mark.parametrize("data", [
-    b"", b"{", b'{"id": 5}', b"[]", b"\xff\xfe", b'{"id": "a b"}', b'{"id": "' + b"x" * 201 + b'"}', b"[" * 5000,
+    b"", b"{", b'{"id": 5}', b"[]", b"\xff\xfe", b'{"id": "a bcdef"}', b'{"id": "abcd"}', b'{"id": "' + b"x" * 201 + b'"}', b"[" * 5000,
     b'{"choices": [{"id": "no"}]}', b'{"error": {"id": "no"}}', b'{"id": null}',
 ])  # fmt: skip
 def test_what_is_no_id_is_none(data: bytes) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-NAME = re.compile(r"[\x21-\x7e]{1,200}")
+NAME = re.compile(r"[\x21-\x7e]{5,200}")  # shorter ones name nothing for long
 ULID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _OWN = re.compile(rf"(?:chatcmpl-|msg_|resp_)({ULID.pattern})")
-_FIRST = re.compile(rb'\s*\{\s*"id"\s*:\s*"([\x21\x23-\x5b\x5d-\x7e]{1,200})"')
+_FIRST = re.compile(rb'\s*\{\s*"id"\s*:\s*"([\x21\x23-\x5b\x5d-\x7e]{5,200})"')
 _MOST = 1 << 20  # bytes that are kept of a body whose id is not found
 
 
