@@ -4,7 +4,7 @@ r"""Lines, as git, editors and agents' tools number them: "\n" alone ends one.
 """
 
 import re
-from typing import AnyStr
+from typing import Any, AnyStr
 
 _LONE = re.compile("\r(?!\n)")
 _PARSED = re.compile("[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
@@ -13,8 +13,8 @@ _PARSED = re.compile("[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 def lines_of(text: AnyStr, *, ends: bool = False) -> list[AnyStr]:
     r"""The lines of a text. The last "\n" ends the last line, so the empty text has none. A "\r" before a "\n" belongs
     to its line. With `ends`, lines keep their "\n", and joined they are the text."""
-    newline = "\n" if isinstance(text, str) else b"\n"
-    lines = text.split(newline)
+    newline: Any = "\n" if isinstance(text, str) else b"\n"
+    lines: list[Any] = text.split(newline)
     last = lines.pop()
     if ends:
         lines = [line + newline for line in lines]

@@ -41,13 +41,8 @@ class FunctionLines:
     def put(self, module: str, text: str) -> str:
         """The module with `text` as the function; lines of white space stay unchanged."""
         lines = parsed_lines(module)
-        return "".join(
-            [
-                *lines[: self.first],
-                *(self.indent + line if line.strip() else line for line in parsed_lines(text)),
-                *lines[self.last :],
-            ]
-        )
+        inner = [self.indent + line if line.strip() else line for line in parsed_lines(text)]
+        return "".join([*lines[: self.first], *inner, *lines[self.last :]])
 
 
 @dataclass(frozen=True)

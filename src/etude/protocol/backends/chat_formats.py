@@ -21,13 +21,9 @@ from etude.renderers import checked
 
 Api = Literal["openai", "anthropic"]
 Message = dict[str, Any]
-_THOUGHTS = (
-    "reasoning_content",
-    "reasoning",
-    "reasoning_details",
-    "thinking_blocks",
-)  # of servers; they want them back
-_NAME = re.compile(r"[^A-Za-z0-9_-]")
+# Of servers that read them again.
+_THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks")
+_NAME, _BLANK = re.compile(r"[^A-Za-z0-9_-]"), re.compile(r"\s")
 
 
 @dataclass(frozen=True)
@@ -116,12 +112,12 @@ def _call_name(call: ToolCall) -> str:
     return _NAME.sub("_", call.name)[:64] or "unnamed"
 
 
-def _ids(entries: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """An id for each call of an answer: its own unless it is missing, odd or another's."""
+def _ids(entries: Iterable[Mapping[str, Any]], odd: re.Pattern[str]) -> tuple[str, ...]:
+    """An id for each call of an answer: its own unless it is missing, another's, or has an odd character."""
     ids: dict[str, None] = {}
     for entry in entries:
         own = str(entry.get("id") or "")
-        ids[own if own and own not in ids and not _NAME.search(own) else uuid.uuid4().hex[:9]] = None  # as Mistral's
+        ids[own if own and own not in ids and not odd.search(own) else uuid.uuid4().hex[:9]] = None  # as Mistral's
     return tuple(ids)
 
 
@@ -151,14 +147,19 @@ def _openai_body(
     return {name: value for name, value in body.items() if value is not None}
 
 
+def _functions(calls: Any) -> list[dict[str, Any]]:
+    """The calls of an answer; what calls no function has an empty one."""
+    listed = calls if isinstance(calls, list) else [calls]
+    fit = (isinstance(each, dict) and isinstance(each.get("function"), dict) for each in listed)
+    return [each if good else {"function": {}} for each, good in zip(listed, fit, strict=True)]
+
+
 def _openai_read(data: Any) -> ChatAnswer:
     choice = data["choices"][0]
     message, usage = choice["message"], data.get("usage") or {}
-    listed = message.get("tool_calls") or ()
-    entries = [entry if isinstance(entry, dict) and isinstance(entry.get("function"), dict) else {"function": {}}
-               for entry in (listed if isinstance(listed, list | tuple) else (listed,))]  # fmt: skip
+    entries = _functions(message.get("tool_calls") or [])
     calls = tuple(_call(entry["function"].get("name"), entry["function"].get("arguments")) for entry in entries)
-    ids, text = _ids(entries), _text(message.get("content")) or _text(message.get("refusal"))
+    ids, text = _ids(entries, _BLANK), _text(message.get("content")) or _text(message.get("refusal"))
     made: list[Message] = []
     for entry, call, id in zip(entries, calls, ids, strict=True):
         function = entry["function"]
@@ -206,7 +207,7 @@ def _anthropic_read(data: Any) -> ChatAnswer:
     content, usage = data["content"], data.get("usage") or {}
     blocks: list[Message] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     uses = [block for block in blocks if block.get("type") == "tool_use"]
-    calls, ids = tuple(_call(use.get("name"), use.get("input")) for use in uses), _ids(uses)
+    calls, ids = tuple(_call(use.get("name"), use.get("input")) for use in uses), _ids(uses, _NAME)
     texts = [_text(block.get("text")) for block in blocks if block.get("type") == "text"]
     valid = iter(
         use | {"id": id, "name": _call_name(call), "input": call.arguments or {}}
