@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx2
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -15,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from etude.errors import UserError
+from etude.protocol.backends import EngineError
 from etude.protocol.backends.chat_formats import Api, ChatAnswer, ChatModel, Conversation
 from etude.protocol.backends.chat_model import ChatClient, ContextSpent, ConversationRefused
 from etude.records import StopReason, Turn, encode
@@ -220,6 +223,44 @@ def test_a_first_refusal_is_the_users_and_a_later_one_the_conversations(reason: 
     reason = "prompt is too long"
     with pytest.raises(ContextSpent):
         turns(api, answers)
+
+
+VALUES = (None, 5, -1, 1e999, 10**30, True, "", "text", "\ud800", [], [None], [{}], {}, {"function": {}}, {"id": []},
+          [{"type": "text"}], [{"type": "tool_use"}], [{"function": {"name": [], "arguments": 1e999}}])  # fmt: skip
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_any_answer_is_read_or_is_none(api: Api) -> None:
+    """What a server may write in place of a part of its answer: no other error than that it is no answer."""
+    part = {"text": "a", "type": "text"}
+    good = {
+        "openai": {"choices": [{"message": {"content": "a", "tool_calls": [function()]}, "finish_reason": "stop"}],
+                   "usage": {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1}}},
+        "anthropic": {"content": [part, {"type": "tool_use", "id": "u", "name": "read", "input": {}}],
+                      "stop_reason": "end_turn", "usage": {"input_tokens": 1, "cache_read_input_tokens": 1}},
+    }[api]  # fmt: skip
+    client = ChatClient(ChatModel("http://x/v1", "m", api))
+
+    def variants(value: Any) -> Iterator[Any]:
+        yield from VALUES
+        for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+            for changed in variants(value[key]):
+                other = copy.copy(value)
+                other[key] = changed
+                yield other
+
+    read = 0
+    for answer in variants(good):
+        try:
+            read_one = client._read(httpx2.Response(200, content=json.dumps(answer).encode()), 0.0)
+        except EngineError:
+            continue
+        read += 1
+        encode(Turn(text=read_one.text, calls=read_one.calls, results=(), seconds_model=0.0, seconds_tools=0.0))
+        assert not fault({"messages": [json.loads(json.dumps(read_one.message), parse_constant=no_number)]})
+        assert len(read_one.calls) == len(read_one.ids)
+        float(read_one.usage.prompt)
+    assert read > 100
 
 
 class Refusing(FakeModel):

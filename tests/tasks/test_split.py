@@ -10,7 +10,7 @@ import pytest
 from etude.code import functions as discover
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.tasks import commits, split
+from etude.tasks import build, commits, split
 from etude.tasks.build import check_operators
 from etude.tasks.leaks import LeakIndex
 
@@ -169,3 +169,12 @@ def test_a_change_touches_the_function_that_the_parser_names(page: str, odd: str
 def test_scripts_are_cut_as_their_parser_does() -> None:
     text = "function a() {\n  return 1 /* \f\r */\n}\n\nfunction b() {\n  return 2\n}\n"
     assert split.touched("m.js", text, text.replace("return 2", "return 3")) == {"m.js::b"}
+
+
+def test_tests_are_cut_out_of_files_as_they_are(tmp_path: Path) -> None:
+    """Line ends, page breaks and bytes of other lines stay."""
+    text = "# \u2028\f\r\n\r\ndef test_a():\r\n    assert 1\r\n\f\r\ndef test_b():\r\n    assert '\x1c'\r\n"
+    (tmp_path / "test_m.py").write_bytes(text.encode())
+    build._cut_out(tmp_path, ["test_m.py::test_a"])
+    left = text.replace("def test_a():\r\n    assert 1\r\n", "")
+    assert (tmp_path / "test_m.py").read_bytes() == left.encode()

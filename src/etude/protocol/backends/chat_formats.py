@@ -121,6 +121,15 @@ def _ids(entries: Iterable[Mapping[str, Any]], odd: re.Pattern[str]) -> tuple[st
     return tuple(ids)
 
 
+def _map(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _count(value: object) -> int:
+    """A number of tokens; 0 for what is none."""
+    return int(value) if isinstance(value, int | float) and 0 <= value < 1 << 53 else 0
+
+
 def _text(content: object) -> str:
     """The text of an answer: a text, or a list of parts with texts and refusals. Raises TypeError for anything else."""
     if content is None or isinstance(content, str):
@@ -156,7 +165,7 @@ def _functions(calls: Any) -> list[dict[str, Any]]:
 
 def _openai_read(data: Any) -> ChatAnswer:
     choice = data["choices"][0]
-    message, usage = choice["message"], data.get("usage") or {}
+    message, usage = choice["message"], _map(data.get("usage"))
     entries = _functions(message.get("tool_calls") or [])
     calls = tuple(_call(entry["function"].get("name"), entry["function"].get("arguments")) for entry in entries)
     ids, text = _ids(entries, _BLANK), _text(message.get("content")) or _text(message.get("refusal"))
@@ -173,9 +182,9 @@ def _openai_read(data: Any) -> ChatAnswer:
         ids=ids,
         cut=choice.get("finish_reason") == "length",
         usage=ChatUsage(
-            int(usage.get("prompt_tokens") or 0),
-            int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
-            int(usage.get("completion_tokens") or 0),
+            _count(usage.get("prompt_tokens")),
+            _count(_map(usage.get("prompt_tokens_details")).get("cached_tokens")),
+            _count(usage.get("completion_tokens")),
         ),
     )
 
@@ -204,8 +213,9 @@ def _anthropic_body(
 
 
 def _anthropic_read(data: Any) -> ChatAnswer:
-    content, usage = data["content"], data.get("usage") or {}
-    blocks: list[Message] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    content, usage = data["content"], _map(data.get("usage"))
+    listed: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    blocks = [block for block in listed if isinstance(block, dict) and isinstance(block.get("type"), str)]
     uses = [block for block in blocks if block.get("type") == "tool_use"]
     calls, ids = tuple(_call(use.get("name"), use.get("input")) for use in uses), _ids(uses, _NAME)
     texts = [_text(block.get("text")) for block in blocks if block.get("type") == "text"]
@@ -218,8 +228,7 @@ def _anthropic_read(data: Any) -> ChatAnswer:
         for block in blocks
         if block.get("type") != "text" or _text(block.get("text")).strip()  # the API refuses blank texts
     ]
-    cached = int(usage.get("cache_read_input_tokens") or 0)
-    written = int(usage.get("cache_creation_input_tokens") or 0)
+    cached, written = (_count(usage.get(f"cache_{kind}_input_tokens")) for kind in ("read", "creation"))
     return ChatAnswer(
         message={"role": "assistant", "content": kept},
         text="".join(texts),
@@ -227,7 +236,7 @@ def _anthropic_read(data: Any) -> ChatAnswer:
         ids=ids,
         cut=data.get("stop_reason") == "max_tokens",
         usage=ChatUsage(
-            int(usage.get("input_tokens") or 0) + cached + written, cached, int(usage.get("output_tokens") or 0)
+            _count(usage.get("input_tokens")) + cached + written, cached, _count(usage.get("output_tokens"))
         ),
     )
 
