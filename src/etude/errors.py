@@ -22,3 +22,13 @@ USERS_FAULTS = (Exception, SystemExit)
 
 class SwapUndone(Exception):
     """New weights were not taken: the live tensors hold the version before, whole, and the engine goes on with it."""
+
+
+def first_line(error: object) -> str:
+    """The first line of an error's message, or its class."""
+    return str(error).strip().partition("\n")[0].rstrip() or type(error).__name__
+
+
+def last_line(output: str, default: str = "") -> str:
+    """The last line of a program's output as a terminal shows it: what stands behind its last "\\r"."""
+    return output.strip().rpartition("\n")[2].rpartition("\r")[2].strip() or default

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.errors import UserError
+from etude.errors import UserError, last_line
 
 PR_SET_PDEATHSIG = 1
 SERVER = "ETUDE_SERVER_PID"
@@ -83,8 +83,8 @@ class Child:
         if code is None or code == 0:
             return None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        last = self.log.read_text(errors="replace").strip().splitlines()[-1:] if self.log.exists() else []
-        return f"the {self.name} {how}" + (f": {last[0][:300].removeprefix('etude: ')}" if last and code > 0 else "")
+        last = last_line(self.log.read_text(errors="replace")) if self.log.exists() else ""
+        return f"the {self.name} {how}" + (f": {last[:300].removeprefix('etude: ')}" if last and code > 0 else "")
 
     def stop(self, seconds: float) -> None:
         """SIGTERM, then SIGKILL after `seconds`."""

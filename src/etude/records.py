@@ -55,6 +55,7 @@ class StopReason(StrEnum):
     TURNS = "turns"  # the budget of turns is spent
     TOKENS = "tokens"  # the budget of sampled or context tokens is spent
     SECONDS = "seconds"  # the budget of wall time is spent
+    REFUSED = "refused"  # the model's API refused the conversation
     ERROR = "error"  # ours: the engine or the box was lost
 
 
@@ -150,8 +151,8 @@ class CodeTask(Task, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The prompt, and its file from the broken function on."""
-        lines = self.changes.get(self.focus.path, "").splitlines()
-        return "\n".join([self.prompt, *lines[self.focus.first_line - 1 :]])
+        lines = self.changes.get(self.focus.path, "").split("\n")
+        return "\n".join([self.prompt, *lines[self.focus.first_line - 1 :]]).removesuffix("\n")
 
     @property
     def damage(self) -> str:

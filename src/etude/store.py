@@ -24,7 +24,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
 
-from etude.errors import UserError
+from etude.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -131,7 +131,7 @@ class Store:
         try:
             yield
         except (BaseError, OSError) as e:
-            raise UserError(f"cannot {verb} {key} in {self.url}: {_first_line(e)}; {ADVICE}") from e
+            raise UserError(f"cannot {verb} {key} in {self.url}: {first_line(e)}; {ADVICE}") from e
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
@@ -156,7 +156,7 @@ def open_store(url: str, *, durable: bool = False) -> Store:
             client["allow_http"] = True  # the user's own gateway inside a private network
         return Store(url, from_url(url, client_options=client, retry_config=retries))
     except (BaseError, OSError, ValueError) as e:
-        raise UserError(f"{url} cannot be opened as a store: {_first_line(e)}; {ADVICE}") from e
+        raise UserError(f"{url} cannot be opened as a store: {first_line(e)}; {ADVICE}") from e
 
 
 def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
@@ -219,7 +219,3 @@ def _folder(url: str) -> Path:
     if parts.netloc not in ("", "localhost"):
         raise UserError(f"{url} is not a local folder; write file:///ABSOLUTE/PATH")
     return Path(unquote(parts.path))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

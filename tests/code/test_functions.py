@@ -54,6 +54,19 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def f(:\n")
     with pytest.raises(UserError, match=r"bad\.py, line 1 is not valid Python"):
         functions.read_source(tmp_path, "bad.py")
-    (tmp_path / "latin.py").write_bytes(b"x = '\xe9'\n")
-    with pytest.raises(UserError, match=r"latin\.py is not valid Python"):
-        functions.read_source(tmp_path, "latin.py")
+    for data, reason in (
+        (b"x = '\xe9'\n", r"latin\.py.* is not valid Python .*utf-8"),
+        (b"# coding: latin-1\nx = '\xe9'\n", r"latin\.py is in iso-8859-1, and etude writes UTF-8"),
+        (b"\xef\xbb\xbfx = 1\n", r"latin\.py is in utf-8-sig"),
+        (b"# coding: none-such\n", r"latin\.py.* is not valid Python .*none-such"),
+    ):
+        (tmp_path / "latin.py").write_bytes(data)
+        with pytest.raises(UserError, match=reason):
+            functions.read_source(tmp_path, "latin.py")
+
+
+def test_sources_are_decoded_as_they_declare() -> None:
+    assert functions.decoded("# coding: latin-1\r\nx = 'é'\r".encode("latin-1")) == "# coding: latin-1\nx = 'é'\n"
+    assert functions.decoded("\ufeffx = 'é'\n".encode()) == "x = 'é'\n"
+    with pytest.raises(ValueError, match="utf-8"):
+        functions.decoded(b"x = '\xe9'\n")

@@ -21,7 +21,8 @@ from etude.evals.suite import EvalResult, evaluate, pick_tasks
 from etude.grading.runner import open_sandbox
 from etude.harness.loop import ChatAPI
 from etude.protocol.backends import EngineError
-from etude.protocol.backends.chat_model import Api, ChatClient, ChatModel, ContextSpent, Conversation
+from etude.protocol.backends.chat_formats import FORMATS, Api, ChatModel, Conversation
+from etude.protocol.backends.chat_model import ChatClient, ContextSpent
 from etude.records import Budget, Episode, StopReason, Turn, encode
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.schemas import SCHEMAS
@@ -258,8 +259,6 @@ def test_a_conversation_that_is_too_long_is_no_error() -> None:
 
 
 def test_calls_that_are_no_json_are_shown_to_the_model() -> None:
-    from etude.protocol.backends.chat_model import FORMATS
-
     def message(arguments: Any) -> Any:
         call = {"id": "1", "function": {"name": "read", "arguments": arguments}}
         return {"choices": [{"message": {"content": None, "tool_calls": [call]}, "finish_reason": "length"}]}
@@ -287,8 +286,8 @@ def test_what_no_record_can_hold_is_no_fault_of_ours() -> None:
     assert answer.text == "a?b"
     assert [call.arguments for call in answer.calls] == [None, None, {"x": "é"}]
     assert "cannot be recorded" in answer.calls[0].error
-    with pytest.raises(EngineError, match="sent what is no answer: TypeError a text is list"):
-        read([{"type": "text", "text": "hi"}])
+    with pytest.raises(EngineError, match="sent what is no answer: TypeError a text is int"):
+        read(3)
 
 
 def run(*words: str) -> int:

@@ -92,7 +92,7 @@ def test_the_shipped_suite_is_what_its_card_says():
 
 def test_a_model_is_asked_for_every_edit_that_fits(folder):
     examples = tables.load_examples(folder / "edits.parquet")
-    found, seconds = run(folder / "model", examples, "rewrite")
+    found, seconds = run(folder / "model", examples)
     assert [a.fits for a in found] == [True, False, True]
     assert all(a.tokens > 0 for a in found if a.fits)
     assert seconds > 0

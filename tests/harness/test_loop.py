@@ -28,7 +28,7 @@ from etude.harness.loop import (
 )
 from etude.harness.prompts import TURN, check_context, messages_of, open_task, schemas_of
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
-from etude.protocol.backends.chat_model import FORMATS, ChatAnswer, ChatUsage
+from etude.protocol.backends.chat_formats import FORMATS, ChatAnswer, ChatUsage
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, CodeTask, Generation, Routes, StopReason, ToolCall
 from etude.renderers import Renderer, renderer_for

@@ -263,3 +263,26 @@ def test_a_compact_call_with_other_arguments_is_malformed(arguments):
     tools = CompactTools.__new__(CompactTools)
     assert tools.invalid(ToolCall(name="edit", arguments=arguments)) == "edit takes 2 arguments"
     assert tools.invalid(ToolCall(name="edit", arguments={"old": "x", "new": "y"})) is None
+
+
+@pytest.mark.parametrize("odd", ["\f", "\x1c", "\x85", "\u2028", "\r"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_tools_count_lines_as_git_does(odd: str, end: str) -> None:
+    """What `read` numbers, `grep` finds and `edit` replaces are the same lines; the others keep their bytes."""
+    box = MemoryBox({"notes.txt": f"a{odd}b{end}c{odd}c{end}needle{end}".encode()})
+    tools = FullTools(box, a_task())  # type: ignore[arg-type]
+    assert ask(tools, "read", path="notes.txt") == f"     1\ta{odd}b\n     2\tc{odd}c\n     3\tneedle"
+    assert ask(tools, "grep", pattern="needle") == "notes.txt:3: needle"
+    assert "the nearest line is 3" in ask(tools, "edit", path="notes.txt", old="needles", new="")
+    assert ask(tools, "edit", path="notes.txt", old=f"b\nc{odd}c\n", new="B\nC\n") == "ok"
+    assert box.files["notes.txt"] == f"a{odd}B{end}C{end}needle{end}".encode()
+
+
+def test_places_that_overlap_are_counted() -> None:
+    text = "x = [\n    (\n    )\n    )\n    )\n]\n"
+    for end in ("\n", "\r\n"):
+        box = MemoryBox({"m.py": text.replace("\n", end).encode()})
+        tools = FullTools(box, a_task())  # type: ignore[arg-type]
+        answer = ask(tools, "edit", path="m.py", old="    )\n    )", new="    )")
+        assert answer.startswith("error: 2 matches")
+        assert box.files == box.start

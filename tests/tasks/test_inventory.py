@@ -149,19 +149,25 @@ def test_names_and_encodings(tmp_path: Path) -> None:
     write(root, {"a.py": "", "Read.md": "", "read.md": ""})
     (root / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nNAME = 'é'\n".encode("latin-1"))
     (root / "marked.py").write_bytes("\ufeffx = 1\n".encode())
+    (root / "old.py").write_bytes(b"x = 1\ry = 2\n")
+    (root / "windows.py").write_bytes(b"x = 1\r\n")
+    (root / "test_old.py").write_bytes(b"x = 1\r")
+    (root / "m.js").write_bytes(b"// \xe9\n")
+    (root / "m.test.js").write_bytes(b"// \xe9\n")
     (root / "test_latin.py").write_bytes("# coding: latin-1\ndef test_a(): 'é'\n".encode("latin-1"))
     (root / "tests").mkdir()
     (root / "tests/data.txt").write_bytes("größe\n".encode("utf-16"))
     (root / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"")
-    files = ("Read.md", "a.py", "latin.py", "marked.py", "read.md", "tests/data.txt")
+    files = ("Read.md", "a.py", "latin.py", "m.js", "marked.py", "old.py", "read.md", "tests/data.txt", "windows.py")
     for tracked in (False, True):
         clone(root, {}) if tracked else None
         taken = inventory.take(root)
         assert taken.files == files
         assert taken.withheld == {
-            "caf\\xe9.txt": withheld.NAME, "test_latin.py": "tests that are not in UTF-8: iso-8859-1",
+            "caf\\xe9.txt": withheld.NAME, "test_latin.py": f"{withheld.UNCUT}: iso-8859-1",
+            "test_old.py": f'{withheld.UNCUT}: lines that "\\r" ends', "m.test.js": f"{withheld.UNCUT}: unknown",
         }  # fmt: skip
-        assert taken.encoded == ("latin.py", "marked.py")
+        assert taken.encoded == ("latin.py", "m.js", "marked.py", "old.py")
         assert taken.clashing == ("Read.md", "read.md")
 
 

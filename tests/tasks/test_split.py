@@ -10,7 +10,7 @@ import pytest
 from etude.code import functions as discover
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.tasks import split
+from etude.tasks import build, commits, split
 from etude.tasks.build import check_operators
 from etude.tasks.leaks import LeakIndex
 
@@ -138,3 +138,43 @@ def test_options_are_checked(wrong: dict) -> None:
 def test_unknown_operators_are_refused() -> None:
     with pytest.raises(UserError, match="unknown operator x"):
         check_operators(BuildConfig(operators=("op_flip", "x")))
+
+
+PAGES = "".join(f"def f{i}(x):\n    y = {i}{{odd}}\n    return x + y\n{{page}}\n\n" for i in range(6))
+
+
+@pytest.mark.parametrize(
+    ("page", "odd"),
+    [
+        ("\f", ""),
+        ("\f\f", "  # \f"),
+        ("", "  # \x1c"),
+        ("", "  # \x85\u2028"),
+        ("", "\r"),
+        ("\r", "  # \v"),
+    ],
+)
+def test_a_change_touches_the_function_that_the_parser_names(page: str, odd: str) -> None:
+    """Whatever cuts lines elsewhere stands above the change; a lone carriage return is a line for Python alone."""
+    right = PAGES.format(page=page, odd=odd)
+    wrong = right.replace("y = 4", "y = 40")
+    node = ast.parse(right).body[4]
+    assert split.touched("m.py", right, wrong) == {"m.py::f4"}
+    mutant, lines = commits._mutant(right, wrong)
+    assert lines == [node.lineno + 1]
+    assert mutant.text == wrong
+    assert commits._mutant(wrong, right)[0].text == right
+
+
+def test_scripts_are_cut_as_their_parser_does() -> None:
+    text = "function a() {\n  return 1 /* \f\r */\n}\n\nfunction b() {\n  return 2\n}\n"
+    assert split.touched("m.js", text, text.replace("return 2", "return 3")) == {"m.js::b"}
+
+
+def test_tests_are_cut_out_of_files_as_they_are(tmp_path: Path) -> None:
+    """Line ends, page breaks and bytes of other lines stay."""
+    text = "# \u2028\f\r\n\r\ndef test_a():\r\n    assert 1\r\n\f\r\ndef test_b():\r\n    assert '\x1c'\r\n"
+    (tmp_path / "test_m.py").write_bytes(text.encode())
+    build._cut_out(tmp_path, ["test_m.py::test_a"])
+    left = text.replace("def test_a():\r\n    assert 1\r\n", "")
+    assert (tmp_path / "test_m.py").read_bytes() == left.encode()

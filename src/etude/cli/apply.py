@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from etude.cli.flags import add_flags, from_flags
+from etude.code import shown_lines
 from etude.config import EngineConfig
 from etude.edits import Edit, read_text
 from etude.errors import UserError
@@ -83,10 +84,10 @@ def show(path: Path, before: str, after: str) -> None:
         return
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     names = f"a/{path.name}", f"b/{path.name}"
-    for line in difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm=""):
+    for line in difflib.unified_diff(shown_lines(before), shown_lines(after), *names, lineterm=""):
         code = _COLOURS.get(line[:1], "") if colour else ""
         print(f"{code}{line}\033[0m" if code else line)
-    if before.splitlines() == after.splitlines():
+    if shown_lines(before) == shown_lines(after):
         print(f"{path}: only line ends change")
 
 

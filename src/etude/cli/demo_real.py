@@ -26,7 +26,7 @@ from etude.cli.overlays import read_toml
 from etude.cli.train import OUTPUTS
 from etude.config import RLConfig, bundled, validate
 from etude.dashboard import duration
-from etude.errors import RunFailed, UserError
+from etude.errors import RunFailed, UserError, last_line
 from etude.evals import EvalResult, compare
 from etude.trainer.finetune.config import SftConfig
 
@@ -120,7 +120,7 @@ def _run(step: Step) -> None:
     if result.returncode:
         raise RunFailed(f"{step.what} ended with {result.returncode}; the same command goes on from there")
     if result.stdout:
-        (measured,) = json.loads(result.stdout.splitlines()[-1])["results"]
+        (measured,) = json.loads(last_line(result.stdout))["results"]
         runfolder.write(step.made, json.dumps(measured).encode())
 
 

@@ -28,7 +28,7 @@ from etude.code.languages import (
     syntax_tree,
 )
 from etude.code.licence import find_licence, find_permissive_licence, is_permissive, metadata_licence
-from etude.code.lines import lines_of, occurrences, parsed_lines, shown_lines
+from etude.code.lines import counted_alike, lines_of, occurrences, parsed_lines, shown_lines
 from etude.code.markdown import table
 from etude.code.mutate import (
     Mutant,

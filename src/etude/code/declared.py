@@ -14,7 +14,8 @@ from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
-from etude.errors import UserError
+from etude.code.lines import lines_of
+from etude.errors import UserError, first_line
 
 DEPENDENCY_GROUPS = ("test", "tests", "testing", "unittest", "dev", "develop", "development", "all")  # in this order
 
@@ -44,7 +45,7 @@ def setup_cfg(repository: Path) -> ConfigParser:
         if (repository / "setup.cfg").is_file():  # no pipe, nor a link to a device
             config.read(repository / "setup.cfg", encoding="utf-8")
     except (ConfigError, UnicodeDecodeError) as e:
-        raise UserError(f"{repository / 'setup.cfg'} cannot be read ({str(e).splitlines()[0]}); repair it.") from None
+        raise UserError(f"{repository / 'setup.cfg'} cannot be read ({first_line(e)}); repair it.") from None
     return config
 
 
@@ -114,7 +115,7 @@ def requirement_lines(repository: Path, name: str) -> list[str]:
         if path in seen or not path.is_relative_to(root) or not path.is_file():
             continue
         seen.add(path)
-        for line in path.read_text("utf-8", "replace").splitlines():
+        for line in lines_of(path.read_text("utf-8", "replace")):
             inner = re.match(r"\s*(?:-r|--requirement)[\s=]*(\S+)", line)
             if inner:
                 pending.append((path.parent / inner[1]).resolve())
@@ -139,7 +140,7 @@ def _listed(repository: Path, text: str) -> Iterator[str]:
         for name in text.strip().removeprefix("file:").split(","):
             yield from requirement_lines(repository, name.strip())
     else:
-        yield from (line.strip() for line in text.splitlines() if line.strip())
+        yield from (line.strip() for line in lines_of(text) if line.strip())
 
 
 def _of_poetry(content: Mapping[str, Any]) -> Iterator[str]:
@@ -180,7 +181,7 @@ def _setup_py(repository: Path) -> dict[str, list[str]]:
     for keyword in keywords:
         content = value(keyword.value)
         if keyword.arg in ("install_requires", "tests_require") and isinstance(content, list | tuple | str):
-            lines = content.splitlines() if isinstance(content, str) else content
+            lines = lines_of(content) if isinstance(content, str) else content
             extras["" if keyword.arg == "install_requires" else "tests"] = [str(line) for line in lines]
         if keyword.arg == "extras_require" and isinstance(content, dict):
             extras |= {str(name): [str(x) for x in lines] for name, lines in content.items() if isinstance(lines, list)}

@@ -1,13 +1,16 @@
 """Finds the code, the tests and the functions of a Python repository, without running any of it."""
 
 import ast
+import tokenize
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 
 from etude.code.languages import first_line_of, parse
+from etude.code.lines import counted_alike
 from etude.errors import UserError
 
 # Hidden from the agent: history, caches and builds may hold the answer.
@@ -159,12 +162,30 @@ def is_beside(path: str) -> bool:
     return not _NOT_CODE.isdisjoint(PurePosixPath(path).parts[:-1])
 
 
-def read_source(repository: Path, path: str) -> str:
-    """Text of a source file. Raises UserError if it is not UTF-8 or does not parse."""
-    data = (repository / path).read_bytes()
+def encoding_of(data: bytes) -> str:
+    """The encoding that Python reads a source in: "utf-8", "utf-8-sig" with a byte-order mark, or another. A source
+    that Python cannot read counts as UTF-8."""
     try:
+        return tokenize.detect_encoding(BytesIO(data).readline)[0]
+    except SyntaxError:
+        return "utf-8"
+
+
+def decoded(data: bytes) -> str:
+    """The text of a source as Python reads it: in its encoding, with "\\n" at the end of every line. It cannot be
+    written back. Raises ValueError."""
+    text = data.decode(encoding_of(data))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_source(repository: Path, path: str) -> str:
+    """Text of a source file, byte for byte. Raises UserError if it is not in UTF-8 or does not parse."""
+    data = (repository / path).read_bytes()
+    if (encoding := encoding_of(data)) != "utf-8":
+        raise UserError(f"{path} is in {encoding}, and etude writes UTF-8; leave it out with `--exclude {path}`.")
+    try:
+        ast.parse(data)
         text = data.decode()
-        ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         line = getattr(e, "lineno", None)
         where = f"{path}, line {line}" if line else path
@@ -176,9 +197,10 @@ def read_source(repository: Path, path: str) -> str:
 
 
 def functions(path: str, text: str) -> list[Function]:
-    """Functions and methods of a module in their order; empty for text that is not Python. Stubs, functions nested in
-    functions and names that are defined twice are left out."""
-    tree = parse(text)
+    """Functions and methods of a module in their order; empty for text that is not Python, and for one whose lines
+    Python counts otherwise than git. Stubs, functions nested in functions and names that are defined twice are left
+    out."""
+    tree = parse(text) if counted_alike(text) else None
     units: list[Function] = []
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -201,8 +223,9 @@ def functions(path: str, text: str) -> list[Function]:
 
 
 def classes(path: str, text: str) -> list[Function]:
-    """The classes at the top of a module that hold methods."""
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    """The classes at the top of a module that hold methods; none where `functions` finds none."""
+    tree = parse(text) if counted_alike(text) else None
+    nodes = [node for node in (tree.body if tree is not None else ()) if isinstance(node, ast.ClassDef)]
     return [
         _function(path, text, node, node.name)
         for node in nodes

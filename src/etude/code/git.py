@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from etude.errors import UserError
+from etude.errors import UserError, last_line
 
 SECONDS = 300.0  # for one command
 _SETTINGS = """[core]
@@ -112,8 +112,7 @@ class Clone:
         done = self.run(*arguments, stdin=stdin, within=within)
         if done.returncode == 0:
             return done.stdout
-        messages = done.stderr.decode(errors="replace").strip().splitlines()
-        raise self._lacking(messages[-1] if messages else f"git {arguments[0]} failed")
+        raise self._lacking(last_line(done.stderr.decode(errors="replace"), f"git {arguments[0]} failed"))
 
     def id_of(self, name: str) -> str:
         """The id of the object that a name stands for, even if the object is missing; empty for an unknown name."""

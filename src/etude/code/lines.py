@@ -4,16 +4,17 @@ r"""Lines, as git, editors and agents' tools number them: "\n" alone ends one.
 """
 
 import re
-from typing import AnyStr
+from typing import Any, AnyStr
 
+_LONE = re.compile("\r(?!\n)")
 _PARSED = re.compile("[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
 def lines_of(text: AnyStr, *, ends: bool = False) -> list[AnyStr]:
     r"""The lines of a text. The last "\n" ends the last line, so the empty text has none. A "\r" before a "\n" belongs
     to its line. With `ends`, lines keep their "\n", and joined they are the text."""
-    newline = "\n" if isinstance(text, str) else b"\n"
-    lines = text.split(newline)
+    newline: Any = "\n" if isinstance(text, str) else b"\n"
+    lines: list[Any] = text.split(newline)
     last = lines.pop()
     if ends:
         lines = [line + newline for line in lines]
@@ -29,6 +30,11 @@ def parsed_lines(text: str) -> list[str]:
     r"""The lines with their ends as Python's parser counts them: "\n", "\r\n" and "\r" alone end one. The numbers of
     `ast` and `tokenize` are these."""
     return _PARSED.findall(text)
+
+
+def counted_alike(text: str) -> bool:
+    r"""Whether Python's parser counts the lines of a text as git does: no "\r" ends one."""
+    return _LONE.search(text) is None
 
 
 def occurrences(text: str, part: str) -> int:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from etude.code import archives
 from etude.code.declared import declared_requirements
-from etude.errors import UserError
+from etude.code.lines import lines_of
+from etude.errors import UserError, last_line
 
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]*")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -198,7 +199,7 @@ def _download(name: str, version: str, sha256: str, folder: Path, timeout: float
     if "ERROR: no source package" in done.stderr:
         raise UserError(f"{name}=={version} has no source package (.tar.gz); give a version that has one, or a folder.")
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
+        reason = last_line(done.stderr, "no message")[:300]
         raise UserError(f"{what} failed ({reason}); check the network, the name and the version.")
     verify(archive, sha256)
     return archive
@@ -224,7 +225,7 @@ def _pip(arguments: list[str], timeout: float, python: str = platform.python_ver
     done = _run(command, f"pip {arguments[0]}", timeout)
     if done.returncode == 0:
         return
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")] or ["ERROR: no message"]
+    errors = [line for line in lines_of(done.stderr) if line.startswith("ERROR: ")] or ["ERROR: no message"]
     missing = re.search(r"No matching distribution found for (\S+)", done.stderr)
     if missing and "connection broken by" in done.stderr:  # the index was not reached
         raise UserError(

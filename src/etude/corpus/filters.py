@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from etude.code import parse, secret_in
+from etude.code import lines_of, parse, secret_in
 from etude.code.functions import FunctionNode, functions
 from etude.corpus.sources import File, PackageSource, files
 
@@ -44,7 +44,7 @@ def ascii_ratio(text: str) -> float:
 
 def generated(text: str) -> bool:
     """Whether the first lines state that a program wrote the file."""
-    return bool(_GENERATED.search("\n".join(text.splitlines()[:12])))
+    return bool(_GENERATED.search("\n".join(lines_of(text)[:12])))
 
 
 def keep_file(file: File) -> bool:

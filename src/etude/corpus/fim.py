@@ -2,6 +2,8 @@
 
 import random
 
+from etude.code import lines_of
+
 
 def split(text: str, rng: random.Random) -> tuple[str, str, str]:
     """Cut text into (prefix, middle, suffix) with prefix + middle + suffix == text and a non-empty middle. Half of the
@@ -9,7 +11,7 @@ def split(text: str, rng: random.Random) -> tuple[str, str, str]:
     text."""
     if not text:
         raise ValueError("cannot cut an empty text for fill-in-the-middle")
-    lines = text.splitlines(keepends=True)
+    lines = lines_of(text, ends=True)
     if len(lines) > 2 and rng.random() < 0.5:
         start = rng.randrange(len(lines))
         end = min(len(lines), start + rng.randint(1, 4))

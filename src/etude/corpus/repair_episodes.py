@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from etude.code import Mutant, draw_mutant, functions
+from etude.code import Mutant, draw_mutant, functions, occurrences
 from etude.corpus.dialect import Call, Document, message, prompt, turn
 from etude.corpus.filters import FunctionText
 
@@ -43,7 +43,7 @@ class StringEdit:
 
     def apply(self, source: str) -> str:
         """The text after the edit. Raises ValueError unless `old` occurs exactly once and `new` differs."""
-        count = source.count(self.old) if self.old else 0
+        count = occurrences(source, self.old)
         if count != 1:
             raise ValueError("no match" if count == 0 else f"{count} matches")
         if self.old == self.new:
@@ -77,7 +77,7 @@ def edit_between(before: str, after: str) -> StringEdit:
     while True:
         old, new = "\n".join(a[start:end_a]), "\n".join(b[start:end_b])
         # An empty side would leave an empty line behind, and a side of blank lines alone is seldom unique.
-        if old.strip() and end_b > start and before.count(old) == 1:
+        if old.strip() and end_b > start and occurrences(before, old) == 1:
             return StringEdit(old, new)
         if start > 0 and (not grow_down or end_a == len(a)):
             start -= 1
@@ -208,7 +208,8 @@ def episode(
             place = rng.randrange(len(broken.edit.old))
             old, new = broken.edit.old[:place] + broken.edit.old[place + 1 :], broken.edit.new
         else:  # a line of the broken function that occurs once, replaced by itself
-            lines = [line for line in broken.source.split("\n") if line.strip() and broken.source.count(line) == 1]
+            source = broken.source
+            lines = [line for line in source.split("\n") if line.strip() and occurrences(source, line) == 1]
             old = new = rng.choice(lines or [""])
         if (not old and shape == "no_change") or (shape == "no_match" and old in broken.source):
             return None

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from etude.code import fetch_wheel, is_permissive, metadata_licence
+from etude.code.functions import decoded
 from etude.errors import UserError
 
 
@@ -53,14 +54,14 @@ def fetch_source(requirement: str, directory: Path) -> PackageSource:
 
 
 def files(source: PackageSource) -> Iterator[File]:
-    """Every UTF-8 Python file of a source, in sorted order so that a corpus is the same on every machine."""
+    """Every Python file of a source that decodes, in sorted order so that a corpus is the same on every machine."""
     for path in sorted(source.root.rglob("*.py")):
         relative = path.relative_to(source.root)
         if "site-packages" in relative.parts or "dist-packages" in relative.parts:
             continue
         try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
+            text = decoded(path.read_bytes())
+        except (ValueError, OSError):
             continue
         yield File(source.name, relative.as_posix(), text)
 

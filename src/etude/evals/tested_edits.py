@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.code import parsed_lines
 from etude.config import SandboxConfig
 from etude.corpus.edits import Repository, edit_with_sketch
 from etude.edits import Example
@@ -35,13 +35,14 @@ class FunctionLines:
 
     def text(self, module: str) -> str:
         """The function without its indentation."""
-        lines = module.splitlines(keepends=True)[self.first : self.last]
+        lines = parsed_lines(module)[self.first : self.last]
         return "".join(line.removeprefix(self.indent) for line in lines)
 
     def put(self, module: str, text: str) -> str:
         """The module with `text` as the function; lines of white space stay unchanged."""
-        lines = module.splitlines(keepends=True)
-        return "".join([*lines[: self.first], textwrap.indent(text, self.indent), *lines[self.last :]])
+        lines = parsed_lines(module)
+        inner = [self.indent + line if line.strip() else line for line in parsed_lines(text)]
+        return "".join([*lines[: self.first], *inner, *lines[self.last :]])
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def _sides(task: CodeTask) -> tuple[FunctionLines, str, str] | None:
         return None
     broken, right = task.changes[path], task.solution[path]
     first, last = task.focus.first_line - 1, task.focus.last_line
-    more = len(right.splitlines()) - len(broken.splitlines())
-    line = broken.splitlines()[first]
+    more = len(parsed_lines(right)) - len(parsed_lines(broken))
+    line = parsed_lines(broken)[first]
     place = FunctionLines(first, last, line[: len(line) - len(line.lstrip())])
     before, after = place.text(broken), FunctionLines(first, last + more, place.indent).text(right)
     if place.put(broken, before) != broken or place.put(broken, after) != right:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from etude.code import first_line_of
+from etude.code.functions import decoded
 from etude.errors import UserError
 from etude.harness.tools import Exec
 from etude.renderers import ToolError, one_line
@@ -82,7 +83,7 @@ def _needed(file: str, function: str, why: str) -> str:
     """The statements of a file that a function needs, on their lines: its own, and those that define or change a name
     that these read. Raises UserError, whose message `why` begins."""
     try:
-        source = Path(file).read_text("utf-8")
+        source = decoded(Path(file).read_bytes())
         statements = ast.parse(source).body
     except (OSError, ValueError, SyntaxError) as e:
         raise UserError(f"{why} cannot be read: {e}") from None

@@ -1,14 +1,13 @@
 """A repository as chunks that `search` can find: one per syntax node of Python, windows of lines of other text."""
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import blake3
 
-from etude.code import first_line_of, parse
+from etude.code import counted_alike, first_line_of, parse
 
 WINDOW = 40  # lines of a chunk of text without a known syntax
 LONGEST = 120  # lines of a chunk; a longer function is cut, and each part bears its name
@@ -32,8 +31,9 @@ class CodeChunk:
 @lru_cache(maxsize=4096)
 def chunks(path: str, text: str) -> tuple[CodeChunk, ...]:
     """A file cut into chunks, in its order; blank ones are left out."""
-    lines = [line[:MAX_LINE] for line in re.split(r"\r\n|\n|\r", text)]
-    tree = parse(text.removeprefix("\ufeff")) if path.endswith((".py", ".pyi")) else None
+    lines = [line.removesuffix("\r")[:MAX_LINE] for line in text.split("\n")]
+    python = path.endswith((".py", ".pyi")) and counted_alike(text)
+    tree = parse(text.removeprefix("\ufeff")) if python else None
     spans = list(_spans(tree.body, 1, len(lines), "")) if tree is not None else []
     parts = []
     for first, last, name in spans or [(1, len(lines), "")]:

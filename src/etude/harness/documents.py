@@ -6,18 +6,16 @@ A document is computed once for all episodes that show the same text, so a file 
 end: a task that breaks one function leaves all other pieces of its file equal to those of every other task.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from etude.code import first_line_of, parse
+from etude.code import first_line_of, parse, parsed_lines
 from etude.harness.chunks import DEFINITIONS
 from etude.records import Focus, ToolCall
 from etude.renderers import TITLE, one_line
 
 MIN_RESULT = 64  # tokens; a shorter result costs less as text than as a new segment
 _CHARACTERS = 12  # of a token at most, as a rule: pieces that cannot fit are not encoded
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")  # as Python counts lines
 
 Encode = Callable[[str, str], list[int]]  # title, text -> ids of the document
 
@@ -34,7 +32,7 @@ class FilePiece:
 def pieces(text: str) -> list[FilePiece]:
     """A file cut into its top-level functions and classes, and the runs of other statements between them. Together they
     are all its lines but blank ones at the ends. One piece if it does not parse as Python."""
-    lines = _LINE.findall(text)
+    lines = parsed_lines(text)
     cuts = [(first, last) for first, last in _statements(text) if last <= len(lines)] or [(1, len(lines))]
     cuts[-1] = cuts[-1][0], len(lines)
     parts, begin = [], 1

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from etude.code import first_line_of, parse
+from etude.code import first_line_of, occurrences, parse, parsed_lines
 
-_LINE = re.compile(r"([^\r\n]*)(\r\n|\n|\r|$)")
+_PARSED = re.compile(r"([^\r\n]*)(\r\n|\n|\r|$)")  # lines as Python's parser counts them, with which a focus is named
+_LINE = re.compile(r"([^\n]*?)(\r?\n|\Z)")
 
 
 class EditError(ValueError):
@@ -108,7 +109,7 @@ class View:
 @lru_cache(maxsize=256)
 def view_of(text: str, first_line: int, last_line: int) -> View:
     """The view of lines first_line to last_line (1-based, inclusive) of a file: the function there, or all of them."""
-    lines = [match.group() for match in _LINE.finditer(text)]
+    lines = parsed_lines(text)
     before, body, after = lines[: first_line - 1], lines[first_line - 1 : last_line], lines[last_line:]
     if not any(body):
         return View(text, (Line("", "", ""),), "", "", _newline(text))
@@ -117,7 +118,7 @@ def view_of(text: str, first_line: int, last_line: int) -> View:
 
 def view_of_body(before: str, body: str, after: str) -> View:
     """The view of the function in `body`, a run of whole lines, between the rest of the file."""
-    pieces = [(text, end) for text, end in _LINE.findall(body) if text or end]
+    pieces = [(text, end) for text, end in _PARSED.findall(body) if text or end]
     texts = [text for text, _ in pieces]
     node = _function("\n".join(texts))
     first = 0 if node is None else node.lineno - 1  # decorators are not shown
@@ -138,7 +139,7 @@ def edit_file(text: str, old: str, new: str) -> str:
         lines = tuple(Line(line, end, line) for line, end in _LINE.findall(text) if line or end)
         if lines[-1].end:
             lines = (*lines, Line("", "", ""))  # so that the shown text ends with a newline where the file does
-        return View("", lines, "", "", _newline(text)).edit(old, new).file
+        return View("", lines, "", "", _newline(text, r"\r?\n")).edit(old, new).file
     old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
     _check(text, old, new)
     return text.replace(old, new)
@@ -148,7 +149,7 @@ def _check(text: str, old: str, new: str) -> None:
     """Raises EditError unless replacing `old` by `new` in `text` is one change."""
     if old == new:
         raise EditError("no change")
-    matches = text.count(old) if old else 0
+    matches = occurrences(text, old)
     if matches != 1:
         raise EditError("no match" if matches == 0 else f"{matches} matches", matches)
 
@@ -158,7 +159,7 @@ def moved(view: View, text: str) -> View | None:
     body = view.body
     if text.startswith(view.before) and text.endswith(view.after) and len(view.before + view.after) < len(text):
         start, stop = len(view.before), len(text) - len(view.after)
-    elif text.count(body) == 1:
+    elif occurrences(text, body) == 1:
         start = text.index(body)
         stop = start + len(body)
     else:
@@ -166,8 +167,8 @@ def moved(view: View, text: str) -> View | None:
     return view_of_body(text[:start], text[start:stop], text[stop:])
 
 
-def _newline(text: str) -> str:
-    match = re.search(r"\r\n|\n|\r", text)
+def _newline(text: str, pattern: str = r"\r\n|\n|\r") -> str:
+    match = re.search(pattern, text)
     return match.group() if match else "\n"
 
 

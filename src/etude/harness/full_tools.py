@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import blake3
 
+from etude.code import lines_of, shown_lines
 from etude.edits import Edit
 from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.focus import EditError, common_prefix, edit_file
@@ -146,7 +147,7 @@ class FullTools(Tools):
         return "\n".join([*entries[:1000], *rest]) or "empty folder"
 
     async def _read(self, path: str, offset: int = 1, limit: int = 2000) -> str:
-        lines = (await self.text(path)).splitlines()
+        lines = shown_lines(await self.text(path))
         start = max(offset, 1) - 1
         chosen = lines[start : start + max(1, min(limit, 2000))]
         shown, size, most = [], 0, min(MAX_READ, self._most())
@@ -293,8 +294,8 @@ def _proper(text: str) -> bool:
 
 def _nearest(text: str, old: str) -> str:
     """A hint at the line of the file that is most like the first line of `old`."""
-    wanted = next((line.strip() for line in old.splitlines() if line.strip()), "")
-    lines = [line.strip() for line in text.splitlines()[:5000]]
+    wanted = next((line.strip() for line in lines_of(old) if line.strip()), "")
+    lines = [line.strip() for line in lines_of(text)[:5000]]
     near = [wanted] if wanted in lines else get_close_matches(wanted[:200], dict.fromkeys(lines), 1, 0.6)
     if not wanted or not near:
         return ""

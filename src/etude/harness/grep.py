@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from re import _constants as op  # type: ignore[attr-defined]  # no public syntax tree exists
 from re import _parser as parser  # type: ignore[attr-defined]
 
+from etude.code import shown_lines
 from etude.renderers import ToolError
 
 MAX_PATTERN = 500
@@ -85,7 +86,7 @@ def search(
     deadline = time.monotonic() + seconds
     hits: list[str] = []
     for path, text in files:
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(shown_lines(text), 1):
             if compiled.search(line[:width]):
                 if len(hits) == limit:
                     return hits, True

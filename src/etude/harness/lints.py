@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 
-from etude.harness.tools import Exec
+from etude.harness.tools import Exec, file_bytes
 from etude.renderers import ToolError, one_line
 
 MOST = 100  # diagnostics
@@ -73,7 +73,7 @@ def _syntax(text: str) -> Diagnostics:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(text.removeprefix("\ufeff"), "file", "exec", dont_inherit=True)
+            compile(file_bytes(text), "file", "exec", dont_inherit=True)
     except SyntaxError as e:
         return [(e.lineno or 1, one_line(f"{type(e).__name__}: {e.msg}", 200))]
     except (ValueError, RecursionError, MemoryError, OverflowError) as e:

@@ -24,7 +24,7 @@ from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.token_ledger import TokenLedger
 from etude.harness.tools import Tools
 from etude.protocol import GenerateRequest
-from etude.protocol.backends import ChatAnswer, ChatClient, ContextSpent, Conversation
+from etude.protocol.backends import ChatAnswer, ChatClient, ContextSpent, Conversation, ConversationRefused
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 from etude.renderers import Renderer
 
@@ -200,14 +200,14 @@ def turn_seed(seed: int, turn: int) -> int:
 
 async def run_agent_loop(spec: EpisodeSpec, opening: Opening) -> UngradedEpisode:
     """Plays an episode from its opening. A spent budget ends the episode where it stands. Raises BoxError with payer
-    "infra", EngineError or Aborted if the infrastructure failed, and UserError if an API refuses."""
+    "infra", EngineError or Aborted if the infrastructure failed, and UserError if an API refuses every conversation."""
     source, tools = await spec.model.open(spec, opening), opening.tools
     tools.deadline = time.monotonic() + spec.budget.seconds
-    timed_out = False
+    timed_out, note = False, ""
     try:
         stop_reason = await _play(spec.budget, source, tools)
     except _BudgetSpent as spent:
-        stop_reason = spent.reason
+        stop_reason, note = spent.reason, spent.note
     except TimeoutError:
         stop_reason, timed_out = StopReason.SECONDS, True
     counts = tools.metrics
@@ -219,6 +219,7 @@ async def run_agent_loop(spec: EpisodeSpec, opening: Opening) -> UngradedEpisode
         metrics,
         timed_out,
         bool(tools.visible_passed),
+        note,
         answer=source.answer(),
     )
 
@@ -244,10 +245,10 @@ async def _play(budget: Budget, source: TurnSource, tools: Tools) -> StopReason:
 
 
 class _BudgetSpent(Exception):
-    """No turn can be sampled any more."""
+    """No turn can be sampled any more; `note` is a sentence for people."""
 
-    def __init__(self, reason: StopReason) -> None:
-        self.reason = reason
+    def __init__(self, reason: StopReason, note: str = "") -> None:
+        self.reason, self.note = reason, note
 
 
 class _Turns:
@@ -447,6 +448,8 @@ class _ChatTurns(_Turns):
             raise _BudgetSpent(StopReason.SECONDS) from None
         except ContextSpent:
             raise _BudgetSpent(StopReason.TOKENS) from None
+        except ConversationRefused as e:
+            raise _BudgetSpent(StopReason.REFUSED, f"the API refused the conversation: {e}") from None
         tools.deadline += answer.waited
         usage, self._last = answer.usage, answer
         self._counts.update(prompt_tokens=usage.prompt, cached_tokens=usage.cached, sampled_tokens=usage.sampled)

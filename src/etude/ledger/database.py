@@ -14,7 +14,7 @@ from sqlalchemy.event import listens_for
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from etude.code import need
-from etude.errors import UserError
+from etude.errors import UserError, first_line
 
 BUSY_SECONDS = 30.0
 """How long a connection waits for another process's write; a write takes well under a millisecond. On PostgreSQL,
@@ -59,7 +59,7 @@ def _connected(engine: sa.Engine, create: Callable[[sa.Connection], None], what:
 
 def reason(error: DBAPIError) -> str:
     """The database's error message, in one line."""
-    return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
+    return first_line(error.orig)
 
 
 def parse_database_url(url: str, what: str) -> URL:

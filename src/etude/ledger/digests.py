@@ -16,7 +16,7 @@ import blake3
 import msgspec
 import sqlalchemy as sa
 
-from etude.errors import UserError
+from etude.errors import UserError, last_line
 from etude.ledger.schema import episodes, groups, impossible
 from etude.records import Episode, EpisodeBlob, decode, encode
 from etude.store import ObjectMissing, Store
@@ -63,7 +63,7 @@ def check(c: sa.Connection) -> None:
     if c.dialect.name == "sqlite":
         integrity = str(c.exec_driver_sql("PRAGMA integrity_check(1)").scalar())
         if integrity != "ok":
-            raise damaged(c, integrity.splitlines()[-1])
+            raise damaged(c, last_line(integrity))
     if (row := next(_broken(c), None)) is not None:
         raise damaged(c, f"{row} is not as it was written")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from etude.errors import UserError
-from etude.models.files import first_line
+from etude.errors import UserError, first_line
 
 
 def check_device(name: str, option: str) -> None:

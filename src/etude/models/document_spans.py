@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from etude.errors import first_line
 from etude.models import attention_kernel, batch_invariant, gemm
 from etude.models.attention import CausalLayout, KeyValues, causal
 from etude.models.experts import few_shapes, observe
@@ -210,7 +211,7 @@ def refusal(model: PreTrainedModel) -> str:
     try:
         same = _rotates_alike(model)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        reason = first_line(e)
         return f"keys before rotation cannot be taken from this model ({reason})"
     return "" if same else "this model does not rotate the keys of all layers in the one way that is known"
 

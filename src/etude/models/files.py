@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from etude.errors import UserError
+from etude.errors import UserError, first_line
 
 INDEX = "model.safetensors.index.json"
 
@@ -85,8 +85,3 @@ def check_safetensors(path: Path) -> None:
             f"{path} is damaged: {size} bytes instead of the {8 + header_size + end} its header says; "
             "fetch the model again"
         )
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

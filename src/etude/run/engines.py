@@ -19,7 +19,7 @@ import httpx2
 import etude
 from etude import processes
 from etude.config import InferenceConfig, RLConfig, ServerConfig, WeightSource
-from etude.errors import UserError
+from etude.errors import UserError, last_line
 from etude.protocol import TOKEN_VARIABLE, new_token, own_token
 from etude.protocol.backends import OLDEST_VLLM, EngineBackend, EtudeBackend, VllmBackend, WeightsOf
 from etude.runfolder import PRIVATE
@@ -100,8 +100,8 @@ def check_python(inference: InferenceConfig) -> None:
             [python, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as e:
-        why = (getattr(e, "stderr", None) or str(e)).strip().splitlines()[-1:]
-        raise UserError(f"{python} has no vllm ({' '.join(why)}): name another with inference.python") from None
+        why = last_line(getattr(e, "stderr", None) or str(e))
+        raise UserError(f"{python} has no vllm ({why}): name another with inference.python") from None
     version = output.strip().split("+")[0]
     if tuple(map(int, version.split(".")[:2])) < OLDEST_VLLM:
         raise UserError(f"{python} has vLLM {version}: etude needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from etude import runfolder
+from etude.code import lines_of
 from etude.config import RLConfig
 from etude.dashboard import LiveView
 from etude.processes import resident_bytes
@@ -92,7 +93,7 @@ class Monitor:
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         self._log_read += len(whole)
-        for line in whole.decode(errors="replace").splitlines():
+        for line in lines_of(whole.decode(errors="replace")):
             if line.startswith(NOTE):
                 print(f"etude: {line.removeprefix(NOTE)}", file=sys.stderr)
 

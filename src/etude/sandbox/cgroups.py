@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from etude.code import lines_of
 from etude.sandbox.base import LaunchFailed, Limits
 
 NAME = "etude-boxes-"
@@ -49,11 +50,11 @@ class ControlGroup:
 def detect(proc: Path = Path("/proc/self"), top: Path = Path("/")) -> Hierarchy | None:
     """Where this process may make groups for memory and processes: in v2 if its controllers are there, else in v1."""
     own: dict[str, str] = {}
-    for line in (proc / "cgroup").read_text().splitlines():
+    for line in lines_of((proc / "cgroup").read_text()):
         _, names, path = line.split(":", 2)
         own |= dict.fromkeys(names.split(","), path)  # the name of v2 is empty
     mounted: dict[str, Path] = {}
-    for line in (proc / "mountinfo").read_text().splitlines():
+    for line in lines_of((proc / "mountinfo").read_text()):
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
         if not kind.startswith("cgroup"):
@@ -106,7 +107,7 @@ def available_memory() -> int:
 
 
 def _meminfo() -> dict[str, int]:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = (line.split() for line in lines_of(Path("/proc/meminfo").read_text()))
     return {name.rstrip(":"): int(kilobytes) << 10 for name, kilobytes, *_ in lines}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etude.code import lines_of
 from etude.errors import UserError
 
 FORMAT = 2  # as in the script, which cannot import etude
@@ -31,7 +32,7 @@ def read_fingerprints(paths: Sequence[Path]) -> list[FingerprintSample]:
     samples: list[FingerprintSample] = []
     for path in paths:
         try:
-            lines = path.read_text("utf-8").splitlines()
+            lines = lines_of(path.read_text("utf-8"))
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(
                 f"{path} cannot be read ({e}); record one with `etude doctor parity --record FILE` in production"

@@ -20,7 +20,7 @@ from typing import Any
 import httpx2
 
 from etude.code.functions import RepositoryLayout
-from etude.errors import UserError
+from etude.errors import UserError, last_line
 from etude.grading import TestRunner, open_sandbox
 from etude.sandbox import Image, Limits, Sandbox
 from etude.tasks import requirements
@@ -177,7 +177,7 @@ async def miss(repository: Path, sandbox: Sandbox, site: Path, goal: Goal) -> st
     if goal.share is None:
         held = re.search(goal.expected, done.output) is not None and (done.rc == 0 or bool(goal.expected))
         return None if held else done.output[-2000:]
-    summary = (done.output.strip().splitlines() or [""])[-1]
+    summary = last_line(done.output)
     counts = {word.rstrip("s"): int(number) for number, word in _COUNT.findall(summary)}
     ran = sum(counts.values())
     return None if ran and counts.get("passed", 0) >= goal.share * ran else done.output[-4000:]

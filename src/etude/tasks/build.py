@@ -329,8 +329,8 @@ def _cut_out(repository: Path, tests: Iterable[str]) -> None:
         if path in gone:
             file.unlink()
         else:
-            text = file.read_text("utf-8")
-            file.write_text(split.without_tests(path, text, gone), encoding="utf-8")
+            text = file.read_bytes().decode()
+            file.write_bytes(split.without_tests(path, text, gone).encode())
 
 
 def _uncuttable(plan: _BuildPlan, tests: Collection[str]) -> set[str]:
@@ -406,7 +406,7 @@ async def _failing_as_shown(bench: Bench, visible: Collection[str], unstable: Co
     a test that needs the one before it, which is hidden."""
     gone = set(unstable)
     paths = {test.partition("::")[0] for test in visible}
-    texts = {path: (bench.repository / path).read_text("utf-8") for path in paths}
+    texts = {path: (bench.repository / path).read_bytes().decode() for path in paths}
     while left := sorted({*visible} - gone):
         cut = {path: split.without_tests(path, text, gone).encode() for path, text in texts.items()}
         _, failed = await gates.stable_tests(bench, left, None, cut)

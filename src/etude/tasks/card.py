@@ -201,7 +201,7 @@ def _files(taken: Inventory) -> list[str]:
         f"{_named(' Left out: symbolic links to code, tests, or nothing of the repository', taken.links)}"
         f"{_named(' Submodules that were not fetched, and are empty', taken.absent)}"
         f"{_named(' Pointers of Git LFS, whose files were not fetched: tests that read them fail', taken.pointers)}"
-        f"{_named(' Sources that are not in UTF-8, kept and not broken', taken.encoded)}"
+        f"{_named(' Sources that are not in plain UTF-8, kept and not broken', taken.encoded)}"
         f"{_named(' Paths that are equal but for case, one file where case is ignored', taken.clashing)}\n",
         *(f"{line}\n" for line in sentences(taken.withheld, 10)),
     ]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from etude.code import ByteEdit, Clone, Mutant, MutationCandidate, clone_around, secret_in
+from etude.code import ByteEdit, Clone, Mutant, MutationCandidate, clone_around, lines_of, parsed_lines, secret_in
 from etude.code.functions import Function, is_test
 from etude.grading import answer_fingerprint
 
@@ -119,7 +119,7 @@ def _taken_back(clone: Clone, before: str, after: str, now: str) -> str | None:
 
 def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
     """The change as one edit per block of lines, and the lines of `source` that it touches."""
-    old, new = source.splitlines(keepends=True), text.splitlines(keepends=True)
+    old, new = parsed_lines(source), parsed_lines(text)
     offsets = [0]
     for line in old:
         offsets.append(offsets[-1] + len(line.encode()))
@@ -142,7 +142,7 @@ def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
 
 def _request(message: str) -> str:
     """The first informative line of a commit message, without prefixes and issue numbers."""
-    lines = map(_without_noise, message.splitlines())
+    lines = map(_without_noise, lines_of(message))
     return next((line.strip() for line in lines if len(line.split()) >= 3), "")
 
 
@@ -154,7 +154,7 @@ def _without_noise(line: str) -> str:
 
 def _body(message: str, request: str) -> str:
     """The rest of a commit message after `request`, without signatures and references; cut to _WISH characters."""
-    lines = [_without_noise(line.rstrip()) for line in message.splitlines() if not _TRAILER.match(line)]
+    lines = [_without_noise(line.rstrip()) for line in lines_of(message) if not _TRAILER.match(line)]
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines).replace(request, "", 2)).strip()
     return text[:_WISH].strip() if len(text.split()) >= 3 else ""
 
@@ -162,6 +162,6 @@ def _body(message: str, request: str) -> str:
 def _noted(clone: Clone, parent: str, commit: str, path: str) -> str:
     """The lines that a commit added to a list of changes."""
     diff = clone.demand("diff-tree", "-p", "-U0", "--no-ext-diff", "--no-textconv", parent, commit, "--", path)
-    added = [line[1:].strip() for line in diff.decode("utf-8", "replace").splitlines() if line[:1] == "+"]
+    added = [line[1:].strip() for line in lines_of(diff.decode("utf-8", "replace")) if line[:1] == "+"]
     kept = [line for line in added if len(line.split()) >= 3 and not line.startswith(("++", "==", "--"))]
     return "\n".join(re.sub(r"\s*[:(]?#\d+\)?", "", line) for line in kept)[:_WISH].strip()

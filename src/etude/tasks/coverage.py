@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
+from etude.code import lines_of
 from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
 from etude.sandbox import SITE, Box, BoxError, ExecResult, NotFound
@@ -256,6 +257,6 @@ async def _run(box: Box, timeout: float, ran: Callable[[int, int], None]) -> Exe
 
 def last_lines(text: str) -> str:
     """The last informative lines of an output, without frames of Node's stacks, joined into one line."""
-    lines = [line.strip() for line in text.strip().splitlines() if re.search(r"\w", line)]
+    lines = [line.strip() for line in lines_of(text) if re.search(r"\w", line)]
     lines = [line for line in lines if not re.match(r"at .*[(:/]\S+:\d+:\d+\)?$", line)] or lines
     return " / ".join(line[:200] for line in lines[-4:]) or "nothing"

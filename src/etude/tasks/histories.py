@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from etude.code import GitTree, functions, secret_in
+from etude.code import GitTree, functions, lines_of, secret_in
 from etude.errors import UserError
 from etude.grading import LEAK_SHARE, answer_runs
 from etude.records import CodeTask
@@ -112,7 +112,7 @@ class Damage:
     @staticmethod
     def of(solution: str, broken: str) -> "Damage":
         """The damage between the original text and the broken text of the agent."""
-        old, new = solution.splitlines(keepends=True), broken.splitlines(keepends=True)
+        old, new = lines_of(solution, ends=True), lines_of(broken, ends=True)
         head = sum(takewhile(bool, map(eq, old, new)))  # lines that are equal at the beginning, and at the end
         tail = sum(takewhile(bool, map(eq, reversed(old[head:]), reversed(new[head:]))))
         head, tail = max(0, head - CONTEXT), max(0, tail - CONTEXT)

@@ -59,7 +59,7 @@ def _impossible(task: CodeTask, hidden: Path, copies: dict[str, dict[str, str]])
 
 def _contradict(path: Path) -> dict[str, str]:
     """Append the contrary copies to a test file. Returns their names by the names of the tests."""
-    text = path.read_text("utf-8") if path.is_file() else ""
+    text = path.read_bytes().decode() if path.is_file() else ""
     tree = parse(text)
     names: dict[str, str] = {}
     added: list[str] = []
@@ -73,7 +73,7 @@ def _contradict(path: Path) -> dict[str, str]:
             added.append(ast.unparse(ast.fix_missing_locations(contrary)))
     if added:
         path.unlink()  # it may be a link to the dataset's own file
-        path.write_text(text + "\n\n\n" + "\n\n\n".join(added) + "\n", "utf-8")
+        path.write_bytes((text + "\n\n\n" + "\n\n\n".join(added) + "\n").encode())
         path.chmod(0o644)
     return names
 

@@ -33,7 +33,7 @@ class Inventory:
     pointers: tuple[str, ...] = ()  # files that Git LFS did not fetch; they hold an address
     links: tuple[str, ...] = ()  # symbolic links that are not followed, see `_followed`
     withheld: Reasons = field(default_factory=dict)  # path, or folder ("build/") -> why it is left out
-    encoded: tuple[str, ...] = ()  # Python sources that are not in UTF-8: taken, and not broken
+    encoded: tuple[str, ...] = ()  # sources that are not in plain UTF-8: taken, and not broken
     clashing: tuple[str, ...] = ()  # paths that are equal but for case: taken, and one on some file systems
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from etude.code import SCRIPT_SUFFIXES
+from etude.code import SCRIPT_SUFFIXES, lines_of
 from etude.code.functions import RepositoryLayout
 from etude.config import BuildConfig
 from etude.errors import UserError
@@ -69,7 +69,7 @@ def npm(arguments: list[str], folder: Path, timeout: float) -> None:
     except subprocess.TimeoutExpired:
         raise UserError(f"npm {arguments[0]} took over {timeout:.0f} s; check the network.") from None
     if done.returncode != 0:
-        reason = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["no message"]
+        reason = [line for line in lines_of(done.stderr) if "error" in line.lower()] or ["no message"]
         message = "; ".join(line.strip()[:200] for line in reason[:2])
         message = f"npm {arguments[0]} failed ({message}); check the network and the package."
         if match := _LACKS.search(done.stderr):

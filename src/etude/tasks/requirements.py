@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from etude.code import DEPENDENCY_GROUPS, declared_requirements, dependency_groups, requirement_lines
+from etude.code import DEPENDENCY_GROUPS, declared_requirements, dependency_groups, requirement_lines, shown_lines
 
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[\w, -]+\])?\s*([<>=!~][^;#]*)?(;.*)?")
 # Tools that check, build or publish a project. No test imports them, and every box has pytest.
@@ -83,7 +83,7 @@ def _of_tox(repository: Path) -> list[str]:
     block = re.search(r"^\[testenv\]$(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
     listed = re.search(r"^deps\s*=((?:.*\n)(?:[ \t]+.*\n)*)", block[1], re.MULTILINE) if block else None
     required: list[str] = []
-    for line in listed[1].splitlines() if listed else ():
+    for line in shown_lines(listed[1]) if listed else ():
         line = line.strip()
         required += requirement_lines(repository, line[2:].strip()) if line.startswith("-r") else [line]
     return required

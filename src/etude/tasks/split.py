@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 
 import blake3
 
-from etude.code import first_line_of, is_script, parse
+from etude.code import first_line_of, is_script, lines_of, parse, parsed_lines
 from etude.code.functions import FunctionNode, Unit
 from etude.records import CodeTask
 from etude.tasks import javascript
@@ -71,7 +71,8 @@ def side(members: Iterable[str], heldout: set[str]) -> str | None:
 def touched(path: str, right: str, wrong: str) -> frozenset[str]:
     """Ids of the functions in the text `right` that a change to `wrong` touches, compared by lines. A line of a class
     outside of its methods touches the class. A line outside of functions and classes touches no id."""
-    old, new = right.splitlines(), wrong.splitlines()
+    cut = lines_of if is_script(path) else parsed_lines
+    old, new = cut(right), cut(wrong)
     spans = _spans(path, right)
     ids: set[str] = set()
     for kind, first, last, _, _ in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():

@@ -52,7 +52,7 @@ def read_functions(repo: Path, facts: Survey) -> tuple[dict[str, str], list[Unit
     """The texts of the sources by path, and their functions. Raises UserError for a file that does not parse."""
     paths = sorted({*facts.layout.sources}.difference(facts.generated, facts.inventory.encoded))
     if facts.script:
-        sources = {path: (repo / path).read_text("utf-8", "replace") for path in paths}
+        sources = {path: (repo / path).read_bytes().decode() for path in paths}
     else:
         sources = {path: discover.read_source(repo, path) for path in paths}
     parse = javascript.functions if facts.script else discover.functions

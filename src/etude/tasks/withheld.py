@@ -6,21 +6,21 @@ folders of tests and of code. A likely secret in the library's own code refuses 
 """
 
 import re
-import tokenize
 import unicodedata
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from io import BytesIO
 from pathlib import Path, PurePosixPath
 
-from etude.code import credential_name, functions, language_of, secret_in
+from etude.code import counted_alike, credential_name, functions, is_script, language_of, secret_in
 from etude.errors import UserError
+from etude.grading import is_test_file
 
 MAX_BYTES = 4 << 20  # of a file that is no code
 JUNK = "caches, builds and archives"
 NAME = "names that are not UTF-8"
 KIND = "kinds of files that are not listed"
 LARGE = f"over {MAX_BYTES >> 20} MiB"
+UNCUT = "tests that are not in plain UTF-8"  # of which a part could not be cut out
 CREDENTIAL, SECRET = "credentials by name", "likely secrets"
 _TEXTS = """
 1 adoc asc avsc bash bat bib bzl cc cer cert cfg cff cjs clj cmake cmd conf cpp crt cs csr css csv cxx dart desktop diff
@@ -53,7 +53,7 @@ Reasons = dict[str, str]
 
 
 def judged(repository: Path, paths: Sequence[str]) -> tuple[Reasons, tuple[str, ...]]:
-    """The files among `paths` that a dataset leaves out, and the Python sources that are not in UTF-8. Raises UserError
+    """The files among `paths` that a dataset leaves out, and the sources that are not in plain UTF-8. Raises UserError
     for a likely secret in code of the library."""
     out, encoded, refused = Reasons(), list[str](), Reasons()
     coded = {folder.as_posix() for path in paths if is_code(path) for folder in PurePosixPath(path).parents} - {"."}
@@ -67,9 +67,9 @@ def judged(repository: Path, paths: Sequence[str]) -> tuple[Reasons, tuple[str, 
             (refused if own or _is_manifest(path) else out)[path] = f"{SECRET}: {rule}"
         elif not _is_known(path, data, coded):
             out[path] = KIND
-        elif path.endswith((".py", ".pyi")) and (encoding := encoding_of(data)) != "utf-8":
-            if functions.is_test_module(path):  # a part of its tests could not be cut out
-                out[path] = f"tests that are not in UTF-8: {encoding}"
+        elif why := _unlike_git(path, data):
+            if is_test_file(path) if is_script(path) else functions.is_test_module(path):
+                out[path] = f"{UNCUT}: {why}"
             else:
                 encoded.append(path)
     if refused:
@@ -77,13 +77,16 @@ def judged(repository: Path, paths: Sequence[str]) -> tuple[Reasons, tuple[str, 
     return out, tuple(encoded)
 
 
-def encoding_of(data: bytes) -> str:
-    """The encoding that Python reads a source in: "utf-8", "utf-8-sig" with a byte-order mark, or another. A source
-    that Python cannot read counts as UTF-8."""
-    try:
-        return tokenize.detect_encoding(BytesIO(data).readline)[0]
-    except SyntaxError:
-        return "utf-8"
+def _unlike_git(path: str, data: bytes) -> str:
+    """The reason why a source has not the lines of plain UTF-8 that are cut and written here; "" if it has."""
+    if is_script(path):
+        return "" if data.decode("utf-8", "ignore").encode() == data else "unknown"
+    if not path.endswith((".py", ".pyi")):
+        return ""
+    encoding = functions.encoding_of(data)
+    if encoding == "utf-8" and not counted_alike(data.decode("utf-8", "replace")):
+        return 'lines that "\\r" ends'
+    return encoding if encoding != "utf-8" else ""
 
 
 def clashes(paths: Iterable[str]) -> tuple[str, ...]:

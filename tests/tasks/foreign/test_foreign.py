@@ -15,7 +15,8 @@ from etude.evals.suite import EvalResult, evaluate
 from etude.grading.harbor import HARBOR_STATE, note_state, read_reward, taken_changes
 from etude.grading.runner import open_sandbox
 from etude.harness.loop import ChatAPI
-from etude.protocol.backends.chat_model import ChatClient, ChatModel
+from etude.protocol.backends.chat_formats import ChatModel
+from etude.protocol.backends.chat_model import ChatClient
 from etude.records import Budget, Episode
 from etude.renderers import renderer_for
 from etude.rollout import Taskset, dataset_part

@@ -25,7 +25,7 @@ from etude.audit.attacks.outside import outside
 from etude.audit.attacks.packs import AttackPack
 from etude.audit.attacks.probes import PROBES, script
 from etude.audit.attacks.report import INSIDE, OUTSIDE, AttackReport, AttackResult
-from etude.code import has_syntax
+from etude.code import has_syntax, lines_of
 from etude.config import SandboxConfig
 from etude.grading import Grade, TestRunner, open_sandbox
 from etude.records import Outcome
@@ -49,7 +49,7 @@ class HostState:
         files = [path for path in sorted(self.root.rglob("*")) if path.is_file()]
         return {
             "files of the tasks": [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in files],
-            "mounts": [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if not _engine(line)],
+            "mounts": [line for line in lines_of(Path("/proc/self/mountinfo").read_text()) if not _engine(line)],
             "hostname": socket.gethostname(),
             "escape": ESCAPED.exists(),
         }

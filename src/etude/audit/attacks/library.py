@@ -13,7 +13,7 @@ from pathlib import Path
 
 from etude.audit.attacks import packs
 from etude.audit.attacks.packs import AttackPack
-from etude.code import functions
+from etude.code import functions, lines_of
 from etude.records import CodeTask
 from etude.sandbox import Changes
 from etude.tasks import histories, read_harbor_task
@@ -26,7 +26,7 @@ NAMED = "Name positions"  # the message of the task's own commit
 TASK: CodeTask = read_harbor_task(packs.OWN / PYTHON / "dataset/tasks/core.chunk")
 PATH = TASK.focus.path
 CORE, BROKEN = TASK.solution[PATH], TASK.changes[PATH]
-WRONG = BROKEN.splitlines(keepends=True)[TASK.focus.last_line - 1]
+WRONG = lines_of(BROKEN, ends=True)[TASK.focus.last_line - 1]
 FIXED = CORE[BROKEN.index(WRONG) : CORE.index("\n\n\ndef label") + 1]
 # The answer in an earlier commit, in other words.
 EARLIER = """    if not size >= 1:

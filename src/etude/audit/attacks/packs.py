@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etude.code import shown_lines
 from etude.config import MIN_DECIDED, SandboxConfig
 from etude.errors import UserError
 from etude.grading import GRADE_LIMITS, Grade, grade_changes, note_state, open_sandbox
@@ -176,7 +177,7 @@ def _program(path: Path, heads: Mapping[str, str]) -> AttackProgram:
     if path.suffix not in PROGRAMS:
         raise UserError(f"{path}: a program of a pack ends in {', '.join(PROGRAMS)}")
     text = _read(path)
-    top = "\n".join(text.splitlines()[:10])
+    top = "\n".join(shown_lines(text)[:10])
     kind, head = _CLASS.search(top), dict(_HEADER.findall(top))
     if kind is None:
         raise UserError(f"{path}: a comment `class: NAME` within the first ten lines must name the class of the attack")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.audit.attacks.packs import OWN, AttackProgram, programs
-from etude.code import is_script
+from etude.code import is_script, lines_of
 from etude.records import CodeTask
 from etude.sandbox import Changes
 from etude.tasks import Dataset, further_shams, sham_answers
@@ -53,7 +53,7 @@ def generated(data: Dataset, task: CodeTask) -> list[Attacker]:
 
 def _first_line(text: bytes, task: CodeTask) -> str:
     """The first line that the broken text lacks, as a name."""
-    before = {line.strip() for line in task.changes[task.focus.path].splitlines()}
-    lines = (line.strip() for line in text.decode("utf-8", "replace").splitlines())
+    before = {line.strip() for line in lines_of(task.changes[task.focus.path])}
+    lines = (line.strip() for line in lines_of(text.decode("utf-8", "replace")))
     words = next((line for line in lines if line not in before and len(line) > 1), "the broken text")
     return re.sub(r"[|`]", "", words)[:60]

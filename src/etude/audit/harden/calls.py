@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from etude.code import is_script
+from etude.code import is_script, lines_of
 from etude.grading import graded_changes
 from etude.records import CodeTask
 from etude.sandbox import Box, Changes, Limits, Sandbox
@@ -149,7 +149,7 @@ async def _recorded(sandbox: Sandbox, data: Dataset, task: CodeTask, noted: Chan
     finally:
         await box.close()
     calls: dict[str, Call] = {}
-    for line in output.output.splitlines():
+    for line in lines_of(output.output):
         try:
             calls[line] = ast.literal_eval(line)
         except (ValueError, SyntaxError, MemoryError, RecursionError):

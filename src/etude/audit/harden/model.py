@@ -19,7 +19,14 @@ from etude.audit.harden.attackers import Attacker
 from etude.code import is_script
 from etude.config import ServerConfig
 from etude.errors import UserError
-from etude.protocol.backends import ChatClient, ChatModel, ContextSpent, Conversation, check_reachable
+from etude.protocol.backends import (
+    ChatClient,
+    ChatModel,
+    ContextSpent,
+    Conversation,
+    ConversationRefused,
+    check_reachable,
+)
 from etude.records import CodeTask
 from etude.run.engines import engine_token, engine_url, spawn_engine
 from etude.run.evaluate import Remote
@@ -58,7 +65,7 @@ class ModelAttacker:
             except ContextSpent:
                 room //= 2
                 continue
-            except TimeoutError:
+            except (TimeoutError, ConversationRefused):
                 return None
             return parsed(self.name, task, answer.text)
         return None

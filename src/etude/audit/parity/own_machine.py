@@ -39,7 +39,7 @@ from etude.audit.parity.audit import (
     made_up,
 )
 from etude.config import NamespaceSandboxConfig
-from etude.errors import RunFailed, UserError
+from etude.errors import RunFailed, UserError, last_line
 from etude.grading import open_sandbox
 from etude.sandbox import WORKSPACE, FingerprintSample, Image, ProfileSource, checkout, parse_fingerprint, stamp
 from etude.sandbox.images.store import find_image
@@ -213,8 +213,8 @@ def _podman(command: Sequence[str], seconds: float = _SECONDS, source: Any = Non
     except subprocess.TimeoutExpired:
         raise RunFailed(f"{' '.join(command[:2])} does not end within {seconds:.0f} s") from None
     if done.returncode:
-        printed = f"{otherwise}\n{done.stderr}".strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RunFailed(f"{' '.join(command[:2])}: {printed[-1][-200:]}")
+        printed = last_line(f"{otherwise}\n{done.stderr}", f"exit code {done.returncode}")
+        raise RunFailed(f"{' '.join(command[:2])}: {printed[-200:]}")
     return done.stdout
 
 

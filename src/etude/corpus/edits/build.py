@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etude.code import has_syntax
+from etude.code import has_syntax, shown_lines
 from etude.config import EditTableConfig
 from etude.corpus import dedup
 from etude.corpus.edits import make
@@ -169,7 +169,7 @@ def _drawn(
     others: dict[str, list[str]] = defaultdict(list)  # lines to put into other files, by language
     for _, text in texts:
         if len(others[text.language]) < 200_000:
-            others[text.language] += text.text.splitlines()
+            others[text.language] += shown_lines(text.text)
     limit = make.PER_PATH * (1 + max(1, round(options.synthetic)))  # of one file, real ones included
     for repository, text in _balanced(texts, draw.rng, limit):
         if len(draw.examples) - reals >= goal:

@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 
+from etude.code import lines_of
 from etude.corpus.edits import snippets
 from etude.corpus.edits.repositories import FileChange, Repository, Text
 from etude.corpus.edits.synthetic import edit as synthetic_edit
@@ -100,7 +101,7 @@ def _row(
 
 def changed_fraction(before: str, after: str) -> float:
     """The share of characters in changed lines, in the longer of the two texts."""
-    file, result = before.splitlines(), after.splitlines()
+    file, result = lines_of(before), lines_of(after)
     changed = sum(
         max(sum(map(len, file[h.start : h.end])), sum(map(len, result[h.low : h.high])))
         for h in edit_hunks(file, result)
@@ -110,7 +111,7 @@ def changed_fraction(before: str, after: str) -> float:
 
 def _template(before: str, after: str, rng: random.Random) -> str:
     """An instruction that describes the first hunk."""
-    file, result = before.splitlines(), after.splitlines()
+    file, result = lines_of(before), lines_of(after)
     hunk = edit_hunks(file, result)[0]
     old = next((line.strip() for line in file[hunk.start : hunk.end] if line.strip()), "")[:_TITLE]
     new = next((line.strip() for line in result[hunk.low : hunk.high] if line.strip()), "")[:_TITLE]

@@ -21,6 +21,7 @@ from etude.code import (
     language_of,
     project_name,
     secret_in,
+    shown_lines,
 )
 from etude.corpus.filters import generated
 from etude.errors import UserError
@@ -31,7 +32,7 @@ MAX_COMMITS = 2000
 MAX_BYTES = 200_000
 _VENDORED = frozenset({"vendor", "_vendor", "vendored", "node_modules", "third_party", "extern", "dist", "bundled"})
 _LOCKS = re.compile(r"(^|/)(package-lock|yarn|composer|poetry)[^/]*$|\.min\.|\.bundle\.|-min\.")
-# Control characters, and line ends of `splitlines` that git does not split at.
+# Control characters, and line ends of other programs that git does not split at.
 _ODD = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x85\u2028\u2029]|\r(?!\n)")
 MAX_LINE = 200
 
@@ -96,7 +97,7 @@ def wanted(path: str, text: str) -> bool:
     folders = set(PurePosixPath(path).parts[:-1])
     if folders & _VENDORED or _LOCKS.search(path) or not text.strip() or len(text) > MAX_BYTES:
         return False
-    return not (generated(text) or _ODD.search(text) or max(map(len, text.splitlines())) > MAX_LINE)
+    return not (generated(text) or _ODD.search(text) or max(map(len, shown_lines(text))) > MAX_LINE)
 
 
 def _licence(root: Path) -> tuple[str, str]:

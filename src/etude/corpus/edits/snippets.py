@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from etude.code import parses
+from etude.code import parses, shown_lines
 
 _MIN_LINES = 4  # of a snippet
 _TRIES = 8
@@ -18,7 +18,7 @@ _REACH = 12  # possible cuts on each side of a change that are tried
 def part(text: str, language: str, max_lines: int, rng: random.Random) -> str | None:
     """The text itself if it has at most `max_lines` lines, else a part of it that parses; None if there is no such
     part."""
-    lines = text.splitlines()
+    lines = shown_lines(text)
     if len(lines) <= max_lines:
         return text if len(lines) >= _MIN_LINES and parses(text, language) else None
     if language == "json":
@@ -35,7 +35,7 @@ def part(text: str, language: str, max_lines: int, rng: random.Random) -> str | 
 def parts(before: str, after: str, language: str, max_lines: int, rng: random.Random) -> tuple[str, str] | None:
     """The same part of both texts around one of their differences, at most `max_lines` lines each; None if there is
     none."""
-    old, new = before.splitlines(), after.splitlines()
+    old, new = shown_lines(before), shown_lines(after)
     if max(len(old), len(new)) <= max_lines:
         return (before, after) if parses(before, language) and parses(after, language) else None
     if language == "json":
@@ -60,7 +60,7 @@ def parts(before: str, after: str, language: str, max_lines: int, rng: random.Ra
 @lru_cache(maxsize=4)  # several draws in a row use one file
 def _aligned(before: str, after: str) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
     """The changed runs of lines, and the (old, new) lines at which a part may begin or end in both texts."""
-    old, new = before.splitlines(), after.splitlines()
+    old, new = shown_lines(before), shown_lines(after)
     codes = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     changes = [code[1:] for code in codes if code[0] != "equal"]
     same = [(i + k, j + k) for tag, i, end, j, _ in codes if tag == "equal" for k in range(end - i)]

@@ -9,6 +9,8 @@ import random
 import re
 from collections.abc import Callable, Sequence
 
+from etude.code import shown_lines
+
 _NAME = re.compile(r"\b[A-Za-z_][A-Za-z0-9_]{2,}\b")
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
 _STRING = re.compile(r"""(["'])([A-Za-z][^"'\\\n]{2,40})\1""")
@@ -95,7 +97,7 @@ _Change = Callable[[Lines, Sequence[str], random.Random], Lines | None]
 def edit(text: str, others: Sequence[str], changes: int, rng: random.Random) -> str | None:
     """`text` (ending in a newline) with up to `changes` changes, or None without a change; `others` are lines of the
     same language to insert. Every change is of one place, or a name in all its places."""
-    lines = text.splitlines()
+    lines, end = shown_lines(text), "\r\n" if text.endswith("\r\n") else "\n"
     made = 0
     for _ in range(4 * changes):
         if made == changes:
@@ -104,7 +106,7 @@ def edit(text: str, others: Sequence[str], changes: int, rng: random.Random) -> 
         changed = change(lines, others, rng)
         if changed is not None and changed != lines:
             lines, made = changed, made + 1
-    result = "\n".join(lines) + "\n" if lines else ""
+    result = "".join(line + end for line in lines)
     return result if made and result != text else None
 
 

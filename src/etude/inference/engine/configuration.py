@@ -11,6 +11,7 @@ import blake3
 import numba
 import torch
 
+from etude.code import lines_of
 from etude.inference.engine.engine import Engine
 from etude.models import batch_invariant, gemm
 from etude.models.kernels import BLOCK
@@ -68,6 +69,6 @@ def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = lines_of(info.read_text()) if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from etude.config import EngineConfig
-from etude.errors import UserError
+from etude.errors import UserError, first_line
 from etude.inference.engine.cache import CacheTooSmall
 from etude.inference.engine.engine import Engine
 from etude.models import check_device, support
@@ -44,7 +44,7 @@ def load_engine(
             f"{e}: raise cache_mb (--cache-mb of `etude serve`, inference.cache_mb of a run), or shorten the context"
         ) from None
     except torch.OutOfMemoryError as e:
-        raise UserError(f"{root} does not fit on {config.device}: {str(e).splitlines()[0]}") from None
+        raise UserError(f"{root} does not fit on {config.device}: {first_line(e)}") from None
     except support.FAILURES as e:
         raise UserError(f"{root}: {support.refused(model, 'engine', e)}") from None
     if why := trial(engine):

@@ -112,7 +112,7 @@ def _warm_up(engine: Engine) -> None:
     try:
         engine.generate(Request(ids=[0, 1], max_tokens=3), timeout=_WARM_UP_SECONDS)
     except Exception as e:
-        why = (str(e).strip().splitlines() or [""])[0]
+        why = str(e).strip().partition("\n")[0]
         raise UserError(f"the first request failed, so no other is taken: {type(e).__name__} {why}".rstrip()) from None
     engine.counters.reset()
 

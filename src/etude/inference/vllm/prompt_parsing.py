@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from etude.code import lines_of, shown_lines
 from etude.edits import is_marker
 
 _UPDATE = re.compile(r"<update((?:-[0-9a-f]{6})?)>")
@@ -54,7 +55,7 @@ def _fenced(prompt: str) -> ApplyPrompt | None:
         return None
     file = max(blocks, key=lambda block: len(block[2]))
     fence, language, code = file
-    sketches = [text for _, _, text in blocks if text != code and any(map(is_marker, text.splitlines()))]
+    sketches = [text for _, _, text in blocks if text != code and any(map(is_marker, shown_lines(text)))]
     return ApplyPrompt(code, sketches[-1] if sketches else "", f"{fence}{language}\n", fence)
 
 
@@ -63,7 +64,7 @@ def _blocks(prompt: str) -> list[tuple[str, str, str]]:
     blocks: list[tuple[str, str, str]] = []
     opened: tuple[str, str] | None = None
     lines: list[str] = []
-    for line in prompt.splitlines(keepends=True):
+    for line in lines_of(prompt, ends=True):
         if opened is None:
             if match := _FENCE.fullmatch(line.rstrip("\r\n")):
                 opened, lines = (match.group(1), match.group(2)), []

@@ -21,13 +21,15 @@ class Key(NamedTuple):
 class TurnEntry:
     """A turn with consent. The writer sets `session.opened`, and `sequence`, `blob`, `scrubbed`, `rules` and `at` of
     the turn, whose `reason` tells why `content` is missing. `text`, the text of the tokens, is scrubbed beside request
-    and response: a prompt may hold more than its request. Findings of the rules `keep` in the request stay."""
+    and response: a prompt may hold more than its request. Findings of the rules `keep` in the request stay. `answer` is
+    the id in the answer's body, "" for one that names the turn."""
 
     session: Session
     turn: ServedTurn
     content: TurnContent | None = None
     text: str = ""
     keep: tuple[str, ...] = LivePolicy().keep
+    answer: str = ""
 
     @property
     def bytes(self) -> int:
@@ -45,22 +47,26 @@ class ServedEntry:
 
     turn: str
     key: Key
+    answer: str = ""
 
 
 @dataclass(frozen=True)
 class SuggestionEntry:
-    """An edit of a turn of `tenant`. The writer sets `shown`."""
+    """An edit of a turn of `tenant`, and of `account` unless that is "". The writer sets `shown`."""
 
     tenant: str
     suggestion: Suggestion
+    account: str = ""
 
 
 @dataclass(frozen=True)
 class SignalEntry:
-    """A signal, and its text `comment`. The writer sets `arrived_at` and, for a comment, `text`."""
+    """A signal, and its text `comment`; its subject belongs to `account` unless that is "". The writer sets the turn as
+    subject where that is the id of a body, `arrived_at` and, for a comment, `text`."""
 
     signal: Signal
     comment: str | None = None
+    account: str = ""
 
 
 Entry: TypeAlias = TurnEntry | ServedEntry | SuggestionEntry | SignalEntry

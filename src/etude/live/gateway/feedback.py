@@ -7,12 +7,12 @@ A signal has one of three shapes: etude's, TensorZero's feedback, or OpenTelemet
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from typing import Annotated, Any
 
 import msgspec
 
+from etude.live.gateway.answer_ids import NAME, ULID
 from etude.live.gateway.entries import SignalEntry, SuggestionEntry
 from etude.live.log.accounts import Accounts
 from etude.live.log.records import Signal, SignalKind, Suggestion
@@ -21,7 +21,6 @@ from etude.protocol import Refusal, check_brackets
 MAX_EVENTS = 256
 """Events of one request."""
 _MAX_TEXT = 64 << 10
-_ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _SOURCES = ("client", "git", "ci", "judge", "explicit")
 _MEASURED = {
     SignalKind.SURVIVED: (0.0, 1.0), SignalKind.COMMITTED: (0.0, 1.0), SignalKind.FOLLOWUP: (0.0, 1.0),
@@ -38,16 +37,16 @@ _TENSORZERO = frozenset({"inference_id", "episode_id", "metric_name", "value", "
 _TEXTS = {"demonstration": (SignalKind.CORRECTION, 1.0), "comment": (SignalKind.FOLLOWUP, 0.5)}
 
 
-def read_signals(body: bytes, tenant: str) -> list[SignalEntry]:
-    """The signals of a request of a tenant. Raises Refusal."""
+def read_signals(body: bytes, tenant: str, account: str = "") -> list[SignalEntry]:
+    """The signals of a request of a tenant, on turns of `account` alone unless that is "". Raises Refusal."""
     events = _parsed(body, Any)
     events = events if isinstance(events, list) else [events]
     if not 1 <= len(events) <= MAX_EVENTS:
         raise Refusal(400, f"a request has 1 to {MAX_EVENTS} events")
-    return [_signal(event, tenant) for event in events]
+    return [_signal(event, tenant, account) for event in events]
 
 
-def _signal(event: Any, tenant: str) -> SignalEntry:
+def _signal(event: Any, tenant: str, account: str) -> SignalEntry:
     if not isinstance(event, dict):
         raise Refusal(400, "an event is an object with response_id, name and value")
     digest = hashlib.blake2b(msgspec.json.encode(event, order="sorted"), digest_size=16).hexdigest()
@@ -69,7 +68,7 @@ def _signal(event: Any, tenant: str) -> SignalEntry:
     signal = Signal(
         event=_text(event, "event_id", 128) or digest,
         tenant=tenant,
-        subject=_identifier(event.get("response_id"), "response_id"),
+        subject=_subject(event.get("response_id"), "response_id"),
         kind=kind,
         value=_value(kind, event),
         horizon=_number(event, "horizon", 0.0, 1e9),
@@ -84,7 +83,7 @@ def _signal(event: Any, tenant: str) -> SignalEntry:
     comment = _text(event, "comment", _MAX_TEXT)
     if kind == SignalKind.CORRECTION and not comment:
         raise Refusal(400, "a correction needs its text as comment", param="comment")
-    return SignalEntry(signal, comment or None)
+    return SignalEntry(signal, comment or None, account)
 
 
 def _of_tensorzero(event: dict[str, Any]) -> dict[str, Any]:
@@ -124,15 +123,16 @@ def _of_otel(event: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in ours.items() if value is not None}
 
 
-def read_suggestions(body: bytes, tenant: str, accounts: Accounts) -> list[SuggestionEntry]:
-    """The edits of a request of a tenant, their paths hashed. Raises Refusal."""
+def read_suggestions(body: bytes, tenant: str, accounts: Accounts, account: str = "") -> list[SuggestionEntry]:
+    """The edits of a request of a tenant, their paths hashed, on turns of `account` alone unless that is "". Raises
+    Refusal."""
     fields = _parsed(body, _Suggestions)
     return [
         SuggestionEntry(
             tenant,
             Suggestion(
                 id=_identifier(edit.id, "id"),
-                turn=_identifier(fields.turn, "turn"),
+                turn=_subject(fields.turn, "turn"),
                 path=accounts.digest("path", tenant, edit.path),
                 base=edit.base,
                 old_lines=edit.old_lines,
@@ -140,6 +140,7 @@ def read_suggestions(body: bytes, tenant: str, accounts: Accounts) -> list[Sugge
                 characters=edit.characters,
                 shown=0,
             ),
+            account,
         )
         for edit in fields.suggestions
     ]
@@ -174,8 +175,15 @@ def _parsed(body: bytes, kind: Any) -> Any:
 
 
 def _identifier(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not _ID.fullmatch(value):
-        raise Refusal(400, f"{name} is a ULID, as the header x-etude-generation of an answer has it", param=name)
+    if not isinstance(value, str) or not ULID.fullmatch(value):
+        raise Refusal(400, f"{name} is a ULID", param=name)
+    return value
+
+
+def _subject(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        message = f"{name} is the x-etude-generation of an answer's head, or the id in its body"
+        raise Refusal(400, message, param=name)
     return value
 
 

@@ -11,6 +11,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from etude.config import LiveConfig
+from etude.live.gateway.answer_ids import AnswerId
 from etude.live.gateway.keys import KeyCheck
 from etude.live.gateway.queue import RecordQueue
 from etude.live.gateway.recorder import TurnRecorder
@@ -22,10 +23,11 @@ from etude.protocol import TURN_HEADER, WEIGHTS_HEADER, Refusal
 from etude.protocol.apis import shaped_refusal
 
 _BUSY = (502, 503, 504)
-# Headers of one connection, with the gateway's own keys, or set anew.
+# Headers of one connection, with the gateway's own keys, set anew, or that would hide the ids in answers.
 _NOT_FORWARDED = frozenset({
     b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"content-length",
     b"authorization", b"x-api-key", b"cookie", b"expect", b"proxy-authorization", b"proxy-connection",
+    b"accept-encoding",
 })  # fmt: skip
 _NOT_RETURNED = frozenset({
     b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade", b"proxy-authenticate", b"date",
@@ -84,7 +86,10 @@ class AnswerProxy:
                     self._recorder.begin(request)
                     head = {"type": "http.response.start", "status": answer.status}
                     await send(head | {"headers": _returned_headers(request, answer)})
+                    name = AnswerId(answer.header(b"content-type") or "", request.dialect or "")
                     async for part in answer.parts():
+                        if answer.status == 200 and request.dialect is not None and (own := name.feed(part)):
+                            self._recorder.name(request, own)
                         await send({"type": "http.response.body", "body": part, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
                 finally:

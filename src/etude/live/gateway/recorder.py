@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import msgspec
 
+from etude.live.gateway.answer_ids import turn_in
 from etude.live.gateway.entries import ServedEntry, TurnEntry
 from etude.live.gateway.observed import LastTurns
 from etude.live.gateway.queue import RecordQueue
@@ -28,8 +29,8 @@ class TurnRecorder:
 
     def __init__(self, queue: RecordQueue, directory: Directory) -> None:
         self.open: dict[str, asyncio.Event] = {}
-        """By the ids of turns, and of their sessions, that a client knows and that are not queued yet: an event that is
-        set once they are."""
+        """By the ids of turns, of sessions, and of bodies with their tenant, which a client knows before they are
+        queued: an event that is set once they are."""
         self._queue = queue
         self._directory = directory
         self._last = LastTurns()
@@ -44,6 +45,16 @@ class TurnRecorder:
     def begin(self, request: TurnRequest) -> None:
         """Marks a turn as known to the client: its answer begins."""
         self.open[request.id] = self.open[request.session] = asyncio.Event()
+
+    def name(self, request: TurnRequest, answer: str) -> None:
+        """Makes a turn known by the id in its answer's body."""
+        if turn_in(answer) != request.id:
+            request.answer = answer
+            self.open[_key(request.key.tenant, answer)] = self.open[request.id]
+
+    def waiting(self, tenant: str, subject: str) -> asyncio.Event | None:
+        """The event of a turn or session that is not queued yet, by its id or that of an answer's body."""
+        return self.open.get(_key(tenant, subject)) or self.open.get(turn_in(subject))
 
     def end(self, request: TurnRequest, server: Server, status: int) -> None:
         """Queues the record of a turn whose answer has ended, or begins to fetch its tokens."""
@@ -60,7 +71,7 @@ class TurnRecorder:
         if request.dialect is None:
             return False
         if not request.recorded:
-            self._queue.append(ServedEntry(request.id, request.counter_key))
+            self._queue.append(ServedEntry(request.id, request.counter_key, request.answer))
         elif len(self._fetches) >= _MAX_FETCHES or self._fetched_bytes + len(request.body) > _MAX_FETCHED_BYTES:
             self._queue.drop("queue_full")
             self._queue.count(request.counter_key, "dropped")
@@ -81,8 +92,9 @@ class TurnRecorder:
         """Sets the event of a turn that is queued or will have no record."""
         settled = self.open.pop(request.id)
         settled.set()
-        if self.open.get(request.session) is settled:
-            del self.open[request.session]
+        for key in (request.session, _key(request.key.tenant, request.answer)):
+            if self.open.get(key) is settled:
+                del self.open[key]
 
     async def _record(self, request: TurnRequest, server: Server, seconds: float) -> None:
         tokens = None
@@ -146,7 +158,11 @@ class TurnRecorder:
             at=0,
         )
         keep = self._directory.policies[request.key.tenant].keep
-        return TurnEntry(session, turn, content, tokens.text if tokens else "", keep)
+        return TurnEntry(session, turn, content, tokens.text if tokens else "", keep, request.answer)
+
+
+def _key(tenant: str, answer: str) -> str:
+    return f"{tenant}\0{answer}"
 
 
 def _untrainable(tokens: ServedTokens | None) -> str:

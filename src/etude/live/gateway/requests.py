@@ -52,6 +52,7 @@ class TurnRequest:
     kind: TurnKind
     began: float = field(default_factory=time.monotonic)
     strayed: int | None = None  # release of the control, if its server answered in place of the account's arm
+    answer: str = ""  # the id in the answer's body, unless it is made of `id`
 
     @property
     def dialect(self) -> str | None:
@@ -92,7 +93,7 @@ class RequestReader:
             except (ValueError, RecursionError):  # the server refuses the body
                 is_readable = False  # without consent: another parser may read the name of a forgotten user
         body_user = fields.user or (fields.metadata.get("user_id") if isinstance(fields.metadata, dict) else None)
-        sent = {name: _text(next(headers(scope, f"x-etude-{name}".encode()), "")) for name in _FIELD_HEADERS}
+        sent = {name: _sent(scope, name) for name in _FIELD_HEADERS}
         if sent["kind"] not in ("", *TurnKind):
             raise Refusal(400, "X-Etude-Kind is main, side or bot", "kind")
         user = sent["user"] or (body_user if isinstance(body_user, str) else "") or f"key {key.name}"
@@ -134,6 +135,15 @@ class RequestReader:
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return session
+
+
+def user_of(scope: Scope) -> str:
+    """The user that the headers of a request name; "" without."""
+    return _sent(scope, "user")
+
+
+def _sent(scope: Scope, name: str) -> str:
+    return _text(next(headers(scope, f"x-etude-{name}".encode()), ""))
 
 
 def _text(header: str) -> str:

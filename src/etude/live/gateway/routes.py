@@ -22,7 +22,7 @@ from etude.live.gateway.metrics import MEDIA_TYPE, metrics_text
 from etude.live.gateway.proxy import AnswerProxy
 from etude.live.gateway.queue import RecordQueue, Unavailable
 from etude.live.gateway.recorder import TurnRecorder
-from etude.live.gateway.requests import DIALECTS
+from etude.live.gateway.requests import DIALECTS, user_of
 from etude.live.gateway.upstream import Clusters
 from etude.live.gateway.view import BLIND_SECONDS, LogView
 from etude.live.gateway.writer import LogWriter
@@ -32,6 +32,10 @@ from etude.protocol.apis import SHAPED_HANDLERS
 
 SIGNAL_SECONDS = 10.0
 """The longest time that a client waits until its signals are on the disk."""
+_WHY = {
+    "unknown": "the key's tenant has no turn, suggestion or session of that id",
+    "ambiguous": "several answers have that id: give the header x-etude-generation of the one",
+}
 
 
 class GatewayRoutes:
@@ -71,19 +75,26 @@ class GatewayRoutes:
         )
 
     async def _feedback(self, http: HTTPRequest) -> Response:
-        entries = read_signals(await http.body(), self._keys.key(http.scope).tenant)
-        return await self._commit(entries, [(entry.signal.event, entry.signal.subject) for entry in entries])
+        tenant = self._keys.key(http.scope).tenant
+        entries = read_signals(await http.body(), tenant, self._account(http, tenant))
+        return await self._commit(tenant, entries, [(entry.signal.event, entry.signal.subject) for entry in entries])
 
     async def _suggest(self, http: HTTPRequest) -> Response:
-        entries = read_suggestions(await http.body(), self._keys.key(http.scope).tenant, self._accounts)
-        return await self._commit(entries, [(entry.suggestion.id, entry.suggestion.turn) for entry in entries])
+        tenant = self._keys.key(http.scope).tenant
+        entries = read_suggestions(await http.body(), tenant, self._accounts, self._account(http, tenant))
+        return await self._commit(tenant, entries, [(entry.suggestion.id, entry.suggestion.turn) for entry in entries])
+
+    def _account(self, http: HTTPRequest, tenant: str) -> str:
+        """The account of the user that a request names; "" without."""
+        user = user_of(http.scope)
+        return self._accounts.name(tenant, user) if user else ""
 
     async def _commit(
-        self, entries: Sequence[SignalEntry | SuggestionEntry], names: list[tuple[str, str]]
+        self, tenant: str, entries: Sequence[SignalEntry | SuggestionEntry], names: list[tuple[str, str]]
     ) -> JSONResponse:
         """The status of each entry, once all are on the disk; `names` are their events and subjects. An entry on a turn
         that is not queued yet waits for the turn. Raises Refusal."""
-        turns = [self._recorder.open.get(subject) for _, subject in names]
+        turns = [self._recorder.waiting(tenant, subject) for _, subject in names]
         try:
             async with asyncio.timeout(SIGNAL_SECONDS):
                 statuses = await asyncio.wrap_future(self._queue.submit(entries))
@@ -96,8 +107,13 @@ class GatewayRoutes:
         except (Unavailable, TimeoutError):
             message = "the log cannot be written now, or the answer has not ended: send it again later"
             raise Refusal(503, message, "overloaded", headers={"retry-after": "5"}) from None
-        results = [{"event": name, "status": status} for (name, _), status in zip(names, statuses, strict=True)]
-        return JSONResponse({"results": results}, 404 if "unknown" in statuses else 200)
+        results = [
+            {"event": name, "status": status} | ({"message": _WHY[status]} if status in _WHY else {})
+            for (name, _), status in zip(names, statuses, strict=True)
+        ]
+        return JSONResponse(
+            {"results": results}, 404 if "unknown" in statuses else 422 if "ambiguous" in statuses else 200
+        )
 
     async def _models(self, http: HTTPRequest) -> Response:
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "etude"}

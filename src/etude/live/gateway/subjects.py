@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
+from etude.live.gateway.answer_ids import ULID, turn_in
 from etude.live.gateway.entries import Key
 from etude.live.log import schema
 from etude.live.log.records import Arm, Signal, SignalKind
@@ -31,6 +32,18 @@ class Subject(NamedTuple):
     at: int
     recorded: bool  # with content
     edited: bool = False  # of an unrecorded turn
+
+
+def turns_of(connection: sa.Connection, names: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """The turns of tenants and ids of subjects that are no turns' own: the ids in bodies of answers. "" for an id that
+    several answers of the tenant have."""
+    turns = {(tenant, name): turn_in(name) for tenant, name in names if not ULID.fullmatch(name)}
+    table = schema.answers.c
+    for tenant in {tenant for tenant, _ in turns}:
+        for page in _pages(name for of, name in turns if of == tenant):
+            rows = sa.select(table.name, table.turn).where((table.tenant == tenant) & table.name.in_(page))
+            turns |= {(tenant, name): turn for name, turn in connection.execute(rows)}
+    return turns
 
 
 def subjects_of(connection: sa.Connection, names: set[str]) -> dict[str, Subject]:

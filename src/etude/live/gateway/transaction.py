@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +15,15 @@ from sqlalchemy.dialects import postgresql, sqlite
 from etude.errors import UserError
 from etude.live.gateway.entries import Entry, ServedEntry, SignalEntry, SuggestionEntry, TurnEntry
 from etude.live.gateway.queue import PendingCounts
-from etude.live.gateway.subjects import Subject, counted_names, counter_names, edited_turns, known_events, subjects_of
+from etude.live.gateway.subjects import (
+    Subject,
+    counted_names,
+    counter_names,
+    edited_turns,
+    known_events,
+    subjects_of,
+    turns_of,
+)
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, new_blob, seal
 from etude.live.log.records import ServedTurn, Session, Signal, Suggestion
@@ -23,7 +31,7 @@ from etude.store import Store
 
 _DAY = 24 * 3600 * 10**9  # nanoseconds
 _SERVED = _DAY  # during which signals on a turn without consent are accepted
-_COUNTED = 90 * _DAY  # during which counters are kept
+_COUNTED = 90 * _DAY  # during which counters, and ids in bodies of answers, are kept
 _PURGE_SECONDS = 60.0
 _PUTS = 4  # blobs at once: their syncs share the disk's
 
@@ -116,7 +124,26 @@ class Transactions:
         served = group.of(ServedEntry)
         rows = [{"turn": e.turn, **e.key._asdict(), "edited": 0, "at": group.at + n} for n, e in served]
         self._insert_new(connection, schema.served, rows)
+        named = [(e.answer, e.session.tenant, e.turn.id, e.session.account, n) for n, e in kept]
+        named += [(e.answer, e.key.tenant, e.turn, e.key.account, n) for n, e in served]
+        self._answers(connection, group, named)
         group.statuses |= {number: "recorded" for number, _ in served}
+
+    def _answers(
+        self, connection: sa.Connection, group: _WriteGroup, named: list[tuple[str, str, str, str, int]]
+    ) -> None:
+        """Rows of (name, tenant, turn, account, number) with a name. An id of several turns is none's."""
+        table, rows = schema.answers, dict[tuple[str, str], dict[str, Any]]()
+        for name, tenant, turn, account, number in named:
+            row = {"tenant": tenant, "name": name, "turn": turn, "account": account, "at": group.at + number}
+            if name and rows.setdefault((tenant, name), row)["turn"] != turn:
+                rows[tenant, name]["turn"] = ""
+        if rows:
+            insert = self._insert(table)
+            one = sa.case((table.c.turn == insert.excluded.turn, table.c.turn), else_="")
+            connection.execute(
+                insert.on_conflict_do_update(index_elements=["tenant", "name"], set_={"turn": one}), [*rows.values()]
+            )
 
     def _put(self, group: _WriteGroup, blobs: dict[str, bytes]) -> None:
         group.blobs += blobs
@@ -126,7 +153,8 @@ class Transactions:
             done.result()
 
     def _suggestions(self, connection: sa.Connection, group: _WriteGroup) -> None:
-        entries = group.of(SuggestionEntry)
+        named = turns_of(connection, {(e.tenant, e.suggestion.turn) for _, e in group.of(SuggestionEntry)})
+        entries = [(number, _resolved(entry, named)) for number, entry in group.of(SuggestionEntry)]
         names = {entry.suggestion.turn for _, entry in entries}
         subjects = subjects_of(connection, names)
         known = journal.of_ids(connection, Suggestion, [entry.suggestion.id for _, entry in entries])
@@ -134,8 +162,8 @@ class Transactions:
         rows, marked = dict[str, Suggestion](), list[str]()
         for number, entry in entries:
             suggestion, subject = entry.suggestion, subjects.get(entry.suggestion.turn)
-            if subject is None or subject.key.tenant != entry.tenant:
-                group.statuses[number] = "unknown"
+            if subject is None or not _belongs(subject, entry.tenant, entry.account):
+                group.statuses[number] = "unknown" if suggestion.turn else "ambiguous"
                 continue
             if subject.turn not in edited:
                 edited.add(subject.turn)
@@ -154,15 +182,16 @@ class Transactions:
             connection.execute(sa.update(schema.served).where(schema.served.c.turn.in_(marked)).values(edited=1))
 
     def _signals(self, connection: sa.Connection, group: _WriteGroup) -> None:
-        entries = group.of(SignalEntry)
+        named = turns_of(connection, {(e.signal.tenant, e.signal.subject) for _, e in group.of(SignalEntry)})
+        entries = [(number, _of_turn(entry, named)) for number, entry in group.of(SignalEntry)]
         subjects = subjects_of(connection, {entry.signal.subject for _, entry in entries})
         known = known_events(connection, [entry.signal for _, entry in entries])
         counted = counted_names(connection, {subject.turn for subject in subjects.values()}, self._window_seconds)
         fresh = list[tuple[int, Signal, Subject, str | None]]()
         for number, entry in entries:
             signal, subject = entry.signal, subjects.get(entry.signal.subject)
-            if subject is None or subject.key.tenant != signal.tenant:
-                group.statuses[number] = "unknown"
+            if subject is None or not _belongs(subject, signal.tenant, entry.account):
+                group.statuses[number] = "unknown" if signal.subject else "ambiguous"
             elif (signal.tenant, signal.event) in known:
                 group.statuses[number] = "duplicate"
             else:
@@ -202,6 +231,7 @@ class Transactions:
         if time.monotonic() > self._purged + _PURGE_SECONDS:
             old = schema.served.c.at < group.at - _SERVED
             connection.execute(sa.delete(schema.served).where(old))
+            connection.execute(sa.delete(schema.answers).where(schema.answers.c.at < group.at - _COUNTED))
             first = self._slot(group.at - _COUNTED)
             connection.execute(sa.delete(schema.tallies).where(schema.tallies.c.slot < first))
             self._purged = time.monotonic()
@@ -221,6 +251,23 @@ class Transactions:
         more = {name: table.c[name] + insert.excluded[name] for name in names}
         keys = [column.name for column in table.primary_key]
         connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=more), rows)
+
+
+def _belongs(subject: Subject, tenant: str, account: str) -> bool:
+    return subject.key.tenant == tenant and account in ("", subject.key.account)
+
+
+def _of_turn(entry: SignalEntry, named: Mapping[tuple[str, str], str]) -> SignalEntry:
+    """The signal with its turn as subject in place of the id of a body."""
+    signal = entry.signal
+    turn = named.get((signal.tenant, signal.subject), signal.subject)
+    return replace(entry, signal=msgspec.structs.replace(signal, subject=turn))
+
+
+def _resolved(entry: SuggestionEntry, named: Mapping[tuple[str, str], str]) -> SuggestionEntry:
+    """The same of a suggestion."""
+    turn = named.get((entry.tenant, entry.suggestion.turn), entry.suggestion.turn)
+    return replace(entry, suggestion=msgspec.structs.replace(entry.suggestion, turn=turn))
 
 
 def _last_sequences(connection: sa.Connection, sessions: set[str]) -> dict[str, int]:

@@ -16,6 +16,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 
+from etude.code import lines_of
 from etude.errors import UserError
 from etude.live.gateway.entries import Entry, SignalEntry, TurnEntry
 from etude.live.gateway.queue import Job, RecordQueue
@@ -105,7 +106,7 @@ class LogWriter:
             return replace(entry, comment=msgspec.json.decode(text, type=str))
         if not isinstance(entry, TurnEntry) or entry.content is None:
             return entry
-        content, lines = entry.content, msgspec.json.encode(entry.text.splitlines())
+        content, lines = entry.content, msgspec.json.encode(lines_of(entry.text))
         texts, counts = self._scrubber.scrub(content.request, content.response, lines, keep=entry.keep)
         turn = msgspec.structs.replace(entry.turn, scrubbed=counts, rules=rules_version())
         if counts:  # the tokens hold the replaced text

@@ -108,7 +108,8 @@ def _erase_rows(connection: sa.Connection, account: str) -> list[str]:
         connection.execute(sa.update(t).where(t.c.id.in_(page)).values(blob=None, reason="forgotten", scrubbed="{}"))
     blank = {"client": "", "organisation": "", "snapshot": None}
     connection.execute(sa.update(s).where(s.c.account == account).values(**blank))
-    connection.execute(sa.delete(schema.served).where(schema.served.c.account == account))
+    for table in (schema.served, schema.answers):
+        connection.execute(sa.delete(table).where(table.c.account == account))
     return turns
 
 
@@ -232,6 +233,7 @@ def _rows_of(connection: sa.Connection, account: str) -> dict[str, list[dict[str
         "exits": (schema.exits, schema.exits.c.turn.in_(turns)),
         "tallies": (schema.tallies, schema.tallies.c.account == account),
         "served": (schema.served, schema.served.c.account == account),
+        "answers": (schema.answers, schema.answers.c.account == account),
         "tombstones": (schema.tombstones, schema.tombstones.c.account == account),
     }
     return {

@@ -71,6 +71,18 @@ served = _table(
 """Turns without consent, for a day: the keys of the counters of their signals, without content. `edited`: 1 once the
 turn has shown an edit."""
 
+answers = _table(
+    "answers",
+    _text("tenant", key=True),
+    _text("name", key=True),
+    _text("turn"),
+    _text("account"),
+    _integer("at"),
+    sa.Index("answers_at", "at"),
+)
+"""The turns of ids in the bodies of answers that do not name them, for 90 days; `turn` is "" if several answers of the
+tenant have the id."""
+
 tombstones = _table("tombstones", _text("account", key=True), _text("tenant"), _integer("at"), _text("versions"))
 
 sessions = _table(

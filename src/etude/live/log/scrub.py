@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from etude.code import find_secrets
+from etude.code import find_secrets, lines_of
 
 _SECONDS = 10.0  # for one record, in the child; all other records wait meanwhile
 _NOBODY = frozenset({
@@ -198,7 +198,7 @@ def _findings(text: str) -> Iterator[tuple[int, int, str]]:
         yield first, first + len(data[match.start : match.end].decode("utf-8", "surrogatepass")), match.rule
     start = 0
     # The expressions of the keywords would run over many lines.
-    for line in _WORDS.sub(_broken, spaced).splitlines(keepends=True):
+    for line in lines_of(_WORDS.sub(_broken, spaced), ends=True):
         if _KEYWORD.search(line):
             for rule, pattern, group, check in _rules():
                 if rule == "keyword":

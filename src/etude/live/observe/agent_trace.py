@@ -20,6 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from etude.code import lines_of, shown_lines
+
 TRACES = ".agent-trace/traces.jsonl"
 NOTES = "refs/notes/ai"
 VENDOR = "dev.etude"
@@ -125,7 +127,7 @@ def _records(place: Path) -> list[dict[str, Any]]:
     try:
         if place.is_symlink() or place.stat().st_size > MAX_BYTES:
             return []
-        lines = place.read_bytes().splitlines()
+        lines = lines_of(place.read_bytes())
     except OSError:
         return []
     records: list[dict[str, Any]] = []
@@ -142,7 +144,7 @@ def _records(place: Path) -> list[dict[str, Any]]:
 def attested_lines(note: str) -> dict[str, tuple[set[int], set[int]]]:
     """The lines of a note of Git AI: path -> lines of agents, and lines that a known person typed. Empty for a
     malformed note or another schema."""
-    lines = note.splitlines()
+    lines = shown_lines(note)
     if "---" not in lines:
         return {}
     divider = lines.index("---")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.code import clone_around
+from etude.code import clone_around, lines_of
 from etude.errors import UserError
 
 MAX_BYTES = 1 << 20  # of a file whose edits are followed
@@ -51,7 +51,7 @@ class TextRepository:
     def state(self) -> TreeState:
         """Commit, branch, stash and main branch."""
         branch = self._text("symbolic-ref", "-q", "HEAD").strip() or "HEAD"
-        lines = self._text("for-each-ref", "--format=%(refname) %(objectname)", *_REFS).splitlines()
+        lines = lines_of(self._text("for-each-ref", "--format=%(refname) %(objectname)", *_REFS))
         refs = {name: commit for name, _, commit in (line.partition(" ") for line in lines)}
         mainline = next((refs[name] for name in _REFS[:-1] if name in refs), "")
         return TreeState(self.commit("HEAD"), branch, refs.get("refs/stash", ""), mainline)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from etude.code import lines_of
+
 PROPERTIES = ("house", "signature", "short", "test", "asks")
 """The change uses the house idiom; keeps the signatures; changes few lines; adds a test; asks only if the request is
 unclear."""
@@ -120,7 +122,7 @@ def properties_of(
     """The PROPERTIES of a change of a Python file, float64 [Q]. `house` and `generic` are regular expressions of
     two idioms for the same thing, sought in the added lines; `lines` is the most that a short change adds or removes.
     A file that is no Python keeps no signature."""
-    changed = [x for x in difflib.ndiff(before.splitlines(), after.splitlines()) if x[:2] in ("+ ", "- ")]
+    changed = [x for x in difflib.ndiff(lines_of(before), lines_of(after)) if x[:2] in ("+ ", "- ")]
     added = "\n".join(x[2:] for x in changed if x.startswith("+ "))
     tests = [len(re.findall(r"^\s*(?:def test_|>>> )", text, re.M)) for text in (before, after)]
     return np.array(

@@ -1,90 +1,49 @@
 """A chat model behind an URL: OpenAI's chat completions or Anthropic's messages, with native tool calls.
 
-A conversation is kept in the API's own form, and answers are appended to it unchanged. Requests to busy servers (429,
-5xx, lost connections) are repeated after the server's retry-after, else after growing pauses, for PATIENCE seconds.
-References: platform.openai.com/docs/api-reference/chat, docs.anthropic.com/en/api/messages.
+A conversation is kept in the API's own form (`chat_formats`). Requests to busy servers (429, 5xx, lost connections) are
+repeated after the server's retry-after, else after growing pauses, for PATIENCE seconds. A server that refuses a
+parameter by name is asked again without it, or by its other name, and is not sent it any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import random
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self, cast
 
 import httpx2
 
 from etude.errors import UserError
+from etude.protocol.backends.chat_formats import FORMATS, ChatAnswer, ChatModel, Conversation
 from etude.protocol.backends.client import EngineError
-from etude.records import ToolCall
-from etude.renderers import checked, printable_json
+from etude.renderers import printable_json
 
-Api = Literal["openai", "anthropic"]
-Message = dict[str, Any]
+log = logging.getLogger(__name__)
+
 PATIENCE = 300.0  # seconds that one turn may wait for busy servers in all
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 REACH_SECONDS = 30.0  # until a server answers its first request
 _BUSY = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
+_WRONG = frozenset({400, 413, 422})  # about a request, not about who sends it and where
+_OTHER_NAMES = {"max_tokens": "max_completion_tokens", "seed": "", "temperature": ""}  # "": without it
+_UNWANTED = re.compile(
+    r"(?i)unsupported|not supported|not support|unknown|unrecogni[sz]ed|unexpected|extra (?:inputs|fields)|"
+    r"not permitted|not allowed|deprecated|max_completion_tokens"
+)
 _TOO_LONG = ("context_length_exceeded", "prompt is too long", "maximum context length", "too many tokens")
 
 
-class ContextSpent(Exception):
+class ConversationRefused(Exception):
+    """The API refuses this conversation, after it has taken another."""
+
+
+class ContextSpent(ConversationRefused):
     """The API refuses the conversation because it is too long for the model."""
-
-
-@dataclass(frozen=True)
-class ChatUsage:
-    """Tokens of an answer, as the API counts them; `cached` are part of `prompt`."""
-
-    prompt: int = 0
-    cached: int = 0
-    sampled: int = 0
-
-
-@dataclass(frozen=True)
-class ChatAnswer:
-    """One turn of the model: `message` in the API's form, its text and its calls, which have the `ids` in order. `cut`:
-    it ended at the limit of tokens."""
-
-    message: Message
-    text: str
-    calls: tuple[ToolCall, ...]
-    ids: tuple[str, ...]
-    cut: bool
-    usage: ChatUsage
-    waited: float = 0.0  # seconds that busy servers took
-
-
-@dataclass
-class Conversation:
-    """Messages in an API's form; `system` stands beside them, "" for none."""
-
-    system: str
-    messages: list[Message] = field(default_factory=list[Message])
-
-
-@dataclass(frozen=True)
-class ChatFormat:
-    """The formats of one API's requests and answers."""
-
-    route: str
-    headers: Callable[[str], dict[str, str]]
-    body: Callable[[ChatModel, Conversation, Sequence[Mapping[str, Any]], int, int], dict[str, Any]]
-    read: Callable[[Any], ChatAnswer]
-    results: Callable[[ChatAnswer, Sequence[str]], list[Message]]
-
-
-@dataclass(frozen=True)
-class ChatModel:
-    """A model of an API. `url` is its base, ending in /v1; `temperature` None leaves the API's own."""
-
-    url: str
-    model: str
-    api: Api = "openai"
-    temperature: float | None = None
 
 
 def check_reachable(model: ChatModel) -> None:
@@ -106,6 +65,8 @@ class ChatClient:
         self.model = model
         self.format = FORMATS[model.api]
         self._patience = patience
+        self._names: dict[str, str] = {}  # of parameters that the server has refused: its own name, or ""
+        self._answered = False
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         headers = self.format.headers(key) if key else {}
         self._http = httpx2.AsyncClient(limits=limits, timeout=None, headers=headers)
@@ -120,15 +81,16 @@ class ChatClient:
         self, conversation: Conversation, tools: Sequence[Mapping[str, Any]], max_tokens: int, seed: int, timeout: float
     ) -> ChatAnswer:
         """The next turn of at most `max_tokens` tokens; `tools` are OpenAI's definitions. Raises TimeoutError if a
-        server does not answer within `timeout` seconds, EngineError if servers stay busy, ContextSpent, and UserError
-        for a wrong URL, key or model."""
-        body = self.format.body(self.model, conversation, tools, max_tokens, seed)
+        server does not answer within `timeout` seconds, EngineError if servers stay busy, ConversationRefused, and
+        UserError for a wrong URL, key or model, or a request that no conversation makes better."""
         started, wait = time.monotonic(), FIRST_WAIT
         while True:
-            sent = time.monotonic()
+            body, sent = self._body(conversation, tools, max_tokens, seed), time.monotonic()
             try:
                 async with asyncio.timeout(timeout):
                     response = await self._http.post(f"{self.model.url.rstrip('/')}{self.format.route}", json=body)
+                if response.status_code in _WRONG and self._learns(body, _reason(response)):
+                    continue
                 if response.status_code not in _BUSY:
                     break
                 busy, after = f"status {response.status_code}: {_reason(response)}", _after(response)
@@ -143,18 +105,40 @@ class ChatClient:
             wait *= 2
         return self._read(response, sent - started)
 
+    def _body(
+        self, conversation: Conversation, tools: Sequence[Mapping[str, Any]], max_tokens: int, seed: int
+    ) -> dict[str, Any]:
+        body = self.format.body(self.model, conversation, tools, max_tokens, seed)
+        renamed = {self._names.get(name, name): value for name, value in body.items()}
+        renamed.pop("", None)
+        return cast(dict[str, Any], printable_json(renamed))  # results may hold bytes that are no UTF-8
+
+    def _learns(self, body: Mapping[str, Any], reason: str) -> bool:
+        """Whether the server refuses a parameter of the request by name, which it is not sent any more then."""
+        for name, other in _OTHER_NAMES.items():
+            named = name in body and re.search(rf"(?<!\w){name}(?!\w)", reason) and _UNWANTED.search(reason)
+            if named and not (other and self.model.api == "anthropic"):  # whose only name it is
+                if not other and name not in self._names:
+                    log.warning("%s at %s takes no %s: asked without it", self.model.model, self.model.url, name)
+                self._names[name] = other
+                return True
+        return False
+
     def _read(self, response: httpx2.Response, waited: float) -> ChatAnswer:
         where = f"{self.model.model} at {self.model.url}"
         if response.status_code != 200:
             reason = _reason(response)
-            if response.status_code in (400, 413) and any(mark in reason.lower() for mark in _TOO_LONG):
+            if response.status_code in _WRONG and any(mark in reason.lower() for mark in _TOO_LONG):
                 raise ContextSpent(reason)
+            if response.status_code in _WRONG and self._answered:
+                raise ConversationRefused(f"status {response.status_code}: {reason}")
             raise UserError(f"{where} refuses with status {response.status_code}: {reason}; {_cure(response)}")
         try:
             answer = self.format.read(printable_json(response.json()))
         except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
             raise EngineError(f"{where} sent what is no answer: {type(e).__name__} {e}") from None
-        return ChatAnswer(answer.message, answer.text, answer.calls, answer.ids, answer.cut, answer.usage, waited)
+        self._answered = True
+        return replace(answer, waited=waited)
 
 
 def _cure(response: httpx2.Response) -> str:
@@ -166,12 +150,21 @@ def _cure(response: httpx2.Response) -> str:
 
 
 def _reason(response: httpx2.Response) -> str:
+    """The reason of a refusal, with the parameter that it names: an error in OpenAI's form, or a list of details."""
     try:
-        error: Any = response.json()["error"]
-        text = f"{error.get('message', '')} {error.get('code') or ''}" if isinstance(error, dict) else error
+        data: Any = response.json()
+        error = data.get("error") or data
+        if isinstance(error, str):
+            text = error
+        elif details := error.get("detail"):
+            entries = details if isinstance(details, list) else [{"msg": details}]
+            text = "; ".join(f"{'.'.join(map(str, e.get('loc') or ()))} {e.get('msg') or ''}" for e in entries)
+        else:
+            named = [error.get(name) for name in ("message", "code", "param")]
+            text = " ".join(str(part) for part in named if part) or response.text
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         text = response.text
-    return " ".join(str(text).split())[:300] or "no reason given"
+    return " ".join(text.split())[:300] or "no reason given"
 
 
 def _after(response: httpx2.Response) -> float | None:
@@ -182,119 +175,3 @@ def _after(response: httpx2.Response) -> float | None:
         except (KeyError, ValueError):  # absent, or a date
             continue
     return None
-
-
-def _call(name: object, arguments: object) -> ToolCall:
-    """A call whose arguments are JSON text, or an object already."""
-    value: Any = arguments
-    if isinstance(arguments, str):
-        try:
-            value = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as e:
-            return ToolCall(name=str(name), arguments=None, error=f"the arguments are no JSON: {e}")
-    if not isinstance(value, dict):
-        return ToolCall(name=str(name), arguments=None, error="the arguments are no object")
-    return checked(str(name), cast(dict[str, object], value))
-
-
-def _text(value: object) -> str:
-    """The text of an answer. Raises TypeError for anything else."""
-    if not isinstance(value, str):
-        raise TypeError(f"a text is {type(value).__name__}")
-    return value
-
-
-def _openai_body(
-    model: ChatModel, talk: Conversation, tools: Sequence[Mapping[str, Any]], max_tokens: int, seed: int
-) -> dict[str, Any]:
-    system = [{"role": "system", "content": talk.system}] if talk.system else []
-    body = {
-        "model": model.model,
-        "messages": [*system, *talk.messages],
-        "tools": list(tools) or None,
-        "max_tokens": max_tokens,
-        "seed": seed & 0x7FFFFFFF,
-        "temperature": model.temperature,
-    }
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _openai_read(data: Any) -> ChatAnswer:
-    choice = data["choices"][0]
-    message, usage = choice["message"], data.get("usage") or {}
-    calls = message.get("tool_calls") or ()
-    kept = {name: message[name] for name in ("content", "tool_calls", "reasoning_content") if message.get(name)}
-    return ChatAnswer(
-        message={"role": "assistant", "content": None} | kept,
-        text=_text(message.get("content") or ""),
-        calls=tuple(_call(call["function"]["name"], call["function"].get("arguments")) for call in calls),
-        ids=tuple(str(call["id"]) for call in calls),
-        cut=choice.get("finish_reason") == "length",
-        usage=ChatUsage(
-            int(usage.get("prompt_tokens") or 0),
-            int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
-            int(usage.get("completion_tokens") or 0),
-        ),
-    )
-
-
-def _openai_results(answer: ChatAnswer, results: Sequence[str]) -> list[Message]:
-    return [{"role": "tool", "tool_call_id": id, "content": text} for id, text in zip(answer.ids, results, strict=True)]
-
-
-def _anthropic_body(
-    model: ChatModel, talk: Conversation, tools: Sequence[Mapping[str, Any]], max_tokens: int, seed: int
-) -> dict[str, Any]:
-    functions = [tool["function"] for tool in tools]
-    shown = [
-        {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
-        for tool in functions
-    ]
-    body = {
-        "model": model.model,
-        "system": talk.system or None,
-        "messages": talk.messages,
-        "tools": shown or None,
-        "temperature": model.temperature,
-        "max_tokens": max_tokens,
-    }
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _anthropic_read(data: Any) -> ChatAnswer:
-    blocks, usage = list(data["content"]), data.get("usage") or {}
-    calls = [block for block in blocks if block["type"] == "tool_use"]
-    cached = int(usage.get("cache_read_input_tokens") or 0)
-    written = int(usage.get("cache_creation_input_tokens") or 0)
-    return ChatAnswer(
-        message={"role": "assistant", "content": blocks},
-        text="".join(_text(block["text"]) for block in blocks if block["type"] == "text"),
-        calls=tuple(_call(call["name"], call["input"]) for call in calls),
-        ids=tuple(str(call["id"]) for call in calls),
-        cut=data.get("stop_reason") == "max_tokens",
-        usage=ChatUsage(
-            int(usage.get("input_tokens") or 0) + cached + written, cached, int(usage.get("output_tokens") or 0)
-        ),
-    )
-
-
-def _anthropic_results(answer: ChatAnswer, results: Sequence[str]) -> list[Message]:
-    blocks = [
-        {"type": "tool_result", "tool_use_id": id, "content": text}
-        for id, text in zip(answer.ids, results, strict=True)
-    ]
-    return [{"role": "user", "content": blocks}]
-
-
-FORMATS: dict[str, ChatFormat] = {
-    "openai": ChatFormat(
-        "/chat/completions", lambda key: {"authorization": f"Bearer {key}"}, _openai_body, _openai_read, _openai_results
-    ),
-    "anthropic": ChatFormat(
-        "/messages",
-        lambda key: {"x-api-key": key, "anthropic-version": "2023-06-01"},
-        _anthropic_body,
-        _anthropic_read,
-        _anthropic_results,
-    ),
-}

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from etude.code import language_of
+from etude.code import language_of, shown_lines
 from etude.edits import EditGrade, EditPrompt, Example, edit_prompt, grade_edit, load_examples
 from etude.errors import UserError
 from etude.grading import Grade
@@ -49,7 +49,7 @@ class EditTask(Task, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The instruction and the file."""
-        return "\n".join([self.prompt, *self.file.splitlines()])
+        return "\n".join([self.prompt, *shown_lines(self.file)])
 
     @property
     def damage(self) -> str:

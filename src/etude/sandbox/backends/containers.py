@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from etude.code import lines_of
 from etude.errors import UserError
 from etude.sandbox.backends.host import CAPABILITIES, SERVER_PROCESSES, Need
 from etude.sandbox.backends.processes import ProcessStream, attached, last, output
@@ -139,7 +140,7 @@ class Containers:
         """The file with the accounts of the image and the user of a box."""
         assert self._folder is not None
         path = Path(self._folder.name, f"passwd-{user}")
-        lines = [line for line in self._accounts.splitlines() if line.split(":")[2:3] not in ([], [str(user)])]
+        lines = [line for line in lines_of(self._accounts) if line.split(":")[2:3] not in ([], [str(user)])]
         path.write_text("".join(f"{line}\n" for line in [*lines, f"user:x:{user}:{user}::/home/user:/bin/bash"]))
         return str(path)
 

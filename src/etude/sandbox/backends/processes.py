@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import IO
 
+from etude.errors import last_line
 from etude.sandbox.backends.host import ProgramStream
 
 CHUNK = 1 << 18
@@ -80,4 +81,4 @@ async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS) -> t
 
 def last(text: str) -> str:
     """The last line of a program's output."""
-    return (text.splitlines() or ["no reason given"])[-1][:200]
+    return last_line(text, "no reason given")[:200]

@@ -95,7 +95,7 @@ _SERVICES = (  # of Debian: name, number, group, full name, home
 
 def passwd(user: str, count: int = 0, known: str | None = None) -> str:
     """Text of /etc/passwd: the accounts `known` (None: of a distribution), services up to `count`, and the user."""
-    lines = (known or _distribution()).splitlines()
+    lines = (known or _distribution()).split("\n")
     lines = [line for line in lines if line.split(":")[2:3] not in ([], [str(BOX_ID)])]
     lines += [
         _account(f"_service{n}", n, 65534, "", "/nonexistent") for n in range(100, 99 + min(401, count - len(lines)))
@@ -119,7 +119,7 @@ def group(user: str, known: str | None = None) -> str:
         names = [("nogroup" if name == "nobody" else name, gid) for name, uid, gid, *_ in rows if uid == gid]
         names += [("games", "60"), ("man", "12"), ("users", "100")]
         known = "root:x:0:\n" + "".join(f"{name}:x:{gid}:\n" for name, gid in names)
-    lines = [line for line in known.splitlines() if line.split(":")[2:3] not in ([], [str(BOX_ID)])]
+    lines = [line for line in known.split("\n") if line.split(":")[2:3] not in ([], [str(BOX_ID)])]
     return "".join(f"{line}\n" for line in [*lines, f"{user}:x:{BOX_ID}:"])
 
 

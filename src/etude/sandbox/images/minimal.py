@@ -18,6 +18,7 @@ from pathlib import Path
 
 import blake3
 
+from etude.code import lines_of
 from etude.errors import UserError
 from etude.sandbox.guest import root
 
@@ -261,7 +262,7 @@ def _package_files(path: str) -> Iterator[str]:
         if name in seen:
             continue
         seen.add(name)
-        yield from query("--listfiles", name).splitlines()
+        yield from lines_of(query("--listfiles", name))
         waiting += _names(query("--show", "--showformat=${Depends}, ${Pre-Depends}", name))
 
 

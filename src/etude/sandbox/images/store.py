@@ -21,6 +21,7 @@ from pathlib import Path
 import blake3
 import msgspec
 
+from etude.code import lines_of
 from etude.config import NamespaceSandboxConfig, cache
 from etude.errors import UserError
 from etude.sandbox.guest import root
@@ -287,7 +288,7 @@ def _add_user(folder: Path) -> str:
     for name in ("passwd", "group"):
         path = Path(inside(folder, f"etc/{name}"))
         texts[path] = path.read_text("utf-8", "surrogateescape") if path.is_file() else None
-    accounts = [line.split(":") for line in (next(iter(texts.values())) or "").splitlines()]
+    accounts = [line.split(":") for line in lines_of(next(iter(texts.values())) or "")]
     own = [a[0] for a in accounts if a[2:4] == [str(root.BOX_ID)] * 2 and a[5:6] == [f"/home/{a[0]}"]]
     user = own[0] if own else root.USER
     for (path, known), text in zip(texts.items(), (root.passwd, root.group), strict=True):

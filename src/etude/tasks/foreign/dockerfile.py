@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from etude.code import shown_lines
+
 BASES = frozenset({"python", "ubuntu", "debian"})
 _SYSTEM = frozenset(
     {"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "proc", "sys", "dev", "run", "boot", "site", "tmp"}
@@ -192,7 +194,7 @@ def words(command: str) -> list[str]:
 
 def _instructions(text: str) -> list[tuple[str, str, str]]:
     """(name, arguments, text of a heredoc with its last line) of each instruction."""
-    lines, instructions = deque(text.splitlines()), list[tuple[str, str, str]]()
+    lines, instructions = deque(shown_lines(text)), list[tuple[str, str, str]]()
     while lines:
         parts = [lines.popleft()]
         if _is_blank(parts[0]):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import dropwhile, pairwise
 from pathlib import Path
 
-from etude.code import install_wheels
+from etude.code import install_wheels, lines_of
 from etude.grading import HARBOR_STATE, note_state
 from etude.sandbox import RUNNER, SITE, WORKSPACE, BoxError, Image, Limits, Sandbox
 from etude.tasks.foreign.dockerfile import ASIDE, HOME, CopyStep, FolderRefused, RunStep, pieces, words
@@ -131,7 +131,7 @@ def _listed(name: str, folder: Folder) -> list[str]:
     path = next((folder.path / "environment").rglob(posixpath.basename(name) or "-"), None)
     if path is None:
         raise FolderRefused(f"pip installs from {name}, which is not in environment/")
-    lines = (line.partition(" #")[0].strip() for line in path.read_text("utf-8", "replace").splitlines())
+    lines = (line.partition(" #")[0].strip() for line in lines_of(path.read_text("utf-8", "replace")))
     return [line for line in lines if line and not line.startswith("#")]
 
 

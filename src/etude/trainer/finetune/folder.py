@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from etude.errors import UserError
-from etude.models import attention, check_folder, dtypes, experts, first_line, support
+from etude.errors import UserError, first_line
+from etude.models import attention, check_folder, dtypes, experts, support
 from etude.models.attention import SegmentLayout
 from etude.models.head import head_of
 from etude.models.loading import load_model

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from etude import runfolder
+from etude.code import lines_of
 from etude.errors import UserError
 from etude.trainer import checkpoint as checkpoints
 from etude.trainer.activations import checkpoint_activations
@@ -205,7 +206,7 @@ class _TrainingRecord:
     def __init__(self, path: Path, tokens: int, steps: int, elapsed: float, show: Show | None) -> None:
         self._path, self._tokens, self._show = path, tokens, show
         if path.is_file():  # a killed run wrote lines of steps that are repeated now
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            lines = lines_of(path.read_text(encoding="utf-8"), ends=True)
             path.write_text("".join(line for line in lines if _step_of(line) <= steps), encoding="utf-8")
         self._started = time.monotonic() - elapsed
         self._saved = self._logged = time.monotonic()
