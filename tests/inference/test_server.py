@@ -22,12 +22,11 @@ from etude.cli import main
 from etude.config import ServerConfig, WeightSource
 from etude.errors import UserError
 from etude.inference.engine.configuration import digest_of
-from etude.inference.server.content_parts import document_text
 from etude.inference.server.server import run
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.wire import GenerateRequest
-from etude.renderers import renderer_for
+from etude.renderers import document_text, renderer_for
 from etude.renderers.base import PlainEncoder, load_tokenizer
 from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store

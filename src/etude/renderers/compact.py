@@ -17,13 +17,22 @@ import blake3
 
 from etude.errors import UserError
 from etude.records import ToolCall
-from etude.renderers.base import Message, ParsedTurn, TextCodec, Tool, checked, content_text, malformed, one_line
+from etude.renderers.base import (
+    ROLES,
+    Message,
+    ParsedTurn,
+    TextCodec,
+    Tool,
+    checked,
+    content_text,
+    malformed,
+    one_line,
+)
 from etude.renderers.schemas import COMPACT_PARAMETERS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ROLES = ("system", "user", "assistant", "tool")
 _CONTROL = tuple(f"<|{name}|>" for name in (*ROLES, "end", "call", "arg"))
 IDS = {token: i for i, token in enumerate(_CONTROL, 2)}  # the ids in the bundled models; see corpus/dialect.py
 

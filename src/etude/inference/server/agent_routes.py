@@ -99,8 +99,7 @@ class AgentRoutes:
         body = self._with_thoughts(fields, body)
         self._model.must_be_served(body.model)
         renderer = self._chats.with_variables(self._model.chat_renderer, body)
-        prompt, _ = self._chats.encoded(body, renderer, shown_tools(body))
-        return JSONResponse({"input_tokens": len(prompt)})
+        return JSONResponse({"input_tokens": len(self._chats.encoded(body, renderer, shown_tools(body)))})
 
     def _with_thoughts(self, fields: Mapping[str, Any], body: ChatBody) -> ChatBody:
         """The body with the template's switch for thoughts set by `thinking`. Without a switch, `thinking` has no
