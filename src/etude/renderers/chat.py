@@ -108,6 +108,7 @@ class ChatRenderer(MarkedCodec):
         self.dialect = self._form.dialect.name
         try:
             self.prompt([USER, _ORDER, {"role": "assistant", "content": TURN}, _ORDER, REQUEST, _ORDER])
+            self.follow((), [_ORDER, REQUEST])
         except ValueError:
             self._orders = False
 
@@ -164,14 +165,12 @@ class ChatRenderer(MarkedCodec):
             raise ValueError(f"the chat template of {self._template.name} has no place for a user after a turn")
         mark = mark_for(messages)
         answered = [m for m in messages if m["role"] == "tool"] if messages and messages[0]["role"] == "tool" else []
-        named = [(str(m.get("name") or "unknown"), str(m.get("tool_call_id") or "")) for m in answered]
-        calls = [
-            self._dummy(self.escape(name, mark), self.escape(call_id, mark), number)
-            for number, (name, call_id) in enumerate(named)
-        ]
+        functions = [{"name": str(m.get("name") or "unknown"), "arguments": {}} for m in answered]
+        calls = [{"id": m.get("tool_call_id"), "function": f} for m, f in zip(answered, functions, strict=True)]
         turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        taken = self._as_template_takes([turn, *messages], mark, one_call=False)[1:]
-        return self._after(sampled_ids, self._written(taken, lambda messages: self._behind(calls, messages)), mark)
+        turn, *taken = self._as_template_takes([turn, *messages], mark, one_call=False)
+        behind = self._written(taken, lambda shown: self._behind(turn.get("tool_calls", ()), shown))
+        return self._after(sampled_ids, behind, mark)
 
     def turn(self, message: Message) -> list[int]:
         """See `Renderer.turn`."""
@@ -209,20 +208,23 @@ class ChatRenderer(MarkedCodec):
         return self._form.call(name, {}, number, call_id)
 
     def _behind(self, calls: Sequence[dict[str, Any]], messages: Sequence[Message]) -> str:
-        """The text from the end of a turn with these calls on, with `messages` after it."""
+        """The text from the end of a turn with these calls on, with `messages` after it. Raises ValueError."""
         if calls:
             last = self._form.call(calls[-1]["function"]["name"], {"dummy": TURN}, len(calls) - 1, calls[-1]["id"])
             turn = self._form.turn([*calls[:-1], last] if self._form.several else [last])
         else:
             turn = {"role": "assistant", "content": TURN}
-        return self._rendered([USER, turn, *messages]).partition(TURN)[2]
-
-    def _after(self, sampled_ids: Sequence[int], rest: str, mark: str) -> list[int]:
-        """Ids from the end of the turn on. Raises ValueError."""
+        rest = self._rendered([USER, turn, *messages]).partition(TURN)[2]
         match = self._ends.search(rest)
         if match is None:
             raise ValueError(f"the chat template of {self._template.name} has no place for this after a turn")
-        end, rest = match.group(), rest[match.end() :]
+        return rest[match.start() :]
+
+    def _after(self, sampled_ids: Sequence[int], behind: str, mark: str) -> list[int]:
+        """Ids of the text behind a turn, without the end of the turn if it was sampled."""
+        match = self._ends.match(behind)
+        assert match is not None
+        end, rest = match.group(), behind[match.end() :]
         same = self._form.dialect.ends if end in self._form.dialect.ends else (end,)
         closed = bool(sampled_ids) and self._contents.get(sampled_ids[-1]) in same
         return ([] if closed else [self._ids[end]]) + self.encode_marked(rest, mark)
@@ -238,7 +240,7 @@ class ChatRenderer(MarkedCodec):
         missed = [n for n, other in zip_longest(due, [n for n in numbers if n in due]) if n != other]
         if missed:
             role, name = messages[missed[0] or 0]["role"], self._template.name
-            raise ValueError(f"the chat template of {name} does not write the text of a {role} message in its place")
+            raise ValueError(f"the chat template of {name} does not write the text of a message by {role!r} in place")
         return render(messages)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generate: bool = True) -> str:
@@ -263,8 +265,9 @@ class ChatRenderer(MarkedCodec):
             taken["role"] = "user" if role == "system" and out and not self._orders else role
             # The assistant's text may hold tokens such as <think>, which a client sends back as text.
             taken["content"] = self.escape(content_text(message), mark, special=role == "assistant")
-            if "message.thinking" in self._template.source and taken.get("reasoning_content"):
-                taken["thinking"] = taken["reasoning_content"]
+            thought, beside = taken.get("reasoning_content"), taken["content"] and message.get("tool_calls")
+            if thought and "message.thinking" in self._template.source and not beside:  # the text is the thought there
+                taken["thinking"] = thought
             if self._no_tools and (role == "tool" or message.get("tool_calls")):
                 raise ValueError(self._cannot_call())
             if message.get("tool_calls"):
