@@ -69,16 +69,15 @@ class ChatRenderer(MarkedCodec):
     @property
     def note(self) -> str:
         """A sentence on the parts of a conversation that the template silently leaves out; "" if there are none."""
-        system, thought = "Dummy system.", "Dummy thought."
-        turn = {"role": "assistant", "content": TURN, "reasoning_content": thought, "thinking": thought}
-        conversations = {
-            "system messages": (system, [{"role": "system", "content": system}, USER], True),
-            "thoughts": (thought, [USER, turn], False),
-        }
+        thought = {"reasoning_content": "Dummy thought.", "thinking": "Dummy thought."}
+        turns: dict[str, Message] = {"thoughts": {"role": "assistant", "content": TURN} | thought}
+        if not self._no_tools:
+            turns["texts beside calls"] = self._form.turn([self._form.call("dummy", {}, 0)]) | {"content": TURN}
         dropped = ["tools"] if self._no_tools else []
-        for what, (text, messages, generate) in conversations.items():
+        for what, turn in turns.items():
             with suppress(ValueError):  # a refusal is reported when it occurs
-                dropped += [] if text in self._rendered(messages, generate=generate) else [what]
+                text = self._rendered([USER, turn], generate=False)
+                dropped += [] if turn.get("thinking", TURN) in text else [what]
         return f"the chat template of {self._template.name} drops {' and '.join(dropped)}" if dropped else ""
 
     def _fit(self, template: ChatTemplate) -> None:
@@ -140,24 +139,20 @@ class ChatRenderer(MarkedCodec):
         self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
     ) -> list[int]:
         """See `Renderer.bridge`."""
-        if request and not self._requests:
-            raise self._refusal("it has no place for a request after a turn")
         parsed = self.parse(sampled_ids, finish_reason)
-        mark = mark_for(results, request, parsed.ids)
-        named = [(call.name or "unknown", call_id) for call, call_id in zip(parsed.calls, parsed.ids, strict=True)]
-        named += [("unknown", "")] * (len(results) - len(named))
-        calls = [
-            self._dummy(self.escape(name, mark), self.escape(call_id, mark), number)
-            for number, (name, call_id) in enumerate(named[: len(results)])
+        named = [*zip((call.name for call in parsed.calls), parsed.ids, strict=True)]
+        named += [("", "")] * (len(results) - len(named))
+        messages: list[Message] = [
+            {"role": "tool", "content": text, "name": name, "tool_call_id": call_id or f"call{number:05d}"}
+            for number, ((name, call_id), text) in enumerate(zip(named, results, strict=False))
         ]
-        messages = [result(call, self.escape(text, mark)) for call, text in zip(calls, results, strict=True)]
-        requests = [{"role": "user", "content": self.escape(request, mark)}] if request else []
+        requests = [{"role": "user", "content": request}] if request else []
         try:
-            return self._after(sampled_ids, self._behind(calls, [*messages, *requests]), mark)
+            return self.follow(sampled_ids, [*messages, *requests])
         except ValueError:
             if not request:
                 raise
-            raise self._refusal("it has no place for a request after tool results") from None
+            raise self._refusal("it has no place for a request after a turn") from None
 
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """See `Renderer.follow`."""
@@ -202,10 +197,6 @@ class ChatRenderer(MarkedCodec):
         raise ValueError(f"the chat template of {self._template.name} does not open this turn as it opens a sample")
 
     # A conversation cut at the end of a turn
-
-    def _dummy(self, name: str, call_id: str, number: int) -> dict[str, Any]:
-        """A call for the template, in place of a sampled one, before its results."""
-        return self._form.call(name, {}, number, call_id)
 
     def _behind(self, calls: Sequence[dict[str, Any]], messages: Sequence[Message]) -> str:
         """The text from the end of a turn with these calls on, with `messages` after it. Raises ValueError."""

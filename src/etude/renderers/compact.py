@@ -98,10 +98,8 @@ class CompactRenderer(TextCodec):
         self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
     ) -> list[int]:
         """See `Renderer.bridge`."""
-        closed = bool(sampled_ids) and sampled_ids[-1] == self._end
-        ids = [] if closed else [self._end]
-        ids += self._message("tool", "\n".join(results)) if results or not request else []
-        return [*ids, *(self._message("user", request) if request else ()), self._role["assistant"]]
+        messages = [{"role": "tool", "content": text} for text in results or [""] * (not request)]
+        return self.follow(sampled_ids, messages + [{"role": "user", "content": request}] * bool(request))
 
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """See `Renderer.follow`."""
