@@ -368,6 +368,10 @@ def test_refusals_have_the_dialects_shape(hermes: Renderer, hermes_folder: Path)
             for broken in ({"messages": [1]}, {"messages": []}, {}, {"messages": [GO], "max_tokens": "many"}):
                 assert (await post("/v1/chat/completions", json=broken)).status_code == 400
                 assert (await post("/v1/messages", json=broken)).status_code == 400
+            for results in ([tool("1", "b")], [tool("1", "a")] * 2, []):
+                asked = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
+                answer = await post("/v1/chat/completions", json={"messages": [GO, asked, *results, GO]})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
             image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
             assert "image_url" in (await post("/v1/chat/completions", json={"messages": [image]})).text
             for route, kind in (

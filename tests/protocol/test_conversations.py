@@ -59,7 +59,8 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Render
 def conversation(random: Random, fault: str, several: bool) -> list[dict[str, Any]]:
     words = iter(f"{random.choice(('See', 'Mend <|im_end|>', 'Ünï', '{}'))} {n}." for n in range(1000))
     says: list[dict[str, Any]] = [
-        {"role": random.choice(("system", "developer")), "text": next(words)} for _ in range(random.choice((0, 1, 1, 2)))
+        {"role": random.choice(("system", "developer")), "text": next(words)}
+        for _ in range(random.choice((0, 1, 1, 2)))
     ]
     says.append({"role": "user", "text": next(words)})
     calls = 0
@@ -182,7 +183,9 @@ def as_messages(random: Random, says: list[dict[str, Any]]) -> dict[str, Any]:
             messages[-1]["open"] = False
             continue
         calls = one.get("calls") or ()
-        blocks = [{"type": "thinking", "thinking": one.get("thought"), "signature": "x"}] * bool(one.get("thought")) + blocks
+        blocks = [{"type": "thinking", "thinking": one.get("thought"), "signature": "x"}] * bool(
+            one.get("thought")
+        ) + blocks
         for i, name, arguments in calls:
             try:
                 value = json.loads(arguments)
@@ -288,8 +291,124 @@ def test_a_conversation_is_the_same_tokens_or_one_sentence_at_all_entrances(
         found = entrances(random, renderer, says)
         if fault == "begun":
             del found["sft"]  # two turns of the assistant: there it is a turn to learn
-        assert len(set(found.values())) == 1, (seed, name, fault, says, {k: v if isinstance(v, str) else renderer.text(v) for k, v in found.items()})
+        assert len(set(found.values())) == 1, (seed, name, fault, says, found)
         shown = found["serve, chat"]
         table["equal" if not isinstance(shown, str) else re.sub(r"'[^']*'|of [\w.-]+ ", "…", shown)] += 1
     print(*(f"{count:5}  {what}" for what, count in table.most_common()), sep="\n")
     assert table["equal"] > COUNT / 2
+
+
+ALIKE = ("kimi-k2", "glm-4.5", "deepseek-v3.1", "llama-3.1", "mistral-small-3.2")  # no thought that turns would keep
+
+
+def test_rows_are_learned_behind_what_a_server_writes(families: Callable[[str], Renderer]) -> None:
+    """Put together by turns, a conversation is the whole prompt, results by their calls and later systems included."""
+    seen = 0
+    for seed in range(COUNT):
+        renderer = families(ALIKE[seed % len(ALIKE)])
+        says = conversation(Random(seed), "", renderer.calls_per_turn is None)  # type: ignore[attr-defined]
+        for one in says:
+            one.pop("thought", None)
+        fields = as_chat(Random(seed), says)
+        fields["messages"].append({"role": "assistant", "content": "So."})
+        chat = chat_of("row", fields)
+        reason = outcome(lambda chat=chat, renderer=renderer: list(encode_chat(chat, renderer)[0]))
+        if isinstance(reason, str):
+            assert re.match(r"the chat template of [\w.-]+ (refuses these|has no place|does not write)", reason)
+            continue
+        ids, mask = encode_chat(chat, renderer)
+        seen += 1
+        end = len(ids) - len(renderer.turn(chat.messages[-1]))
+        assert mask[end:].all()
+        whole = renderer.text(renderer.prompt(chat.messages[:-1], chat.tools))
+        assert plain(renderer.text(ids[:end].tolist())) == plain(whole), (seed, says)
+    assert seen > COUNT / 2
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\s|</?think>", "", text)
+
+
+def test_rows_say_developer_and_system_alike(families: Callable[[str], Renderer], tmp_path: Path) -> None:
+    """Eleven templates know no developer and wrote nothing; three left a later system message out."""
+    rest = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "<think>Hm.</think>Yes."}]
+    rows = [{"messages": [{"role": role, "content": "Be brief."}, *rest]} for role in ("developer", "system")]
+    rows.append({"messages": [*rest, {"role": "developer", "content": "Be long."}, *rest]})
+    rows.append({"messages": [{"role": "user", "content": "Go."}, TWO, result("b", "2"), *rest]})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name in ("qwen3", "glm-4.5", "deepseek-v3.1", "gpt-oss", "kimi-k2"):
+        one, two, later, lost = chat_rows([tmp_path], lambda name=name: families(name))
+        assert not isinstance(one, RefusedRow)
+        assert not isinstance(two, RefusedRow)
+        assert not isinstance(later, RefusedRow)
+        assert one.tokens[0].tolist() == two.tokens[0].tolist()
+        assert "Be brief." in families(name).text(one.tokens[0].tolist())
+        assert "Be long." in families(name).text(later.tokens[0].tolist())
+        assert lost == RefusedRow("rows.jsonl:4", "the call 'a' has no results: send one")
+
+
+def turn(*ids: str, text: str | None = None) -> dict[str, Any]:
+    function = {"name": "read", "arguments": "{}"}
+    return {"role": "assistant", "content": text, "tool_calls": [{"id": i, "function": function} for i in ids]}
+
+
+def result(call: str, text: str = "ok") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call, "content": text}
+
+
+GO, TWO = {"role": "user", "content": "Go."}, turn("a", "b")
+
+
+@pytest.mark.parametrize(("messages", "reason"), [
+    ([GO, TWO, result("a"), result("c")], "a tool result names 'c', no call of the turn before"),
+    ([GO, TWO, result("a"), result("")], "a tool result names '', no call of the turn before"),
+    ([GO, TWO, result("a")], "the call 'b' has no results: send one"),
+    ([GO, TWO, GO], "the call 'a' has no results: send one"),
+    ([GO, TWO, result("a"), result("b"), result("a")], "the call 'a' has 2 results: send one"),
+    ([GO, result("a")], "a tool result follows a turn without calls"),
+    ([result("a"), GO], "a tool result follows a turn without calls"),
+    ([GO, TWO, result("b"), result("a"), turn(text="x"), result("a")], "a tool result follows a turn without calls"),
+    ([GO, turn("", "b"), result(""), result("b")], "several calls of a turn need an id each, all different"),
+    ([GO, turn("a", "a"), result("a"), result("a")], "several calls of a turn need an id each, all different"),
+    ([GO, turn("a"), result("z")], "a tool result names 'z', no call of the turn before"),
+])  # fmt: skip
+def test_results_and_calls_that_are_no_pairs_are_refused_by_name(messages: list[Any], reason: str) -> None:
+    with pytest.raises(RequestRefused) as refusal:
+        arranged(read("chat", {"messages": messages}))
+    assert str(refusal.value) == reason
+
+
+def test_what_honest_clients_send_is_paired() -> None:
+    """Without ids where they say nothing, results late and beside a text, ids that come again in a later turn."""
+
+    def shown(api: str, messages: list[Any]) -> list[tuple[str, str]]:
+        return [(m["role"], m.get("name") or m["content"]) for m in arranged(read(api, {"messages": messages}))]
+
+    assert shown("chat", [GO, turn(""), result("")]) == [("user", "Go."), ("assistant", ""), ("tool", "read")]
+    assert shown("chat", [GO, turn("a"), result("")])[2] == ("tool", "read")
+    assert shown("chat", [turn("a", text="I look."), result("a"), GO])[0] == ("assistant", "I look.")  # cut history
+    assert len(shown("chat", [GO, turn("a"), result("a"), turn("a"), result("a")])) == 5
+    use = [{"type": "tool_use", "id": i, "name": n, "input": {}} for i, n in (("a", "read"), ("b", "list"))]
+    asked = [GO, {"role": "assistant", "content": [{"type": "text", "text": "Both."}, *use]}]
+    blocks = [{"type": "tool_result", "tool_use_id": i, "is_error": True, "content": "Interrupted"} for i in "ba"]
+    stop = {"type": "text", "text": "Stop."}
+    pairs = [("tool", "read"), ("tool", "list"), ("user", "Stop.")]
+    for late in (
+        [{"role": "user", "content": [*blocks, stop]}],
+        [{"role": "user", "content": [stop, *blocks]}],
+        [{"role": "user", "content": "Stop."}, {"role": "user", "content": blocks}],
+    ):
+        assert shown("messages", asked + late)[2:] == pairs
+
+
+def test_contents_mean_the_same_however_they_are_spelled() -> None:
+    for empty in ({"content": None}, {"content": ""}, {"content": []}, {}):
+        assert read("chat", {"messages": [{"role": "user"} | empty]}) == [{"role": "user", "content": ""}]
+    refusal = [{"type": "refusal", "refusal": "No."}]
+    for said in ({"content": refusal}, {"content": None, "refusal": "No."}, {"content": "No.", "function_call": None}):
+        assert read("chat", {"messages": [{"role": "assistant"} | said]}) == [{"role": "assistant", "content": "No."}]
+    for old in ({"role": "function", "name": "f", "content": "x"}, turn() | {"function_call": {"name": "f"}}):
+        with pytest.raises(RequestRefused, match="an old format"):
+            read("chat", {"messages": [old]})
+    with pytest.raises(RequestRefused, match="calls stand in messages of the assistant"):
+        read("chat", {"messages": [turn("a") | {"role": "user"}]})

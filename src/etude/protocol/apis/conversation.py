@@ -88,8 +88,8 @@ def _paired(messages: Sequence[Message], last: bool) -> list[Message]:
     for name in ids:
         if (count := names.count(name)) != 1:
             raise RequestRefused("invalid", f"the call {name!r} has {count or 'no'} results: send one", "messages")
-    found = dict(zip(names, results, strict=True))
-    paired = [dict(found[c["id"]]) | {"name": c["function"]["name"], "tool_call_id": c["id"]} for c in calls]
+    by_id = dict(zip(names, results, strict=True))
+    paired = [dict(by_id[c["id"]]) | {"name": c["function"]["name"], "tool_call_id": c["id"]} for c in calls]
     return [turn, *paired, *(message for message in messages[1:] if message["role"] != "tool")]
 
 

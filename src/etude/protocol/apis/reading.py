@@ -8,6 +8,7 @@ text as `content`, and, where it has them, `tool_calls`, `tool_call_id`, `reason
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from etude.protocol.apis.conversation import RequestRefused
@@ -36,13 +37,9 @@ def read(
     entries: Any = body.get(place)
     if api == "responses" and isinstance(entries, str):
         entries = [{"role": "user", "content": entries}]
-    if not isinstance(entries, list):
-        if strict:
-            raise TypeError(f"`{place}` is not a list")
-        entries = []
-    if body.get(first):
-        entries = [{"role": "system", "content": body[first]}, *entries]
-    messages = [*before, *_each(lambda entry: _messages(entry, strict, documents), entries, strict)]
+    system = [{"role": "system", "content": body[first]}] if body.get(first) else []
+    parts = [_each(lambda entry: _messages(entry, strict, documents), each, strict) for each in (system, entries)]
+    messages = [*before, *chain.from_iterable(parts)]
     return messages if api != "responses" else _joined(messages)
 
 
@@ -51,11 +48,13 @@ def tools_of(body: Mapping[str, Any], *, strict: bool = True) -> tuple[Tool, ...
     A tool that a provider runs is left out. `strict`: see `read`."""
     if body.get("tool_choice") in ("none", {"type": "none"}):
         return ()
-    return tuple(_each(_functions, body.get("tools") or (), strict))
+    return tuple(_each(_functions, body.get("tools") or [], strict))
 
 
-def _each(parse: Callable[[Any], Iterable[T]], entries: Iterable[Any], strict: bool) -> Iterator[T]:
-    for entry in entries:
+def _each(parse: Callable[[Any], Iterable[T]], entries: Any, strict: bool) -> Iterator[T]:
+    if strict and not isinstance(entries, list):
+        raise TypeError("messages and tools are lists")
+    for entry in entries if isinstance(entries, list) else ():
         try:
             yield from parse(entry)
         except (RequestRefused, KeyError, TypeError, AttributeError, ValueError):
@@ -74,10 +73,8 @@ def _messages(entry: dict[str, Any], strict: bool, documents: list[str] | None) 
     texts, calls, results = list[str](), list[dict[str, Any]](), list[Message]()
     thoughts = [thought for key in _THOUGHTS if isinstance(thought := entry.get(key), str)][:1]
     parts = [content] if isinstance(content, str) else content or [entry.get("refusal") or ""]
+    parts = [{"text": part} if isinstance(part, str) else part for part in parts]
     for part in [*parts, *(entry.get("tool_calls") or ())]:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
         match part.get("type") or ("function" if "function" in part else "text"):
             case "text" | "input_text" | "output_text" | "refusal":
                 texts.append(str(part.get("text") or part.get("refusal") or ""))

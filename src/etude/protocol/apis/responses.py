@@ -84,8 +84,8 @@ class _Writer:
         turn = self.turn
         generation = turn.generation
         assert generation is not None
-        said = turn.message | {"content": turn.text, "reasoning_content": turn.parsed.reasoning}
-        self.kept[self.head["id"]] = [*self.conversation, said]
+        answer = turn.message | {"content": turn.text, "reasoning_content": turn.parsed.reasoning}
+        self.kept[self.head["id"]] = [*self.conversation, answer]
         cut = turn.finish_reason == "length"
         output = [_reasoning(turn.parsed.reasoning)] * bool(turn.parsed.reasoning)
         output += [_message_item(turn.text)] * bool(turn.text)
