@@ -226,8 +226,8 @@ class ChatRenderer(MarkedCodec):
         """The text that `render` makes of messages. Raises ValueError if it has not the text of each in its place; some
         templates drop the text beside calls, which counts where it is `learned`."""
         shown = [dict(m) | ({"content": f"Dummy {n}."} if m["content"] else {}) for n, m in enumerate(messages)]
-        due = [n for n, m in enumerate(shown) if m["content"] and (learned or not m.get("tool_calls"))]
-        numbers = map(int, re.findall(r"Dummy (\d+)\.", render(shown)))
+        due = {n: m for n, m in enumerate(shown) if m["content"] and (learned or not m.get("tool_calls"))}
+        numbers = map(int, re.findall(r"Dummy (\d{1,9})\.", render(shown)))
         missed = [n for n, other in zip_longest(due, [n for n in numbers if n in due]) if n != other]
         if missed:
             role, name = messages[missed[0] or 0]["role"], self._template.name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import blake3
@@ -66,20 +67,13 @@ class CompactRenderer(TextCodec):
         """Ids of a conversation; consecutive tool messages are one. Tools are not rendered, because the models know
         them."""
         ids: list[int] = []
-        results: list[str] = []
-        for message in messages:
-            role = message["role"]
+        for role, group in groupby(messages, lambda message: message["role"]):
             if role not in self._role:
                 raise ValueError(f"unknown role {role!r}; known: {', '.join(ROLES)}")
             if role == "tool":
-                results.append(content_text(message))
-                continue
-            if results:
-                ids += self._message("tool", "\n".join(results))
-                results = []
-            ids += self._message(role, content_text(message), message.get("tool_calls") or ())
-        if results:
-            ids += self._message("tool", "\n".join(results))
+                group = [{"content": "\n".join(map(content_text, group))}]
+            for message in group:
+                ids += self._message(role, content_text(message), message.get("tool_calls") or ())
         return [*ids, self._role["assistant"]]
 
     def parse(self, ids: Sequence[int], finish_reason: str = "stop", tools: Sequence[Tool] = ()) -> ParsedTurn:

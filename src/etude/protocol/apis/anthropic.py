@@ -9,8 +9,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from etude.protocol.access import Refusal
 from etude.protocol.apis.chat import sse
-from etude.protocol.apis.conversation import AgentRequest, Kind, RequestRefused, to_answer
-from etude.protocol.apis.reading import read, tools_of
+from etude.protocol.apis.conversation import AgentRequest, Kind, RequestRefused
+from etude.protocol.apis.reading import read, request_of
 from etude.protocol.apis.turn import SampledTurn
 
 STATUS: dict[Kind, tuple[int, str]] = {
@@ -27,15 +27,8 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 def parse_request(body: dict[str, Any]) -> AgentRequest:
-    """A body as a request, without its sampling parameters and the tools that a provider runs."""
-    return AgentRequest(
-        model=str(body.get("model") or ""),
-        messages=to_answer(read("messages", body)),
-        tools=tools_of(body),
-        stops=tuple(filter(None, body.get("stop_sequences") or ())),
-        max_tokens=body.get("max_tokens"),
-        stream=bool(body.get("stream")),
-    )
+    """A body as a request."""
+    return request_of(body, read("messages", body))
 
 
 def refused(refusal: RequestRefused) -> Response:

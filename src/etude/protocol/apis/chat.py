@@ -7,8 +7,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from etude.protocol.apis.conversation import AgentRequest, Kind, RequestRefused, to_answer
-from etude.protocol.apis.reading import read, tools_of
+from etude.protocol.apis.conversation import AgentRequest, Kind, RequestRefused, invalid
+from etude.protocol.apis.reading import read, request_of
 from etude.protocol.apis.turn import SampledTurn, merge_streams
 from etude.records import Generation
 
@@ -27,18 +27,10 @@ _UNKNOWN = {"logprobs": None, "finish_reason": None}
 
 
 def parse_request(body: dict[str, Any]) -> AgentRequest:
-    """A body as a request, without its sampling parameters and the tools that a provider runs."""
+    """A body as a request."""
     if body.get("n") not in (None, 1):
-        raise RequestRefused("invalid", "one answer is sampled: set n to 1", "n")
-    stop = body.get("stop")
-    return AgentRequest(
-        model=str(body.get("model") or ""),
-        messages=to_answer(read("chat", body)),
-        tools=tools_of(body),
-        stops=tuple(filter(None, [stop] if isinstance(stop, str) else stop or ())),
-        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
-        stream=bool(body.get("stream")),
-    )
+        raise invalid("one answer is sampled: set n to 1", "n")
+    return request_of(body, read("chat", body))
 
 
 def refused(refusal: RequestRefused) -> Response:

@@ -24,6 +24,11 @@ class RequestRefused(Exception):
         self.param = param
 
 
+def invalid(why: str, param: str | None = "messages") -> RequestRefused:
+    """The refusal of a request that is wrong in itself."""
+    return RequestRefused("invalid", why, param)
+
+
 @dataclass(frozen=True)
 class AgentRequest:
     """A request in any dialect. Messages and tools are in OpenAI's chat format, without sampling options."""
@@ -37,13 +42,11 @@ class AgentRequest:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and (type(self.max_tokens) is not int or self.max_tokens < 1):
-            raise RequestRefused(
-                "invalid", f"the number of tokens to sample must be at least 1, got {self.max_tokens!r}"
-            )
+            raise invalid(f"the number of tokens to sample must be at least 1, got {self.max_tokens!r}", None)
         if not all(isinstance(stop, str) for stop in self.stops):
-            raise RequestRefused("invalid", "stop must be text or a list of texts", "stop")
+            raise invalid("stop must be text or a list of texts", "stop")
         if len(self.stops) > MAX_STOPS or any(len(stop) > MAX_STOP for stop in self.stops):
-            raise RequestRefused("invalid", f"at most {MAX_STOPS} stop texts of at most {MAX_STOP} characters", "stop")
+            raise invalid(f"at most {MAX_STOPS} stop texts of at most {MAX_STOP} characters", "stop")
 
 
 @contextmanager
@@ -53,7 +56,7 @@ def as_refusal() -> Iterator[None]:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
         why = str(e) if type(e) is ValueError else f"it is not in the API's format: {type(e).__name__} {e}"
-        raise RequestRefused("invalid", why, "messages") from None
+        raise invalid(why) from None
 
 
 def arranged(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -75,19 +78,22 @@ def _paired(messages: Sequence[Message], last: bool) -> list[Message]:
     results = [message for message in messages if message["role"] == "tool"]
     if not calls or (last and len(messages) == 1):
         if results:
-            raise RequestRefused("invalid", "a tool result follows a turn without calls", "messages")
+            raise invalid("a tool result follows a turn without calls")
         return list(messages)
     ids = [call["id"] for call in calls]
     names = [str(result.get("tool_call_id") or "") for result in results]
     if len(ids) == len(names) == 1 and not (ids[0] and names[0]):
         names = ids  # of one call and one result it is clear without ids
     elif "" in ids or len(set(ids)) < len(ids):
-        raise RequestRefused("invalid", "several calls of a turn need an id each, all different", "messages")
-    if unknown := [name for name in names if name not in ids]:
-        raise RequestRefused("invalid", f"a tool result names {unknown[0]!r}, no call of the turn before", "messages")
-    for name in ids:
-        if (count := names.count(name)) != 1:
-            raise RequestRefused("invalid", f"the call {name!r} has {count or 'no'} results: send one", "messages")
+        raise invalid("several calls of a turn need an id each, all different")
+    counts = dict.fromkeys(ids, 0)
+    for name in names:
+        if name not in counts:
+            raise invalid(f"a tool result names {name!r}, no call of the turn before")
+        counts[name] += 1
+    for name, count in counts.items():
+        if count != 1:
+            raise invalid(f"the call {name!r} has {count or 'no'} results: send one")
     by_id = dict(zip(names, results, strict=True))
     paired = [dict(by_id[c["id"]]) | {"name": c["function"]["name"], "tool_call_id": c["id"]} for c in calls]
     return [turn, *paired, *(message for message in messages[1:] if message["role"] != "tool")]
@@ -97,11 +103,9 @@ def to_answer(messages: Sequence[Message]) -> tuple[Message, ...]:
     """An arranged conversation that a model goes on from. Raises RequestRefused."""
     shown = arranged(messages)
     if not shown:
-        raise RequestRefused("invalid", "messages must hold one from the user", "messages")
+        raise invalid("messages must hold one from the user")
     if shown[-1]["role"] == "assistant":
-        raise RequestRefused(
-            "invalid", "the last message is the assistant's: its turns cannot be begun for it", "messages"
-        )
+        raise invalid("the last message is the assistant's: its turns cannot be begun for it")
     return shown
 
 

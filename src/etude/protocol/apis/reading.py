@@ -8,13 +8,14 @@ text as `content`, and, where it has them, `tool_calls`, `tool_call_id`, `reason
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
-from etude.protocol.apis.conversation import RequestRefused
+from etude.protocol.apis.conversation import AgentRequest, RequestRefused, invalid, to_answer
 from etude.renderers import Message, Tool, document_text, printable
 
 T = TypeVar("T")
+_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _PLACES = {"chat": ("", "messages"), "responses": ("instructions", "input"), "messages": ("system", "messages")}
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _BESIDE = ("name", "weight", "tool_call_id")
@@ -43,6 +44,19 @@ def read(
     return messages if api != "responses" else _joined(messages)
 
 
+def request_of(body: Mapping[str, Any], messages: Sequence[Message]) -> AgentRequest:
+    """A body with these messages as a request, without its sampling parameters and the tools that a provider runs."""
+    stop = body.get("stop") or body.get("stop_sequences") or ()
+    return AgentRequest(
+        model=str(body.get("model") or ""),
+        messages=to_answer(messages),
+        tools=tools_of(body),
+        stops=tuple(filter(None, [stop] if isinstance(stop, str) else stop)),
+        max_tokens=next((body[name] for name in _LIMITS if body.get(name) is not None), None),
+        stream=bool(body.get("stream")),
+    )
+
+
 def tools_of(body: Mapping[str, Any], *, strict: bool = True) -> tuple[Tool, ...]:
     """The tools of a request of any API that its client runs, as OpenAI's functions; none if its `tool_choice` says so.
     A tool that a provider runs is left out. `strict`: see `read`."""
@@ -67,9 +81,9 @@ def _messages(entry: dict[str, Any], strict: bool, documents: list[str] | None) 
     whole = "role" in entry or "type" not in entry
     role, content = (entry["role"], entry.get("content")) if whole else ("assistant", [entry])
     if role == "function" or entry.get("function_call"):
-        raise _refused("`function_call` and function messages are an old format: send `tool_calls` and tool messages")
+        raise invalid("`function_call` and function messages are an old format: send `tool_calls` and tool messages")
     if not isinstance(content, str | list | None):
-        raise _refused("a message's content must be text or a list of parts")
+        raise invalid("a message's content must be text or a list of parts")
     texts, calls, results = list[str](), list[dict[str, Any]](), list[Message]()
     thoughts = [thought for key in _THOUGHTS if isinstance(thought := entry.get(key), str)][:1]
     parts = [content] if isinstance(content, str) else content or [entry.get("refusal") or ""]
@@ -99,10 +113,10 @@ def _messages(entry: dict[str, Any], strict: bool, documents: list[str] | None) 
                 for shown in _messages(result, strict, None):
                     results.append(dict(shown) | {"tool_call_id": part.get("tool_use_id", part.get("call_id"))})
             case kind if strict:
-                raise _refused(f"the model reads text only, not a part of type {kind!r}")
+                raise invalid(f"the model reads text only, not a part of type {kind!r}")
     yield from results
     if calls and role != "assistant":
-        raise _refused(f"calls stand in messages of the assistant, not of the role {role!r}")
+        raise invalid(f"calls stand in messages of the assistant, not of the role {role!r}")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     if texts or calls or (whole and not results):
         message["content"] = printable("".join(texts))
@@ -116,14 +130,15 @@ def _messages(entry: dict[str, Any], strict: bool, documents: list[str] | None) 
 def _joined(messages: Iterable[Message]) -> list[Message]:
     """The items of one turn (thoughts, text, calls) as one message; thoughts alone are none."""
     turns: list[Message] = []
-    for message in messages:
-        if turns and turns[-1]["role"] == message["role"] == "assistant":
-            last = turns[-1]
-            new = {key: last[key] + value if key in last else value for key, value in message.items() if key != "role"}
-            turns[-1] = dict(last) | new
-        else:
-            turns.append(message)
-    return [turn for turn in turns if "content" in turn]
+    for role, group in groupby(messages, lambda message: message["role"]):
+        items = list(group)
+        if role == "assistant":
+            texts = {key: [item[key] for item in items if key in item] for key in ("content", "reasoning_content")}
+            turn: dict[str, Any] = {"role": role} | {key: "".join(text) for key, text in texts.items() if text}
+            calls = [call for item in items for call in item.get("tool_calls", ())]
+            items = [turn | ({"tool_calls": calls} if calls else {})] if texts["content"] else []
+        turns += items
+    return turns
 
 
 def _call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
@@ -142,29 +157,25 @@ def _document(part: dict[str, Any]) -> str:
     text, title, source = part.get("text"), part.get("title"), part.get("source")
     if text is None and isinstance(source, dict):
         if source.get("type") != "text":
-            raise _refused(f"a document's source is of type {source.get('type')!r}: send its text, as type 'text'")
+            raise invalid(f"a document's source is of type {source.get('type')!r}: send its text, as type 'text'")
         text = source.get("data")
     if not isinstance(text, str) or not isinstance(title, str | None):
-        raise _refused("a document part needs its text, and may have a title: both are strings")
+        raise invalid("a document part needs its text, and may have a title: both are strings")
     return document_text(title or "", text)
 
 
 def _functions(tool: dict[str, Any]) -> Iterator[Tool]:
     kind = tool.get("type") or "custom"
     if _RUN_HERE.match(kind):
-        raise _refused(f"the schema of a tool of type {kind!r} is not known here: describe it", "tools")
+        raise invalid(f"the schema of a tool of type {kind!r} is not known here: describe it", "tools")
     if kind not in ("function", "custom"):
         return
     shown = tool.get("function") or tool
     name, schema = shown.get("name"), shown.get("parameters", shown.get("input_schema"))
     if not isinstance(name, str) or not name:
-        raise _refused("a tool has no function with a name", "tools")
+        raise invalid("a tool has no function with a name", "tools")
     if not isinstance(schema, dict | None):
-        raise _refused("the parameters of a tool are a JSON schema", "tools")
+        raise invalid("the parameters of a tool are a JSON schema", "tools")
     schema = schema or (_FREE if tool.get("type") == "custom" else {"type": "object"})
     function = {"name": name, "description": str(shown.get("description") or ""), "parameters": schema}
     yield {"type": "function", "function": function}
-
-
-def _refused(why: str, param: str = "messages") -> RequestRefused:
-    return RequestRefused("invalid", why, param)

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from etude.protocol.apis import chat
 from etude.protocol.apis.chat import sse
-from etude.protocol.apis.conversation import AgentRequest, RequestRefused, to_answer
-from etude.protocol.apis.reading import read, tools_of
+from etude.protocol.apis.conversation import AgentRequest, RequestRefused, invalid
+from etude.protocol.apis.reading import read, request_of
 from etude.protocol.apis.turn import SampledTurn
 from etude.renderers import Message
 
@@ -20,24 +20,14 @@ Kept = dict[str, list[Message]]  # conversations by the id of their last respons
 
 
 def parse_request(body: dict[str, Any], kept: Kept) -> tuple[AgentRequest, list[Message]]:
-    """A body as a request, without its sampling parameters and the tools that a provider runs; and its conversation,
-    without the instructions, which hold for one request."""
+    """A body as a request, and its conversation without the instructions, which hold for one request."""
     before: list[Message] = []
     if (previous := body.get("previous_response_id")) is not None:
         if previous not in kept:
-            raise RequestRefused(
-                "invalid", f"Previous response with id {previous!r} not found.", "previous_response_id"
-            )
+            raise invalid(f"Previous response with id {previous!r} not found.", "previous_response_id")
         before = kept[previous]
     conversation = read("responses", body | {"instructions": None}, before=before)
-    request = AgentRequest(
-        model=str(body.get("model") or ""),
-        messages=to_answer([*read("responses", body | {"input": []}), *conversation]),
-        tools=tools_of(body),
-        max_tokens=body.get("max_output_tokens"),
-        stream=bool(body.get("stream")),
-    )
-    return request, conversation
+    return request_of(body, [*read("responses", body | {"input": []}), *conversation]), conversation
 
 
 async def respond(
