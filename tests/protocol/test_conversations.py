@@ -1,7 +1,8 @@
 """One conversation through all entrances, in the spelling of each API: the same tokens, or one sentence.
 
 Random conversations have leading and later system messages, turns with several calls, their results in any order, with
-ids, without, with wrong ones, contents that are null, empty or parts. ETUDE_CONVERSATIONS sets their number.
+ids, without, with wrong ones, contents that are null, empty or parts. ETUDE_CONVERSATIONS sets their number; of more
+than a hundred, all dialects get some.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from tests.renderers.families import FAMILIES
 COUNT = int(os.environ.get("ETUDE_CONVERSATIONS", "40"))
 NAMES = ("qwen3", "minimax-m2", "gpt-oss", "nemotron-nano-2", "glm-4.5", "deepseek-v3.1", "kimi-k2", "llama-3.1",
          "mistral-small-3.2")  # fmt: skip
+if COUNT > 100:
+    NAMES = tuple(family.name for family in FAMILIES if family.dialect)
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string", "description": "Which."}}}
 READ = {"type": "function", "function": {"name": "read", "description": "Read.", "parameters": PARAMETERS}}
 LIST = {"type": "function", "function": {"name": "list", "description": "List.", "parameters": PARAMETERS}}
