@@ -257,7 +257,8 @@ class ChatRenderer(MarkedCodec):
             # The assistant's text may hold tokens such as <think>, which a client sends back as text.
             taken["content"] = self.escape(content_text(message), mark, special=role == "assistant")
             thought, beside = taken.get("reasoning_content"), taken["content"] and message.get("tool_calls")
-            if thought and "message.thinking" in self._template.source and not beside:  # the text is the thought there
+            # Text beside calls is the thought there; only a turn to learn from is refused if it has both.
+            if thought and "message.thinking" in self._template.source and not (beside and messages[1:]):
                 taken["thinking"] = thought
             if self._no_tools and (role == "tool" or message.get("tool_calls")):
                 raise ValueError(self._cannot_call())
