@@ -392,7 +392,7 @@ def test_lists_and_strings_are_bounded(http):
         ("/v1/completions", options | {"user": "x" * 513}, "user"),
         ("/v1/completions", options | {"logprobs": -1}, "logprobs"),
         ("/v1/chat/completions", {"messages": ASK, "tools": [tool]}, None),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": deep}]}, None),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": deep}]}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": {"a": 1}}]}, "messages"),
         ("/generate", {"ids": [40], "max_tokens": 2, "stop": [2**70]}, None),
         ("/generate", {"ids": [40], "max_tokens": 2, "session": "x" * 513}, None),
