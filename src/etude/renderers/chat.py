@@ -159,9 +159,11 @@ class ChatRenderer(MarkedCodec):
         if not self._requests and any(message["role"] == "user" for message in messages):
             raise ValueError(f"the chat template of {self._template.name} has no place for a user after a turn")
         mark = mark_for(messages)
-        answered = [m for m in messages if m["role"] == "tool"] if messages and messages[0]["role"] == "tool" else []
-        functions = [{"name": str(m.get("name") or "unknown"), "arguments": {}} for m in answered]
-        calls = [{"id": m.get("tool_call_id"), "function": f} for m, f in zip(answered, functions, strict=True)]
+        calls = [
+            {"id": m.get("tool_call_id"), "function": {"name": str(m.get("name") or "unknown"), "arguments": {}}}
+            for m in messages
+            if m["role"] == "tool"
+        ]
         turn = {"role": "assistant", "content": "", "tool_calls": calls}
         turn, *taken = self._as_template_takes([turn, *messages], mark, one_call=False)
         behind = self._written(taken, lambda shown: self._behind(turn.get("tool_calls", ()), shown))

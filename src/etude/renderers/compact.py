@@ -71,7 +71,8 @@ class CompactRenderer(TextCodec):
             if role not in self._role:
                 raise ValueError(f"unknown role {role!r}; known: {', '.join(ROLES)}")
             if role == "tool":
-                group = [{"content": "\n".join(map(content_text, group))}]
+                results: Message = {"content": "\n".join(map(content_text, group))}
+                group = [results]
             for message in group:
                 ids += self._message(role, content_text(message), message.get("tool_calls") or ())
         return [*ids, self._role["assistant"]]
