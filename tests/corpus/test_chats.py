@@ -87,7 +87,7 @@ ROWS: list[tuple[object, str | None]] = [
     ({"messages": [MESSAGES[1], {**MESSAGES[6], "weight": 0.5}]}, "0 or 1"),
     ({"messages": [MESSAGES[1], {"role": "assistant", "function_call": {}, "content": "x"}], "functions": [1]}, "old"),
     ({"messages": [MESSAGES[1], {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "row"),
-    ({"messages": "hello"}, "not a list"),
+    ({"messages": "hello"}, "are lists"),
     ({"messages": [{"content": "x"}]}, "'role'"),
     ({"text": "plain"}, "this one text"),
     ({"steps": []}, "not a trajectory"),

@@ -53,6 +53,30 @@ def test_mistakes_have_the_shape_of_their_api(nano_http):
     assert (http.get("/ping").status_code, set(http.get("/version").json())) == (200, {"version"})
 
 
+def test_results_without_their_calls_are_refused_in_the_shape_of_the_api(nano_http):
+    call = {"id": "a", "type": "function", "function": {"name": "test", "arguments": "{}"}}
+    turn, result = {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "b", "content": "ok"}
+    use, block = (
+        {"type": "tool_use", "id": "a", "name": "test", "input": {}},
+        {"type": "tool_result", "tool_use_id": "b"},
+    )
+    items = [{"type": "function_call", "call_id": "a", "name": "test", "arguments": "{}"}]
+    items.append({"type": "function_call_output", "call_id": "b", "output": "ok"})
+    blocks = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [block]}]
+    for route, body in (
+        ("/v1/chat/completions", {"messages": [*HELLO, turn, result]}),
+        ("/tokenize", {"messages": [*HELLO, turn, result]}),
+        (RESPONSES, {"input": [*HELLO, *items]}),
+        (MESSAGES, {"messages": [*HELLO, *blocks], "max_tokens": 1}),
+        (f"{MESSAGES}/count_tokens", {"messages": [*HELLO, *blocks]}),
+    ):
+        answer = nano_http.post(route, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["message"] == "a tool result names 'b', no call of the turn before"
+        assert (answer.json().get("type") == "error") == route.startswith(MESSAGES)
+
+
 def test_a_response_goes_on_from_another(ask):
     one = ask(RESPONSES, input="hello")
     two = ask(RESPONSES, input="go on", previous_response_id=one["id"])

@@ -22,12 +22,11 @@ from etude.cli import main
 from etude.config import ServerConfig, WeightSource
 from etude.errors import UserError
 from etude.inference.engine.configuration import digest_of
-from etude.inference.server.content_parts import document_text
 from etude.inference.server.server import run
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.wire import GenerateRequest
-from etude.renderers import renderer_for
+from etude.renderers import document_text, renderer_for
 from etude.renderers.base import PlainEncoder, load_tokenizer
 from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
@@ -346,7 +345,7 @@ def test_errors_have_openais_shape(http, chat):
     for route, body, param in (
         ("/v1/chat/completions", b"{", None),
         ("/v1/chat/completions", json.dumps({"messages": []}).encode(), "messages"),
-        ("/v1/chat/completions", json.dumps({"messages": [{"role": "alien", "content": "x"}]}).encode(), None),
+        ("/v1/chat/completions", json.dumps({"messages": [{"role": "alien", "content": "x"}]}).encode(), "messages"),
         ("/v1/chat/completions", json.dumps({"messages": ASK, "temperature": -1}).encode(), None),
         ("/v1/completions", json.dumps({"prompt": "x", "n": 0}).encode(), "n"),
         ("/v1/completions", json.dumps({"prompt": "x " * 5000}).encode(), None),
@@ -393,7 +392,7 @@ def test_lists_and_strings_are_bounded(http):
         ("/v1/completions", options | {"user": "x" * 513}, "user"),
         ("/v1/completions", options | {"logprobs": -1}, "logprobs"),
         ("/v1/chat/completions", {"messages": ASK, "tools": [tool]}, None),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": deep}]}, None),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": deep}]}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": {"a": 1}}]}, "messages"),
         ("/generate", {"ids": [40], "max_tokens": 2, "stop": [2**70]}, None),
         ("/generate", {"ids": [40], "max_tokens": 2, "session": "x" * 513}, None),
@@ -461,7 +460,7 @@ def test_what_cannot_be_read_is_refused(http):
     image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}]
     refused = http.post("/v1/chat/completions", json={"messages": messages})
-    assert (refused.status_code, "'image_url' is not supported" in refused.text) == (400, True)
+    assert (refused.status_code, "not a part of type 'image_url'" in refused.text) == (400, True)
     refused = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 0})
     assert (refused.status_code, "max_tokens must be at least 1" in refused.text) == (400, True)
     refused = http.post("/generate", json={"ids": [40], "max_tokens": 2, "temprature": 0})

@@ -8,6 +8,8 @@ import pytest
 
 from etude.config import RLConfig
 from etude.errors import UserError
+from etude.harness.loop import Toolset
+from etude.harness.prompts import check_context
 from etude.renderers import dialect_verdict, renderer_for, say_dropped
 from etude.renderers.template import with_chat_template
 from etude.trainer.finetune.config import SftConfig
@@ -58,12 +60,21 @@ def test_what_a_template_drops_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         "{%- set said = m.content %}", "{%- set said = (m.reasoning_content or '') + m.content %}"
     )
     for number, (template, dropped) in enumerate((
-        (PLAIN, "tools and thoughts"), (deaf, "tools and system messages and thoughts"), (strict, "tools and thoughts"),
+        (PLAIN, "tools and thoughts"), (deaf, "tools and thoughts"), (strict, "tools and thoughts"),
         (TEMPLATE, "thoughts"), (thinks, ""),
     )):  # fmt: skip
         say_dropped(renderer_for(write_model(tmp_path / f"m{number}", hermes_tokenizer(), template), tools=False))
         said = f"note: the chat template of m{number} drops {dropped}\n" if dropped else ""
         assert capsys.readouterr().err == said
+    renderer = renderer_for(tmp_path / "m1", tools=False)
+    with pytest.raises(ValueError, match="m1 does not write the text of a message by 'system' in place"):
+        renderer.prompt([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}])
+    silent = TEMPLATE.replace("messages[0].role == 'system'", "false")
+    with pytest.raises(UserError, match="and the chat template of silent does not write the text of a message by 'sys"):
+        check_context(renderer_for(write_model(tmp_path / "silent", hermes_tokenizer(), silent)), Toolset(), 9999)
+    llama = next(family for family in FAMILIES if family.name == "llama-3.1")
+    say_dropped(renderer_for(llama.write(tmp_path / "llama")))
+    assert capsys.readouterr().err == "note: the chat template of llama drops thoughts and texts beside calls\n"
 
 
 def test_twenty_templates_without_tools_are_tried() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from etude.errors import UserError
+from etude.protocol.apis import arranged
 from etude.records import ToolCall
 from etude.renderers import DialectVerdict, Renderer, dialect_verdict, renderer_for
 from etude.renderers.chat import ChatRenderer
@@ -182,6 +184,83 @@ def test_a_thought_that_the_prompt_opens_is_read_before_the_calls(renderers: dic
         parsed = renderer.parse([*start, *renderer.encode_marked(said, "\0")])  # type: ignore[attr-defined]
         assert (parsed.reasoning, parsed.text, len(parsed.calls)) == ("Maybe this.", "", 1), name
         assert renderer.parse(renderer.plain("Maybe")).calls == ()
+
+
+SYSTEM = {"role": "system", "content": "Text 0."}
+READS = [call("read", {}, number) for number in range(2)]
+RESULT = {"role": "tool", "name": "read", "tool_call_id": READS[0]["id"], "content": "Text 3."}
+
+
+def said(role: str, number: int) -> dict[str, Any]:
+    return {"role": role, "content": f"Text {number}."}
+
+
+@pytest.mark.parametrize("family", PLAYED, ids=lambda family: family.name)
+@pytest.mark.parametrize("messages", [
+    [SYSTEM, said("user", 1), said("system", 2)],
+    [SYSTEM, said("user", 1), said("assistant", 2), said("system", 3)],
+    [said("user", 1), said("assistant", 2), said("system", 3), said("user", 4)],
+    [said("user", 1), said("system", 2), said("assistant", 3), said("user", 4)],
+    [said("user", 1), assistant(("read", {})), RESULT, said("system", 4)],
+    [said("user", 1), said("assistant", 2) | {"tool_calls": READS[:1]}, RESULT, said("user", 4)],
+    [said("assistant", 1), said("user", 2)],
+], ids=lambda messages: " ".join(message["role"] for message in messages))  # fmt: skip
+def test_every_text_is_in_its_place_or_the_message_is_refused(
+    family: Family, messages: list[dict[str, Any]], renderers: dict[str, Renderer]
+) -> None:
+    """At once, and behind a turn that was sampled. The text beside calls may be dropped from a prompt, not from a turn
+    to learn from."""
+    renderer = renderers[family.name]
+
+    def written(ids: list[int], due: list[dict[str, Any]]) -> bool:
+        lost = {m["content"] for m in due if m["content"]} if family.name in ("llama-3.1", "mistral-small-3.2") else {}
+        texts = [m["content"] for m in due if m["content"] and not (m.get("tool_calls") and m["content"] in lost)]
+        return re.findall(r"Text \d\.", renderer.text(ids)) == texts
+
+    reasons = []
+    encoded = [(messages, lambda: renderer.prompt(messages))]
+    for at, message in enumerate(messages[:-1]):
+        if message["role"] == "assistant":
+            encoded.append((messages[at + 1 :], lambda at=at: renderer.follow([], messages[at + 1 :])))
+    for due, encode in encoded:
+        try:
+            assert written(encode(), due)
+        except ValueError as e:
+            reasons.append(str(e))
+    refused = rf"the chat template of {family.name} (refuses these|has no place|does not write)"
+    assert all(re.match(refused, reason) for reason in reasons)
+
+
+def test_a_later_system_message_is_the_templates_if_it_has_a_place_for_it(renderers: dict[str, Renderer]) -> None:
+    later = [said("user", 1), said("assistant", 2), said("system", 3)]
+    asks = [*later[:2], said("user", 3)]
+    own = {name for name, renderer in renderers.items() if renderer.prompt(later) != renderer.prompt(asks)}
+    assert own >= {"qwen2.5", "qwen3", "kimi-k2", "llama-3.1"}
+    assert not own & {"minimax-m2", "gpt-oss", "nemotron-nano-2", "deepseek-v3.1", "qwen3.5", "glm-4.5"}
+    for name in ("llama-3.1", "mistral-small-3.2"):
+        with pytest.raises(ValueError, match="does not write the text of a message by 'assistant'"):
+            renderers[name].turn(said("assistant", 1) | {"tool_calls": READS[:1]})
+
+
+def test_results_have_the_names_and_ids_of_their_calls_in_any_order(renderers: dict[str, Renderer]) -> None:
+    """Behind a sampled turn as in a prompt: some templates name the call, some write the results by place."""
+    names = ("read", "list", "run")
+    calls = [call(name, {}, number) for number, name in enumerate(names)]
+    results = [
+        {"role": "tool", "tool_call_id": c["id"], "content": f"of {n}"} for c, n in zip(calls, names, strict=True)
+    ]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    for family in PLAYED:
+        if family.calls is None:
+            renderer = renderers[family.name]
+            prompts = {tuple(renderer.prompt(arranged([USER, turn, *some]))) for some in permutations(results)}
+            ids = sampled(renderer, turn)
+            after = {tuple(renderer.follow(ids, arranged([USER, turn, *some])[2:])) for some in permutations(results)}
+            assert len(prompts) == len(after) == 1, family.name
+            whole = re.sub(r"\s", "", renderer.text(list(prompts.pop())))
+            assert whole.endswith(re.sub(r"\s", "", renderer.text(list(after.pop())))), family.name
+    (one,) = arranged([USER, turn | {"tool_calls": calls[1:2]}, results[1]])[2:]
+    assert "functions.list" in renderers["gpt-oss"].text(renderers["gpt-oss"].follow([], [one]))
 
 
 def _token(renderer: Renderer, name: str) -> list[int]:

@@ -26,10 +26,8 @@ import numpy as np
 from etude.code import secret_in
 from etude.corpus.packing import Encoded
 from etude.errors import UserError
+from etude.protocol.apis import RequestRefused, arranged, as_refusal, read, tools_of
 from etude.renderers import Message, Renderer, Tool
-
-_PLAYED = ("system", "developer", "user", "tool")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,10 @@ def chat_rows(
                 yield RefusedRow(name, f"it holds a likely secret ({rule})")
                 continue
             try:
-                yield from _rows_of(name, row, renderer, text, min_reward)
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
-                yield RefusedRow(name, f"{e}" if type(e) is ValueError else f"not as the format has it: {e!r}")
+                with as_refusal():
+                    yield from _rows_of(name, row, renderer, text, min_reward)
+            except RequestRefused as e:
+                yield RefusedRow(name, str(e))
 
 
 def _secret(source: str | bytes, row: Any) -> str | None:
@@ -163,44 +162,16 @@ def _rows_of(
 
 
 def chat_of(name: str, row: Mapping[str, Any]) -> Chat:
-    """A row in OpenAI's format. Raises ValueError for content that a text model cannot learn."""
-    if not isinstance(row["messages"], list):
-        raise ValueError("`messages` is not a list")
-    for key in ("functions", "function_call"):
-        if row.get(key):
-            raise ValueError(f"`{key}` is the old format of calls: use `tools` and `tool_calls`")
-    tools = row.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
-        raise ValueError('`tools` is not a list of {"type": "function", "function": ...}')
-    return Chat(name, tuple(_message(i, m) for i, m in enumerate(row["messages"], 1)), tuple(tools))
-
-
-def _message(number: int, message: Any) -> dict[str, Any]:
-    """A message in the form that renderers take; thoughts are `reasoning_content`, whatever their key was."""
-    role = message["role"]
-    if role not in ("assistant", *_PLAYED):
-        raise ValueError(f"message {number} has the unknown role {role!r}")
-    out = {key: value for key, value in message.items() if value is not None and key not in _THOUGHTS}
-    content = out.get("content", "")
-    if isinstance(content, list):
-        for part in content:
-            if part.get("type", "text") != "text":
-                raise ValueError(f"message {number} has a part of type {part['type']!r}: only text can be learned from")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise ValueError(f"the content of message {number} is not text")
-    out["content"] = content
-    if role != "assistant":
-        return out
-    if out.get("function_call"):
-        raise ValueError(f"message {number} has a `function_call`, the old format: use `tool_calls`")
-    thoughts = [message[key] for key in _THOUGHTS if message.get(key)]
-    out |= {"reasoning_content": thoughts[0]} if thoughts else {}
-    if not content and not thoughts and not out.get("tool_calls"):
-        raise ValueError(f"message {number}, of the assistant, is empty")
-    if out.get("weight", 1) not in (0, 1):
-        raise ValueError(f"message {number} has the weight {out['weight']!r}: it is 0 or 1")
-    return out
+    """A row in OpenAI's format. Raises RequestRefused for what is no chat, ValueError for what cannot be learned."""
+    if row.get("functions"):
+        raise ValueError("`functions` is the old format of calls: use `tools` and `tool_calls`")
+    messages = read("chat", row)
+    for number, message in enumerate(messages, 1):
+        if message["role"] == "assistant" and not any(map(message.get, ("content", "reasoning_content", "tool_calls"))):
+            raise ValueError(f"message {number}, of the assistant, is empty")
+        if message.get("weight", 1) not in (0, 1):
+            raise ValueError(f"message {number} has the weight {message['weight']!r}: it is 0 or 1")
+    return Chat(name, arranged(messages), tools_of(row))
 
 
 def _trajectory(name: str, document: Mapping[str, Any], renderer: Renderer, min_reward: float | None) -> Iterator[Row]:
@@ -212,8 +183,9 @@ def _trajectory(name: str, document: Mapping[str, Any], renderer: Renderer, min_
     if min_reward is not None and not (extra.get("reward") is not None and extra["reward"] >= min_reward):
         raise ValueError(f"its reward is {extra.get('reward')}, below data.min_reward = {min_reward}")
     if "renderer" not in extra:
-        tools = tuple((document.get("agent") or {}).get("tool_definitions") or ())
-        yield LearnedRow(name, encode_chat(Chat(name, _messages(document), tools), renderer))
+        tools = (document.get("agent") or {}).get("tool_definitions")
+        chat = chat_of(name, {"messages": list(_messages(document)), "tools": tools})
+        yield LearnedRow(name, encode_chat(chat, renderer))
     elif extra["renderer"] != renderer.digest:
         raise ValueError("its prompts are the tokens of another tokenizer or chat template than this model's")
     else:
@@ -244,27 +216,27 @@ def _segments(name: str, steps: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         yield LearnedRow(one, (np.array(ids, dtype=np.uint32), np.array(mask, dtype=np.uint8)))
 
 
-def _messages(document: Mapping[str, Any]) -> tuple[Message, ...]:
+def _messages(document: Mapping[str, Any]) -> Iterator[Message]:
     """The steps of a trajectory as messages. An observation without a call becomes a message of the user."""
-    messages: list[dict[str, Any]] = []
-    for number, step in enumerate(document["steps"], 1):
-        role = {"agent": "assistant"}.get(step["source"], step["source"])
+    for step in document["steps"]:
         calls = [
             {
                 "id": call["tool_call_id"],
-                "type": "function",
                 "function": {"name": call["function_name"], "arguments": call["arguments"]},
             }
             for call in step.get("tool_calls") or ()
         ]
-        message = {"role": role, "content": step.get("message")} | ({"tool_calls": calls} if calls else {})
-        message |= {"reasoning_content": step.get("reasoning_content")}
         # A step that is a copy is learned in the earlier trajectory.
-        messages.append(_message(number, message | ({"weight": 0} if step.get("is_copied_context") else {})))
-        names = {call["id"]: call["function"]["name"] for call in calls}
-        for result in (step.get("observation") or {}).get("results") or ():
+        yield {
+            "role": {"agent": "assistant"}.get(step["source"], step["source"]),
+            "content": step.get("message"),
+            "tool_calls": calls,
+            "reasoning_content": step.get("reasoning_content"),
+            "weight": 0 if step.get("is_copied_context") else None,
+        }
+        results = (step.get("observation") or {}).get("results") or ()
+        named = any(result.get("source_call_id") for result in results)
+        for result in results:
             source = result.get("source_call_id")
-            shown = {"role": "user"} if source is None else {"role": "tool", "tool_call_id": source}
-            shown |= {"name": names[source]} if source in names else {}
-            messages.append(_message(number, shown | {"content": result.get("content")}))
-    return tuple(messages)
+            shown = {"role": "tool", "tool_call_id": source} if source or (calls and not named) else {"role": "user"}
+            yield shown | {"content": result.get("content")}

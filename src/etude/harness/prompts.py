@@ -49,12 +49,15 @@ async def open_task(spec: EpisodeSpec, box: Box) -> Opening:
 
 
 def check_context(renderer: Renderer, toolset: Toolset, context: int) -> None:
-    """Raises UserError if the prompt with these full tools leaves no room for a turn in a context of so many tokens.
-    The compact dialect shows no schemas."""
+    """Raises UserError if the prompt with these full tools leaves no room for a turn in a context of so many tokens, or
+    if the template has no place for instructions. The compact dialect shows no schemas."""
     if renderer.dialect == "compact":
         return
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Fix it."}]
-    taken = len(renderer.prompt(messages, schemas_of(toolset)))
+    try:
+        taken = len(renderer.prompt(messages, schemas_of(toolset)))
+    except ValueError as e:
+        raise UserError(f"the instructions are a system message, and {e}: give another by --chat-template") from None
     if taken + TURN > context:
         raise UserError(
             f"instructions and schemas of the tools take {taken:,} tokens of every prompt, and the context has "

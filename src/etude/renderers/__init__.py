@@ -14,6 +14,7 @@ from typing import Any
 from etude.errors import UserError
 from etude.renderers.base import (
     LONGEST_TOKEN,
+    ROLES,
     TITLE,
     Message,
     ParsedTurn,
@@ -31,7 +32,7 @@ from etude.renderers.base import (
 )
 from etude.renderers.calls import checked, schema_branches, schema_types, typed_argument
 from etude.renderers.chat import ChatRenderer
-from etude.renderers.compact import ROLES, CompactRenderer, is_compact
+from etude.renderers.compact import CompactRenderer, is_compact
 from etude.renderers.dialects import DIALECTS
 from etude.renderers.notes import note_place
 from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS, named

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]  # OpenAI chat format: role, content, tool_calls, tool_call_id
 Tool = Mapping[str, Any]  # OpenAI tool format: {"type": "function", "function": {"name", "description", "parameters"}}
+ROLES = ("system", "user", "assistant", "tool")
 TITLE = 200  # largest number of characters of a title
 
 
@@ -249,11 +250,8 @@ def document_text(title: str, text: str) -> str:
 
 
 def content_text(message: Message) -> str:
-    """The text of a message whose content is a string, None, or a list of text parts."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.get("text", "") for part in content)
+    """The text of a message; its content may be None."""
+    return message.get("content") or ""
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

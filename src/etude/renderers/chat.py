@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Self
 
 import blake3
@@ -20,7 +21,7 @@ import jinja2
 from etude.config import CHAT_TEMPLATES
 from etude.errors import UserError
 from etude.renderers import trial
-from etude.renderers.base import Message, ParsedTurn, Tool, content_text
+from etude.renderers.base import ROLES, Message, ParsedTurn, Tool, content_text
 from etude.renderers.dialects import DIALECTS, ToolDialect, TurnParts
 from etude.renderers.marked import MarkedCodec, map_strings, mark_for
 from etude.renderers.template import ChatTemplate
@@ -29,8 +30,7 @@ from etude.renderers.trial import REQUEST, RESULTS, TURN, USER, TemplateForm, Te
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # names in clients and templates
+_ORDER: Message = {"role": "system", "content": "Dummy order."}
 _CHATML = ("<|im_start|>", "<|im_end|>")  # around a turn; the second is an end of turns under any model configuration
 _NO_TOOLS = ToolDialect("none", lambda text, tools: TurnParts(text, ()))
 
@@ -69,22 +69,22 @@ class ChatRenderer(MarkedCodec):
     @property
     def note(self) -> str:
         """A sentence on the parts of a conversation that the template silently leaves out; "" if there are none."""
-        system, thought = "Dummy system.", "Dummy thought."
-        turn = {"role": "assistant", "content": TURN, "reasoning_content": thought, "thinking": thought}
-        conversations = {
-            "system messages": (system, [{"role": "system", "content": system}, USER], True),
-            "thoughts": (thought, [USER, turn], False),
-        }
+        thought = {"reasoning_content": "Dummy thought.", "thinking": "Dummy thought."}
+        turns: dict[str, Message] = {"thoughts": {"role": "assistant", "content": TURN} | thought}
+        if not self._no_tools:
+            turns["texts beside calls"] = self._form.turn([self._form.call("dummy", {}, 0)]) | {"content": TURN}
         dropped = ["tools"] if self._no_tools else []
-        for what, (text, messages, generate) in conversations.items():
+        for what, turn in turns.items():
             with suppress(ValueError):  # a refusal is reported when it occurs
-                dropped += [] if text in self._rendered(messages, generate=generate) else [what]
+                text = self._rendered([USER, turn], generate=False)
+                dropped += [] if turn.get("thinking", TURN) in text else [what]
         return f"the chat template of {self._template.name} drops {' and '.join(dropped)}" if dropped else ""
 
     def _fit(self, template: ChatTemplate) -> None:
         self._template = template
         self.digest = blake3.blake3(f"chat\n{template.digest}\n{self._tokenizer.to_str()}".encode()).hexdigest()
         self._tags = trial.thought_tags(template)
+        self._orders = True  # whether it writes a system message in its place behind others
         self._no_tools = ""
         named = {template.eos_token, *(mark for mark in _CHATML[1:] if mark in template.source)}
         ends = {self._contents[i] for i in self._eos_ids if i in self._contents} | named & self._ids.keys()
@@ -105,16 +105,21 @@ class ChatRenderer(MarkedCodec):
         except jinja2.TemplateError as e:
             raise self._refusal(f"it fails on a conversation: {e}") from None
         self.dialect = self._form.dialect.name
+        try:
+            self.prompt([USER, _ORDER, {"role": "assistant", "content": TURN}, _ORDER, REQUEST, _ORDER])
+            self.follow((), [_ORDER, REQUEST])
+        except ValueError:
+            self._orders = False
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Ids of a conversation with these tools. Raises ValueError for roles or an order that the template refuses,
-        and for calls that it would drop."""
+        and for calls and texts that it would drop."""
         if self._no_tools and tools:
             raise ValueError(self._cannot_call())
         mark = mark_for(messages, tools)
         plain = self._as_template_takes(messages, mark)
         shown = map_strings(list(tools), lambda text: self.escape(text, mark))
-        return self.encode_marked(self._rendered(plain, shown), mark)
+        return self.encode_marked(self._written(plain, lambda messages: self._rendered(messages, shown)), mark)
 
     def parse(self, ids: Sequence[int], finish_reason: str = "stop", tools: Sequence[Tool] = ()) -> ParsedTurn:
         """Calls of a sampled turn; an unclosed call is malformed for every finish reason. In dialects that write values
@@ -134,46 +139,42 @@ class ChatRenderer(MarkedCodec):
         self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
     ) -> list[int]:
         """See `Renderer.bridge`."""
-        if request and not self._requests:
-            raise self._refusal("it has no place for a request after a turn")
         parsed = self.parse(sampled_ids, finish_reason)
-        mark = mark_for(results, request, parsed.ids)
-        named = [(call.name or "unknown", call_id) for call, call_id in zip(parsed.calls, parsed.ids, strict=True)]
-        named += [("unknown", "")] * (len(results) - len(named))
-        calls = [
-            self._dummy(self.escape(name, mark), self.escape(call_id, mark), number)
-            for number, (name, call_id) in enumerate(named[: len(results)])
+        named = [*zip((call.name for call in parsed.calls), parsed.ids, strict=True)]
+        named += [("", "")] * (len(results) - len(named))
+        messages: list[Message] = [
+            {"role": "tool", "content": text, "name": name, "tool_call_id": call_id or f"call{number:05d}"}
+            for number, ((name, call_id), text) in enumerate(zip(named, results, strict=False))
         ]
-        messages = [result(call, self.escape(text, mark)) for call, text in zip(calls, results, strict=True)]
-        requests = [{"role": "user", "content": self.escape(request, mark)}] if request else []
+        requests = [{"role": "user", "content": request}] if request else []
         try:
-            return self._after(sampled_ids, calls, [*messages, *requests], mark)
+            return self.follow(sampled_ids, [*messages, *requests])
         except ValueError:
             if not request:
                 raise
-            raise self._refusal("it has no place for a request after tool results") from None
+            raise self._refusal("it has no place for a request after a turn") from None
 
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """See `Renderer.follow`."""
         if not self._requests and any(message["role"] == "user" for message in messages):
             raise ValueError(f"the chat template of {self._template.name} has no place for a user after a turn")
         mark = mark_for(messages)
-        answered = [m for m in messages if m["role"] == "tool"] if messages and messages[0]["role"] == "tool" else []
-        parsed = self.parse(sampled_ids)
-        calls = []
-        for number, message in enumerate(answered):
-            known = parsed.calls[number].name if number < len(parsed.calls) else ""
-            name, call_id = str(message.get("name") or known or "unknown"), str(message.get("tool_call_id") or "")
-            calls.append(self._dummy(self.escape(name, mark), self.escape(call_id, mark), number))
-        turn = [{"role": "assistant", "content": "", "tool_calls": calls}] if calls else []
-        taken = self._as_template_takes([*turn, *messages], mark, one_call=False)[len(turn) :]
-        return self._after(sampled_ids, calls, taken, mark)
+        calls = [
+            {"id": m.get("tool_call_id"), "function": {"name": str(m.get("name") or "unknown"), "arguments": {}}}
+            for m in messages
+            if m["role"] == "tool"
+        ]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        turn, *taken = self._as_template_takes([turn, *messages], mark, one_call=False)
+        behind = self._written(taken, lambda shown: self._behind(turn.get("tool_calls", ()), shown))
+        return self._after(sampled_ids, behind, mark)
 
     def turn(self, message: Message) -> list[int]:
         """See `Renderer.turn`."""
         mark = mark_for(message)
         (taken,) = self._as_template_takes([message], mark)
-        ids = self.encode_marked(self._sampled(self._rendered([USER, taken], generate=False)), mark)
+        whole = self._written([taken], lambda turns: self._rendered([USER, *turns], generate=False), learned=True)
+        ids = self.encode_marked(self._sampled(whole), mark)
         ends = [self._ids[end] for end in self._form.ends]
         at = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in ends), None)
         return [*ids, self._ends_of_turns[bool(taken.get("tool_calls"))]] if at is None else ids[: at + 1]
@@ -199,14 +200,8 @@ class ChatRenderer(MarkedCodec):
 
     # A conversation cut at the end of a turn
 
-    def _dummy(self, name: str, call_id: str, number: int) -> dict[str, Any]:
-        """A call for the template, in place of a sampled one, before its results."""
-        return self._form.call(name, {}, number, call_id)
-
-    def _after(
-        self, sampled_ids: Sequence[int], calls: Sequence[dict[str, Any]], messages: Sequence[Message], mark: str
-    ) -> list[int]:
-        """Ids from the end of the turn on, with `messages` after it. Raises ValueError."""
+    def _behind(self, calls: Sequence[dict[str, Any]], messages: Sequence[Message]) -> str:
+        """The text from the end of a turn with these calls on, with `messages` after it. Raises ValueError."""
         if calls:
             last = self._form.call(calls[-1]["function"]["name"], {"dummy": TURN}, len(calls) - 1, calls[-1]["id"])
             turn = self._form.turn([*calls[:-1], last] if self._form.several else [last])
@@ -216,10 +211,30 @@ class ChatRenderer(MarkedCodec):
         match = self._ends.search(rest)
         if match is None:
             raise ValueError(f"the chat template of {self._template.name} has no place for this after a turn")
-        end, rest = match.group(), rest[match.end() :]
+        return rest[match.start() :]
+
+    def _after(self, sampled_ids: Sequence[int], behind: str, mark: str) -> list[int]:
+        """Ids of the text behind a turn, without the end of the turn if it was sampled."""
+        match = self._ends.match(behind)
+        assert match is not None
+        end, rest = match.group(), behind[match.end() :]
         same = self._form.dialect.ends if end in self._form.dialect.ends else (end,)
         closed = bool(sampled_ids) and self._contents.get(sampled_ids[-1]) in same
         return ([] if closed else [self._ids[end]]) + self.encode_marked(rest, mark)
+
+    def _written(
+        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str], learned: bool = False
+    ) -> str:
+        """The text that `render` makes of messages. Raises ValueError if it has not the text of each in its place; some
+        templates drop the text beside calls, which counts where it is `learned`."""
+        shown = [dict(m) | ({"content": f"Dummy {n}."} if m["content"] else {}) for n, m in enumerate(messages)]
+        due = {n: m for n, m in enumerate(shown) if m["content"] and (learned or not m.get("tool_calls"))}
+        numbers = map(int, re.findall(r"Dummy (\d{1,9})\.", render(shown)))
+        missed = [n for n, other in zip_longest(due, [n for n in numbers if n in due]) if n != other]
+        if missed:
+            role, name = messages[missed[0] or 0]["role"], self._template.name
+            raise ValueError(f"the chat template of {name} does not write the text of a message by {role!r} in place")
+        return render(messages)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generate: bool = True) -> str:
         try:
@@ -240,13 +255,13 @@ class ChatRenderer(MarkedCodec):
             if role not in ROLES:
                 raise ValueError(f"unknown role {role!r}; known: {', '.join(ROLES)}")
             taken = map_strings({k: v for k, v in message.items() if k != "role"}, lambda t: self.escape(t, mark))
-            taken["role"] = role
+            taken["role"] = "user" if role == "system" and out and not self._orders else role
             # The assistant's text may hold tokens such as <think>, which a client sends back as text.
             taken["content"] = self.escape(content_text(message), mark, special=role == "assistant")
-            if reasoning := next((taken[key] for key in _REASONING if taken.get(key)), None):
-                taken["reasoning_content"] = reasoning
-                if "message.thinking" in self._template.source:
-                    taken["thinking"] = reasoning
+            thought, beside = taken.get("reasoning_content"), taken["content"] and message.get("tool_calls")
+            # Text beside calls is the thought there; only a turn to learn from is refused if it has both.
+            if thought and "message.thinking" in self._template.source and not (beside and messages[1:]):
+                taken["thinking"] = thought
             if self._no_tools and (role == "tool" or message.get("tool_calls")):
                 raise ValueError(self._cannot_call())
             if message.get("tool_calls"):
@@ -256,7 +271,7 @@ class ChatRenderer(MarkedCodec):
                 ids |= {str(old.get("id")): new for old, new in zip(message["tool_calls"], calls, strict=True)}
                 taken |= {"tool_calls": calls} | ({} if taken["content"] else {"content": self._form.empty})
             if role == "tool" and (call := ids.get(str(message.get("tool_call_id")))) is not None:
-                taken = result(call, taken["content"]) | {"name": taken.get("name") or call["function"]["name"]}
+                taken = result(call, taken["content"])
             out.append({k: v for k, v in taken.items() if k != "tool_calls" or v})
         return out
 

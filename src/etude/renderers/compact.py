@@ -11,19 +11,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import blake3
 
 from etude.errors import UserError
 from etude.records import ToolCall
-from etude.renderers.base import Message, ParsedTurn, TextCodec, Tool, checked, content_text, malformed, one_line
+from etude.renderers.base import (
+    ROLES,
+    Message,
+    ParsedTurn,
+    TextCodec,
+    Tool,
+    checked,
+    content_text,
+    malformed,
+    one_line,
+)
 from etude.renderers.schemas import COMPACT_PARAMETERS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ROLES = ("system", "user", "assistant", "tool")
 _CONTROL = tuple(f"<|{name}|>" for name in (*ROLES, "end", "call", "arg"))
 IDS = {token: i for i, token in enumerate(_CONTROL, 2)}  # the ids in the bundled models; see corpus/dialect.py
 
@@ -57,20 +67,14 @@ class CompactRenderer(TextCodec):
         """Ids of a conversation; consecutive tool messages are one. Tools are not rendered, because the models know
         them."""
         ids: list[int] = []
-        results: list[str] = []
-        for message in messages:
-            role = message["role"]
+        for role, group in groupby(messages, lambda message: message["role"]):
             if role not in self._role:
                 raise ValueError(f"unknown role {role!r}; known: {', '.join(ROLES)}")
             if role == "tool":
-                results.append(content_text(message))
-                continue
-            if results:
-                ids += self._message("tool", "\n".join(results))
-                results = []
-            ids += self._message(role, content_text(message), message.get("tool_calls") or ())
-        if results:
-            ids += self._message("tool", "\n".join(results))
+                results: Message = {"content": "\n".join(map(content_text, group))}
+                group = [results]
+            for message in group:
+                ids += self._message(role, content_text(message), message.get("tool_calls") or ())
         return [*ids, self._role["assistant"]]
 
     def parse(self, ids: Sequence[int], finish_reason: str = "stop", tools: Sequence[Tool] = ()) -> ParsedTurn:
@@ -89,10 +93,8 @@ class CompactRenderer(TextCodec):
         self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
     ) -> list[int]:
         """See `Renderer.bridge`."""
-        closed = bool(sampled_ids) and sampled_ids[-1] == self._end
-        ids = [] if closed else [self._end]
-        ids += self._message("tool", "\n".join(results)) if results or not request else []
-        return [*ids, *(self._message("user", request) if request else ()), self._role["assistant"]]
+        messages = [{"role": "tool", "content": text} for text in results or [""] * (not request)]
+        return self.follow(sampled_ids, messages + [{"role": "user", "content": request}] * bool(request))
 
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """See `Renderer.follow`."""

@@ -18,11 +18,17 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from jinja2 import TemplateError
 
 from etude.harness.loop import EngineModel, EpisodeSpec, UngradedEpisode, ledger_figures, turn_seed
 from etude.harness.token_ledger import TokenLedger
-from etude.protocol.apis import AgentRequest, RequestRefused, SampledTurn, conversation_digest, conversation_digests
+from etude.protocol.apis import (
+    AgentRequest,
+    RequestRefused,
+    SampledTurn,
+    as_refusal,
+    conversation_digest,
+    conversation_digests,
+)
 from etude.records import Generation, StopReason, Turn
 from etude.renderers import LONGEST_TOKEN, Message, Renderer, Tool, content_text
 
@@ -127,10 +133,8 @@ class Recording:
         """The ids that `encode` makes of messages, in a thread. Raises RequestRefused."""
         if sum(len(content_text(m)) for m in messages) > LONGEST_TOKEN * self._spec.budget.context:
             raise self._too_long("far more")
-        try:
+        with as_refusal():
             return await asyncio.to_thread(encode, *how)
-        except (ValueError, TemplateError) as e:
-            raise RequestRefused("invalid", str(e), "messages") from None
 
     def end(self, reason: StopReason) -> None:
         """Ends the episode: nothing more is sampled."""

@@ -108,20 +108,20 @@ class Endpoint:
 
 async def _answer(dialect: ModuleType, episode: _AgentSession, body: dict[str, Any]) -> Response:
     with as_refusal():
-        request = dialect.parse_request(body)
+        request = await asyncio.to_thread(dialect.parse_request, body)
     return await dialect.respond(await episode.recording.ask(request), request, body)
 
 
 async def _answer_responses(episode: _AgentSession, body: dict[str, Any]) -> Response:
     with as_refusal():
-        request, conversation = responses.parse_request(body, episode.kept)
+        request, conversation = await asyncio.to_thread(responses.parse_request, body, episode.kept)
     turn = await episode.recording.ask(request)
     return await responses.respond(turn, request, conversation, body, episode.kept)
 
 
 async def _count(episode: _AgentSession, body: dict[str, Any]) -> Response:
     with as_refusal():
-        request = anthropic.parse_request(body)
+        request = await asyncio.to_thread(anthropic.parse_request, body)
     return JSONResponse({"input_tokens": await episode.recording.count(request)})
 
 

@@ -6,6 +6,7 @@ The formats are those of the endpoint for outside agents (`etude.protocol.apis`)
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -73,7 +74,7 @@ class AgentRoutes:
         fields: dict[str, Any] = await decoded(http, dict[str, Any])
         refuse_others(fields, _RESPONSES, _RESPONSES_NEUTRAL)
         with as_refusal():
-            request, conversation = responses.parse_request(fields, self._kept)
+            request, conversation = await asyncio.to_thread(responses.parse_request, fields, self._kept)
             body = _chat_of_responses(fields, request)
         sampling = await self._chats.sample(body, http)
         kept = {} if fields.get("store") is False else self._kept
@@ -84,7 +85,7 @@ class AgentRoutes:
     async def messages(self, http: HTTPRequest) -> Response:
         """Anthropic's messages. Raises Refusal, RequestRefused, ValueError or RuntimeError."""
         fields: dict[str, Any] = await decoded(http, dict[str, Any])
-        request, body = _chat_of_messages(fields, _MESSAGES)
+        request, body = await asyncio.to_thread(_chat_of_messages, fields, _MESSAGES)
         if request.max_tokens is None:
             raise invalid("max_tokens: Field required", "max_tokens")
         sampling = await self._chats.sample(self._with_thoughts(fields, body), http)
@@ -95,11 +96,11 @@ class AgentRoutes:
     async def count_tokens(self, http: HTTPRequest) -> Response:
         """The tokens of a prompt in Anthropic's format. Raises Refusal, RequestRefused or ValueError."""
         fields: dict[str, Any] = await decoded(http, dict[str, Any])
-        _, body = _chat_of_messages(fields, _MESSAGES)
+        _, body = await asyncio.to_thread(_chat_of_messages, fields, _MESSAGES)
         body = self._with_thoughts(fields, body)
         self._model.must_be_served(body.model)
         renderer = self._chats.with_variables(self._model.chat_renderer, body)
-        prompt, _ = self._chats.encoded(body, renderer, shown_tools(body))
+        prompt = await asyncio.to_thread(self._chats.encoded, body, renderer, shown_tools(body))
         return JSONResponse({"input_tokens": len(prompt)})
 
     def _with_thoughts(self, fields: Mapping[str, Any], body: ChatBody) -> ChatBody:

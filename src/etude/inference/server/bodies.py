@@ -17,8 +17,8 @@ from starlette.requests import Request as HTTPRequest
 
 from etude.inference.engine.requests import MAX_STOP_IDS
 from etude.inference.engine.sampling_params import MAX_LOGPROBS, GrammarMatcher, SamplingParams
-from etude.inference.server.content_parts import Prediction
 from etude.protocol import MAX_NAME, Refusal, decoded
+from etude.protocol.apis import as_refusal, tools_of
 
 MAX_CHOICES = 128
 _MAX_STOPS, _MAX_STOP = 16, 1024  # number of strings, characters of each
@@ -62,6 +62,22 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False  # padding against observers of an encrypted stream; not sent
     continuous_usage_stats: bool = False
+
+
+class ContentPart(msgspec.Struct, tag_field="type", tag="text"):
+    """Plain text."""
+
+    text: str
+
+
+class Prediction(msgspec.Struct, tag_field="type", tag="content"):
+    """Text that much of the answer is expected to repeat."""
+
+    content: str | list[ContentPart]
+
+    def plain(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -253,11 +269,8 @@ class ChatBody(Body, kw_only=True):
         for tool in self.tools or ():
             if tool.get("type") != "function":
                 raise invalid(f"a tool of type {tool.get('type')!r} is not supported: describe a function", "tools")
-            function = tool.get("function")
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-                raise invalid("a tool has no function with a name", "tools")
-            if not isinstance(function.get("parameters"), dict | None):
-                raise invalid("the parameters of a tool are a JSON schema", "tools")
+        with as_refusal():
+            tools_of({"tools": self.tools})
 
 
 B = TypeVar("B", bound=Body)

@@ -14,19 +14,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from jinja2 import TemplateError
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from etude.errors import UserError
 from etude.inference.server.bodies import ChatBody, body_of, first, invalid
 from etude.inference.server.choices import Choice, Detokenizer
-from etude.inference.server.content_parts import take_documents
 from etude.inference.server.grammars import answer_rule
 from etude.inference.server.kept_turns import KeptTurns
 from etude.inference.server.served_model import ServedModel
 from etude.protocol import Refusal, characters
-from etude.protocol.apis import RequestRefused, SampledTurn, chat
+from etude.protocol.apis import RequestRefused, SampledTurn, arranged, as_refusal, chat, read, to_answer, tools_of
 from etude.renderers import Message, Renderer, Tool
 
 T = TypeVar("T")
@@ -67,8 +65,8 @@ class Chats:
 
     async def completions(self, http: HTTPRequest) -> Response:
         """OpenAI's chat completions. Raises Refusal, ValueError or RuntimeError."""
-        body = await body_of(http, ChatBody)
-        sampling = await self.sample(body, http)
+        body, documents = await asyncio.to_thread(with_messages, await body_of(http, ChatBody))
+        sampling = await self.sample(body, http, documents)
         head: dict[str, Any] = {"id": f"chatcmpl-{sampling.turns[0].name}", "created": int(time.time())}
         head["model"] = self._model.names[0]
         logprobs = self._logprobs_of(sampling.choices, body.top_logprobs or 0) if body.logprobs else None
@@ -83,14 +81,15 @@ class Chats:
                 choice["token_ids"] = turn.ids
         return JSONResponse(shown)
 
-    async def sample(self, body: ChatBody, http: HTTPRequest) -> OpenTurns:
-        """Begins the answers to a chat, and keeps the first for the gateway if `http` has the header for it. Raises
-        Refusal, ValueError or RuntimeError."""
+    async def sample(self, body: ChatBody, http: HTTPRequest, documents: Sequence[str] = ()) -> OpenTurns:
+        """Begins the answers to a chat with arranged messages, and keeps the first for the gateway if `http` has the
+        header for it. Raises Refusal, RequestRefused, ValueError or RuntimeError."""
         model = self._model
         model.must_be_served(body.model)
         renderer, tools = self.with_variables(model.chat_renderer, body), shown_tools(body)
         grammar = await asyncio.to_thread(self._grammar, body, renderer, tools)
-        prompt, documents = await asyncio.to_thread(self.encoded, body, renderer, tools)
+        prompt = await asyncio.to_thread(self.encoded, body, renderer, tools)
+        encoded = await asyncio.to_thread(self.encoded_documents, documents)
         limit = first(body.max_completion_tokens, body.max_tokens, model.engine.max_length)
         choices = await model.choices(
             body,
@@ -98,7 +97,7 @@ class Chats:
             limit,
             seed=body.first_seed,
             top_logprobs=body.top_logprobs or 0,
-            documents=documents,
+            documents=encoded,
             grammar=grammar,
             stops=body.stops,
             detokenizer=partial(Detokenizer, model.tokenizer) if body.stops else None,
@@ -111,32 +110,28 @@ class Chats:
         tasks = [asyncio.create_task(c.play(turn)) for c, turn in zip(choices, turns, strict=True)]
         return OpenTurns(turns, choices, tasks)
 
-    def encoded(
-        self, body: ChatBody, renderer: Renderer, tools: Sequence[Tool]
-    ) -> tuple[list[int], tuple[list[int], ...]]:
-        """Ids of the prompt and of the documents. Raises Refusal, ValueError or UserError."""
+    def encoded(self, body: ChatBody, renderer: Renderer, tools: Sequence[Tool]) -> list[int]:
+        """Ids of the prompt for arranged messages. Raises RequestRefused, PromptTooLong or UserError."""
         self._model.check_characters(characters((body.messages, tools)))
-        try:
-            messages, documents = take_documents(body.messages)
-            # Most templates have no developer role; in the others it equals the system role.
-            messages = [dict(m) | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-            begun: list[int] = []
-            if body.continue_final_message:
-                messages, begun = self._continued(messages, renderer)
-            prompt = [*renderer.prompt(messages, tools), *begun]
-        except (KeyError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, TemplateError) as e:
-            raise invalid(f"a message is not in the chat format: {type(e).__name__} {e}", "messages") from None
-        return prompt, tuple(map(self._model.applier.encoder.encode, documents))
+        with as_refusal():
+            if not body.continue_final_message:
+                return renderer.prompt(body.messages, tools)
+            *before, last = body.messages
+            return [*renderer.prompt(before, tools), *self._begun(last, renderer)]
 
-    def _continued(self, messages: list[Message], renderer: Renderer) -> tuple[list[Message], list[int]]:
-        """The messages before the last, and the ids of the last, with which the answer begins. Raises Refusal."""
-        *before, last = messages
-        if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last.get("content"), str):
+    def encoded_documents(self, documents: Sequence[str]) -> tuple[list[int], ...]:
+        """Ids of documents. Raises PromptTooLong or UserError."""
+        self._model.check_characters(sum(map(len, documents)))
+        return tuple(map(self._model.applier.encoder.encode, documents))
+
+    def _begun(self, last: Message, renderer: Renderer) -> list[int]:
+        """The ids of the last message, with which the answer begins. Raises Refusal."""
+        if last["role"] != "assistant" or last.get("tool_calls"):
             raise invalid("continue_final_message needs a text of the assistant as the last message", "messages")
         ids = renderer.turn({"role": "assistant", "content": last["content"]})
         while ids and ids[-1] in renderer.stop_ids:
             ids = ids[:-1]
-        return before, ids
+        return ids
 
     def _grammar(self, body: ChatBody, renderer: Renderer, tools: Sequence[Tool]) -> tuple[str, str | None] | None:
         """The grammar of the answer, and the name of the field that requires it. Raises Refusal."""
@@ -197,9 +192,19 @@ class Chats:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def shown_tools(body: ChatBody) -> list[Tool]:
-    """The tools in the prompt."""
-    return [] if body.tool_choice == "none" else list(body.tools or ())
+def with_messages(body: ChatBody) -> tuple[ChatBody, list[str]]:
+    """The body with its messages read and arranged, and the texts of the documents in them. Raises RequestRefused."""
+    documents: list[str] = []
+    with as_refusal():
+        messages = read("chat", {"messages": body.messages}, documents=documents)
+        shown = arranged(messages) if body.continue_final_message else to_answer(messages)
+    return msgspec.structs.replace(body, messages=list(shown)), documents
+
+
+def shown_tools(body: ChatBody) -> Sequence[Tool]:
+    """The tools in the prompt. Raises RequestRefused."""
+    with as_refusal():
+        return tools_of({"tools": body.tools, "tool_choice": body.tool_choice})
 
 
 def forced_tools(body: ChatBody) -> Sequence[Tool]:

@@ -16,7 +16,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
 from etude.inference.server.bodies import ChatBody, invalid, refuse_others
-from etude.inference.server.chats import Chats, shown_tools
+from etude.inference.server.chats import Chats, shown_tools, with_messages
 from etude.inference.server.served_model import ServedModel
 from etude.protocol import Refusal, decoded
 
@@ -60,10 +60,12 @@ class TextRoutes:
             refuse_others(fields, _CHAT, {"add_special_tokens": (False,)})
             body = ChatBody.of(fields)
             body.check()
+            body, documents = await asyncio.to_thread(with_messages, body)
             model.must_be_served(body.model)
             renderer = self._chats.with_variables(model.chat_renderer, body)
-            ids, documents = await asyncio.to_thread(self._chats.encoded, body, renderer, shown_tools(body))
-            ids = [token for part in (*documents, ids) for token in part]
+            prompt = await asyncio.to_thread(self._chats.encoded, body, renderer, shown_tools(body))
+            encoded = await asyncio.to_thread(self._chats.encoded_documents, documents)
+            ids = [token for part in (*encoded, prompt) for token in part]
         else:
             text = msgspec.convert(fields, _TokenizeBody)
             model.must_be_served(text.model)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 import msgspec
 
 from etude.live.gateway.entries import SignalEntry, TurnEntry
-from etude.live.log.derive import DerivedSignal, Message, answer_of, conversation, of_answer, of_next, tools_of
+from etude.live.log.derive import DerivedSignal, Message, answer_of, conversation, of_answer, of_next, schemas_of
 from etude.live.log.records import Signal, TurnKind
 
 _MAX_HELD_BYTES = 64 << 20  # of all remembered requests, one for each session
@@ -39,8 +39,8 @@ class LastTurns:
             body = msgspec.json.decode(content.request, type=dict)
             message = msgspec.json.decode(content.response or b"{}", type=dict)
             request = conversation(content.dialect, body)
-            answer = answer_of("chat", {"choices": [{"message": message}]})
-            signals = of_answer(request, answer, tools_of(body))
+            answer = answer_of(message)
+            signals = of_answer(request, answer, schemas_of(body))
         except (ValueError, RecursionError):
             return []
         with self._lock:

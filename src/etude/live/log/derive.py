@@ -3,10 +3,10 @@
     of_answer(question, answer)     invalid_call, question, no_edit       on the turn itself
     of_next(before, request)        retry, followup, answered             on the turn of the new request
 
-A conversation is the messages of a request or a response of the three dialects, in their order (`conversation`,
-`answer_of`). A follow-up is judged by a logistic rule over a short English word list, WORDS below, with weights set by
-hand. The signal's value is the rule's probability of dissatisfaction; a message without any of the words has the base
-rate of about one in six. The rule reads no other language, and no irony.
+A conversation is the messages of a request of the three dialects, in their order (`conversation`). A follow-up is
+judged by a logistic rule over a short English word list, WORDS below, with weights set by hand. The signal's value is
+the rule's probability of dissatisfaction; a message without any of the words has the base rate of about one in six. The
+rule reads no other language, and no irony.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.live.log.records import SignalKind
+from etude.protocol.apis import read, tools_of
+from etude.renderers import content_text
 
 BASE = -1.6
 """Log-odds of dissatisfaction of a message without any of the words."""
@@ -166,115 +168,34 @@ def is_valid(call: MessageCall, tools: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def conversation(dialect: str, body: Mapping[str, Any]) -> list[Message]:
-    """The messages of a request: of "chat" (OpenAI), "responses" (OpenAI) or "messages" (Anthropic)."""
-    messages: list[Message] = []
-    if dialect == "responses":
-        if body.get("instructions"):
-            messages.append(Message("system", _text(body["instructions"])))
-        entries = body.get("input") or []
-        messages += _joined(
-            [Message("user", entries)] if isinstance(entries, str) else [_item(e) for e in _maps(entries)]
-        )
-        return messages
-    if body.get("system"):
-        messages.append(Message("system", _text(body["system"])))
-    for message in _maps(body.get("messages")):
-        messages += _chat(message) if dialect == "chat" else _blocks(message)
-    return messages
+    """The messages of a request: of "chat" (OpenAI), "responses" (OpenAI) or "messages" (Anthropic). What the reader of
+    these APIs does not know is left out."""
+    return [
+        Message(str(message["role"]), content_text(message), tuple(map(_call, message.get("tool_calls", ()))))
+        for message in read(dialect, body, strict=False)
+    ]
 
 
-def answer_of(dialect: str, body: Mapping[str, Any]) -> Message:
-    """The answer in a response of a dialect, not streamed."""
-    if dialect == "chat":
-        choices = _maps(body.get("choices"))
-        return (
-            _chat({"role": "assistant"} | dict(choices[0].get("message") or {}))[0] if choices else Message("assistant")
-        )
-    if dialect == "messages":
-        message = _blocks({"role": "assistant", "content": body.get("content")})
-        return message[0] if message else Message("assistant")
-    items = _joined([_item(item) for item in _maps(body.get("output"))])
-    return next((message for message in items if message.role == "assistant"), Message("assistant"))
+def answer_of(message: Mapping[str, Any]) -> Message:
+    """The answer in a message of OpenAI's chat completions."""
+    return (conversation("chat", {"messages": [{"role": "assistant"} | dict(message)]}) or [Message("assistant")])[0]
 
 
-def tools_of(body: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def schemas_of(body: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The tools of a request, in any dialect: name -> JSON schema of the arguments."""
-    tools: dict[str, Mapping[str, Any]] = {}
-    for tool in _maps(body.get("tools")):
-        inner = _map(tool.get("function")) or tool
-        schema = inner.get("parameters") or inner.get("input_schema") or {}
-        if isinstance(inner.get("name"), str):
-            tools[inner["name"]] = schema if isinstance(schema, Mapping) else {}
-    return tools
+    return {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools_of(body, strict=False)}
 
 
-def _chat(message: Mapping[str, Any]) -> list[Message]:
-    calls = tuple(
-        MessageCall(str(f.get("name")), _arguments(f.get("arguments")))
-        for f in (_map(call.get("function")) for call in _maps(message.get("tool_calls")))
-    )
-    role = str(message.get("role"))
-    return [Message("system" if role == "developer" else role, _text(message.get("content")), calls)]
-
-
-def _blocks(message: Mapping[str, Any]) -> list[Message]:
-    """The messages in a message of Anthropic's: tool results, which come in the user's messages, are separate."""
-    role, content = str(message.get("role")), message.get("content")
-    if isinstance(content, str):
-        return [Message(role, content)]
-    blocks = _maps(content)
-    calls = tuple(
-        MessageCall(str(b.get("name")), _arguments(b.get("input"))) for b in blocks if b.get("type") == "tool_use"
-    )
-    results = [Message("tool", _text(b.get("content"))) for b in blocks if b.get("type") == "tool_result"]
-    text = "".join(str(b.get("text", "")) for b in blocks if b.get("type") == "text")
-    return results + ([Message(role, text, calls)] if text or calls or not results else [])
-
-
-def _item(item: Mapping[str, Any]) -> Message:
-    """An item of the Responses API."""
-    kind = item.get("type") or "message"
-    if kind == "function_call":
-        return Message("assistant", "", (MessageCall(str(item.get("name")), _arguments(item.get("arguments"))),))
-    if kind == "function_call_output":
-        return Message("tool", _text(item.get("output")))
-    if kind != "message":
-        return Message("")
-    role = str(item.get("role") or "assistant")
-    return Message("system" if role == "developer" else role, _text(item.get("content")))
-
-
-def _joined(items: Sequence[Message]) -> list[Message]:
-    """Messages with neighbouring items of the assistant joined, without reasoning and other items."""
-    messages: list[Message] = []
-    for message in items:
-        if messages and messages[-1].role == message.role == "assistant":
-            messages[-1] = Message("assistant", messages[-1].text + message.text, messages[-1].calls + message.calls)
-        elif message.role:
-            messages.append(message)
-    return messages
+def _call(call: Mapping[str, Any]) -> MessageCall:
+    return MessageCall(call["function"]["name"], call["function"]["arguments"])
 
 
 def _key(message: Message) -> tuple[str, str, tuple[MessageCall, ...]]:
     return message.role, " ".join(message.text.split()), message.calls
 
 
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(str(part.get("text") or "") for part in _maps(content))
-
-
-def _arguments(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
 def _map(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _maps(value: Any) -> list[Mapping[str, Any]]:
-    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
 
 
 def _is_of(value: Any, kind: Any) -> bool:

@@ -23,7 +23,7 @@ from etude.evals import EvalResult
 from etude.live.learn.window import LiveContents
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs
-from etude.live.log.derive import Message, MessageCall, conversation, of_answer, tools_of
+from etude.live.log.derive import Message, MessageCall, conversation, of_answer, schemas_of
 from etude.live.log.privacy import planted
 from etude.live.log.records import Release, ServedTurn, SignalKind, TurnContent, TurnKind
 from etude.live.log.scrub import scrubbed
@@ -197,7 +197,7 @@ def prefix_of(content: TurnContent) -> Prefix:
     """The prefix of a turn."""
     body = msgspec.json.decode(content.request)
     prompt = np.frombuffer(content.prompt_ids, "<i4").tolist()
-    return Prefix(prompt, tuple(conversation(content.dialect, body)), dict(tools_of(body)))  # pyright: ignore
+    return Prefix(prompt, tuple(conversation(content.dialect, body)), dict(schemas_of(body)))  # pyright: ignore
 
 
 def read_answer(

@@ -1,8 +1,7 @@
 """Anthropic's messages API: requests, answers and refusals."""
 
 import json
-import re
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import blake3
@@ -10,17 +9,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from etude.protocol.access import Refusal
 from etude.protocol.apis.chat import sse
-from etude.protocol.apis.conversation import (
-    AgentRequest,
-    Kind,
-    RequestRefused,
-    arranged,
-    call_message,
-    function,
-    text_of,
-)
+from etude.protocol.apis.conversation import AgentRequest, Kind, RequestRefused
+from etude.protocol.apis.reading import read, request_of
 from etude.protocol.apis.turn import SampledTurn
-from etude.renderers import Message, Tool
 
 STATUS: dict[Kind, tuple[int, str]] = {
     "invalid": (400, "invalid_request_error"),
@@ -32,53 +23,12 @@ STATUS: dict[Kind, tuple[int, str]] = {
     "failed": (500, "api_error"),
 }
 _REFUSALS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
-_PROVIDERS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool|mcp_toolset)")
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def parse_request(body: dict[str, Any]) -> AgentRequest:
-    """A body as a request, without its sampling parameters and the tools that a provider runs."""
-    system: list[Message] = [{"role": "system", "content": text_of(body.get("system"))}] if body.get("system") else []
-    messages = [shown for message in body["messages"] for shown in _messages(message)]
-    choice = (body.get("tool_choice") or {}).get("type")
-    return AgentRequest(
-        model=str(body.get("model") or ""),
-        messages=arranged([*system, *messages]),
-        tools=() if choice == "none" else tuple(_tools(body.get("tools") or ())),
-        stops=tuple(filter(None, body.get("stop_sequences") or ())),
-        max_tokens=body.get("max_tokens"),
-        stream=bool(body.get("stream")),
-    )
-
-
-def _messages(message: dict[str, Any]) -> Iterator[Message]:
-    """A message as messages of the chat format: the tool results, each a message, then the text."""
-    role, content = message["role"], message["content"]
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = [block for block in blocks if block["type"] not in ("tool_result", "tool_use", *_THOUGHTS)]
-    if role == "assistant":
-        calls = [call_message(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
-        yield {"role": role, "content": text_of(texts)} | ({"tool_calls": calls} if calls else {})
-        return
-    for block in blocks:
-        if block["type"] == "tool_result":
-            yield {"role": "tool", "content": text_of(block.get("content")), "tool_call_id": block["tool_use_id"]}
-    if texts:
-        yield {"role": role, "content": text_of(texts)}
-
-
-_THOUGHTS = ("thinking", "redacted_thinking")  # clients send them back; the ledger has them
-
-
-def _tools(tools: Iterable[dict[str, Any]]) -> Iterator[Tool]:
-    for tool in tools:
-        kind = tool.get("type") or "custom"
-        if kind == "custom":
-            yield function(tool["name"], tool.get("description"), tool.get("input_schema"))
-        elif not _PROVIDERS.match(kind):
-            raise RequestRefused(
-                "invalid", f"the schema of a tool of type {kind!r} is not known here: describe it", "tools"
-            )
+    """A body as a request."""
+    return request_of(body, read("messages", body))
 
 
 def refused(refusal: RequestRefused) -> Response:

@@ -7,18 +7,10 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from etude.protocol.apis.conversation import (
-    AgentRequest,
-    Kind,
-    RequestRefused,
-    arranged,
-    call_message,
-    function,
-    text_of,
-)
+from etude.protocol.apis.conversation import AgentRequest, Kind, RequestRefused, invalid
+from etude.protocol.apis.reading import read, request_of
 from etude.protocol.apis.turn import SampledTurn, merge_streams
 from etude.records import Generation
-from etude.renderers import Message
 
 STATUS: dict[Kind, tuple[int, str, str | None]] = {
     "invalid": (400, "invalid_request_error", None),
@@ -35,32 +27,10 @@ _UNKNOWN = {"logprobs": None, "finish_reason": None}
 
 
 def parse_request(body: dict[str, Any]) -> AgentRequest:
-    """A body as a request, without its sampling parameters and the tools that a provider runs."""
+    """A body as a request."""
     if body.get("n") not in (None, 1):
-        raise RequestRefused("invalid", "one answer is sampled: set n to 1", "n")
-    stop = body.get("stop")
-    tools = body.get("tools") or () if body.get("tool_choice") != "none" else ()
-    functions = [tool["function"] for tool in tools if tool.get("type") == "function"]
-    return AgentRequest(
-        model=str(body.get("model") or ""),
-        messages=arranged([_message(message) for message in body["messages"]]),
-        tools=tuple(function(f["name"], f.get("description"), f.get("parameters")) for f in functions),
-        stops=tuple(filter(None, [stop] if isinstance(stop, str) else stop or ())),
-        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
-        stream=bool(body.get("stream")),
-    )
-
-
-def _message(message: dict[str, Any]) -> Message:
-    role, shown = message["role"], {"role": message["role"], "content": text_of(message.get("content"))}
-    if role == "function":
-        raise RequestRefused("invalid", "function messages are of an older format: send tool messages", "messages")
-    if role == "tool":
-        return shown | {"tool_call_id": str(message.get("tool_call_id") or "")}
-    if role == "assistant" and message.get("tool_calls"):
-        calls = [(call.get("id"), call["function"]) for call in message["tool_calls"]]
-        return shown | {"tool_calls": [call_message(i, f["name"], f.get("arguments")) for i, f in calls]}
-    return shown
+        raise invalid("one answer is sampled: set n to 1", "n")
+    return request_of(body, read("chat", body))
 
 
 def refused(refusal: RequestRefused) -> Response:

@@ -1,14 +1,15 @@
-"""The common part of the dialects: a request as chat messages, and digests by which conversations are recognised."""
+"""The common part of the APIs: a request, its messages as all entrances take them, and digests of conversations."""
 
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Literal
 
 import blake3
 
-from etude.renderers import Message, Tool, content_text, printable
+from etude.renderers import Message, Tool, content_text
 
 MAX_STOPS, MAX_STOP = 16, 1024  # texts that end an answer, and characters of each
 Kind = Literal["invalid", "key", "unknown", "context", "spent", "lost", "failed"]
@@ -21,6 +22,11 @@ class RequestRefused(Exception):
         super().__init__(message)
         self.kind: Kind = kind
         self.param = param
+
+
+def invalid(why: str, param: str | None = "messages") -> RequestRefused:
+    """The refusal of a request that is wrong in itself."""
+    return RequestRefused("invalid", why, param)
 
 
 @dataclass(frozen=True)
@@ -36,66 +42,71 @@ class AgentRequest:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and (type(self.max_tokens) is not int or self.max_tokens < 1):
-            raise RequestRefused(
-                "invalid", f"the number of tokens to sample must be at least 1, got {self.max_tokens!r}"
-            )
+            raise invalid(f"the number of tokens to sample must be at least 1, got {self.max_tokens!r}", None)
         if not all(isinstance(stop, str) for stop in self.stops):
-            raise RequestRefused("invalid", "stop must be text or a list of texts", "stop")
+            raise invalid("stop must be text or a list of texts", "stop")
         if len(self.stops) > MAX_STOPS or any(len(stop) > MAX_STOP for stop in self.stops):
-            raise RequestRefused("invalid", f"at most {MAX_STOPS} stop texts of at most {MAX_STOP} characters", "stop")
+            raise invalid(f"at most {MAX_STOPS} stop texts of at most {MAX_STOP} characters", "stop")
 
 
 @contextmanager
 def as_refusal() -> Iterator[None]:
-    """Raises RequestRefused for errors in reading a request that is not in the format of its API."""
+    """Raises RequestRefused for errors in reading a request or in rendering its messages."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as e:
-        raise RequestRefused("invalid", f"the request is not in the API's format: {type(e).__name__} {e}") from None
-
-
-def function(name: str, description: object, parameters: object) -> Tool:
-    """A tool in OpenAI's chat format."""
-    if not isinstance(name, str) or not name:
-        raise RequestRefused("invalid", "a tool has no name", "tools")
-    shown = {"name": name, "description": str(description or ""), "parameters": parameters or {"type": "object"}}
-    return {"type": "function", "function": shown}
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
+        why = str(e) if type(e) is ValueError else f"it is not in the API's format: {type(e).__name__} {e}"
+        raise invalid(why) from None
 
 
 def arranged(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages as chat templates take them: one system message at the start, and later ones as the user's, because most
-    templates silently drop them. Raises RequestRefused without a message to answer."""
-    count = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
-    system = "\n\n".join(filter(None, map(content_text, messages[:count])))
-    rest = [m if m["role"] not in ("system", "developer") else dict(m) | {"role": "user"} for m in messages[count:]]
-    if not rest:
-        raise RequestRefused("invalid", "messages must hold one from the user", "messages")
-    if rest[-1]["role"] == "assistant":
-        raise RequestRefused(
-            "invalid", "the last message is the assistant's: its turns cannot be begun for it", "messages"
-        )
-    return (*([{"role": "system", "content": system}] if system else []), *rest)
+    """A conversation that was read, as renderers take it: one system message for those at the start, and the results of
+    a turn's calls behind it, in the order of the calls and with their names. Raises RequestRefused for results and
+    calls that are no pairs; the calls of a last turn may be without results."""
+    at = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    system = "\n\n".join(filter(None, map(content_text, messages[:at])))
+    shown: list[Message] = [{"role": "system", "content": system}] if system else []
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for start, end in pairwise(sorted({at, *turns, len(messages)})):
+        shown += _paired(messages[start:end], end == len(messages))
+    return tuple(shown)
 
 
-def text_of(content: object) -> str:
-    """The text of a message's content: a string, or parts of text. Raises RequestRefused for images and files."""
-    if content is None or isinstance(content, str):
-        return printable(content or "")
-    if not isinstance(content, list):
-        raise RequestRefused("invalid", "a message's content must be text or a list of parts", "messages")
-    texts: list[str] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else "text"
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise RequestRefused("invalid", f"the model reads text only, not a part of type {kind!r}", "messages")
-        texts.append(part if isinstance(part, str) else str(part.get("text") or part.get("refusal") or ""))
-    return printable("".join(texts))
+def _paired(messages: Sequence[Message], last: bool) -> list[Message]:
+    """A turn and what follows up to the next one, the results by their ids."""
+    turn, calls = messages[0], messages[0].get("tool_calls") or ()
+    results = [message for message in messages if message["role"] == "tool"]
+    if not calls or (last and len(messages) == 1):
+        if results:
+            raise invalid("a tool result follows a turn without calls")
+        return list(messages)
+    ids = [call["id"] for call in calls]
+    names = [str(result.get("tool_call_id") or "") for result in results]
+    if len(ids) == len(names) == 1 and not (ids[0] and names[0]):
+        names = ids  # of one call and one result it is clear without ids
+    elif "" in ids or len(set(ids)) < len(ids):
+        raise invalid("several calls of a turn need an id each, all different")
+    counts = dict.fromkeys(ids, 0)
+    for name in names:
+        if name not in counts:
+            raise invalid(f"a tool result names {name!r}, no call of the turn before")
+        counts[name] += 1
+    for name, count in counts.items():
+        if count != 1:
+            raise invalid(f"the call {name!r} has {count or 'no'} results: send one")
+    by_id = dict(zip(names, results, strict=True))
+    paired = [dict(by_id[c["id"]]) | {"name": c["function"]["name"], "tool_call_id": c["id"]} for c in calls]
+    return [turn, *paired, *(message for message in messages[1:] if message["role"] != "tool")]
 
 
-def call_message(call_id: object, name: object, arguments: object) -> dict[str, Any]:
-    """A tool call of an assistant message; `arguments` as JSON text or as an object."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return {"id": str(call_id), "type": "function", "function": {"name": str(name), "arguments": text}}
+def to_answer(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """An arranged conversation that a model goes on from. Raises RequestRefused."""
+    shown = arranged(messages)
+    if not shown:
+        raise invalid("messages must hold one from the user")
+    if shown[-1]["role"] == "assistant":
+        raise invalid("the last message is the assistant's: its turns cannot be begun for it")
+    return shown
 
 
 def conversation_digest(before: bytes, message: Message) -> bytes:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -10,81 +10,24 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from etude.protocol.apis import chat
 from etude.protocol.apis.chat import sse
-from etude.protocol.apis.conversation import AgentRequest, RequestRefused, arranged, call_message, function, text_of
+from etude.protocol.apis.conversation import AgentRequest, RequestRefused, invalid
+from etude.protocol.apis.reading import read, request_of
 from etude.protocol.apis.turn import SampledTurn
-from etude.renderers import Message, Tool
+from etude.renderers import Message
 
 refused = chat.refused
 Kept = dict[str, list[Message]]  # conversations by the id of their last response, without instructions
-_FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 def parse_request(body: dict[str, Any], kept: Kept) -> tuple[AgentRequest, list[Message]]:
-    """A body as a request, without its sampling parameters and the tools that a provider runs; and its conversation,
-    without the instructions, which hold for one request."""
+    """A body as a request, and its conversation without the instructions, which hold for one request."""
     before: list[Message] = []
     if (previous := body.get("previous_response_id")) is not None:
         if previous not in kept:
-            raise RequestRefused(
-                "invalid", f"Previous response with id {previous!r} not found.", "previous_response_id"
-            )
+            raise invalid(f"Previous response with id {previous!r} not found.", "previous_response_id")
         before = kept[previous]
-    supplied = body["input"]
-    items = [{"role": "user", "content": supplied}] if isinstance(supplied, str) else supplied
-    conversation = list(_joined([*before, *_messages(items)]))
-    instructions = body.get("instructions")
-    system: list[Message] = [{"role": "system", "content": text_of(instructions)}] if instructions else []
-    request = AgentRequest(
-        model=str(body.get("model") or ""),
-        messages=arranged([*system, *conversation]),
-        tools=() if body.get("tool_choice") == "none" else tuple(_tools(body.get("tools") or ())),
-        max_tokens=body.get("max_output_tokens"),
-        stream=bool(body.get("stream")),
-    )
-    return request, conversation
-
-
-def _messages(items: Iterable[dict[str, Any]]) -> Iterator[Message]:
-    for item in items:
-        match item.get("type", "message"):
-            case "message":
-                yield {"role": item["role"], "content": text_of(item["content"])}
-            case "function_call":
-                calls = [call_message(item["call_id"], item["name"], item["arguments"])]
-                yield {"role": "assistant", "content": "", "tool_calls": calls}
-            case "custom_tool_call":
-                calls = [call_message(item["call_id"], item["name"], {"input": item["input"]})]
-                yield {"role": "assistant", "content": "", "tool_calls": calls}
-            case "function_call_output" | "custom_tool_call_output":
-                yield {"role": "tool", "content": text_of(item["output"]), "tool_call_id": item["call_id"]}
-            case "reasoning":
-                pass  # the ledger has it
-            case kind:
-                raise RequestRefused("invalid", f"input items of type {kind!r} are not known here", "input")
-
-
-def _joined(messages: Iterable[Message]) -> Iterator[Message]:
-    """The items of one turn (text, calls) as one message."""
-    last: Message | None = None
-    for message in messages:
-        if last is not None and last["role"] == message["role"] == "assistant":
-            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-            text = last["content"] + message["content"]
-            last = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
-            continue
-        if last is not None:
-            yield last
-        last = message
-    if last is not None:
-        yield last
-
-
-def _tools(tools: Iterable[dict[str, Any]]) -> Iterator[Tool]:
-    for tool in tools:
-        if tool["type"] == "function":
-            yield function(tool["name"], tool.get("description"), tool.get("parameters"))
-        elif tool["type"] == "custom":  # the client runs it, with free text as its input
-            yield function(tool["name"], tool.get("description"), _FREE)
+    conversation = read("responses", body | {"instructions": None}, before=before)
+    return request_of(body, [*read("responses", body | {"input": []}), *conversation]), conversation
 
 
 async def respond(
@@ -131,7 +74,8 @@ class _Writer:
         turn = self.turn
         generation = turn.generation
         assert generation is not None
-        self.kept[self.head["id"]] = [*self.conversation, turn.message | {"content": turn.text}]
+        answer = turn.message | {"content": turn.text, "reasoning_content": turn.parsed.reasoning}
+        self.kept[self.head["id"]] = [*self.conversation, answer]
         cut = turn.finish_reason == "length"
         output = [_reasoning(turn.parsed.reasoning)] * bool(turn.parsed.reasoning)
         output += [_message_item(turn.text)] * bool(turn.text)
