@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from etude.errors import UserError
 from etude.records import ToolCall
-from etude.renderers import DialectVerdict, Renderer, dialect_verdict, renderer_for
+from etude.renderers import DialectVerdict, Renderer, dialect_verdict, renderer_for, typed_argument
 from etude.renderers.chat import ChatRenderer
 from etude.renderers.compact import IDS as COMPACT_IDS
 from etude.renderers.dialects import DIALECTS
@@ -300,9 +300,8 @@ def test_an_answer_in_json_is_no_call(renderers: dict[str, Renderer]) -> None:
     ],
 )  # fmt: skip
 def test_values_without_quotes_have_the_type_of_the_schema(said: str, schema: Any, value: Any) -> None:
-    from etude.renderers.calls import typed_argument
-
-    assert typed_argument(said, schema) == value
+    parameters = {"type": "object", "properties": {} if schema is None else {"a": schema}}
+    assert typed_argument(said, "a", parameters) == value
 
 
 def test_the_compact_dialect_needs_all_its_tokens_at_their_ids(tmp_path: Path) -> None:

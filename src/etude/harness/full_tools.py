@@ -21,9 +21,9 @@ from etude.harness.lints import Lints
 from etude.harness.python_tools import PythonTool, python_tools
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
-from etude.harness.tools import MAX_FILE, READ_ONLY, Tools, clean_failure, fault_of, file_bytes
+from etude.harness.tools import MAX_FILE, READ_ONLY, Tools, clean_failure, file_bytes
 from etude.records import Task, ToolCall
-from etude.renderers import SCHEMAS, ToolError, named, one_line
+from etude.renderers import SCHEMAS, ToolError, fitted, named, one_line
 from etude.sandbox import WORKSPACE, Box, BoxError, NotFound
 
 RUN_SECONDS = 120.0
@@ -132,10 +132,14 @@ class FullTools(Tools):
         """The result of a call that has the wrong form."""
         return f"error: malformed call: {why}"
 
-    def invalid(self, call: ToolCall) -> str | None:
-        """Why the arguments of a known tool cannot be taken; None when they can."""
+    def taken(self, call: ToolCall) -> dict[str, Any]:
+        """See `Tools.taken`."""
         tool = self._functions.get(call.name)
-        return fault_of(call, self._parameters[call.name]) if tool is None else tool.fault(call)
+        return (
+            fitted(call, self._parameters[call.name] | {"additionalProperties": False})
+            if tool is None
+            else tool.taken(call)
+        )
 
     async def _call_function(self, tool: PythonTool, /, **arguments: Any) -> str:
         return await tool.call(arguments, self._users_box, self.task, self._exec, self.deadline - time.monotonic())

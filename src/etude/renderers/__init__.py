@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import UserError
+from etude.renderers.arguments import fitted, read_call, typed_argument
 from etude.renderers.base import (
     LONGEST_TOKEN,
     TITLE,
@@ -21,6 +22,7 @@ from etude.renderers.base import (
     Renderer,
     Tool,
     ToolError,
+    checked,
     content_text,
     document_text,
     escaped,
@@ -29,7 +31,6 @@ from etude.renderers.base import (
     printable,
     printable_json,
 )
-from etude.renderers.calls import checked, schema_branches, schema_types, typed_argument
 from etude.renderers.chat import ChatRenderer
 from etude.renderers.compact import ROLES, CompactRenderer, is_compact
 from etude.renderers.dialects import DIALECTS
