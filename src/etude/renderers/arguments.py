@@ -8,7 +8,7 @@ keywords at most.
 import ast
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -68,14 +68,15 @@ def python_value(node: ast.expr) -> Any:
 def typed_argument(text: str, key: str, parameters: Any) -> Any:
     """The value of a text without quotes as the argument `key`: the text itself where the schema of the parameters
     allows it; else its value in JSON or Python, the first that the schema allows. Where the schema says nothing,
-    numbers, lists and the like are recognised."""
-    found = list(_values(text))
+    numbers, lists and the like are recognised. Where it allows no text, the value may be one that JSON lacks."""
+    spelled = list(_values(text))
+    found = list(filter(_recordable, spelled))
     refused = _objection(parameters, {key: text}, key)
     if refused is None:
         free = all(_objection(parameters, {key: probe}, key) is None for probe in (*_PROBES, *found))
         return found[0] if free and found and not isinstance(found[0], str) else text
     fitting = [value for value in found if _objection(parameters, {key: value}, key) is None]
-    return [*fitting, *(found if refused.no_text else ()), text][0]
+    return [*fitting, *(spelled if refused.no_text else ()), text][0]
 
 
 def as_meant(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
@@ -108,10 +109,11 @@ def parameters_of(name: str, tools: Sequence[Tool]) -> Any:
 
 
 def _meant(value: Any, key: str, parameters: Any) -> Any:
-    whole = isinstance(value, float) and value.is_integer()
-    if not (whole or isinstance(value, str)) or _objection(parameters, {key: value}, key) is None:
+    others: Iterable[Any] = filter(_recordable, _values(value)) if isinstance(value, str) else ()
+    if _whole(value):
+        others = [int(value)]
+    if others == () or _objection(parameters, {key: value}, key) is None:
         return value
-    others = [int(value)] if whole else _values(value)
     return next((each for each in others if _objection(parameters, {key: each}, key) is None), value)
 
 
@@ -125,13 +127,20 @@ def _values(text: str, *, deeper: bool = True) -> Iterator[Any]:
             warnings.simplefilter("ignore")
             spelled.append(python_value(ast.parse(text.strip(), mode="eval").body))
     for value in spelled:
-        if checked("", {"": value}).arguments is None:
-            continue
         yield value
-        if isinstance(value, float) and value.is_integer():
+        if _whole(value):
             yield int(value)
         if isinstance(value, str) and deeper:
             yield from _values(value, deeper=False)
+
+
+def _whole(value: Any) -> bool:
+    """Whether a value is a float that is exactly an integer."""
+    return isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+
+
+def _recordable(value: Any) -> bool:
+    return checked("", {"": value}).arguments is not None
 
 
 # Schemas
