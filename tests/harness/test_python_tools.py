@@ -159,7 +159,7 @@ def test_arguments_are_read_as_the_function_takes_them() -> None:
         ({"query": "a", "options": []}, "options is not of type object"),
         ({"query": "a", "tags": ["a", 1]}, "tags[1] is not of type string"),
         ({"query": "a", "options": {"b": "1"}}, "options.b is not of type integer"),
-        ({"query": "a", "part": "index"}, 'part is not one of ["guide", "reference"]'),
+        ({"query": "a", "part": "index"}, 'part does not fit {"enum": ["guide", "reference"]}'),
         ({"query": "a", "colour": 1}, "search_docs has no argument colour"),
     ],
 )  # fmt: skip
@@ -386,7 +386,7 @@ def test_a_boxed_function_sees_the_repository_and_leaves_nothing_there(tmp_path:
         assert await call("lines_with", word="total", most=1) == "[Line(path='src/shop.py', number=11)]"
         assert await call("price", amount=2, kind="gross") == "12"
         assert await call("price", amount=2, kind="other") == (
-            'error: malformed call: kind is not one of ["net", "gross"]'
+            'error: malformed call: kind does not fit {"enum": ["net", "gross"]}'
         )
         assert await call("unboxed", path="src") == "shop-1: ['shop.py']"
         text = "ä€😀\x1b[31m\r\n\0\x7f\x85\u2028 '\"$(echo no)\\"

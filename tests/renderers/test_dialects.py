@@ -295,7 +295,7 @@ def test_an_answer_in_json_is_no_call(renderers: dict[str, Renderer]) -> None:
         ("True", {"type": "boolean"}, True), ("true", None, True), ("null", {"type": "object"}, None), ("x", None, "x"),
         ("x", {"type": "integer"}, "x"), ("{'a': [1, None]}", {"type": "object"}, {"a": [1, None]}),
         ('"x"', None, '"x"'),
-        ('"x"', {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "x"),
+        ('"x"', {"anyOf": [{"type": "integer"}, {"type": "null"}]}, '"x"'),
         ("a", {"enum": ["a", "b"]}, "a"), ("(" * 5000, {"type": "array"}, "(" * 5000),
     ],
 )  # fmt: skip

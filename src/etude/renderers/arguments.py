@@ -11,9 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -69,14 +67,12 @@ def typed_argument(text: str, key: str, parameters: Any) -> Any:
     """The value of a text without quotes as the argument `key`: the text itself where the schema of the parameters
     allows it; else its value in JSON or Python, the first that the schema allows. Where the schema says nothing,
     numbers, lists and the like are recognised. Where it allows no text, the value may be one that JSON lacks."""
-    spelled = list(_values(text))
-    found = list(filter(_recordable, spelled))
-    refused = _objection(parameters, {key: text}, key)
-    if refused is None:
-        free = all(_objection(parameters, {key: probe}, key) is None for probe in (*_PROBES, *found))
-        return found[0] if free and found and not isinstance(found[0], str) else text
-    fitting = [value for value in found if _objection(parameters, {key: value}, key) is None]
-    return [*fitting, *(spelled if refused.no_text else ()), text][0]
+    error, values = _error(parameters, {key: text}, key), list(_values(text))
+    if error is not None:
+        others = [value for value in values if not isinstance(value, str)] if _no_text(error) else ()
+        return next(_fitting(values, key, parameters), [*others, text][0])
+    free = values and all(_error(parameters, {key: probe}, key) is None for probe in (*_PROBES, values[0]))
+    return values[0] if free and _recordable(values[0]) and not isinstance(values[0], str) else text
 
 
 def as_meant(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
@@ -95,10 +91,10 @@ def fitted(call: ToolCall, parameters: Any) -> dict[str, Any]:
     taken: dict[str, Any] = {}
     for key, value in (call.arguments or {}).items():
         needed = value is not None or (isinstance(required, list) and key in required)
-        if needed or _objection(parameters, {key: None}, key) is None:
+        if needed or _error(parameters, {key: None}, key) is None:
             taken[key] = _meant(value, key, parameters)
-    if (refused := _objection(parameters, taken)) is not None:
-        raise ToolError(f"{refused.place or call.name} {refused.why}")
+    if (error := _error(parameters, taken)) is not None:
+        raise ToolError(_sentence(call.name, error))
     return taken
 
 
@@ -109,12 +105,15 @@ def parameters_of(name: str, tools: Sequence[Tool]) -> Any:
 
 
 def _meant(value: Any, key: str, parameters: Any) -> Any:
-    others: Iterable[Any] = filter(_recordable, _values(value)) if isinstance(value, str) else ()
-    if _whole(value):
-        others = [int(value)]
-    if others == () or _objection(parameters, {key: value}, key) is None:
+    others = list(_values(value)) if isinstance(value, str) else _wholes(value)
+    if not others or _error(parameters, {key: value}, key) is None:
         return value
-    return next((each for each in others if _objection(parameters, {key: each}, key) is None), value)
+    return next(_fitting(others, key, parameters), value)
+
+
+def _fitting(values: Iterable[Any], key: str, parameters: Any) -> Iterator[Any]:
+    """The values that a record can hold, and that the schema allows as the argument `key`."""
+    return (each for each in values if _recordable(each) and _error(parameters, {key: each}, key) is None)
 
 
 def _values(text: str, *, deeper: bool = True) -> Iterator[Any]:
@@ -128,15 +127,14 @@ def _values(text: str, *, deeper: bool = True) -> Iterator[Any]:
             spelled.append(python_value(ast.parse(text.strip(), mode="eval").body))
     for value in spelled:
         yield value
-        if _whole(value):
-            yield int(value)
+        yield from _wholes(value)
         if isinstance(value, str) and deeper:
             yield from _values(value, deeper=False)
 
 
-def _whole(value: Any) -> bool:
-    """Whether a value is a float that is exactly an integer."""
-    return isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+def _wholes(value: Any) -> list[int]:
+    """The integer that a float is exactly; empty for any other value."""
+    return [int(value)] if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else []
 
 
 def _recordable(value: Any) -> bool:
@@ -146,40 +144,25 @@ def _recordable(value: Any) -> bool:
 # Schemas
 
 
-@dataclass(frozen=True)
-class _Objection:
-    """What a schema has against arguments: at which place ("" for the whole), why, and whether it allows no text
-    there."""
-
-    place: str
-    why: str
-    no_text: bool
-
-
-class _Spent(Exception):
-    """A question took too many steps."""
-
-
-def _objection(parameters: Any, arguments: Mapping[str, Any], key: str | None = None) -> _Objection | None:
-    """The first objection of a schema, or the first to the argument `key`; None for a schema that cannot be read."""
+def _error(parameters: Any, arguments: Mapping[str, Any], key: str | None = None) -> Any:
+    """The first error of arguments by a schema, or the first of the argument `key`; None for a schema that cannot be
+    read."""
     try:
-        return _asked(json.dumps(parameters), json.dumps(arguments), key)
+        return _first_error(json.dumps(parameters), json.dumps(arguments), key)
     except (TypeError, ValueError, RecursionError):
         return None
 
 
-@lru_cache(maxsize=512)
-def _asked(schema: str, arguments: str, key: str | None) -> _Objection | None:
+@lru_cache(maxsize=256)
+def _first_error(schema: str, arguments: str, key: str | None) -> Any:
     token = _left.set(STEPS)
     try:
-        for error in _validator(schema).iter_errors(json.loads(arguments)):
-            if key is None or list(error.absolute_path)[:1] == [key]:
-                return _Objection(_place(error), one_line(_why(error), 300), _no_text(error))
+        errors = _validator(schema).iter_errors(json.loads(arguments))
+        return next((e for e in errors if key is None or list(e.absolute_path)[:1] == [key]), None)
     except Exception:  # whatever a broken schema provokes in the library, a loop of references included
         return None
     finally:
         _left.reset(token)
-    return None
 
 
 @lru_cache(maxsize=256)
@@ -207,7 +190,7 @@ def _bounded(base: Any) -> Any:
     def counted(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
         def step(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
             if not _left.get():
-                raise _Spent
+                raise RecursionError
             _left.set(_left.get() - 1)
             if name in _UNTRIED or (name == "additionalProperties" and "patternProperties" in schema):
                 return None
@@ -219,37 +202,24 @@ def _bounded(base: Any) -> Any:
     return validators.extend(base, {name: counted(name, check) for name, check in base.VALIDATORS.items()}, None, kinds)
 
 
-def _place(error: Any) -> str:
+def _sentence(name: str, error: Any) -> str:
+    """An error in the arguments of a function as a sentence."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)
-    return one_line("".join(parts).removeprefix("."), 64)
-
-
-def _why(error: Any) -> str:
-    value = error.validator_value
+    value, instance = error.validator_value, error.instance
+    why = f"does not fit {json.dumps({error.validator: value})}"
     match error.validator:
         case "required":
-            return f"needs {next(name for name in value if name not in error.instance)}"
+            why = f"needs {next(key for key in value if key not in instance)}"
         case "type":
-            return f"is not of type {' or '.join(value) if isinstance(value, list) else value}"
+            why = f"is not of type {' or '.join(value) if isinstance(value, list) else value}"
         case "additionalProperties" if value is False:
-            known = error.schema.get("properties", {})
-            return f"has no argument {one_line(next(name for name in error.instance if name not in known), 64)}"
-        case "enum":
-            return f"is not one of {json.dumps(value)}"
-        case None:
-            return "is not allowed"
-    return f"does not fit {json.dumps({error.validator: value})}"
+            why = f"has no argument {next(key for key in instance if key not in error.schema.get('properties', {}))}"
+    return one_line(f"{''.join(parts).removeprefix('.') or name} {why}", 300)
 
 
 def _no_text(error: Any) -> bool:
     """Whether the schema behind an error allows no text at all."""
     value = error.validator_value
-    match error.validator:
-        case "type":
-            return True
-        case "enum" | "const":
-            return not any(isinstance(each, str) for each in (value if error.validator == "enum" else [value]))
-        case "anyOf" | "oneOf":
-            branches = groupby(error.context, key=lambda inner: inner.schema_path[0])
-            return bool(error.context) and all(any(map(_no_text, inner)) for _, inner in branches)
-    return False
+    if error.validator in ("enum", "const"):
+        return not any(isinstance(each, str) for each in (value if error.validator == "enum" else [value]))
+    return error.validator == "type" or (bool(error.context) and all(map(_no_text, error.context)))

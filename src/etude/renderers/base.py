@@ -216,7 +216,7 @@ def checked(name: str, arguments: dict[str, object]) -> ToolCall:
 
 
 def unlike_json(value: object) -> str:
-    """What there is in a value that JSON lacks; "" without."""
+    """The part of a value that JSON lacks, as a reason; "" without."""
     if isinstance(value, dict):
         odd = next((f"the name {key!r} is no text" for key in value if not isinstance(key, str)), "")
         return odd or next(filter(None, map(unlike_json, value.values())), "")

@@ -45,7 +45,7 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
-class EngineLost(RuntimeError):
+class EngineEnded(RuntimeError):
     """The engine ended while it computed an answer."""
 
 
@@ -102,10 +102,10 @@ class Choice:
         yield self._show(len(self._whole))
 
     def _generation(self) -> Generation:
-        """The ended sequence's generation. Raises RequestFailed or EngineLost."""
+        """The ended sequence's generation. Raises RequestFailed or EngineEnded."""
         error = self.sequence.future.exception()
         if error is not None and not isinstance(error, RequestFailed):
-            raise EngineLost(str(error) or type(error).__name__) from error
+            raise EngineEnded(str(error) or type(error).__name__) from error
         return self.sequence.future.result()
 
     @property
@@ -157,7 +157,7 @@ class Choice:
                 turn.settle(await self.settled())
         except RequestFailed as e:
             turn.refuse(RequestRefused("failed", str(e)))
-        except EngineLost as e:
+        except EngineEnded as e:
             turn.refuse(RequestRefused("lost", str(e)))
         finally:
             self.sequence.abort()
@@ -170,7 +170,7 @@ def call_on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *argum
 
 
 async def drained(http: HTTPRequest, choices: Sequence[Choice]) -> list[Generation]:
-    """The generations of all choices; aborts them if the client disconnects. Raises RequestFailed, EngineLost or
+    """The generations of all choices; aborts them if the client disconnects. Raises RequestFailed, EngineEnded or
     RequestRefused."""
 
     async def drain(choice: Choice) -> Generation:
@@ -178,7 +178,7 @@ async def drained(http: HTTPRequest, choices: Sequence[Choice]) -> list[Generati
             async for _ in choice.grow():
                 pass
             return await choice.settled()
-        except (EngineLost, RequestFailed):
+        except (EngineEnded, RequestFailed):
             raise
         except Exception as e:
             raise failed(e) from e

@@ -17,7 +17,7 @@ from etude.inference.engine.forward import PromptScores
 from etude.inference.engine.requests import RequestFailed
 from etude.inference.engine.sampling_params import TopLogprobs
 from etude.inference.server.bodies import CompletionBody, body_of, first, invalid
-from etude.inference.server.choices import Choice, Detokenizer, EngineLost, drained
+from etude.inference.server.choices import Choice, Detokenizer, EngineEnded, drained
 from etude.inference.server.grammars import answer_rule
 from etude.inference.server.http import check_room, check_score_room, error_of
 from etude.inference.server.served_model import ServedModel
@@ -134,7 +134,7 @@ class Completions:
                 generations = [await choice.settled() for choice in choices]
                 yield sse(head | {"choices": [], "usage": _usage(prompts, generations)})
             yield b"data: [DONE]\n\n"
-        except (EngineLost, RequestFailed) as e:
+        except (EngineEnded, RequestFailed) as e:
             yield b"data: " + bytes(error_of(e).body) + b"\n\n"
         finally:
             _abort(prompts)

@@ -182,18 +182,18 @@ def _branches(schema: Any, root: Any, refuse: Callable[[str], Refusal], depth: i
     own = {key: value for key, value in schema.items() if key not in _ANNOTATIONS and key not in _COMBINED}
     if "const" in own:
         own = _both(own, {"enum": [own.pop("const")]}, refuse) or {}
-    found = [own]
+    whole = [own]
     parts = [[part] for part in _parts(schema, "allOf", refuse)]
     parts += [alternatives for key in ("anyOf", "oneOf") if (alternatives := _parts(schema, key, refuse))]
     if "$ref" in schema:
         parts.append([_referred(schema["$ref"], root, refuse)])
     for part in parts:
         others = [branch for each in part for branch in _branches(each, root, refuse, depth + 1)]
-        if len(found) * len(others) > _MOST_BRANCHES:
+        if len(whole) * len(others) > _MOST_BRANCHES:
             raise refuse("too many alternatives")
-        merged = [_both(one, other, refuse) for one in found for other in others]
-        found = [branch for branch in merged if branch is not None]
-    return found
+        merged = [_both(one, other, refuse) for one in whole for other in others]
+        whole = [branch for branch in merged if branch is not None]
+    return whole
 
 
 def _parts(schema: Mapping[str, Any], key: str, refuse: Callable[[str], Refusal]) -> list[Any]:
