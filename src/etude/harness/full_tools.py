@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import blake3
 
@@ -231,27 +231,23 @@ class FullTools(Tools):
         places = await asyncio.to_thread(search, question, files, self.scorer)
         return places or "nothing found"
 
-    async def _todo(self, items: list[object]) -> str:
+    async def _todo(self, items: list[dict[str, str]]) -> str:
         """Replaces the list of work as a whole; it is kept over summaries."""
         if len(items) > MAX_ITEMS:
             raise ToolError(f"a list has at most {MAX_ITEMS} items")
         lines, left = list[str](), 0
         for number, item in enumerate(items, 1):
-            entry = cast(dict[str, object], item) if isinstance(item, dict) else {}
-            task, status = entry.get("task"), entry.get("status")
-            if not isinstance(task, str) or not task.strip() or set(entry) != {"task", "status"}:
+            if not item["task"].strip() or set(item) != {"task", "status"}:
                 raise ToolError(f"item {number} is no object of a task and a status")
-            if not isinstance(status, str) or status not in _SIGNS:
-                raise ToolError(f"item {number} has no status of {', '.join(_SIGNS)}")
-            lines.append(f"{number}. {_SIGNS[status]} {one_line(task, 200)}")
-            left += status != "done"
+            lines.append(f"{number}. {_SIGNS[item['status']]} {one_line(item['task'], 200)}")
+            left += item["status"] != "done"
         self._list_of_work, self.metrics["todo_open"] = "\n".join(lines), left
         return self._list_of_work or "the list is empty"
 
-    async def _new_lints(self, paths: list[object]) -> str:
-        if not paths or len(paths) > LINTED or not all(isinstance(path, str) for path in paths):
+    async def _new_lints(self, paths: list[str]) -> str:
+        if not paths or len(paths) > LINTED:
             raise ToolError(f"give one to {LINTED} paths")
-        files = [(path, await self.text(path)) for path in cast(list[str], paths)]
+        files = [(path, await self.text(path)) for path in paths]
         return await self._lints.new(files, list(await self.box.changes()))
 
     async def _history(self, query: str = "", path: str = "", author: str = "", commit: str = "") -> str:

@@ -20,6 +20,8 @@ from etude.records import ToolCall
 from etude.renderers.base import Tool, ToolError, checked, malformed, one_line, unlike_json
 
 STEPS = 2000
+LARGEST = 1 << 17  # characters of a schema that is read
+_CACHED = 4000  # characters of arguments whose error is kept: a stream asks for it again and again
 JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
 _UNTRIED = ("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "format")
 _PROBES = (None, True, 0.5, [], {})
@@ -148,9 +150,12 @@ def _error(parameters: Any, arguments: Mapping[str, Any], key: str | None = None
     """The first error of arguments by a schema, or the first of the argument `key`; None for a schema that cannot be
     read."""
     try:
-        return _first_error(json.dumps(parameters), json.dumps(arguments), key)
+        schema, given = json.dumps(parameters), json.dumps(arguments)
     except (TypeError, ValueError, RecursionError):
         return None
+    if len(schema) > LARGEST:
+        return None
+    return (_first_error if len(given) <= _CACHED else _first_error.__wrapped__)(schema, given, key)
 
 
 @lru_cache(maxsize=256)
@@ -165,7 +170,7 @@ def _first_error(schema: str, arguments: str, key: str | None) -> Any:
         _left.reset(token)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _validator(schema: str) -> Any:
     """A validator of a schema as JSON text."""
     from jsonschema import validators
