@@ -27,14 +27,16 @@ from etude.harness.endpoint.recording import Recording
 from etude.harness.endpoint.server import Endpoint
 from etude.harness.loop import EngineModel, EpisodeSpec, Sampling
 from etude.inference.engine.requests import Request, RunningSequence
+from etude.inference.server.grammars import Grammars
 from etude.inference.server.openai import OpenAI
+from etude.protocol.access import Refusal
 from etude.protocol.apis import SHAPED_HANDLERS
 from etude.records import Budget, Generation
-from etude.renderers import Renderer, printable_json, renderer_for
+from etude.renderers import Renderer, fitted, printable_json, renderer_for
 from tests.helpers.speakers import Scripted, a_task
 from tests.renderers.families import FAMILIES
 
-COUNT = int(os.environ.get("ETUDE_SCHEMAS", "60"))
+COUNT = int(os.environ.get("ETUDE_SCHEMAS", "42"))
 SECONDS = 10.0  # of a request
 PLAYED = {f.dialect if COUNT < 100 else f.name: f for f in FAMILIES if f.dialect}
 NAMES = [family.name for family in PLAYED.values()]
@@ -144,7 +146,9 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.renderer = renderer_for(folder)
-        self.engine = ScriptedEngine(self.renderer._tokenizer.get_vocab_size())  # type: ignore[attr-defined]
+        tokenizer = self.renderer._tokenizer  # type: ignore[attr-defined]
+        self.grammars = Grammars(tokenizer, tokenizer.get_vocab_size(), self.renderer.stop_ids)
+        self.engine = ScriptedEngine(tokenizer.get_vocab_size())
         model: Any = self.engine
         self.app = Starlette(routes=OpenAI(model, folder).routes(), exception_handlers=SHAPED_HANDLERS)
 
@@ -290,3 +294,47 @@ def test_arguments_come_back_equal_or_are_refused_by_name(served: dict[str, Serv
     assert not wrong, "\n".join(map(repr, wrong[:20]))
     assert counts["open requests"] == counts["status 500"] == 0
     assert counts["equal"] > COUNT / 3
+
+
+TAGGED = ("qwen3_coder", "seed_oss", "glm45", "deepseek_v32", "hermes")
+
+
+def walked(grammars: Grammars, lark: str, renderer: Renderer, seed: int) -> list[int] | None:
+    """Random tokens that the grammar allows, up to its end; None for a walk that goes on."""
+    matcher, rng, ids = grammars.matcher(lark, "tool_choice"), np.random.default_rng(seed), list[int]()
+    while not matcher.is_stopped() and len(ids) < 300:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        ends = [token for token in renderer.stop_ids if token in allowed]
+        ids.append(ends[0] if ends else int(rng.choice(allowed)))
+        assert matcher.consume_token(ids[-1])
+    return ids if matcher.is_stopped() else None
+
+
+def test_a_forced_call_fits_its_schema_or_is_refused_by_name(served: dict[str, Served]) -> None:
+    """Whatever the grammar of a schema allows is read as a call that fits the schema."""
+    counts = Counter[str]()
+    forced = [family.name for family in PLAYED.values() if family.dialect in TAGGED]
+    for number in range(COUNT):
+        served_model = served[forced[number % len(forced)]]
+        renderer, grammars = served_model.renderer, served_model.grammars
+        parameters = printable_json(json.loads(json.dumps(Drawn(number).parameters), parse_constant=lambda _: 1))
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        try:
+            ids = walked(grammars, grammars.of_call(renderer, tools), renderer, number)
+        except Refusal as e:
+            counts[f"refused with {e.status}: {reason(e)}"] += 1
+            continue
+        if ids is None:
+            counts["a walk that goes on"] += 1
+            continue
+        (call,) = renderer.parse(ids, "stop", tools).calls
+        if call.arguments is None:
+            assert "64 bits" in call.error or "is no number" in call.error, (number, call)
+            counts["a number that is too large"] += 1
+            continue
+        fitted(call, parameters)
+        counts["fits"] += 1
+    print("\n".join(f"{count:6} {what}" for what, count in sorted(counts.items())))
+    assert counts["fits"] > COUNT / 4
+    assert all("with 400" in what for what in counts if what.startswith("refused"))

@@ -180,6 +180,8 @@ def _branches(schema: Any, root: Any, refuse: Callable[[str], Refusal], depth: i
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         raise refuse("$ref" if depth else "a form that is no JSON schema")
     own = {key: value for key, value in schema.items() if key not in _ANNOTATIONS and key not in _COMBINED}
+    if not isinstance(own.get("enum", []), list):
+        raise refuse("enum")
     if "const" in own:
         own = _both(own, {"enum": [own.pop("const")]}, refuse) or {}
     whole = [own]
