@@ -69,12 +69,14 @@ def typed_argument(text: str, key: str, parameters: Any) -> Any:
     """The value of a text without quotes as the argument `key`: the text itself where the schema of the parameters
     allows it; else its value in JSON or Python, the first that the schema allows. Where the schema says nothing,
     numbers, lists and the like are recognised. Where it allows no text, the value may be one that JSON lacks."""
-    error, values = _error(parameters, {key: text}, key), list(_values(text))
+    error = _error(parameters, {key: text}, key)
+    if error is None and any(_error(parameters, {key: probe}, key) for probe in _PROBES):
+        return text
+    values = list(_values(text))
     if error is not None:
         others = [value for value in values if not isinstance(value, str)] if _no_text(error) else ()
         return next(_fitting(values, key, parameters), [*others, text][0])
-    free = values and all(_error(parameters, {key: probe}, key) is None for probe in (*_PROBES, values[0]))
-    return values[0] if free and _recordable(values[0]) and not isinstance(values[0], str) else text
+    return next(_fitting((value for value in values[:1] if not isinstance(value, str)), key, parameters), text)
 
 
 def as_meant(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
@@ -107,9 +109,9 @@ def parameters_of(name: str, tools: Sequence[Tool]) -> Any:
 
 
 def _meant(value: Any, key: str, parameters: Any) -> Any:
-    others = list(_values(value)) if isinstance(value, str) else _wholes(value)
-    if not others or _error(parameters, {key: value}, key) is None:
+    if not isinstance(value, str | float) or _error(parameters, {key: value}, key) is None:
         return value
+    others = _values(value) if isinstance(value, str) else _wholes(value)
     return next(_fitting(others, key, parameters), value)
 
 
