@@ -174,25 +174,19 @@ def _first_error(schema: str, arguments: str, key: str | None) -> Any:
 
 @lru_cache(maxsize=64)
 def _validator(schema: str) -> Any:
-    """A validator of a schema as JSON text."""
-    from jsonschema import validators
+    """A validator of a schema as JSON text, in the latest draft: the library would leave ours at a `$schema`."""
     from referencing import Registry
 
-    plain = json.loads(schema)
-    draft = plain.get("$schema") if isinstance(plain, dict) else None
-    base = validators.validator_for({"$schema": str(draft)}, validators.Draft202012Validator)
-    # The library changes to the plain validator at an inner `$schema`.
-    return _bounded(base)(json.loads(schema, object_hook=_of_one_draft), registry=Registry())
+    def of_one_draft(value: dict[str, Any]) -> dict[str, Any]:
+        return {key: item for key, item in value.items() if key != "$schema" or not isinstance(item, str)}
 
-
-def _of_one_draft(value: dict[str, Any]) -> dict[str, Any]:
-    return {key: item for key, item in value.items() if key != "$schema" or not isinstance(item, str)}
+    return _bounded()(json.loads(schema, object_hook=of_one_draft), registry=Registry())
 
 
 @lru_cache
-def _bounded(base: Any) -> Any:
-    """A class of validators that counts its steps, tries no patterns, and takes no float for an integer."""
-    from jsonschema import validators
+def _bounded() -> Any:
+    """The class of validators that counts its steps, tries no patterns, and takes no float for an integer."""
+    from jsonschema.validators import Draft202012Validator, extend
 
     def counted(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
         def step(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
@@ -205,8 +199,9 @@ def _bounded(base: Any) -> Any:
 
         return step
 
-    kinds = base.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-    return validators.extend(base, {name: counted(name, check) for name, check in base.VALIDATORS.items()}, None, kinds)
+    kinds = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+    checks = {name: counted(name, check) for name, check in Draft202012Validator.VALIDATORS.items()}
+    return extend(Draft202012Validator, checks, None, kinds)
 
 
 def _sentence(name: str, error: Any) -> str:
