@@ -152,12 +152,12 @@ def _error(parameters: Any, arguments: Mapping[str, Any], key: str | None = None
     """The first error of arguments by a schema, or the first of the argument `key`; None for a schema that cannot be
     read."""
     try:
-        schema, given = json.dumps(parameters), json.dumps(arguments)
+        schema, instance = json.dumps(parameters), json.dumps(arguments)
     except (TypeError, ValueError, RecursionError):
         return None
     if len(schema) > LARGEST:
         return None
-    return (_first_error if len(given) <= _CACHED else _first_error.__wrapped__)(schema, given, key)
+    return (_first_error if len(instance) <= _CACHED else _first_error.__wrapped__)(schema, instance, key)
 
 
 @lru_cache(maxsize=256)
