@@ -143,7 +143,7 @@ def test_arguments_come_as_the_model_gives_them_and_defaults_fill_the_rest() -> 
 def test_arguments_are_read_as_the_function_takes_them() -> None:
     """Numbers in quotes and whole floats are integers; null leaves out, but where the function takes None."""
     own = tools(search_docs)
-    shown = json.loads(ask(own, "search_docs", query="7", most="5", weight="2", options='{"b": 1}', tags=None))
+    shown = json.loads(ask(own, "search_docs", query="7", most="5", weight="2", options='{"b": "1"}', tags=None))
     assert shown == json.loads(ask(own, "search_docs", query="7", most=5.0, weight=2, options={"b": 1}, page=None))
     assert shown[:3] == ["7", 5, 2]
 
@@ -158,7 +158,7 @@ def test_arguments_are_read_as_the_function_takes_them() -> None:
         ({"query": "a", "most": "three"}, "most is not of type integer"),
         ({"query": "a", "options": []}, "options is not of type object"),
         ({"query": "a", "tags": ["a", 1]}, "tags[1] is not of type string"),
-        ({"query": "a", "options": {"b": "1"}}, "options.b is not of type integer"),
+        ({"query": "a", "options": {"b": "1", "c": "x"}}, "options.b is not of type integer"),
         ({"query": "a", "part": "index"}, 'part does not fit {"enum": ["guide", "reference"]}'),
         ({"query": "a", "colour": 1}, "search_docs has no argument colour"),
     ],

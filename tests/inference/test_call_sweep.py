@@ -271,11 +271,21 @@ def verdict(drawn: Drawn, renderer: Renderer, tools: Any, ids: list[int], call: 
         return "equal"
     if encoded(drawn, renderer, tools, call.arguments) == ids:
         return "spelled alike in this dialect, and read by the schema"
-    changed = {key for key in drawn.arguments if plain(call.arguments.get(key)) != plain(drawn.arguments[key])}
-    if all(isinstance(drawn.arguments[key], str) and not isinstance(call.arguments[key], str) for key in changed):
+    if out_of_quotes(drawn.arguments, call.arguments):
         return "in quotes, and read by the schema"
     wrong.append((drawn.family, drawn.parameters, drawn.arguments, call.arguments))
     return "WRONG"
+
+
+def out_of_quotes(value: Any, read: Any) -> bool:
+    """Whether two values differ only where a text became another value."""
+    if plain(value) == plain(read):
+        return True
+    if isinstance(value, dict) and isinstance(read, dict):
+        return value.keys() == read.keys() and all(out_of_quotes(value[key], read[key]) for key in value)
+    if isinstance(value, list) and isinstance(read, list):
+        return len(value) == len(read) and all(map(out_of_quotes, value, read))
+    return isinstance(value, str) and not isinstance(read, str)
 
 
 def reason(error: object) -> str:

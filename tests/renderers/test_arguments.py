@@ -176,7 +176,8 @@ def test_numbers_in_quotes_are_read_in_every_dialect(folders: Path) -> None:
 
 
 NEEDS = {"type": "object", "properties": {"n": DEFS["Count"], "s": DEFS["Note"], "l": {"type": ["array", "null"]},
-         "deep": {"type": "array", "items": {"type": "object", "required": ["x"]}}}, "required": ["s"]}  # fmt: skip
+         "deep": {"type": "array", "items": {"type": "object", "required": ["x"],
+         "properties": {"x": DEFS["Count"]}}}}, "required": ["s"]}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,8 @@ NEEDS = {"type": "object", "properties": {"n": DEFS["Count"], "s": DEFS["Note"],
         ({"s": "a", "n": 5.0}, {"s": "a", "n": 5}), ({"s": None}, "s is not of type string"), ({}, "f needs s"),
         ({"s": "a", "n": "x"}, "n is not of type integer"), ({"s": "a", "n": True}, "n is not of type integer"),
         ({"s": "a", "deep": [{"x": 1}, {}]}, "deep[1] needs x"), ({"s": "a", "z": 1}, "f has no argument z"),
+        ({"s": "a", "deep": [{"x": "1"}, {"x": 2.0}]}, {"s": "a", "deep": [{"x": 1}, {"x": 2}]}),
+        ({"s": "a", "deep": [{"x": "1"}, {"x": "y"}]}, "deep[0].x is not of type integer"),
         ({"s": "a", "l": "[1]"}, {"s": "a", "l": [1]}), ({"s": "a", "n": 10**15}, {"s": "a", "n": 10**15}),
     ],
 )  # fmt: skip

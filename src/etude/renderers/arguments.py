@@ -24,6 +24,7 @@ LARGEST = 1 << 17  # characters of a schema that is read
 _CACHED = 4000  # characters of arguments whose error is kept: a stream asks for it again and again
 JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
 _UNTRIED = ("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "format")
+_READ = 32  # values of an argument, at most
 _PROBES = (None, True, 0.5, [], {})
 _NAMES = {"true": True, "false": False, "null": None}
 _left: ContextVar[int] = ContextVar("left", default=0)  # steps of the question
@@ -109,10 +110,32 @@ def parameters_of(name: str, tools: Sequence[Tool]) -> Any:
 
 
 def _meant(value: Any, key: str, parameters: Any) -> Any:
-    if not isinstance(value, str | float) or _error(parameters, {key: value}, key) is None:
-        return value
-    others = _values(value) if isinstance(value, str) else _wholes(value)
-    return next(_fitting(others, key, parameters), value)
+    """The argument `key` with its texts and whole floats read, at any depth, where the schema allows none; unchanged if
+    it does not fit then."""
+    arguments = {key: value}
+    for _ in range(_READ):
+        if (error := _error(parameters, arguments, key)) is None:
+            return arguments[key]
+        place = _place(error)
+        others = _values(error.instance) if isinstance(error.instance, str) else _wholes(error.instance)
+        ways = (_replaced(arguments, place, each) for each in others if _recordable(each))
+        arguments = next((way for way in ways if place != _place(_error(parameters, way, key))), None)
+        if arguments is None:
+            break
+    return value
+
+
+def _replaced(value: Any, place: Sequence[Any], part: Any) -> Any:
+    """A value with another part at a place."""
+    if not place:
+        return part
+    other = value.copy()
+    other[place[0]] = _replaced(value[place[0]], place[1:], part)
+    return other
+
+
+def _place(error: Any) -> list[Any]:
+    return [] if error is None else list(error.absolute_path)
 
 
 def _fitting(values: Iterable[Any], key: str, parameters: Any) -> Iterator[Any]:
@@ -165,7 +188,7 @@ def _first_error(schema: str, arguments: str, key: str | None) -> Any:
     token = _left.set(STEPS)
     try:
         errors = _validator(schema).iter_errors(json.loads(arguments))
-        return next((e for e in errors if key is None or list(e.absolute_path)[:1] == [key]), None)
+        return next((e for e in errors if key is None or _place(e)[:1] == [key]), None)
     except Exception:  # whatever a broken schema provokes in the library, a loop of references included
         return None
     finally:
