@@ -185,14 +185,12 @@ def _error(parameters: Any, arguments: Mapping[str, Any], key: str | None = None
 
 @lru_cache(maxsize=256)
 def _first_error(schema: str, arguments: str, key: str | None) -> Any:
-    token = _left.set(STEPS)
-    try:
-        errors = _validator(schema).iter_errors(json.loads(arguments))
-        return next((e for e in errors if key is None or _place(e)[:1] == [key]), None)
-    except Exception:  # whatever a broken schema provokes in the library, a loop of references included
-        return None
-    finally:
-        _left.reset(token)
+    token, errors = _left.set(STEPS), list[Any]()
+    with suppress(Exception):  # whatever a broken schema provokes in the library, a loop of references included
+        errors.extend(_validator(schema).iter_errors(json.loads(arguments)))
+    _left.reset(token)
+    errors = [error for error in errors if key is None or _place(error)[:1] == [key]]
+    return min(errors, key=lambda error: list(map(str, _place(error))), default=None)  # the library's order varies
 
 
 @lru_cache(maxsize=64)
