@@ -139,6 +139,7 @@ def test_a_forced_call_between_tags(tmp_path, name):
     assert names == {"first", "second"}
 
 
+MANY = {str(n): {"allOf": [{"$ref": f"#/$defs/{n - 1}"}] * 4} for n in range(1, 15)} | {"0": {}}  # four ways to each
 PYDANTIC = {
     "$ref": "#/$defs/Send",
     "$defs": {
@@ -187,6 +188,12 @@ def test_a_schema_by_reference_is_forced_and_read(tmp_path, name):
     [
         ("seed-oss", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "of first have '[$]ref'"),
         ("seed-oss", {"properties": {"a": {"$ref": "http://127.0.0.1:9/a.json"}}}, "'a' of first has '[$]ref'"),
+        ("seed-oss", {"$ref": "#/$defs/14", "$defs": MANY}, "of first have '[$]ref'"),
+        (
+            "seed-oss",
+            {"properties": {"a": {"oneOf": [{"type": "string"}, {"const": "x"}]}}},
+            "'a' of first has 'oneOf'",
+        ),
         ("seed-oss", {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "of first have 'anyOf'"),
         ("seed-oss", {"properties": {"a": {"allOf": [{"type": "string"}, {"minLength": 3}]}}}, "has 'minLength'"),
         ("seed-oss", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "'a' of first has 'pattern'"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -32,7 +32,7 @@ _ANNOTATIONS = {
 }  # fmt: skip
 _COMBINED = {"$ref", "allOf", "anyOf", "oneOf"}
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
-_DEEPEST, _MOST_BRANCHES = 16, 64
+_DEEPEST, _MOST_BRANCHES, _MOST_STEPS = 16, 64, 500
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,14 @@ def _parameters(name: str, schema: Any) -> tuple[dict[str, Any], set[str]]:
     return properties | {key: {} for key in required if key not in properties}, set(required)
 
 
-def _branches(schema: Any, root: Any, refuse: Callable[[str], Refusal], depth: int = 0) -> list[dict[str, Any]]:
+def _branches(
+    schema: Any, root: Any, refuse: Callable[[str], Refusal], depth: int = 0, steps: Iterator[int] | None = None
+) -> list[dict[str, Any]]:
     """The alternatives of a schema: without references, combinations, constants and annotations. Raises Refusal."""
+    steps = steps or iter(range(_MOST_STEPS))
     if isinstance(schema, bool):
         return [{}] if schema else []
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+    if not isinstance(schema, Mapping) or depth > _DEEPEST or next(steps, None) is None:
         raise refuse("$ref" if depth else "a form that is no JSON schema")
     own = {key: value for key, value in schema.items() if key not in _ANNOTATIONS and key not in _COMBINED}
     if not isinstance(own.get("enum", []), list):
@@ -187,10 +190,18 @@ def _branches(schema: Any, root: Any, refuse: Callable[[str], Refusal], depth: i
     whole = [own]
     parts = [[part] for part in _parts(schema, "allOf", refuse)]
     parts += [alternatives for key in ("anyOf", "oneOf") if (alternatives := _parts(schema, key, refuse))]
+    texts = [
+        b for each in schema.get("oneOf", ()) for b in _branches(each, root, refuse, depth + 1, steps) if _is_text(b)
+    ]
+    listed = [value for branch in texts for value in branch.get("enum", ())]
+    if len(texts) > 1 and (
+        not all("enum" in branch for branch in texts) or any(listed.count(value) > 1 for value in listed)
+    ):
+        raise refuse("oneOf")  # a text might fit several of them
     if "$ref" in schema:
         parts.append([_referred(schema["$ref"], root, refuse)])
     for part in parts:
-        others = [branch for each in part for branch in _branches(each, root, refuse, depth + 1)]
+        others = [branch for each in part for branch in _branches(each, root, refuse, depth + 1, steps)]
         if len(whole) * len(others) > _MOST_BRANCHES:
             raise refuse("too many alternatives")
         merged = [_both(one, other, refuse) for one in whole for other in others]
