@@ -230,6 +230,24 @@ def test_commands_in_the_background(tmp_path: Path) -> None:
 # --- the list of work -------------------------------------------------------------------------------------------------
 
 
+def test_arguments_are_read_as_the_tools_take_them() -> None:
+    """Null for what is not required leaves it out; what stands in quotes, or is a whole float, is read."""
+    tools = FullTools(a_box(), a_task())
+    for given, taken in (
+        ({"command": "ls", "seconds": None, "background": None}, {"command": "ls"}),
+        ({"command": "5", "seconds": "30", "background": "true"}, {"command": "5", "seconds": 30, "background": True}),
+        ({"command": "ls", "seconds": 30.0}, {"command": "ls", "seconds": 30}),
+    ):
+        found = tools.taken(ToolCall(name="run", arguments=given))
+        assert (found, list(map(type, found.values()))) == (taken, list(map(type, taken.values())))
+    assert ask(tools, "run", command=None) == f"{MALFORMED}command is not of type string"
+    assert ask(tools, "run", command="ls", seconds="soon") == f"{MALFORMED}seconds is not of type integer"
+    assert ask(tools, "list", path=None) == ask(tools, "list")
+
+
+MALFORMED, STATUS = "error: malformed call: ", '{"enum": ["open", "doing", "done"]}'
+
+
 def test_a_list_of_work_is_replaced_as_a_whole_and_counted() -> None:
     tools = FullTools(a_box(), a_task())
     items = [{"task": "find\nit", "status": "done"}, {"task": "fix it", "status": "doing"},
@@ -239,10 +257,11 @@ def test_a_list_of_work_is_replaced_as_a_whole_and_counted() -> None:
     assert ask(tools, "todo", items=[items[0]]) == "1. [x] find it"
     assert tools.metrics["todo_open"] == 0
     for wrong, why in (
-        ([{"task": "a", "status": "later"}], "error: item 1 has no status of open, doing, done"),
-        ([{"task": "a", "status": ["open"]}], "error: item 1 has no status of open, doing, done"),
+        ([{"task": "a", "status": "later"}], f"{MALFORMED}items[0].status does not fit {STATUS}"),
+        ([{"task": "a", "status": ["open"]}], f"{MALFORMED}items[0].status is not of type string"),
         ([items[0], {"task": " ", "status": "open"}], "error: item 2 is no object of a task and a status"),
-        ([items[0], "fix"], "error: item 2 is no object of a task and a status"),
+        ([items[0], "fix"], f"{MALFORMED}items[1] is not of type object"),
+        ([items[0], {"task": "a"}], f"{MALFORMED}items[1] needs status"),
         ([{**items[0], "more": 1}], "error: item 1 is no object of a task and a status"),
         ([items[0]] * 51, "error: a list has at most 50 items"),
     ):
@@ -284,7 +303,8 @@ def test_new_syntax_errors_are_told_and_old_ones_are_not() -> None:
     assert ask(tools, "lints", paths=["src/other.py"]).endswith("SyntaxError: invalid syntax (may be older)")
     assert ask(tools, "lints", paths=["README"]) == "error: there is no linter for README"
     assert ask(tools, "lints", paths=["nope.py"]) == "error: no such file: nope.py"
-    assert ask(tools, "lints", paths=[]) == ask(tools, "lints", paths=[1]) == "error: give one to 20 paths"
+    assert ask(tools, "lints", paths=[]) == "error: give one to 20 paths"
+    assert ask(tools, "lints", paths=[1]) == f"{MALFORMED}paths[0] is not of type string"
 
 
 def test_a_linter_of_the_box_is_asked(tmp_path: Path) -> None:

@@ -261,8 +261,9 @@ def test_a_compact_call_with_other_arguments_is_malformed(arguments):
     from etude.records import ToolCall
 
     tools = CompactTools.__new__(CompactTools)
-    assert tools.invalid(ToolCall(name="edit", arguments=arguments)) == "edit takes 2 arguments"
-    assert tools.invalid(ToolCall(name="edit", arguments={"old": "x", "new": "y"})) is None
+    with pytest.raises(ToolError, match="edit takes 2 arguments"):
+        tools.taken(ToolCall(name="edit", arguments=arguments))
+    assert tools.taken(ToolCall(name="edit", arguments={"old": "x", "new": "y"})) == {"old": "x", "new": "y"}
 
 
 @pytest.mark.parametrize("odd", ["\f", "\x1c", "\x85", "\u2028", "\r"])

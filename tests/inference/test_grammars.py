@@ -9,7 +9,7 @@ import pytest
 from etude.inference.server.bodies import ChatBody, CompletionBody
 from etude.inference.server.grammars import Grammars, answer_rule, json_rule
 from etude.protocol.access import Refusal
-from etude.renderers import renderer_for
+from etude.renderers import fitted, renderer_for
 from etude.renderers.base import load_tokenizer
 from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
 from tests.renderers.families import FAMILIES
@@ -139,9 +139,63 @@ def test_a_forced_call_between_tags(tmp_path, name):
     assert names == {"first", "second"}
 
 
+MANY = {str(n): {"allOf": [{"$ref": f"#/$defs/{n - 1}"}] * 4} for n in range(1, 15)} | {"0": {}}  # four ways to each
+PYDANTIC = {
+    "$ref": "#/$defs/Send",
+    "$defs": {
+        "Send": {
+            "type": "object", "title": "Send", "required": ["zip", "mode", "level"],
+            "properties": {
+                "zip": {"$ref": "#/$defs/Zip"}, "mode": {"const": "1"}, "level": {"enum": ["1", 2]},
+                "note": {"allOf": [{"$ref": "#/$defs/Note"}], "description": "A note."},
+                "near": {"anyOf": [{"$ref": "#/$defs/Kind"}, {"type": "null"}], "default": None},
+                "count": {"anyOf": [{"type": "integer", "maximum": 3, "minimum": 3}, {"type": "null"}]},
+            },
+        },
+        "Zip": {"type": "string", "enum": ["12345", "true"]}, "Note": {"type": "string"},
+        "Kind": {"enum": ["a", "b"], "type": "string"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "seed-oss", "glm-4.5", "deepseek-v3.2"])
+def test_a_schema_by_reference_is_forced_and_read(tmp_path, name):
+    """As pydantic and zod write schemas: what the grammar allows fits, and what fits is read as it was meant."""
+    renderer, grammars = family(name, tmp_path)
+    tools = [{"type": "function", "function": {"name": "send", "parameters": PYDANTIC}}]
+    lark = grammars.of_call(renderer, tools)
+    written = {"zip": "12345", "note": "true", "mode": "1", "level": "1", "near": "b", "count": 3}
+    ids = renderer.turn(of_call("send", written))
+    assert [call.arguments for call in renderer.parse(ids, "stop", tools).calls] == [written]
+    matcher = grammars.matcher(lark, "x")
+    say = renderer.turn(of_call("send", {"zip": "true", "mode": "1", "level": 2, "count": 3}))
+    while say[-1] in renderer.stop_ids:
+        say.pop()
+    assert all(map(matcher.consume_token, say))
+    assert matcher.is_accepting()
+    short = json.loads(json.dumps(tools))
+    del short[0]["function"]["parameters"]["$defs"]["Send"]["properties"]["note"]
+    lark, levels = grammars.of_call(renderer, short), set()
+    for seed in range(8):
+        (call,) = renderer.parse(walked(grammars, lark, seed), "stop", short).calls
+        assert fitted(call, PYDANTIC) == call.arguments
+        levels.add(call.arguments["level"])
+    assert levels == {"1", 2}
+
+
 @pytest.mark.parametrize(
     ("name", "schema", "sentence"),
     [
+        ("seed-oss", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "of first have '[$]ref'"),
+        ("seed-oss", {"properties": {"a": {"$ref": "http://127.0.0.1:9/a.json"}}}, "'a' of first has '[$]ref'"),
+        ("seed-oss", {"$ref": "#/$defs/14", "$defs": MANY}, "of first have '[$]ref'"),
+        (
+            "seed-oss",
+            {"properties": {"a": {"oneOf": [{"type": "string"}, {"const": "x"}]}}},
+            "'a' of first has 'oneOf'",
+        ),
+        ("seed-oss", {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "of first have 'anyOf'"),
+        ("seed-oss", {"properties": {"a": {"allOf": [{"type": "string"}, {"minLength": 3}]}}}, "has 'minLength'"),
         ("seed-oss", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "'a' of first has 'pattern'"),
         ("seed-oss", {"properties": {"a": {"$ref": "#/x"}}}, "'a' of first has '[$]ref'"),
         ("seed-oss", {"properties": {"a": {"type": "string"}}, "minProperties": 1}, "of first have 'minProperties'"),

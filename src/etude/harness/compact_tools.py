@@ -1,5 +1,7 @@
 """The tools of the compact dialect: the function in focus is implied, arguments are by position, results are short."""
 
+from typing import Any
+
 from etude.harness.focus import EditError, View, moved, view_of
 from etude.harness.tools import TEST_SECONDS, Tools, verdict
 from etude.records import CodeTask, ToolCall
@@ -26,10 +28,12 @@ class CompactTools(Tools):
             "finish": self._finish,
         }
 
-    def invalid(self, call: ToolCall) -> str | None:
-        """Why the arguments of a known tool cannot be taken; None when they can."""
-        wanted = COMPACT_PARAMETERS[call.name]
-        return None if set(call.arguments or {}) == set(wanted) else f"{call.name} takes {len(wanted)} arguments"
+    def taken(self, call: ToolCall) -> dict[str, Any]:
+        """See `Tools.taken`."""
+        wanted, arguments = COMPACT_PARAMETERS[call.name], call.arguments or {}
+        if set(arguments) != set(wanted):
+            raise ToolError(f"{call.name} takes {len(wanted)} arguments")
+        return arguments
 
     async def open(self) -> None:
         """Reads the focus."""

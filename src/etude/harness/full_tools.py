@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import blake3
 
@@ -22,9 +22,9 @@ from etude.harness.lints import Lints
 from etude.harness.python_tools import PythonTool, python_tools
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
-from etude.harness.tools import MAX_FILE, READ_ONLY, Tools, clean_failure, fault_of, file_bytes
+from etude.harness.tools import MAX_FILE, READ_ONLY, Tools, clean_failure, file_bytes
 from etude.records import Task, ToolCall
-from etude.renderers import SCHEMAS, ToolError, named, one_line
+from etude.renderers import SCHEMAS, ToolError, fitted, named, one_line
 from etude.sandbox import WORKSPACE, Box, BoxError, NotFound
 
 RUN_SECONDS = 120.0
@@ -133,10 +133,14 @@ class FullTools(Tools):
         """The result of a call that has the wrong form."""
         return f"error: malformed call: {why}"
 
-    def invalid(self, call: ToolCall) -> str | None:
-        """Why the arguments of a known tool cannot be taken; None when they can."""
+    def taken(self, call: ToolCall) -> dict[str, Any]:
+        """See `Tools.taken`."""
         tool = self._functions.get(call.name)
-        return fault_of(call, self._parameters[call.name]) if tool is None else tool.fault(call)
+        return (
+            fitted(call, self._parameters[call.name] | {"additionalProperties": False})
+            if tool is None
+            else tool.taken(call)
+        )
 
     async def _call_function(self, tool: PythonTool, /, **arguments: Any) -> str:
         return await tool.call(arguments, self._users_box, self.task, self._exec, self.deadline - time.monotonic())
@@ -228,27 +232,23 @@ class FullTools(Tools):
         places = await asyncio.to_thread(search, question, files, self.scorer)
         return places or "nothing found"
 
-    async def _todo(self, items: list[object]) -> str:
+    async def _todo(self, items: list[dict[str, str]]) -> str:
         """Replaces the list of work as a whole; it is kept over summaries."""
         if len(items) > MAX_ITEMS:
             raise ToolError(f"a list has at most {MAX_ITEMS} items")
         lines, left = list[str](), 0
         for number, item in enumerate(items, 1):
-            entry = cast(dict[str, object], item) if isinstance(item, dict) else {}
-            task, status = entry.get("task"), entry.get("status")
-            if not isinstance(task, str) or not task.strip() or set(entry) != {"task", "status"}:
+            if not item["task"].strip() or set(item) != {"task", "status"}:
                 raise ToolError(f"item {number} is no object of a task and a status")
-            if not isinstance(status, str) or status not in _SIGNS:
-                raise ToolError(f"item {number} has no status of {', '.join(_SIGNS)}")
-            lines.append(f"{number}. {_SIGNS[status]} {one_line(task, 200)}")
-            left += status != "done"
+            lines.append(f"{number}. {_SIGNS[item['status']]} {one_line(item['task'], 200)}")
+            left += item["status"] != "done"
         self._list_of_work, self.metrics["todo_open"] = "\n".join(lines), left
         return self._list_of_work or "the list is empty"
 
-    async def _new_lints(self, paths: list[object]) -> str:
-        if not paths or len(paths) > LINTED or not all(isinstance(path, str) for path in paths):
+    async def _new_lints(self, paths: list[str]) -> str:
+        if not paths or len(paths) > LINTED:
             raise ToolError(f"give one to {LINTED} paths")
-        files = [(path, await self.text(path)) for path in cast(list[str], paths)]
+        files = [(path, await self.text(path)) for path in paths]
         return await self._lints.new(files, list(await self.box.changes()))
 
     async def _history(self, query: str = "", path: str = "", author: str = "", commit: str = "") -> str:

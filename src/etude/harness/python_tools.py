@@ -10,7 +10,6 @@ A function runs in the controller, with the user's rights, or with `boxed=True` 
 
 import asyncio
 import inspect
-import json
 import math
 import threading
 import time
@@ -21,14 +20,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
 
-import msgspec
-
 from etude.config import import_object
 from etude.errors import UserError
 from etude.harness.boxed_tools import call_boxed, module_of, refuse_inner
-from etude.harness.tools import TYPES, Exec, fault_of
+from etude.harness.tools import Exec
 from etude.records import CodeTask, Task, ToolCall
-from etude.renderers import SCHEMAS, Tool, ToolError
+from etude.renderers import SCHEMAS, Tool, ToolError, fitted
 from etude.sandbox import Box, BoxError, ExecResult
 from etude.sandbox.guest.boxed_runner import cut_to, sentence_of, text_of
 
@@ -156,15 +153,10 @@ class PythonTool:
         """The JSON schema of the parameters."""
         return self.schema["function"]["parameters"]
 
-    def fault(self, call: ToolCall) -> str | None:
-        """Why the arguments of a call do not fit the parameters; None if they do."""
-        arguments = {n: v for n, v in (call.arguments or {}).items() if v is not None or n not in self.nullable}
-        if (fault := fault_of(msgspec.structs.replace(call, arguments=arguments), self.parameters)) is not None:
-            return fault
-        for name, value in arguments.items():
-            if not _fits(value, schema := self.parameters["properties"][name]):
-                return f"{name} does not fit {json.dumps(schema)}"
-        return None
+    def taken(self, call: ToolCall) -> dict[str, Any]:
+        """The arguments of a call as the function takes them. Raises ToolError."""
+        nulls = {n: None for n, value in (call.arguments or {}).items() if value is None and n in self.nullable}
+        return fitted(call, self.parameters | {"additionalProperties": False}) | nulls
 
     def refuse_kind(self, kind: type[Task]) -> None:
         """Raises UserError if the function takes tasks of another class."""
@@ -303,14 +295,3 @@ def _schema(hint: Any) -> dict[str, Any] | None:
             return None
         schema["items" if origin is list else "additionalProperties"] = inner
     return schema
-
-
-def _fits(value: object, schema: dict[str, Any]) -> bool:
-    """Whether a value from JSON has the type of a schema of `_schema`, its parts included."""
-    if type(value) not in TYPES[schema["type"]] or value not in schema.get("enum", [value]):
-        return False
-    inner = schema.get("items") or schema.get("additionalProperties")
-    if inner is None:
-        return True
-    parts = cast(list[object], value if isinstance(value, list) else [*cast(dict[str, object], value).values()])
-    return all(_fits(part, inner) for part in parts)

@@ -27,10 +27,6 @@ TEST_SECONDS = 10.0
 MAX_FILE = 1 << 20  # bytes of a file that a tool reads or writes
 GREP_SECONDS = 1.0
 GREP_FILES = 500
-TYPES: dict[str, tuple[type, ...]] = {  # of JSON schemas
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
-    "object": (dict,),
-}  # fmt: skip
 
 
 class Tools:
@@ -64,22 +60,26 @@ class Tools:
     async def call(self, call: ToolCall) -> str:
         """The result of a call as the model reads it. Raises only BoxError whose payer is "infra"."""
         handler = self._handlers.get(call.name)
+        arguments: dict[str, Any] = {}
         if call.arguments is None:
             refusal = self.malformed(call.error)
         elif handler is None:
             refusal = f"error: unknown tool {one_line(call.name, 64)}"
-        elif (wrong := self.invalid(call)) is not None:
-            refusal = self.malformed(wrong)
         else:
-            self.metrics[f"calls/{call.name}"] += 1
             try:
-                return printable(await handler(**call.arguments))
-            except (ToolError, BoxError) as e:
-                if isinstance(e, BoxError) and e.payer == "infra":
-                    raise
-                return printable(f"error: {e}")
-        self.metrics["malformed"] += 1
-        return refusal
+                arguments, refusal = self.taken(call), ""
+            except ToolError as e:
+                refusal = self.malformed(str(e))
+        if handler is None or refusal:
+            self.metrics["malformed"] += 1
+            return refusal
+        self.metrics[f"calls/{call.name}"] += 1
+        try:
+            return printable(await handler(**arguments))
+        except (ToolError, BoxError) as e:
+            if isinstance(e, BoxError) and e.payer == "infra":
+                raise
+            return printable(f"error: {e}")
 
     async def call_all(self, calls: Sequence[ToolCall]) -> tuple[list[str], bool]:
         """Results in the order of the calls, and whether the agent ended the episode: calls after `finish` are not run.
@@ -110,9 +110,9 @@ class Tools:
         """The result of a call that has the wrong form."""
         return "error: malformed call"
 
-    def invalid(self, call: ToolCall) -> str | None:
-        """Why the arguments of a known tool cannot be taken; None when they can."""
-        return None
+    def taken(self, call: ToolCall) -> dict[str, Any]:
+        """The arguments of a call of a known tool, as the tool takes them. Raises ToolError."""
+        return call.arguments or {}
 
     async def _exec(self, command: str, seconds: float) -> ExecResult:
         return await self.box.exec(command, max(0.1, min(seconds, self.deadline - time.monotonic())))
@@ -177,21 +177,6 @@ class Tools:
             files += [prefix + name for name in names if not name.endswith("/")]
             pending += [prefix + name.rstrip("/") for name in reversed(names) if name.endswith("/")]
         return sorted(files)[:limit]
-
-
-def fault_of(call: ToolCall, parameters: dict[str, Any]) -> str | None:
-    """Why the arguments of a call do not fit the JSON schema of its parameters; None if they do."""
-    arguments = call.arguments or {}
-    for name in parameters["required"]:
-        if name not in arguments:
-            return f"{call.name} needs {name}"
-    for name, value in arguments.items():
-        kind = parameters["properties"].get(name, {}).get("type")
-        if kind is None:
-            return f"{call.name} has no argument {name[:64]}"
-        if type(value) not in TYPES[kind]:
-            return f"{name} is not of type {kind}"
-    return None
 
 
 def failures(report: TestReport, tests: Sequence[str]) -> list[tuple[str, str]]:

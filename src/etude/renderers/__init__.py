@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import UserError
+from etude.renderers.arguments import fitted, read_call, typed_argument
 from etude.renderers.base import (
     LONGEST_TOKEN,
     ROLES,
@@ -22,6 +23,7 @@ from etude.renderers.base import (
     Renderer,
     Tool,
     ToolError,
+    checked,
     content_text,
     document_text,
     escaped,
@@ -30,7 +32,6 @@ from etude.renderers.base import (
     printable,
     printable_json,
 )
-from etude.renderers.calls import checked, schema_branches, schema_types, typed_argument
 from etude.renderers.chat import ChatRenderer
 from etude.renderers.compact import CompactRenderer, is_compact
 from etude.renderers.dialects import DIALECTS

@@ -4,6 +4,7 @@ that make arbitrary text valid for records, tokenizers and single lines."""
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,12 +205,27 @@ def _agree(tokenizer: Tokenizer, plain: Tokenizer, special: str) -> bool:
 
 
 def checked(name: str, arguments: dict[str, object]) -> ToolCall:
-    """A call with these arguments, or a malformed call if they cannot be recorded (huge integers, lone surrogates)."""
+    """A call with these arguments, or a malformed call if JSON or a record cannot hold them."""
     try:
-        msgspec.msgpack.encode(arguments)
-        return ToolCall(name=name, arguments=arguments)
+        if fault := unlike_json(arguments):
+            return malformed(name, f"arguments are not JSON: {fault}")
+        msgspec.msgpack.encode((name, arguments))
     except (OverflowError, UnicodeEncodeError, RecursionError, TypeError, ValueError) as e:
-        return malformed(name, f"arguments cannot be recorded: {type(e).__name__}")
+        whys = {OverflowError: "a number has more than 64 bits", UnicodeEncodeError: "half of a surrogate pair"}
+        return malformed(name, f"arguments cannot be recorded: {whys.get(type(e), type(e).__name__)}")
+    return ToolCall(name=name, arguments=arguments)
+
+
+def unlike_json(value: object) -> str:
+    """The part of a value that JSON lacks, as a reason; "" without."""
+    if isinstance(value, dict):
+        odd = next((f"the name {key!r} is no text" for key in value if not isinstance(key, str)), "")
+        return odd or next(filter(None, map(unlike_json, value.values())), "")
+    if isinstance(value, list):
+        return next(filter(None, map(unlike_json, value)), "")
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{json.dumps(value)} is no number"
+    return "" if value is None or isinstance(value, str | int | float) else f"{type(value).__name__} is no type"
 
 
 def malformed(name: str, error: str) -> ToolCall:

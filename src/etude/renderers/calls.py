@@ -6,15 +6,15 @@ calls, so that the rest of the text is still read.
 """
 
 import ast
-import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from etude.records import ToolCall
-from etude.renderers.base import Tool, checked, malformed
+from etude.renderers.arguments import JSON, parameters_of, python_value, read_call, typed_argument
+from etude.renderers.base import Tool, checked, malformed, printable
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class Broken(Exception):
 
 Reader = Callable[[str, int, Sequence[Tool]], tuple[list[ParsedCall], int]]
 
-_JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
 _SPACE = re.compile(r"\s*")
 
 
@@ -92,7 +91,7 @@ def _section(
 def json_at(text: str, start: int, name: str = "") -> tuple[Any, int]:
     """The JSON value at `start` and its end. Raises Broken with `name`."""
     try:
-        return _JSON.raw_decode(text, start)
+        return JSON.raw_decode(text, start)
     except (ValueError, RecursionError) as e:
         raise Broken(f"not JSON: {getattr(e, 'msg', type(e).__name__)}", name) from None
 
@@ -109,14 +108,7 @@ def json_call(value: Any) -> ParsedCall:
 
 def call_of(name: str, arguments: Any, call_id: str = "") -> ParsedCall:
     """A call with these arguments, an object or the text of one; malformed for any other value."""
-    if isinstance(arguments, str):
-        try:
-            arguments = _JSON.decode(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        return ParsedCall(malformed(name, "arguments are not a JSON object"), call_id)
-    return ParsedCall(checked(name, arguments), call_id)
+    return ParsedCall(read_call(name, arguments), printable(call_id))
 
 
 def json_object(text: str, at: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
@@ -143,7 +135,8 @@ def headed_json(heading: str, ending: str) -> Reader:
         if match is None:
             raise Broken("a call does not begin with its name")
         name = match["name"]
-        arguments, end = json_at(text, match.end(), name)
+        close = tail.match(text, match.end()) if ending else None
+        arguments, end = (None, match.end()) if close else json_at(text, match.end(), name)
         close = tail.match(text, end)
         if close is None:
             raise Broken("not closed", name)
@@ -153,6 +146,8 @@ def headed_json(heading: str, ending: str) -> Reader:
 
 
 # Tags
+
+_NO_TEXT = {"additionalProperties": {"type": ["number", "boolean", "object", "array", "null"]}}
 
 
 def tagged(heading: str, parameter: str, ending: str, *, lines: bool = False) -> Reader:
@@ -168,7 +163,7 @@ def tagged(heading: str, parameter: str, ending: str, *, lines: bool = False) ->
         name, at = match["name"].strip(), match.end()
         if not name:
             raise Broken("no name")
-        schemas = _parameters(name, tools)
+        parameters = parameters_of(name, tools)
         arguments: dict[str, Any] = {}
         while (close := tail.match(text, at)) is None:
             item = one.match(text, at)
@@ -177,71 +172,16 @@ def tagged(heading: str, parameter: str, ending: str, *, lines: bool = False) ->
             value = item["value"]
             if lines:
                 value = value.removeprefix("\n").removesuffix("\n")
-            schema, is_string = schemas.get(item["key"]), item.groupdict().get("string")
-            if is_string is not None:
-                schema = {"type": "string" if is_string == "true" else "object"}
-            arguments[item["key"]] = typed_argument(value, schema)
+            marked = item.groupdict().get("string")
+            schema = parameters if marked is None else _NO_TEXT
+            arguments[item["key"]] = value if marked == "true" else typed_argument(value, item["key"], schema)
             at = item.end()
         return [ParsedCall(checked(name, arguments))], close.end()
 
     return read
 
 
-def _parameters(name: str, tools: Sequence[Tool]) -> Mapping[str, Any]:
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            return (function.get("parameters") or {}).get("properties") or {}
-    return {}
-
-
-def typed_argument(text: str, schema: Any) -> Any:
-    """The value of a text: the text itself if the JSON schema allows strings, else its value in JSON or Python. Without
-    a schema, numbers, lists and the like are recognised. Any other text stays a text, which the tool refuses."""
-    kinds = schema_types(schema)
-    if "string" in kinds:
-        return text
-    try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        try:
-            value = json.loads(json.dumps(_literal(text)))  # templates write True, None and {'a': 1}
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            return text
-    return text if isinstance(value, str) and not kinds else value
-
-
-def schema_branches(schema: Mapping[str, Any]) -> list[Any]:
-    """The alternative schemas in `anyOf` and `oneOf`."""
-    branches = (schema.get(key) for key in ("anyOf", "oneOf"))
-    return [part for parts in branches if isinstance(parts, list) for part in parts]
-
-
-def schema_types(schema: Any) -> set[str]:
-    """The types that a JSON schema allows; empty if it names none."""
-    if not isinstance(schema, dict):
-        return set()
-    kind = schema.get("type")
-    kinds = {each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)}
-    for part in schema_branches(schema):
-        kinds |= schema_types(part)
-    values = schema.get("enum")
-    return kinds or ({"string"} if isinstance(values, list) and all(isinstance(v, str) for v in values) else set())
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(name)
-
-
-def _literal(text: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ast.literal_eval(text.strip())
-
-
 # Python
-
-_NAMES = {"true": True, "false": False, "null": None}
 
 
 def python_calls(text: str) -> list[ParsedCall]:
@@ -265,17 +205,6 @@ def _python_call(node: ast.Call) -> ParsedCall:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return ParsedCall(malformed(name, "arguments have no names"))
     try:
-        return ParsedCall(checked(name, {str(k.arg): _value(k.value) for k in node.keywords}))
+        return ParsedCall(checked(name, {str(k.arg): python_value(k.value) for k in node.keywords}))
     except (ValueError, TypeError, RecursionError):
         return ParsedCall(malformed(name, "an argument is not a value"))
-
-
-def _value(node: ast.expr) -> Any:
-    match node:
-        case ast.Name(id=name) if name in _NAMES:
-            return _NAMES[name]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_value(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k is not None}
-    return ast.literal_eval(node)

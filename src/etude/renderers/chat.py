@@ -21,6 +21,7 @@ import jinja2
 from etude.config import CHAT_TEMPLATES
 from etude.errors import UserError
 from etude.renderers import trial
+from etude.renderers.arguments import as_meant, read_arguments
 from etude.renderers.base import ROLES, Message, ParsedTurn, Tool, content_text
 from etude.renderers.dialects import DIALECTS, ToolDialect, TurnParts
 from etude.renderers.marked import MarkedCodec, map_strings, mark_for
@@ -122,8 +123,8 @@ class ChatRenderer(MarkedCodec):
         return self.encode_marked(self._written(plain, lambda messages: self._rendered(messages, shown)), mark)
 
     def parse(self, ids: Sequence[int], finish_reason: str = "stop", tools: Sequence[Tool] = ()) -> ParsedTurn:
-        """Calls of a sampled turn; an unclosed call is malformed for every finish reason. In dialects that write values
-        without quotes, the schemas of `tools` decide whether a value is a text or a number."""
+        """Calls of a sampled turn; an unclosed call is malformed for every finish reason. The schemas of `tools` decide
+        whether a value is a text or a number."""
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
         text, mark = self.seen(ids)
@@ -132,7 +133,8 @@ class ChatRenderer(MarkedCodec):
             reasoning, text = self._split_thought(text)
         parts = trial.unmarked(self._form.dialect.parse(text, tools), mark)
         reasoning = parts.reasoning or (reasoning.replace(mark, "") if mark else reasoning)
-        calls, ids_of_calls = tuple(parsed.call for parsed in parts.calls), tuple(parsed.id for parsed in parts.calls)
+        calls = tuple(as_meant(parsed.call, tools) for parsed in parts.calls)
+        ids_of_calls = tuple(parsed.id for parsed in parts.calls)
         return ParsedTurn(parts.text.strip(), calls, reasoning.strip(), ids_of_calls)
 
     def bridge(
@@ -277,13 +279,7 @@ class ChatRenderer(MarkedCodec):
 
     def _call(self, call: Mapping[str, Any], number: int, mark: str) -> dict[str, Any]:
         function = call.get("function", call)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except ValueError as e:
-                raise ValueError(f"arguments of a tool call are not JSON: {e}") from None
-        arguments = map_strings(arguments if arguments is not None else {}, lambda text: self.escape(text, mark))
+        arguments = map_strings(read_arguments(function.get("arguments")), lambda text: self.escape(text, mark))
         name, call_id = (self.escape(str(text or ""), mark) for text in (function["name"], call.get("id")))
         return self._form.call(name, arguments, number, call_id)
 

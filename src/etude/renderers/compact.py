@@ -18,6 +18,7 @@ import blake3
 
 from etude.errors import UserError
 from etude.records import ToolCall
+from etude.renderers.arguments import read_arguments
 from etude.renderers.base import (
     ROLES,
     Message,
@@ -112,10 +113,7 @@ class CompactRenderer(TextCodec):
         for call in calls:
             function = call.get("function", call)
             ids += [self._call, *self.plain(str(function["name"]))]
-            arguments = function.get("arguments") or {}
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments)
-            for value in arguments.values():
+            for value in read_arguments(function.get("arguments")).values():
                 text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
                 ids += [self._arg, *self.plain(text)]
         ids.append(self._end)

@@ -53,9 +53,16 @@ class RecordedTurn(SampledTurn):
     """One turn of the model, for all equal requests."""
 
     def __init__(
-        self, renderer: Renderer, number: int, branch: _RecordedBranch, chain: bytes, request: AgentRequest
+        self,
+        renderer: Renderer,
+        number: int,
+        branch: _RecordedBranch,
+        chain: bytes,
+        request: AgentRequest,
+        failing: Callable[[BaseException], None],
     ) -> None:
         super().__init__(renderer, len(branch.ledger), request.stops, request.tools)
+        self._failing = failing
         self.number = number
         self.branch = branch
         self.chain = chain  # digest of the conversation that it answers
@@ -64,6 +71,11 @@ class RecordedTurn(SampledTurn):
         self.results: tuple[str, ...] = ()  # results of its calls in the first request that continues it
         self.seconds_model = self.seconds_tools = 0.0
         self.finished = 0.0
+
+    def fail(self, error: BaseException) -> RequestRefused:
+        """See `SampledTurn.fail`; the episode ends with it."""
+        self._failing(error)
+        return super().fail(error)
 
 
 class Recording:
@@ -76,7 +88,7 @@ class Recording:
         self.renderer = spec.model.renderer
         self.ended = asyncio.Event()  # nothing more is sampled
         self.stop_reason: StopReason | None = None
-        self.failure: Exception | None = None  # of the infrastructure
+        self.failure: BaseException | None = None  # of the infrastructure, or a mistake of ours
         self.forks: list[RecordedFork] = []
         self.requests = self.repeats = 0
         self._spec, self._model = spec, spec.model
@@ -117,9 +129,9 @@ class Recording:
             self._tools.setdefault(tool["function"]["name"], tool)
         branch = self._branch(tip, new, bool(request.tools))
         branch.ledger.add_environment(added)
-        turn = RecordedTurn(self.renderer, len(self._requested), branch, chain[-1], request)
+        turn = RecordedTurn(self.renderer, len(self._requested), branch, chain[-1], request, self.fail)
         self._requested[key] = turn
-        task = asyncio.create_task(self._sample(turn, request.max_tokens))
+        task = turn.sampling(self._sample(turn, request.max_tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return turn
@@ -140,6 +152,11 @@ class Recording:
         """Ends the episode: nothing more is sampled."""
         self.stop_reason = self.stop_reason or reason
         self.ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the episode by a failure that is not the agent's, which the caller of the episode gets."""
+        self.failure = self.failure or error
+        self.end(StopReason.ERROR)
 
     async def close(self) -> None:
         """Cancels the turns that are being sampled."""
@@ -240,17 +257,16 @@ class Recording:
             turn.refuse(RequestRefused("spent", "the episode has ended"))
             raise
         except Exception as e:  # raised to the caller of the episode; the agent only learns that the episode is over
-            self.failure = self.failure or e
-            self.end(StopReason.ERROR)
+            turn.fail(e)
             turn.refuse(RequestRefused("lost", "the engine was lost"))
             return
         turn.finished = time.monotonic()
         turn.seconds_model = turn.finished - started
         turn.cut = generation.finish_reason == "length"
         turn.end = len(ledger)
+        turn.settle(generation)
         turn.branch.turns.append(turn)
         turn.branch.tip = turn
-        turn.settle(generation)
         self._turns[conversation_digest(turn.chain, turn.message)] = turn
 
     def _cut(self, stops: tuple[str, ...], generation: Generation) -> Generation:

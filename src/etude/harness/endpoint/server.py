@@ -23,7 +23,16 @@ from starlette.types import Scope
 
 from etude.harness.endpoint.recording import Recording
 from etude.protocol import Access, Guarded, Refusal, bearers, busy, characters, check_brackets, server_config
-from etude.protocol.apis import SHAPED_HANDLERS, RequestRefused, anthropic, as_refusal, chat, responses, shaped_refusal
+from etude.protocol.apis import (
+    SHAPED_HANDLERS,
+    RequestRefused,
+    anthropic,
+    as_refusal,
+    chat,
+    failed,
+    responses,
+    shaped_refusal,
+)
 from etude.renderers import printable_json
 
 MODEL = "etude"
@@ -93,6 +102,12 @@ class Endpoint:
                     session.requests -= 1
             except RequestRefused as e:
                 return dialect.refused(e)
+            except Refusal:
+                raise
+            except Exception as e:
+                if session is not None:
+                    session.recording.fail(e)
+                return dialect.refused(failed(e))
 
         return handle
 
@@ -167,8 +182,11 @@ async def open_endpoint(*listeners: socket.socket) -> AsyncIterator[Endpoint]:
         serving = asyncio.create_task(server._serve([listener, *listeners]))
         try:
             async with asyncio.timeout(START_SECONDS):
-                while not server.started:
+                while not server.started and not serving.done():
                     await asyncio.sleep(0.01)
+            if serving.done():
+                await serving
+                raise RuntimeError("the endpoint has ended at its start")
             yield endpoint
         finally:
             server.should_exit = True

@@ -15,8 +15,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -53,26 +54,30 @@ def _joined(first_version: int, parts: list[Future[Any]]) -> Future[Scored]:
             left -= 1
             if left:
                 return
-        for part in parts:
-            if (error := part.exception()) is not None:
-                future.set_exception(error)
-                return
-        versions: set[int] = set()
-        log_probs: list[float] = []
-        for part in parts:
-            if isinstance(result := part.result(), Generation):
-                versions |= {first_version, *result.versions}
-                if result.finish_reason != "length":
-                    versions.add(VERSION_CHANGED)
-                log_probs += result.logprobs
-            else:
-                versions.add(result[0])
-                log_probs += result[1].log_probs.tolist()
-        future.set_result((versions.pop() if len(versions) == 1 else VERSION_CHANGED, log_probs))
+        try:
+            future.set_result(_scored(first_version, [part.result() for part in parts]))
+        except BaseException as e:  # a callback's error is seen by nobody
+            future.set_exception(e)
 
     for part in parts:
         part.add_done_callback(ended)
     return future
+
+
+def _scored(first_version: int, results: Sequence[Any]) -> Scored:
+    """The version and the scores of a prompt, of forced tokens, or of both."""
+    versions: set[int] = set()
+    log_probs: list[float] = []
+    for result in results:
+        if isinstance(result, Generation):
+            versions |= {first_version, *result.versions}
+            if result.finish_reason != "length":
+                versions.add(VERSION_CHANGED)
+            log_probs += result.logprobs
+        else:
+            versions.add(result[0])
+            log_probs += result[1].log_probs.tolist()
+    return versions.pop() if len(versions) == 1 else VERSION_CHANGED, log_probs
 
 
 class Engine:
@@ -264,10 +269,10 @@ class Engine:
             with self._wake:
                 self._closed = True
             reason = self.failure or RuntimeError("the engine was closed")
-            for sequence in self._sequences():
-                sequence.future.set_exception(reason)
-            for *_, future in (*self._swaps, *self._scores):
-                future.set_exception(reason)
+            waited = [sequence.future for sequence in self._sequences()]
+            for future in (*waited, *(future for *_, future in (*self._swaps, *self._scores))):
+                with suppress(InvalidStateError):  # it has its answer, and the others wait for theirs
+                    future.set_exception(reason)
 
     def _take_arrivals(self) -> None:
         with self._wake:

@@ -119,7 +119,11 @@ async def _ended(http: HTTPRequest, sampling: OpenTurns, answer: Any, stream: bo
     """The response; the sampling ends with it, or when the client disconnects."""
     if not stream:
         return await whole(http, answer, sampling)
-    response = await answer
+    try:
+        response = await answer
+    except BaseException:
+        sampling.end()
+        raise
     response.body_iterator = sampling.ending(response.body_iterator)
     return response
 

@@ -24,7 +24,17 @@ from etude.inference.server.grammars import answer_rule
 from etude.inference.server.kept_turns import KeptTurns
 from etude.inference.server.served_model import ServedModel
 from etude.protocol import Refusal, characters
-from etude.protocol.apis import RequestRefused, SampledTurn, arranged, as_refusal, chat, read, to_answer, tools_of
+from etude.protocol.apis import (
+    RequestRefused,
+    SampledTurn,
+    answering,
+    arranged,
+    as_refusal,
+    chat,
+    read,
+    to_answer,
+    tools_of,
+)
 from etude.renderers import Message, Renderer, Tool
 
 T = TypeVar("T")
@@ -75,11 +85,12 @@ class Chats:
             lines = sampling.ending(chat.chunks(sampling.turns, head, with_usage, logprobs))
             return StreamingResponse(lines, media_type="text/event-stream")
         shown = await whole(http, chat.completion(sampling.turns, head, logprobs), sampling)
-        if body.return_token_ids:
-            shown["prompt_token_ids"] = sampling.choices[0].sequence.request.prompt
-            for choice, turn in zip(shown["choices"], sampling.turns, strict=True):
-                choice["token_ids"] = turn.ids
-        return JSONResponse(shown)
+        with answering(sampling.turns):
+            if body.return_token_ids:
+                shown["prompt_token_ids"] = sampling.choices[0].sequence.request.prompt
+                for choice, turn in zip(shown["choices"], sampling.turns, strict=True):
+                    choice["token_ids"] = turn.ids
+            return JSONResponse(shown)
 
     async def sample(self, body: ChatBody, http: HTTPRequest, documents: Sequence[str] = ()) -> OpenTurns:
         """Begins the answers to a chat with arranged messages, and keeps the first for the gateway if `http` has the
@@ -107,7 +118,7 @@ class Chats:
         for turn in turns:
             turn.most_calls = 1 if body.parallel_tool_calls is False else None
         self.kept.keep(http, choices, turns)
-        tasks = [asyncio.create_task(c.play(turn)) for c, turn in zip(choices, turns, strict=True)]
+        tasks = [turn.sampling(choice.play(turn)) for choice, turn in zip(choices, turns, strict=True)]
         return OpenTurns(turns, choices, tasks)
 
     def encoded(self, body: ChatBody, renderer: Renderer, tools: Sequence[Tool]) -> list[int]:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request, RequestFailed
 from etude.inference.engine.sampling_params import TopLogprobs
-from etude.protocol.apis import RequestRefused, SampledTurn, stop_overlap
+from etude.protocol.apis import RequestRefused, SampledTurn, failed, stop_overlap
 from etude.records import Generation
 
 _SETTLE_SECONDS = 1.0  # wait for the end of a choice cut by a stop string, for its usage figures
@@ -43,6 +43,10 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+class EngineEnded(RuntimeError):
+    """The engine ended while it computed an answer."""
 
 
 class Choice:
@@ -93,9 +97,16 @@ class Choice:
             text = self._whole
             held = max((stop_overlap(text[-len(stop) :], stop) for stop in self._stops), default=0)
             yield self._show(len(text) - held)
-        self.reason = self.sequence.future.result().finish_reason
+        self.reason = self._generation().finish_reason
         self._read([], final=True)
         yield self._show(len(self._whole))
+
+    def _generation(self) -> Generation:
+        """The ended sequence's generation. Raises RequestFailed or EngineEnded."""
+        error = self.sequence.future.exception()
+        if error is not None and not isinstance(error, RequestFailed):
+            raise EngineEnded(str(error) or type(error).__name__) from error
+        return self.sequence.future.result()
 
     @property
     def _whole(self) -> str:
@@ -125,7 +136,7 @@ class Choice:
         """The ended answer as a generation, without the tokens after a cut."""
         await asyncio.wait([asyncio.wrap_future(self.sequence.future)], timeout=_SETTLE_SECONDS)
         count, future = len(self.ids), self.sequence.future
-        whole = future.result() if future.done() else None
+        whole = self._generation() if future.done() else None
         if whole is None:
             versions = [0] * count
             return Generation(ids=self.ids, logprobs=self.logprobs, versions=versions, finish_reason=self.reason)
@@ -146,7 +157,7 @@ class Choice:
                 turn.settle(await self.settled())
         except RequestFailed as e:
             turn.refuse(RequestRefused("failed", str(e)))
-        except RuntimeError as e:
+        except EngineEnded as e:
             turn.refuse(RequestRefused("lost", str(e)))
         finally:
             self.sequence.abort()
@@ -159,12 +170,18 @@ def call_on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *argum
 
 
 async def drained(http: HTTPRequest, choices: Sequence[Choice]) -> list[Generation]:
-    """The generations of all choices; aborts them if the client disconnects. Raises RequestFailed or RuntimeError."""
+    """The generations of all choices; aborts them if the client disconnects. Raises RequestFailed, EngineEnded or
+    RequestRefused."""
 
     async def drain(choice: Choice) -> Generation:
-        async for _ in choice.grow():
-            pass
-        return await choice.settled()
+        try:
+            async for _ in choice.grow():
+                pass
+            return await choice.settled()
+        except (EngineEnded, RequestFailed):
+            raise
+        except Exception as e:
+            raise failed(e) from e
 
     work = asyncio.gather(*map(drain, choices))
     gone = asyncio.ensure_future(http.receive())

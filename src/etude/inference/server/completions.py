@@ -17,12 +17,12 @@ from etude.inference.engine.forward import PromptScores
 from etude.inference.engine.requests import RequestFailed
 from etude.inference.engine.sampling_params import TopLogprobs
 from etude.inference.server.bodies import CompletionBody, body_of, first, invalid
-from etude.inference.server.choices import Choice, Detokenizer, drained
+from etude.inference.server.choices import Choice, Detokenizer, EngineEnded, drained
 from etude.inference.server.grammars import answer_rule
 from etude.inference.server.http import check_room, check_score_room, error_of
 from etude.inference.server.served_model import ServedModel
-from etude.protocol.apis import merge_streams
-from etude.protocol.apis.chat import sse, usage
+from etude.protocol.apis import answered_lines, answering, merge_streams
+from etude.protocol.apis.chat import error, sse, usage
 from etude.records import Generation
 
 _SCORED = 1 << 29  # logits of a prompt, in float32
@@ -64,10 +64,12 @@ class Completions:
             for number in range(body.count)
         ]
         if body.stream:
-            return StreamingResponse(self._lines(body, prompts, shown, head), media_type="text/event-stream")
+            lines = answered_lines((), self._lines(body, prompts, shown, head), lambda refusal: sse(error(refusal)))
+            return StreamingResponse(lines, media_type="text/event-stream")
         generations = await drained(http, [choice for prompt in prompts for choice in prompt.choices])
-        choices = [each.whole() for each in shown]
-        return JSONResponse(head | {"choices": choices, "usage": _usage(prompts, generations)})
+        with answering():
+            choices = [each.whole() for each in shown]
+            return JSONResponse(head | {"choices": choices, "usage": _usage(prompts, generations)})
 
     async def _prompt(self, body: CompletionBody, prompt: str | list[int]) -> _Prompt:
         whole = body.add_special_tokens is not False and not body.suffix
@@ -132,7 +134,7 @@ class Completions:
                 generations = [await choice.settled() for choice in choices]
                 yield sse(head | {"choices": [], "usage": _usage(prompts, generations)})
             yield b"data: [DONE]\n\n"
-        except (RuntimeError, RequestFailed) as e:
+        except (EngineEnded, RequestFailed) as e:
             yield b"data: " + bytes(error_of(e).body) + b"\n\n"
         finally:
             _abort(prompts)

@@ -36,7 +36,7 @@ from etude.inference.server.http import check_room, error_of, generation_of
 from etude.inference.server.served_model import ServedModel
 from etude.inference.server.text_routes import TextRoutes
 from etude.protocol import WEIGHTS_HEADER, Refusal, decoded, error
-from etude.protocol.apis import RequestRefused, anthropic, chat
+from etude.protocol.apis import RequestRefused, answering, anthropic, chat
 from etude.protocol.apis.chat import usage
 
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
@@ -110,13 +110,14 @@ class OpenAI:
         sequence = model.engine.submit(request, collector)
         collector.watch(sequence)
         generation = await generation_of(http, sequence)
-        try:
-            text = collector.text()
-        except UserError as e:
-            return error(422, str(e), kind="model_error")
-        head = {"id": f"apply-{uuid.uuid4().hex}", "object": "apply", "created": int(time.time())}
-        counted = usage(len(request.ids), [msgspec.structs.replace(generation, ids=collector.ids)])
-        return JSONResponse(head | {"model": model.names[0], "code": text, "usage": counted})
+        with answering():
+            try:
+                text = collector.text()
+            except UserError as e:
+                return error(422, str(e), kind="model_error")
+            head = {"id": f"apply-{uuid.uuid4().hex}", "object": "apply", "created": int(time.time())}
+            counted = usage(len(request.ids), [msgspec.structs.replace(generation, ids=collector.ids)])
+            return JSONResponse(head | {"model": model.names[0], "code": text, "usage": counted})
 
 
 async def _answer(route: Handler, http: HTTPRequest) -> Response:

@@ -11,7 +11,6 @@ rule reads no other language, and no irony.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from etude.live.log.records import SignalKind
 from etude.protocol.apis import read, tools_of
-from etude.renderers import content_text
+from etude.renderers import ToolError, content_text, fitted, read_call
 
 BASE = -1.6
 """Log-odds of dissatisfaction of a message without any of the words."""
@@ -152,19 +151,16 @@ def asks_for_edit(text: str) -> bool:
 
 
 def is_valid(call: MessageCall, tools: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a call names an offered tool, with a JSON object of all required arguments in the schema's types. Without
-    tools in the request, only the JSON is checked."""
+    """Whether a call names an offered tool, with arguments that fit its schema. Without tools in the request, only the
+    JSON is checked."""
+    read = read_call(call.name, call.arguments)
+    if read.arguments is None or (tools and call.name not in tools):
+        return False
     try:
-        arguments = json.loads(call.arguments or "{}")
-    except ValueError:
+        fitted(read, tools.get(call.name) or {})
+    except ToolError:
         return False
-    if not isinstance(arguments, dict) or (tools and call.name not in tools):
-        return False
-    schema = tools.get(call.name) or {}
-    properties, required = _map(schema.get("properties")), schema.get("required")
-    if isinstance(required, list) and any(isinstance(name, str) and name not in arguments for name in required):
-        return False
-    return all(_is_of(value, _map(properties.get(name)).get("type")) for name, value in arguments.items())
+    return True
 
 
 def conversation(dialect: str, body: Mapping[str, Any]) -> list[Message]:
@@ -192,25 +188,3 @@ def _call(call: Mapping[str, Any]) -> MessageCall:
 
 def _key(message: Message) -> tuple[str, str, tuple[MessageCall, ...]]:
     return message.role, " ".join(message.text.split()), message.calls
-
-
-def _map(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    kinds: dict[str, Any] = {
-        "string": str,
-        "integer": int,
-        "number": (int, float),
-        "boolean": bool,
-        "array": list,
-        "object": dict,
-        "null": type(None),
-    }
-    names = kind if isinstance(kind, list) else [kind]
-    if not all(isinstance(name, str) and name in kinds for name in names):
-        return True
-    if isinstance(value, bool):
-        return "boolean" in names
-    return any(isinstance(value, kinds[name]) for name in names)

@@ -18,4 +18,4 @@ from etude.protocol.apis.conversation import (
 )
 from etude.protocol.apis.reading import read, tools_of
 from etude.protocol.apis.refusals import SHAPED_HANDLERS, shaped_refusal
-from etude.protocol.apis.turn import SampledTurn, merge_streams, stop_overlap
+from etude.protocol.apis.turn import SampledTurn, answered_lines, answering, failed, merge_streams, stop_overlap

@@ -11,7 +11,7 @@ from etude.protocol.access import Refusal
 from etude.protocol.apis.chat import sse
 from etude.protocol.apis.conversation import AgentRequest, Kind, RequestRefused
 from etude.protocol.apis.reading import read, request_of
-from etude.protocol.apis.turn import SampledTurn
+from etude.protocol.apis.turn import SampledTurn, answered_lines, answering
 
 STATUS: dict[Kind, tuple[int, str]] = {
     "invalid": (400, "invalid_request_error"),
@@ -22,7 +22,10 @@ STATUS: dict[Kind, tuple[int, str]] = {
     "lost": (529, "overloaded_error"),
     "failed": (500, "api_error"),
 }
-_REFUSALS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+_REFUSALS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    500: "api_error",
+}  # fmt: skip
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -60,16 +63,18 @@ async def respond(turn: SampledTurn, request: AgentRequest, body: dict[str, Any]
         "stop_sequence": None,
     }
     if request.stream:
-        return StreamingResponse(_parts(turn, head, thinks), media_type="text/event-stream")
-    await turn.whole()
-    reasoning = turn.parsed.reasoning
-    content = [{"type": "thinking", "thinking": reasoning, "signature": _signature(reasoning)}] * (
-        thinks and bool(reasoning)
-    )
-    content += [{"type": "text", "text": turn.text}] * bool(turn.text)
-    for call in turn.message.get("tool_calls", ()):
-        content.append(_tool_use(call) | {"input": json.loads(call["function"]["arguments"])})
-    return JSONResponse(head | {"content": content, "usage": _usage(turn)} | _stopped(turn))
+        lines = answered_lines([turn], _parts(turn, head, thinks), lambda refusal: sse(error(refusal), "error"))
+        return StreamingResponse(lines, media_type="text/event-stream")
+    with answering([turn]):
+        await turn.whole()
+        reasoning = turn.parsed.reasoning
+        content = [{"type": "thinking", "thinking": reasoning, "signature": _signature(reasoning)}] * (
+            thinks and bool(reasoning)
+        )
+        content += [{"type": "text", "text": turn.text}] * bool(turn.text)
+        for call in turn.message.get("tool_calls", ()):
+            content.append(_tool_use(call) | {"input": json.loads(call["function"]["arguments"])})
+        return JSONResponse(head | {"content": content, "usage": _usage(turn)} | _stopped(turn))
 
 
 async def _parts(turn: SampledTurn, head: dict[str, Any], thinks: bool) -> AsyncIterator[bytes]:
@@ -87,26 +92,22 @@ async def _parts(turn: SampledTurn, head: dict[str, Any], thinks: bool) -> Async
         if opened:
             yield part("content_block_stop", index=number)
 
-    try:
-        async for event in turn.events():
-            if event[0] == "reasoning" and not thinks:
-                continue
-            if event[0] == "call" or event[0] != opened:
-                for data in closing():
-                    yield data
-                number, opened = number + 1, event[0]
-                yield part("content_block_start", index=number, content_block=_block(event[0], event[1]))
-            if event[0] == "reasoning":
-                thought += event[1]
-                delta = {"type": "thinking_delta", "thinking": event[1]}
-            elif event[0] == "text":
-                delta = {"type": "text_delta", "text": event[1]}
-            else:
-                delta = {"type": "input_json_delta", "partial_json": event[1]["function"]["arguments"]}
-            yield part("content_block_delta", index=number, delta=delta)
-    except RequestRefused as e:
-        yield sse(error(e), "error")
-        return
+    async for event in turn.events():
+        if event[0] == "reasoning" and not thinks:
+            continue
+        if event[0] == "call" or event[0] != opened:
+            for data in closing():
+                yield data
+            number, opened = number + 1, event[0]
+            yield part("content_block_start", index=number, content_block=_block(event[0], event[1]))
+        if event[0] == "reasoning":
+            thought += event[1]
+            delta = {"type": "thinking_delta", "thinking": event[1]}
+        elif event[0] == "text":
+            delta = {"type": "text_delta", "text": event[1]}
+        else:
+            delta = {"type": "input_json_delta", "partial_json": event[1]["function"]["arguments"]}
+        yield part("content_block_delta", index=number, delta=delta)
     for data in closing():
         yield data
     yield part("message_delta", delta=_stopped(turn), usage=_usage(turn))

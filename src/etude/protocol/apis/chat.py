@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from etude.protocol.apis.conversation import AgentRequest, Kind, RequestRefused, invalid
 from etude.protocol.apis.reading import read, request_of
-from etude.protocol.apis.turn import SampledTurn, merge_streams
+from etude.protocol.apis.turn import SampledTurn, answered_lines, answering, merge_streams
 from etude.records import Generation
 
 STATUS: dict[Kind, tuple[int, str, str | None]] = {
@@ -50,7 +50,8 @@ async def respond(turn: SampledTurn, request: AgentRequest, body: dict[str, Any]
     if request.stream:
         with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         return StreamingResponse(chunks([turn], head, with_usage), media_type="text/event-stream")
-    return JSONResponse(await completion([turn], head))
+    with answering([turn]):
+        return JSONResponse(await completion([turn], head))
 
 
 async def completion(
@@ -59,18 +60,25 @@ async def completion(
     """One chat completion with turns on the same prompt as its choices, once all are complete. Raises
     RequestRefused."""
     choices = []
-    for index, turn in enumerate(turns):
-        await turn.whole()
-        message = turn.message | ({"reasoning_content": turn.parsed.reasoning} if turn.parsed.reasoning else {})
-        shown = logprobs(index, 0, len(turn.ids)) if logprobs is not None else None
-        choices.append({"index": index, "message": message, "logprobs": shown, "finish_reason": turn.finish_reason})
-    return head | {"object": "chat.completion", "choices": choices, "usage": usage_of(turns)}
+    with answering(turns):
+        for index, turn in enumerate(turns):
+            await turn.whole()
+            message = turn.message | ({"reasoning_content": turn.parsed.reasoning} if turn.parsed.reasoning else {})
+            shown = logprobs(index, 0, len(turn.ids)) if logprobs is not None else None
+            choices.append({"index": index, "message": message, "logprobs": shown, "finish_reason": turn.finish_reason})
+        return head | {"object": "chat.completion", "choices": choices, "usage": usage_of(turns)}
 
 
-async def chunks(
+def chunks(
     turns: Sequence[SampledTurn], head: dict[str, Any], with_usage: bool, logprobs: Logprobs | None = None
 ) -> AsyncIterator[bytes]:
     """The same completion as a stream of chunks, the turns interleaved."""
+    return answered_lines(turns, _chunks(turns, head, with_usage, logprobs), lambda refusal: sse(error(refusal)))
+
+
+async def _chunks(
+    turns: Sequence[SampledTurn], head: dict[str, Any], with_usage: bool, logprobs: Logprobs | None
+) -> AsyncIterator[bytes]:
     head = head | {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
     reported, calls = [0] * len(turns), [0] * len(turns)
 
@@ -82,18 +90,14 @@ async def chunks(
 
     for index in range(len(turns)):
         yield sse(head | {"choices": [{"index": index, "delta": {"role": "assistant", "content": ""}} | _UNKNOWN]})
-    try:
-        async for index, event in merge_streams([turn.events() for turn in turns]):
-            if event is None:
-                yield chunk(index, {}, turns[index].finish_reason)
-            elif event[0] == "call":
-                yield chunk(index, {"tool_calls": [event[1] | {"index": calls[index]}]})
-                calls[index] += 1
-            else:
-                yield chunk(index, {"content" if event[0] == "text" else "reasoning_content": event[1]})
-    except RequestRefused as e:
-        yield sse(error(e))
-        return
+    async for index, event in merge_streams([turn.events() for turn in turns]):
+        if event is None:
+            yield chunk(index, {}, turns[index].finish_reason)
+        elif event[0] == "call":
+            yield chunk(index, {"tool_calls": [event[1] | {"index": calls[index]}]})
+            calls[index] += 1
+        else:
+            yield chunk(index, {"content" if event[0] == "text" else "reasoning_content": event[1]})
     if with_usage:
         yield sse(head | {"choices": [], "usage": usage_of(turns)})
     yield b"data: [DONE]\n\n"

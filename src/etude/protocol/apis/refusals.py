@@ -34,5 +34,9 @@ def _missing(http: Request, e: Exception) -> Response:
     return anthropic.refused(RequestRefused("unknown", f"{http.method} {http.url.path[:200]} is not served here"))
 
 
-SHAPED_HANDLERS: Any = HANDLERS | {HTTPException: _missing, Refusal: _refusing}
+def _broken(http: Request, e: Exception) -> Response:
+    return shaped_refusal(http.scope, Refusal(500, f"this server failed: {type(e).__name__}"))
+
+
+SHAPED_HANDLERS: Any = HANDLERS | {HTTPException: _missing, Refusal: _refusing, Exception: _broken}
 """Exception handlers of an application with routes of both APIs."""

@@ -12,7 +12,7 @@ from etude.protocol.apis import chat
 from etude.protocol.apis.chat import sse
 from etude.protocol.apis.conversation import AgentRequest, RequestRefused, invalid
 from etude.protocol.apis.reading import read, request_of
-from etude.protocol.apis.turn import SampledTurn
+from etude.protocol.apis.turn import SampledTurn, answered_lines, answering
 from etude.renderers import Message
 
 refused = chat.refused
@@ -34,11 +34,13 @@ async def respond(
     turn: SampledTurn, request: AgentRequest, conversation: list[Message], body: dict[str, Any], kept: Kept
 ) -> Response:
     """The turn as one response, or as a stream of its events."""
-    writer = _Writer(turn, request, conversation, body, kept)
-    if request.stream:
-        return StreamingResponse(writer.events(), media_type="text/event-stream")
-    await turn.whole()
-    return JSONResponse(writer.completed())
+    with answering([turn]):
+        writer = _Writer(turn, request, conversation, body, kept)
+        if request.stream:
+            lines = answered_lines([turn], writer.events(), writer.failed)
+            return StreamingResponse(lines, media_type="text/event-stream")
+        await turn.whole()
+        return JSONResponse(writer.completed())
 
 
 class _Writer:
@@ -96,40 +98,40 @@ class _Writer:
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)
         at, thought, text, item = 0, "", "", _message_item("")
-        try:
-            async for event in self.turn.events():
-                if event[0] == "reasoning":
-                    thought += event[1]
-                    continue
-                if thought:
-                    for data in self._whole(_reasoning(thought), at):
-                        yield data
-                    at, thought = at + 1, ""
-                if event[0] == "text":
-                    if not text:
-                        for data in self._opened(item, at):
-                            yield data
-                    text += event[1]
-                    yield self._text("delta", item, at, delta=event[1], logprobs=[])
-                    continue
-                if text:
-                    for data in self._closed(item, at, text):
-                        yield data
-                    at, text = at + 1, ""
-                for data in self._called(self._call(event[1]), at):
+        async for event in self.turn.events():
+            if event[0] == "reasoning":
+                thought += event[1]
+                continue
+            if thought:
+                for data in self._whole(_reasoning(thought), at):
                     yield data
-                at += 1
-        except RequestRefused as e:
-            failed = self.head | {"status": "failed", "output": [], "usage": None}
-            error = {"code": "server_error", "message": str(e)}
-            yield self._event("response.failed", response=failed | {"error": error})
-            return
+                at, thought = at + 1, ""
+            if event[0] == "text":
+                if not text:
+                    for data in self._opened(item, at):
+                        yield data
+                text += event[1]
+                yield self._text("delta", item, at, delta=event[1], logprobs=[])
+                continue
+            if text:
+                for data in self._closed(item, at, text):
+                    yield data
+                at, text = at + 1, ""
+            for data in self._called(self._call(event[1]), at):
+                yield data
+            at += 1
         for data in self._whole(_reasoning(thought), at) if thought else ():
             yield data
         for data in self._closed(item, at, text) if text else ():
             yield data
         whole = self.completed()
         yield self._event(f"response.{whole['status']}", response=whole)
+
+    def failed(self, refusal: RequestRefused) -> bytes:
+        """The last event of a response that failed."""
+        head = self.head | {"status": "failed", "output": [], "usage": None}
+        error = {"code": "server_error", "message": str(refusal)}
+        return self._event("response.failed", response=head | {"error": error})
 
     def _opened(self, item: dict[str, Any], at: int) -> Iterator[bytes]:
         yield self._event(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from etude.protocol.apis.conversation import RequestRefused
@@ -13,6 +15,7 @@ from etude.renderers import ParsedTurn, Renderer, Tool, content_text
 
 Event = tuple[Literal["reasoning", "text", "call"], Any]  # a piece of text, or a call of the chat format
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 _PARSES = 128  # of the same token at most, so that a stream takes linear time
 
 
@@ -60,7 +63,6 @@ class SampledTurn:
 
     def settle(self, generation: Generation) -> None:
         """Completes the turn."""
-        self.generation = generation
         self.ids = generation.ids
         text = self._renderer.text(self.ids) if self.stops else ""
         self.stop = next((stop for stop in self.stops if stop in text), None)
@@ -73,6 +75,7 @@ class SampledTurn:
         self.message = shown.openai(f"call_{self.name}_")
         if self.most_calls is not None and "tool_calls" in self.message:
             self.message["tool_calls"] = self.message["tool_calls"][: self.most_calls]
+        self.generation = generation
         self._wake()
 
     def _parsed(self, finish_reason: str) -> ParsedTurn:
@@ -82,6 +85,24 @@ class SampledTurn:
         """Ends the turn with a refusal."""
         self.refusal = refusal
         self._wake()
+
+    def sampling(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """The task that samples this turn. However it ends, so does the turn, and nobody waits for it any longer."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._sampled)
+        return task
+
+    def _sampled(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+        if not self.done:
+            self.refuse(RequestRefused("lost", "the answer was ended"))
+
+    def fail(self, error: BaseException) -> RequestRefused:
+        """Ends the turn with a failure that is not its request's, which is logged. Returns its refusal."""
+        refusal = failed(error)
+        self.refuse(refusal)
+        return refusal
 
     async def whole(self) -> None:
         """Waits until the turn is complete. Raises RequestRefused for a refused turn."""
@@ -125,6 +146,35 @@ class SampledTurn:
         changed.set()
 
 
+def failed(error: BaseException) -> RequestRefused:
+    """The refusal that answers a request after a failure that is not its own. The failure is logged."""
+    _LOG.error("a request failed between sampling and answering", exc_info=error)
+    return RequestRefused("failed", f"the answer failed in this server ({type(error).__name__}): see its log")
+
+
+@contextmanager
+def answering(turns: Sequence[SampledTurn] = ()) -> Iterator[None]:
+    """Raises RequestRefused for every failure in writing an answer; its turns fail with it."""
+    try:
+        yield
+    except RequestRefused:
+        raise
+    except Exception as e:
+        raise next((turn.fail(e) for turn in turns), None) or failed(e) from e
+
+
+async def answered_lines(
+    turns: Sequence[SampledTurn], lines: AsyncIterator[bytes], refused: Callable[[RequestRefused], bytes]
+) -> AsyncIterator[bytes]:
+    """The lines of a stream. Whatever goes wrong is its last line, in the shape of the API."""
+    try:
+        with answering(turns):
+            async for line in lines:
+                yield line
+    except RequestRefused as e:
+        yield refused(e)
+
+
 async def merge_streams(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T | None]]:
     """The items of several streams as they come, each with the number of its stream; None at the end of a stream. An
     exception of a stream is raised."""
@@ -140,8 +190,8 @@ async def merge_streams(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tu
             async for item in stream:
                 queue.put_nowait((number, item, None))
             queue.put_nowait((number, None, None))
-        except Exception as e:
-            queue.put_nowait((number, None, e))
+        except (Exception, asyncio.CancelledError) as e:  # nobody else would say that the stream has ended
+            queue.put_nowait((number, None, e if isinstance(e, Exception) else RuntimeError("a stream was cancelled")))
 
     tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
     try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from etude.records import ToolCall
-from etude.renderers import checked
+from etude.renderers import read_call
 
 Api = Literal["openai", "anthropic"]
 Message = dict[str, Any]
@@ -79,24 +79,10 @@ class ChatModel:
 
 
 def _call(name: object, arguments: object) -> ToolCall:
-    """A call whose arguments are JSON text, or an object already; null and blank texts are no arguments."""
+    """A call of this name, or a malformed call without one."""
     if not isinstance(name, str) or not name.strip():
         return ToolCall(name="", arguments=None, error="the call names no function")
-    try:
-        value: Any = arguments
-        if isinstance(arguments, str):
-            value = json.loads(arguments, parse_constant=_no_number) if arguments.strip() else None
-        value = {} if value is None else value
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError) as e:
-        return ToolCall(name=name, arguments=None, error=f"the arguments are no JSON: {e}")
-    if not isinstance(value, dict):
-        return ToolCall(name=name, arguments=None, error="the arguments are no object")
-    return checked(name, cast(dict[str, object], value))
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    return read_call(name, arguments)
 
 
 def _argument_text(arguments: object, call: ToolCall) -> str:
