@@ -249,7 +249,7 @@ def _over_new_ends(
 
 
 def _role(line: str) -> str:
-    """What a line is that nobody writes twice in a row: the end of a run, a value of a name, a definition; or ""."""
+    """The role of a line that nobody writes twice in a row: an exit, a value of a name, a definition; or ""."""
     match = _ROLE.match(line)
     return next(filter(None, match.groups()), "") if match else ""
 

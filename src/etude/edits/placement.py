@@ -132,12 +132,12 @@ def _aligned(keys: Sequence[int], file: npt.NDArray[np.int64], begin: Costs, at_
             single = single_first if seen == 2 else 0.0
             left = _least(_plus(equal, single), other)
             if seen == 1:
-                found = _least(begin, other)
+                source = _least(begin, other)
             else:
-                found = _least(_least(head, equal), _plus(other, single_last if seen == total else 0.0))
+                source = _least(_least(head, equal), _plus(other, single_last if seen == total else 0.0))
             other = _least(_plus(left, _INSERT), _over(left, np.where(blank, _NEVER, _REPLACE)))
             head, tail = _plus(head, _INSERT), _least(_plus(equal, _INSERT + single), _plus(tail, _INSERT))
-            equal = _over(found, np.where(file == key, 0.0, _NEVER))
+            equal = _over(source, np.where(file == key, 0.0, _NEVER))
         if seen > 0 and (seen < total or at_end):
             left = _least(_plus(equal, single_first if seen == 1 else 0.0), other)
             other = _least(other, _deleting(left, deleted, many=seen < total))

@@ -41,9 +41,9 @@ class SketchBlock:
     @property
     def trimmed(self) -> Sequence[str]:
         """The lines without blank lines beside a marker, which are layout of the sketch."""
-        said = [i for i, line in enumerate(self.lines) if line.strip()]
-        start = said[0] if self.marker_before else 0
-        return self.lines[start : said[-1] + 1 if self.marker_after else len(self.lines)]
+        filled = [i for i, line in enumerate(self.lines) if line.strip()]
+        start = filled[0] if self.marker_before else 0
+        return self.lines[start : filled[-1] + 1 if self.marker_after else len(self.lines)]
 
     @property
     def name(self) -> str:

@@ -23,7 +23,6 @@ from etude.renderers.base import (
     Renderer,
     Tool,
     ToolError,
-    checked,
     content_text,
     document_text,
     escaped,
