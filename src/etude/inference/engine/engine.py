@@ -32,6 +32,7 @@ from etude.inference.engine.requests import Request, RunningSequence, check_sequ
 from etude.inference.engine.runner import Runner
 from etude.inference.engine.scheduler import Scheduler
 from etude.models import batch_invariant
+from etude.protocol import Client, asking
 from etude.records import Generation
 
 VERSION_CHANGED = -1  # in place of a version: the weights changed while the sequence was scored
@@ -143,7 +144,8 @@ class Engine:
         self.documents.check(request)
         if request.routes_from is not None and not self.routes:
             raise ValueError("this server keeps no expert ids: start it with --routes")
-        sequence = RunningSequence(request, Future(), on_token)
+        tokens = min(len(request.prompt) + request.max_tokens, self.max_length)
+        sequence = RunningSequence(request, Future(), on_token, asking(), tokens)
         sequence.future.set_running_or_notify_cancel()  # from here on only `RunningSequence.abort` ends it
         with self._wake:
             self._check_open()
@@ -218,6 +220,10 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """Number of running and of waiting requests."""
         return self.scheduler.running, len(self._arrived) + len(self.scheduler.waiting)
+
+    def unfinished(self, client: Client) -> int:
+        """Number of the client's sequences that wait or run."""
+        return self.scheduler.loads.unfinished(client)
 
     @property
     def scoring(self) -> int:
@@ -302,6 +308,7 @@ class Engine:
             if self._paused != "keep" and scheduler.running:
                 batch = scheduler.schedule()
                 scheduler.update(batch, self.runner.run(batch, self.version))
+                scheduler.shares.note(time.perf_counter() - start, batch.alone, scheduler.contended)
                 busy = True
             if self._paused != "keep" and self._scores:
                 # One sequence per step, so that running sequences wait for one short pass at a time.

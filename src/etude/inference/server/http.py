@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import PromptTooLong, RequestFailed, RunningSequence
-from etude.protocol import MSGPACK, busy, decoded, error, headers
+from etude.protocol import MSGPACK, asking, busy, decoded, error, headers
 from etude.records import Generation, Record
 
 T = TypeVar("T", bound=Record)
@@ -45,8 +45,10 @@ def error_of(e: ValueError | RuntimeError | RequestFailed) -> JSONResponse:
 
 
 def check_room(engine: Engine, sequences: int) -> None:
-    """Raises Refusal if too many sequences wait in the engine already."""
-    if engine.load[1] + sequences > max(_WAITING, 8 * engine.config.max_batch):
+    """Raises Refusal if too many sequences wait in the engine already. One sequence of a client that has no other is
+    always taken: the number of connections bounds them."""
+    full = engine.load[1] + sequences > max(_WAITING, 8 * engine.config.max_batch)
+    if full and (sequences > 1 or engine.unfinished(asking())):
         raise busy("too many requests wait")
 
 
