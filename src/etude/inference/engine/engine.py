@@ -143,7 +143,7 @@ class Engine:
         request.check(self.max_length, self.vocab_size)
         self.documents.check(request)
         if request.routes_from is not None and not self.routes:
-            raise ValueError("this server keeps no expert ids: start it with --routes")
+            raise ValueError("routes_from: this server keeps no expert ids, start it with --routes")
         tokens = min(len(request.prompt) + request.max_tokens, self.max_length)
         sequence = RunningSequence(request, Future(), on_token, asking(), tokens)
         sequence.future.set_running_or_notify_cancel()  # from here on only `RunningSequence.abort` ends it

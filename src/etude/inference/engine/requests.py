@@ -6,12 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from etude.inference.engine.cache import CacheNode
 from etude.inference.engine.drafts import Drafter, DraftSource
-from etude.inference.engine.sampling_params import SamplingParams, TopLogprobs
+from etude.inference.engine.sampling_params import MAX_COUNT, NothingAllowed, SamplingParams, TopLogprobs, shown
 from etude.protocol import NOBODY, Client, GenerateRequest
 from etude.records import Generation
 
@@ -27,7 +28,15 @@ class PromptTooLong(ValueError):
 
 
 class RequestFailed(Exception):
-    """The engine could not compute this request; others go on."""
+    """The engine could not compute this request; others go on. `kind` is that of the refusal."""
+
+    kind: Literal["failed", "invalid"] = "failed"
+
+
+class ParametersExclude(RequestFailed):
+    """The request's own parameters leave no token to draw."""
+
+    kind = "invalid"
 
 
 class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
@@ -77,14 +86,14 @@ class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
             )
         if not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:
             raise ValueError(f"a prompt token is outside the vocabulary of {vocab_size}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not 1 <= self.max_tokens <= MAX_COUNT:
+            raise ValueError(f"max_tokens must be at least 1 and at most {MAX_COUNT}, got {shown(self.max_tokens)}")
         if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(f"temperature must lie in [0, {MAX_TEMPERATURE:g}], got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must lie in [0, 2^63), got {self.seed}")
+            raise ValueError(f"seed must lie in [0, 2^63), got {shown(self.seed)}")
         if len(self.stop) > MAX_STOP_IDS:
             raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(self.stop)}")
         if self.stop and not 0 <= min(self.stop) <= max(self.stop) < 2**31:
@@ -166,7 +175,10 @@ class RunningSequence:
 
 def failed(cause: Exception) -> RequestFailed:
     """The error of a request that could not be computed because of `cause`."""
-    error = RequestFailed(f"the engine could not compute this request: {type(cause).__name__} {cause}".rstrip())
+    if isinstance(cause, NothingAllowed):
+        error = ParametersExclude(f"the request cannot be answered: {cause}")
+    else:
+        error = RequestFailed(f"the engine could not compute this request: {type(cause).__name__} {cause}".rstrip())
     error.__cause__ = cause
     return error
 

@@ -38,7 +38,7 @@ def error_of(e: ValueError | RuntimeError | RequestFailed) -> JSONResponse:
     if isinstance(e, RecursionError):
         return error(400, "the request is nested too deeply")
     if isinstance(e, RequestFailed):
-        return error(500, str(e))
+        return error(500 if e.kind == "failed" else 400, str(e))
     if isinstance(e, ValueError):
         return error(400, str(e), code="context_length_exceeded" if isinstance(e, PromptTooLong) else None)
     return error(503, str(e))
