@@ -29,25 +29,28 @@ Key = str | Client
 
 
 class ClientLoads:
-    """The loads of all clients and of their groups."""
+    """The loads of all clients and of their groups, as of the last beginning or end of a sequence: all comparisons
+    between two such events agree."""
 
     def __init__(self) -> None:
+        self._now = time.monotonic()
         self._owed, self._sequences = Counter[Key](), Counter[Key]()
         self._taken: dict[Key, tuple[float, float]] = {}  # tokens, and when
 
     def add(self, sequence: RunningSequence) -> None:
         """A sequence was submitted."""
+        self._now = time.monotonic()
         for key in _keys(sequence):
             self._owed[key] += sequence.tokens
             self._sequences[key] += 1
 
     def end(self, sequence: RunningSequence, taken: int) -> None:
         """A sequence has ended, after so many tokens."""
-        now = time.monotonic()
+        self._now = now = time.monotonic()
         for key in _keys(sequence):
             self._owed[key] -= sequence.tokens
             self._sequences[key] -= 1
-            self._taken[key] = self._recent(key, now) + taken, now
+            self._taken[key] = self._recent(key) + taken, now
             if not self._sequences[key]:
                 del self._owed[key], self._sequences[key]
         if len(self._taken) > _REMEMBERED:
@@ -59,8 +62,7 @@ class ClientLoads:
 
     def of(self, client: Client) -> tuple[float, float]:
         """The loads of the client's group and of the client: the order in which clients are served."""
-        now = time.monotonic()
-        return self._load(client.group, now), self._load(client, now)
+        return self._load(client.group), self._load(client)
 
     def lighter(self, one: Client, other: Client) -> bool:
         """Whether one client is lighter than the other."""
@@ -77,12 +79,12 @@ class ClientLoads:
         light = {client for client in loads if self.lighter(client, heaviest)}
         return {sequence for sequence in found if sequence.client in light}
 
-    def _load(self, key: Key, now: float) -> float:
-        return self._owed.get(key, 0) + self._recent(key, now)
+    def _load(self, key: Key) -> float:
+        return self._owed.get(key, 0) + self._recent(key)
 
-    def _recent(self, key: Key, now: float) -> float:
-        tokens, then = self._taken.get(key, (0.0, now))
-        return tokens * math.exp2((then - now) / _HALF_LIFE)
+    def _recent(self, key: Key) -> float:
+        tokens, then = self._taken.get(key, (0.0, self._now))
+        return tokens * math.exp2((then - self._now) / _HALF_LIFE)
 
 
 class PassShares:
