@@ -425,7 +425,10 @@ def test_an_engine_that_is_full_says_so_and_the_client_waits(http, url):
     http.post("/pause?mode=wait")
 
     async def fill():
-        async with httpx2.AsyncClient(base_url=url, timeout=SECONDS, headers=AUTH) as many, EngineClient([url], TOKEN) as client:
+        async with (
+            httpx2.AsyncClient(base_url=url, timeout=SECONDS, headers=AUTH) as many,
+            EngineClient([url], TOKEN) as client,
+        ):
             body = {"prompt": "def f(x):", "max_tokens": 1, "n": 128}
             waiting = [asyncio.create_task(many.post("/v1/completions", json=body)) for _ in range(8)]
             async with asyncio.timeout(SECONDS):

@@ -264,9 +264,7 @@ def test_keys_hosts_and_rates_are_checked_before_anything_else(tmp_path, upstrea
     assert len(upstream.asked) == 10
 
 
-def test_a_key_has_so_many_requests_at_a_time_and_servers_are_told_whose_they_are(
-    tmp_path, upstream, url, monkeypatch
-):
+def test_a_key_has_so_many_requests_at_a_time_and_servers_are_told_whose_they_are(tmp_path, upstream, url, monkeypatch):
     monkeypatch.setattr(proxy, "MAX_OPEN", 2)
     config = live_config(tmp_path, url)
     key, other = new_key(config), new_key(config, "other")

@@ -132,7 +132,9 @@ def engine(folder: Path) -> Iterator[FuzzTarget]:
 
 
 @contextmanager
-def small(folder: Path, name: str, *argv: str, token: str = "", ends: int = -signal.SIGTERM) -> Iterator[tuple[int, int]]:
+def small(
+    folder: Path, name: str, *argv: str, token: str = "", ends: int = -signal.SIGTERM
+) -> Iterator[tuple[int, int]]:
     ready = folder / "ready.json"
     child = processes.start(name, [*argv, "--ready-file", str(ready)], folder / f"{name}.log", {"ETUDE_API_KEY": token})
     try:
@@ -183,7 +185,7 @@ def coordinator(folder: Path) -> Iterator[FuzzTarget]:
 
 @contextmanager
 def gateway(folder: Path) -> Iterator[FuzzTarget]:
-    """Before a server that answers all chats alike and refuses nothing, so that what is refused is so by the gateway."""
+    """Before a server that answers all chats alike, so that what is refused is refused by the gateway."""
     with process(folder, "stub", "benchmarks.live_stub", "stub") as upstream:
         config, api_key = live_folder(folder / "gateway", upstream)
         argv = ["etude.cli.main", "live", "serve", str(config)]

@@ -79,12 +79,11 @@ class Access:
             )
 
     def _may_ask(self, origin: re.Match[str] | None, names: frozenset[str], ports: set[int | None]) -> bool:
-        """Whether an origin is the server's own, or configured: with its port, or by its name at its scheme's port."""
+        """Whether an origin is the server's own, or configured."""
         if origin is None:
             return False
         name, port = _name(origin), int(origin["port"] or _PORTS[origin["scheme"]])
-        known = (name, port) in self.origins or (name in self.hosts and port == _PORTS[origin["scheme"]])
-        return known or (_is_own(name, names) and port in ports)
+        return (name, port) in self.origins or (_is_own(name, names) and port in ports)
 
 
 LOOPBACK = Access()
@@ -164,7 +163,7 @@ def add_access_flags(parser: argparse._ActionsContainer) -> None:
         metavar="NAME",
         nargs="+",
         default=(),
-        help="further names by which clients know this server; NAME:PORT also lets web pages of that origin ask",
+        help="further names by which clients know this server, and whose web pages may ask; NAME:PORT for their port",
     )
 
 
@@ -182,8 +181,8 @@ def access_of(options: argparse.Namespace) -> Access:
         if not re.fullmatch(r"[0-9a-z_.:-]+", name):
             raise UserError(f"--allow-host: {host!r} is not the name of a host, with or without its port")
         names.add(name)
-        if match and match["port"]:
-            origins.add((name, int(match["port"])))
+        ports = [int(match["port"])] if match and match["port"] else _PORTS.values()
+        origins |= {(name, port) for port in ports}
     return Access(token, frozenset(names), frozenset(origins))
 
 

@@ -41,7 +41,7 @@ class ServiceLimits:
     body_bytes: int = 16 << 20
     held_bytes: int = 256 << 20  # of all bodies larger than 64 KiB whose requests are not answered yet
     body_seconds: float = 30.0
-    still_seconds: float = 5.0  # during which at least `still_bytes` of a body must come; a lost packet takes one or two
+    still_seconds: float = 5.0  # during which at least `still_bytes` of a body come; a lost packet takes one or two
     still_bytes: int = 16 << 10
     head_bytes: int = 32 << 10
     head_seconds: float = 10.0

@@ -79,9 +79,7 @@ def run(config: ServerConfig, access: Access = LOOPBACK) -> None:
             with _stage("compiling kernels and measuring passes"):  # before the first request waits for them
                 _warm_up(engine)
             app = build_app(engine, watcher, Path(config.model), config.served_model_name)
-            app = Guarded(
-                app, access, content_types=(JSON, MSGPACK), operator=OPERATOR_PATHS, refuse=shaped_refusal
-            )
+            app = Guarded(app, access, content_types=(JSON, MSGPACK), operator=OPERATOR_PATHS, refuse=shaped_refusal)
             print(context_line(engine), flush=True)
             _answer(app, engine, listener, config.ready_file)
         finally:
