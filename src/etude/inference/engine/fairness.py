@@ -71,13 +71,13 @@ class ClientLoads:
 
     def light(self, sequences: Iterable[RunningSequence]) -> set[RunningSequence]:
         """The sequences of clients that are lighter than the heaviest; empty if there are none."""
-        found = list(sequences)
-        loads = {client: self.of(client) for client in {sequence.client for sequence in found}}
+        running = list(sequences)
+        loads = {client: self.of(client) for client in {sequence.client for sequence in running}}
         if len(loads) < 2:
             return set()
         heaviest = max(loads, key=loads.__getitem__)
         light = {client for client in loads if self.lighter(client, heaviest)}
-        return {sequence for sequence in found if sequence.client in light}
+        return {sequence for sequence in running if sequence.client in light}
 
     def _load(self, key: Key) -> float:
         return self._owed.get(key, 0) + self._recent(key)
