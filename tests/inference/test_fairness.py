@@ -171,3 +171,18 @@ def test_clients_of_requests() -> None:
     assert of(client=None) == Client("", "0")
     assert of(("x-etude-asker", "k1/10.0.0.1:7")) == Client("key k1", "10.0.0.1:7")
     assert of(("x-etude-asker", "k1")) == Client("key k1", "")
+
+
+def test_prompts_to_score_leave_time_to_sample(model) -> None:
+    """Those of token routes do not wait."""
+    for client in (Client("10.0.0.1", "1"), Client("10.0.0.1", "")):
+        engine = Engine(model, EngineConfig(speculate=False))
+        honest = submitted(engine, HONEST, Request(ids=prompt(9), max_tokens=30))
+        engine.step()
+        begin_asking(client)
+        scores = [engine.score_prompt(prompt(200, number)) for number in range(30)]
+        steps_until(engine, *honest)
+        done = sum(score.done() for score in scores)
+        assert done <= 15 if client.member else done >= 28
+        while not all(score.done() for score in scores):
+            engine.step()

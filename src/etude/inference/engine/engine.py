@@ -27,6 +27,7 @@ from etude.config import EngineConfig
 from etude.errors import SwapUndone
 from etude.inference.engine import fused
 from etude.inference.engine.counters import Counters
+from etude.inference.engine.fairness import SHARE
 from etude.inference.engine.forward import PromptScores
 from etude.inference.engine.requests import Request, RunningSequence, check_sequence, failed
 from etude.inference.engine.runner import Runner
@@ -126,7 +127,8 @@ class Engine:
         self.on_failure: Callable[[], None] = lambda: None
         self._arrived: list[RunningSequence] = []  # submitted from any thread; under the lock
         self._swaps: deque[tuple[int, Callable[[], None], Future[float]]] = deque()
-        self._scores: deque[tuple[list[int], int, Future[tuple[int, PromptScores]]]] = deque()
+        self._scores: deque[tuple[list[int], int, Client, Future[tuple[int, PromptScores]]]] = deque()
+        self._resting = 0.0  # seconds of passes until the next prompt of a client is scored beside them
         self._paused: str | None = None
         self._clear_cache = False
         self._wake = threading.Condition()
@@ -189,7 +191,7 @@ class Engine:
         future.set_running_or_notify_cancel()
         with self._wake:
             self._check_open()
-            self._scores.append((ids, top, future))
+            self._scores.append((ids, top, asking(), future))
             self._wake.notify()
         return future
 
@@ -308,11 +310,15 @@ class Engine:
             if self._paused != "keep" and scheduler.running:
                 batch = scheduler.schedule()
                 scheduler.update(batch, self.runner.run(batch, self.version))
-                scheduler.shares.note(time.perf_counter() - start, batch.alone, scheduler.contended)
+                seconds = time.perf_counter() - start
+                scheduler.shares.note(seconds, batch.alone, scheduler.contended)
+                self._resting -= seconds
                 busy = True
-            if self._paused != "keep" and self._scores:
+            if self._paused != "keep" and self._may_score():
                 # One sequence per step, so that running sequences wait for one short pass at a time.
+                start_of_score = time.perf_counter()
                 self._score_one()
+                self._resting = SHARE * (time.perf_counter() - start_of_score)
                 busy = True
             errors = [sequence.error for sequence in scheduler.sequences() if sequence.error is not None]
             if errors:
@@ -322,8 +328,16 @@ class Engine:
                 self.counters.busy_seconds += time.perf_counter() - start
                 self.counters.steps += 1
 
+    def _may_score(self) -> bool:
+        """Whether the next prompt is scored now: beside running sequences those of clients get a fourth of the time,
+        and those of token routes are scored at once."""
+        if not self._scores:
+            return False
+        *_, client, _ = self._scores[0]
+        return not client.member or not self.scheduler.running or self._resting <= 0.0
+
     def _score_one(self) -> None:
-        ids, top, future = self._scores[0]
+        ids, top, _, future = self._scores[0]
         try:
             scores = self.runner.score(ids, top)
         except Exception as e:

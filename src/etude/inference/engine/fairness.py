@@ -21,7 +21,8 @@ from etude.protocol import Client
 
 _TIMES = 2.0  # a client is lighter than one with so many times its load
 _HALF_LIFE = 30.0  # seconds in which half of the taken tokens is forgotten
-_SHARE = 3.0  # seconds of lighter sequences alone for each of all
+SHARE = 3.0
+"""Seconds of lighter sequences alone for each second of all, and of sampling for each of scoring."""
 _HARDLY = 1.25  # a pass of all that takes at most so many times the seconds of the lighter ones
 _REMEMBERED = 4096  # clients without requests
 
@@ -98,7 +99,7 @@ class PassShares:
         """Whether lighter sequences have the next pass to themselves."""
         if self._alone and self._all <= _HARDLY * self._alone:
             return False
-        return self._paid < _SHARE * self._all
+        return self._paid < SHARE * self._all
 
     def begin(self) -> None:
         """Other sequences run now: what lighter ones take alone is to be measured anew."""
@@ -111,7 +112,7 @@ class PassShares:
             self._paid += seconds
         else:
             self._all = seconds
-            self._paid = max(0.0, self._paid - _SHARE * seconds) if contended else self._paid
+            self._paid = max(0.0, self._paid - SHARE * seconds) if contended else self._paid
 
 
 def _keys(sequence: RunningSequence) -> tuple[Key, Key]:
