@@ -234,5 +234,5 @@ class GuardedProtocol(H11Protocol):
             known = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             (taken,) = struct.unpack_from("Q", known, _ACKNOWLEDGED)
             return unsent + queued, taken
-        except (AttributeError, OSError, struct.error):  # another system, or no TCP: what this process holds
+        except (AttributeError, OSError, ValueError, struct.error):  # another system, or no TCP: what this process holds
             return unsent if self.flow.write_paused or self.transport.is_closing() else 0, -unsent
