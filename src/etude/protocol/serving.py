@@ -241,5 +241,5 @@ class GuardedProtocol(H11Protocol):
             OSError,
             ValueError,
             struct.error,
-        ):  # another system, or no TCP: what this process holds
+        ):  # another system, or no TCP
             return unsent if self.flow.write_paused or self.transport.is_closing() else 0, -unsent, False
