@@ -36,6 +36,13 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def return_memory() -> None:
+    """Returns freed memory to the system. Many small pieces, or large ones of several threads, glibc would keep."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # a function of glibc
+        trim(0)
+
+
 def end_with_server() -> None:
     """Ends this process, and its parent between the two, as soon as the child of etude has ended that they descend
     from: an engine of vLLM outlives a server that was killed for a minute, and keeps its memory. Does nothing in

@@ -263,7 +263,7 @@ def test_calls_that_are_no_json_are_shown_to_the_model() -> None:
         call = {"id": "1", "function": {"name": "read", "arguments": arguments}}
         return {"choices": [{"message": {"content": None, "tool_calls": [call]}, "finish_reason": "length"}]}
 
-    for arguments, why in (("{", "no JSON"), ("[1]", "no object"), ("[" * 100_000, "no JSON")):
+    for arguments in ("{", "[1]", "[" * 100_000):
         answer = FORMATS["openai"].read(message(arguments))
         assert answer.calls[0].arguments is None
         assert why in answer.calls[0].error

@@ -168,6 +168,7 @@ class FuzzTarget:
     honest: bytes
     right: Callable[[bytes], bool]
     headers: tuple[bytes, ...] = ()
+    pooled: int = 0  # descriptors that a bounded pool may open later
 
 
 @dataclass

@@ -22,9 +22,12 @@ def answering(app: ASGIApp) -> Iterator[str]:
 
 
 @contextmanager
-def guarded(app: ASGIApp, access: Access = LOOPBACK, limits: ServiceLimits = LIMITS) -> Iterator[int]:
+def guarded(
+    app: ASGIApp, access: Access = LOOPBACK, limits: ServiceLimits = LIMITS, operator: tuple[str, ...] = ()
+) -> Iterator[int]:
     """The port of loopback at which `app` answers as a server of etude does."""
-    with _served(server_config(Guarded(app, access, limits, content_types=(JSON, MSGPACK)), limits)) as port:
+    server = Guarded(app, access, limits, content_types=(JSON, MSGPACK), operator=operator)
+    with _served(server_config(server, limits)) as port:
         yield port
 
 

@@ -36,19 +36,21 @@ from etude.weights.signature import generate_key, read_private_key
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
 SECONDS = 120.0
+TOKEN = "of-the-tests"
+AUTH = {"authorization": f"Bearer {TOKEN}"}
 
 
-def start(folder, source=None, **options):
+def start(folder, source=None, token=None, **options):
     following = None if source is None else WeightSource(**source)
     config = ServerConfig(model=str(NANO), port=0, threads=1, cache_mb=128, source=following, **options)
-    child = spawn_engine(config, folder)
+    child = spawn_engine(config, folder, token=token)
     return child, engine_url(child, folder)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    child, url = start(folder, {"weights": str(folder / "weights")}, routes=True)
+    child, url = start(folder, {"weights": str(folder / "weights")}, TOKEN, routes=True)
     yield folder, child, url
     child.stop(20)
     assert child.exit_code == 0, child.log.read_text()
@@ -61,13 +63,13 @@ def url(server):
 
 @pytest.fixture(scope="module")
 def http(url):
-    with httpx2.Client(base_url=url, timeout=SECONDS) as client:
+    with httpx2.Client(base_url=url, timeout=SECONDS, headers=AUTH) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def chat(url):
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=SECONDS, max_retries=0)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, timeout=SECONDS, max_retries=0)
 
 
 ASK = [
@@ -78,6 +80,7 @@ ASK = [
 def test_generate_as_json_with_curl(url):
     body = json.dumps({"ids": [3, 40, 41], "max_tokens": 5, "seed": 1, "routes_from": 1})
     command = ["curl", "-sS", "-m", "60", "-d", body, "-H", "content-type: application/json", f"{url}/generate"]
+    command += ["-H", f"authorization: Bearer {TOKEN}"]
     answer = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=90).stdout)
     assert len(answer["ids"]) == len(answer["logprobs"]) == 5
     assert answer["finish_reason"] == "length"
@@ -90,7 +93,7 @@ def test_generate_as_json_with_curl(url):
 
 def test_client_repeats_itself_and_counts_as_one_session(url):
     async def play():
-        async with EngineClient([url]) as client:
+        async with EngineClient([url], TOKEN) as client:
             ids = list(range(100, 150))
             request = GenerateRequest(ids=ids, max_tokens=20, top_p=0.9, stop=(6,), seed=7)
             turns = [await client.generate(request, SECONDS) for _ in range(2)]
@@ -111,7 +114,7 @@ def test_client_repeats_itself_and_counts_as_one_session(url):
 
 def test_a_streamed_generation_is_told_as_it_is_sampled_and_ends_with_its_reader(url):
     async def play():
-        async with EngineClient([url]) as client:
+        async with EngineClient([url], TOKEN) as client:
             parts, ids = [], list(range(100, 150))
             request = GenerateRequest(ids=ids, max_tokens=300, top_p=0.9, seed=7)
             generation = await client.generate(request, SECONDS, parts.append)
@@ -129,7 +132,7 @@ def test_a_streamed_generation_is_told_as_it_is_sampled_and_ends_with_its_reader
             sampled = (await client.health(url))["generated_tokens"]
         return parts, generation, whole, sampled
 
-    before = httpx2.get(f"{url}/health").json()["generated_tokens"]
+    before = httpx2.get(f"{url}/health", headers=AUTH).json()["generated_tokens"]
     parts, generation, whole, sampled = asyncio.run(play())
     assert [token for part in parts for token in part] == generation.ids == whole.ids
     assert len(parts) > 1
@@ -139,7 +142,7 @@ def test_a_streamed_generation_is_told_as_it_is_sampled_and_ends_with_its_reader
 
 def test_client_errors(url):
     async def fail(base, ids, timeout):
-        async with EngineClient([base]) as client:
+        async with EngineClient([base], TOKEN) as client:
             await client.generate(GenerateRequest(ids=ids, max_tokens=9), timeout)
 
     with pytest.raises(EngineError, match="the prompt is empty"):
@@ -157,7 +160,7 @@ def test_scores_are_those_of_a_plain_pass(url, http):
     sequences = [[3, *range(100, 170)], list(range(40, 50)), [3, *range(100, 170)]]
 
     async def ask(ids):
-        async with EngineClient([url]) as client:
+        async with EngineClient([url], TOKEN) as client:
             await client.generate(GenerateRequest(ids=ids[0], max_tokens=1), SECONDS)
             return await client.score(url, ids, SECONDS)
 
@@ -190,7 +193,7 @@ def test_health_says_how_it_computes(http):
 
 def test_a_client_that_goes_away_aborts_its_request(url, http):
     async def leave():
-        async with EngineClient([url]) as client:
+        async with EngineClient([url], TOKEN) as client:
             with pytest.raises(TimeoutError):
                 await client.generate(GenerateRequest(ids=[40] * 20, max_tokens=4000), 0.3)
             async with asyncio.timeout(SECONDS):
@@ -292,7 +295,7 @@ def test_documents_over_http(url, http, chat):
     assert "etude_documents_hit_tokens_total" in http.get("/metrics").text
 
     async def ask(documents):
-        async with EngineClient([url]) as client:
+        async with EngineClient([url], TOKEN) as client:
             request = GenerateRequest(ids=tail, documents=tuple(documents), max_tokens=12, temperature=0.0)
             return await client.generate(request, SECONDS)
 
@@ -416,15 +419,23 @@ def test_a_cold_request_is_answered_and_the_server_goes_on(http):
 
 
 def test_an_engine_that_is_full_says_so_and_the_client_waits(http, url):
-    """1024 sequences wait at a paused engine; what comes then is told to try again, and gets its answer in the end."""
+    """1024 sequences wait at a paused engine, and one of a client without others; what comes then is told to try again,
+    and gets its answer in the end."""
     http.post("/pause?mode=wait")
 
     async def fill():
-        async with httpx2.AsyncClient(base_url=url, timeout=SECONDS) as many, EngineClient([url]) as client:
+        async with (
+            httpx2.AsyncClient(base_url=url, timeout=SECONDS, headers=AUTH) as many,
+            EngineClient([url], TOKEN) as client,
+        ):
             body = {"prompt": "def f(x):", "max_tokens": 1, "n": 128}
             waiting = [asyncio.create_task(many.post("/v1/completions", json=body)) for _ in range(8)]
             async with asyncio.timeout(SECONDS):
                 while (await client.health(url))["waiting"] < 1024:
+                    await asyncio.sleep(0.05)
+            first_of_its_client = asyncio.create_task(client.generate(GenerateRequest(ids=[40], max_tokens=1), SECONDS))
+            async with asyncio.timeout(SECONDS):
+                while (await client.health(url))["waiting"] < 1025:
                     await asyncio.sleep(0.05)
             refused = [
                 await many.post(route, json=more)
@@ -435,6 +446,7 @@ def test_an_engine_that_is_full_says_so_and_the_client_waits(http, url):
             assert not late.done()
             await many.post("/pause?mode=abort")
             await many.post("/resume")
+            assert (await first_of_its_client).finish_reason == "abort"
             return refused, [answer.status_code for answer in await asyncio.gather(*waiting)], await late
 
     refused, first, late = asyncio.run(fill())
@@ -474,7 +486,7 @@ def test_pause_keeps_requests_and_resume_goes_on(http, url):
     assert http.get("/is_paused").json() == {"is_paused": True}
 
     async def generate_over_a_pause():
-        async with EngineClient([url]) as client, httpx2.AsyncClient(base_url=url) as admin:
+        async with EngineClient([url], TOKEN) as client, httpx2.AsyncClient(base_url=url, headers=AUTH) as admin:
             request = GenerateRequest(ids=[40, 41], max_tokens=3)
             task = asyncio.create_task(client.generate(request, SECONDS))
             while not (await client.health(url))["waiting"]:
@@ -508,7 +520,7 @@ def test_new_versions_are_served_verified(server, http):
     manifest = publisher.publish(1, tensors, (), {})
 
     async def wait_for(key, value):
-        async with EngineClient([url]) as client, asyncio.timeout(SECONDS):
+        async with EngineClient([url], TOKEN) as client, asyncio.timeout(SECONDS):
             while (health := await client.health(url))[key] != value:
                 await asyncio.sleep(0.02)
         return health
@@ -564,6 +576,8 @@ def test_versions_of_a_model_with_another_vocabulary_are_not_served(tmp_path):
     tensors["model.norm.weight"] += 0.125
     published = Publisher(store, model="0" * 32).publish(0, tensors, (), {})
     child, url = start(tmp_path, {"weights": str(tmp_path / "weights")})
+    refused = httpx2.post(f"{url}/pause", timeout=SECONDS)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "no_token"), "it was started without one"
     health = httpx2.get(f"{url}/health", timeout=SECONDS).json()
     child.stop(20)
     assert "another config.json or tokenizer.json" in health["error"]

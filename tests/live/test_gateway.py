@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx2
@@ -21,6 +22,7 @@ from starlette.routing import Route
 from etude.cli import live_gateway
 from etude.cli.main import main
 from etude.errors import UserError
+from etude.live.gateway import proxy
 from etude.live.gateway.arms import Stages, assign
 from etude.live.gateway.gateway import Gateway
 from etude.live.gateway.upstream import Clusters
@@ -260,6 +262,27 @@ def test_keys_hosts_and_rates_are_checked_before_anything_else(tmp_path, upstrea
         revoke_key(gateway.engine, "acme", "key-acme")
         until(lambda: http.get("/v1/models").status_code == 401)
     assert len(upstream.asked) == 10
+
+
+def test_a_key_has_so_many_requests_at_a_time_and_servers_are_told_whose_they_are(tmp_path, upstream, url, monkeypatch):
+    monkeypatch.setattr(proxy, "MAX_OPEN", 2)
+    config = live_config(tmp_path, url)
+    key, other = new_key(config), new_key(config, "other")
+    with running_gateway(config) as (_, gateway), client(gateway, key) as http, client(gateway, other) as others:
+        with ExitStack() as streams:
+            for _ in range(2):
+                opened = http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True})
+                assert streams.enter_context(opened).status_code == 200
+            refused = http.post("/v1/chat/completions", json=CHAT)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            forged = {"x-etude-asker": "key of another/1"}
+            assert others.post("/v1/chat/completions", json=CHAT, headers=forged).status_code == 200
+            upstream.go_on.set()
+        until(lambda: http.post("/v1/chat/completions", json=CHAT).status_code == 200)
+    groups, members = zip(*(headers["x-etude-asker"].split("/") for *_, headers in upstream.asked), strict=True)
+    assert groups[0] == groups[1] == groups[-1] != groups[2]
+    assert members[0] != members[1]
+    assert "key of another" not in groups
 
 
 def test_a_server_that_is_away_is_passed_over(tmp_path, upstream, url):

@@ -54,16 +54,23 @@ def test_a_request_without_host_and_one_on_a_unix_socket() -> None:
 
 
 @pytest.mark.parametrize(("origin", "status"), [
-    ("http://localhost:3000", 200), ("https://127.0.0.1", 200), ("http://[::1]:5173", 200), ("http://10.1.2.3", 200),
-    ("https://page.corp", 200),
-    ("null", 403), ("", 403), ("http://evil.example", 403), ("https://localhost.evil.example", 403),
-    ("file://localhost", 403), ("http://localhost:80@evil.example", 403), ("chrome-extension://localhost", 403),
+    ("http://localhost:8000", 200), ("https://127.0.0.1:8000", 200), ("http://[::1]:8000", 200),
+    ("http://10.1.2.3:8000", 200), ("http://localhost:9000", 200), ("https://page.corp", 200),
+    ("http://page.corp:8000", 200), ("http://dev.corp:5173", 200), ("http://localhost:3000", 200),
+    ("http://localhost:3001", 403), ("http://localhost", 403), ("https://127.0.0.1", 403), ("http://10.1.2.3", 403),
+    ("http://[::1]:5173", 403), ("http://page.corp:5173", 403), ("http://dev.corp:5174", 403),
+    ("http://localhost:80000", 403), ("null", 403), ("", 403), ("http://evil.example", 403),
+    ("https://localhost.evil.example", 403), ("file://localhost", 403), ("http://localhost:80@evil.example", 403),
+    ("chrome-extension://localhost", 403),
     ("http://localhost/", 403), ("http://localhost http://evil.example", 403),
 ])  # fmt: skip
 def test_origins(origin: str, status: int) -> None:
-    access = Access(hosts=frozenset({"page.corp"}))
-    assert verdict(access, ("host", "localhost"), ("origin", origin)) == status
-    assert verdict(access, ("host", "localhost"), ("origin", "http://localhost"), ("origin", origin)) == status
+    """The port counts: the server's own is 8000, and the client knows it by 9000, as through a tunnel."""
+    access = parsed("--allow-host", "page.corp", "dev.corp:5173", "localhost:3000")
+    asked = {"server": ("10.1.2.3", 8000)}
+    assert verdict(access, ("host", "localhost:9000"), ("origin", origin), **asked) == status
+    own = ("origin", "http://localhost:8000")
+    assert verdict(access, ("host", "localhost:9000"), own, ("origin", origin), **asked) == status
 
 
 def test_parts_of_other_pages_that_send_no_origin() -> None:
@@ -103,8 +110,11 @@ def test_where_a_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file.chmod(0o600)
     assert parsed("--api-key-file", str(file)).token == "of-the-file"
     monkeypatch.setenv(TOKEN_VARIABLE, "of-the-environment")
-    assert parsed("--allow-host", "Serve.Corp", "[::2]") == Access(
-        "of-the-environment", frozenset({"serve.corp", "::2"})
+    assert parsed("--allow-host", "Serve.Corp", "[::2]", "page.corp:5173", "[::3]:80") == Access(
+        "of-the-environment",
+        frozenset({"serve.corp", "::2", "page.corp", "::3"}),
+        frozenset({(name, port) for name in ("serve.corp", "::2") for port in (80, 443)})
+        | {("page.corp", 5173), ("::3", 80)},
     )
     assert parsed("--api-key-file", str(file)).token == "of-the-file"
     with pytest.raises(SystemExit):  # the list of processes would show it
@@ -145,7 +155,7 @@ def test_beyond_loopback_a_token_is_needed(host: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "flags"), [
-    ("relay", ["--host", "0.0.0.0"]), ("coordinator", ["--host", "0.0.0.0"]),
+    ("relay", ["--host", "0.0.0.0"]), ("coordinator", ["--host", "0.0.0.0"]), ("coordinator", []),
     ("relay", ["--host", "no.such.host.invalid"]), ("relay", ["--port", "99999"]),
 ])  # fmt: skip
 def test_the_small_servers_end_with_one_sentence(module: str, flags: list[str], tmp_path: Path) -> None:
@@ -158,7 +168,8 @@ def test_the_small_servers_end_with_one_sentence(module: str, flags: list[str], 
         child.stop(0)
     lines = child.log.read_text().splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith(("etude: --host 0.0.0.0 lets other machines in", "etude: cannot listen on"))
+    said = ("--host 0.0.0.0 lets other machines in", "cannot listen on", "any process of this machine could ask")
+    assert lines[0].removeprefix("etude: ").startswith(said)
 
 
 def test_a_token_is_asked_for_and_compared_over_http() -> None:

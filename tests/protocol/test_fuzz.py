@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.live_gateway import live_folder, process
+from benchmarks.live_stub import TEXT
 
 from etude import processes
 from etude.config import ServerConfig
@@ -130,15 +132,17 @@ def engine(folder: Path) -> Iterator[FuzzTarget]:
 
 
 @contextmanager
-def small(folder: Path, name: str, *argv: str) -> Iterator[tuple[int, int]]:
+def small(
+    folder: Path, name: str, *argv: str, token: str = "", ends: int = -signal.SIGTERM
+) -> Iterator[tuple[int, int]]:
     ready = folder / "ready.json"
-    child = processes.start(name, [*argv, "--ready-file", str(ready)], folder / f"{name}.log", {"ETUDE_API_KEY": ""})
+    child = processes.start(name, [*argv, "--ready-file", str(ready)], folder / f"{name}.log", {"ETUDE_API_KEY": token})
     try:
         told = json.loads(processes.wait_for_file(ready, child, START_SECONDS))
         yield int(told["url"].rpartition(":")[2]), child.popen.pid
     finally:
         child.stop(30)
-    assert child.exit_code == -signal.SIGTERM, child.log.read_text()[-3000:]
+    assert child.exit_code == ends, child.log.read_text()[-3000:]
     assert "Traceback" not in child.log.read_text()
 
 
@@ -173,9 +177,53 @@ def coordinator(folder: Path) -> Iterator[FuzzTarget]:
         ApiRoute("POST", "/applied", vote | {"ticket": 0}),
         ApiRoute("POST", "/applied", vote | {"ticket": 7, "ok": False}),
     )
-    with small(folder, "coordinator", "etude.weights.coordinator", "--members", "2") as (port, pid):
-        honest = request("GET", "/health")
-        yield FuzzTarget("coordinator", port, pid, routes, honest, lambda body: answered(body)["members"] == 2)
+    key = f"Authorization: Bearer {TOKEN}".encode()
+    with small(folder, "coordinator", "etude.weights.coordinator", "--members", "2", token=TOKEN) as (port, pid):
+        honest = request("GET", "/health", None, key)
+        yield FuzzTarget("coordinator", port, pid, routes, honest, lambda body: answered(body)["members"] == 2, (key,))
+
+
+@contextmanager
+def gateway(folder: Path) -> Iterator[FuzzTarget]:
+    """Before a server that answers all chats alike, so that what is refused is refused by the gateway."""
+    with process(folder, "stub", "benchmarks.live_stub", "stub") as upstream:
+        config, api_key = live_folder(folder / "gateway", upstream)
+        argv = ["etude.cli.main", "live", "serve", str(config)]
+        with small(folder, "gateway", *argv, token=TOKEN, ends=0) as (port, pid):
+            key = f"Authorization: Bearer {api_key}".encode()
+            operator = (f"Authorization: Bearer {TOKEN}".encode(),)
+            chat = {"model": "stub", "messages": MESSAGES, "user": "u", "metadata": {"user_id": "v"}, "stream": False}
+            turn = "0" * 26
+            signal_ = {"response_id": turn, "name": "undone", "value": 1, "source": "client", "event_id": "e"}
+            rated = {"inference_id": turn, "metric_name": "rating", "value": 0.5, "tags": {}}
+            judged = {"gen_ai.response.id": turn, "gen_ai.evaluation.name": "rating"}
+            otel = {"name": "gen_ai.evaluation.result", "attributes": judged | {"gen_ai.evaluation.score.value": 1}}
+            edit = {"id": turn, "path": "a.py", "base": "b", "old_lines": [1, 2], "new": "n", "characters": 3}
+            named = (b"X-Etude-User: u", b"X-Etude-Session: s", b"X-Etude-Kind: side", b"X-Etude-Organisation: o")
+            routes = (
+                ApiRoute("POST", "/v1/chat/completions", chat),
+                ApiRoute("POST", "/v1/chat/completions", chat, named),
+                ApiRoute("POST", "/v1/chat/completions", chat, (b"X-Etude-Kind: none", b"X-Etude-User: \xff")),
+                ApiRoute("POST", "/v1/chat/completions", chat, (b"X-Etude-Consent: no", b"X-Etude-Asker: k/1")),
+                ApiRoute("POST", "/v1/feedback", signal_),
+                ApiRoute("POST", "/v1/feedback", rated),
+                ApiRoute("POST", "/v1/feedback", otel),
+                ApiRoute("POST", "/v1/suggestions", {"turn": turn, "suggestions": [edit]}),
+                ApiRoute("GET", "/v1/models"),
+                ApiRoute("GET", "/health", None, operator),
+                ApiRoute("GET", "/metrics", None, operator),
+                ApiRoute("GET", "/v1/turns/x"),
+            )
+            yield FuzzTarget(
+                "gateway",
+                port,
+                pid,
+                routes,
+                request("POST", "/v1/chat/completions", chat, key),
+                lambda body: answered(body)["choices"][0]["message"]["content"] == TEXT,
+                (key,),
+                pooled=8,  # four connections to the database, of two files each
+            )
 
 
 @contextmanager
@@ -224,7 +272,7 @@ def endpoint(folder: Path) -> Iterator[FuzzTarget]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("started", [engine, relay, coordinator, endpoint])
+@pytest.mark.parametrize("started", [engine, relay, coordinator, endpoint, gateway])
 def test_a_server_under_fuzz(
     started: Callable[[Path], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,7 +283,7 @@ def test_a_server_under_fuzz(
     assert report.wrong == []
     assert report.honest_wrong == 0
     assert report.halves_open == 0
-    assert report.descriptors[1] <= report.descriptors[0]
+    assert report.descriptors[1] <= report.descriptors[0] + target.pooled
     # Allocators keep what they once held, so a bound that cannot fail by chance is wider than what the table shows.
     assert max(report.memory) < 1.15 * report.memory[0] + (48 << 20)
     assert report.statuses["400"] > 0

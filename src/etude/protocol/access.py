@@ -23,8 +23,9 @@ TOKEN_VARIABLE = "ETUDE_API_KEY"
 """The environment variable with a server's token, which etude's clients send."""
 
 _ANY = ("0.0.0.0", "::")  # listening addresses that are no host names
-_HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^:\[\]/@]+)(?::[0-9]{1,5})?")
-_ORIGIN = re.compile(f"https?://{_HOST.pattern}")
+_HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^:\[\]/@]+)(?::(?P<port>[0-9]{1,5}))?")
+_ORIGIN = re.compile(f"(?P<scheme>https?)://{_HOST.pattern}")
+_PORTS = {"http": 80, "https": 443}  # of origins without a port
 
 
 class Refusal(Exception):
@@ -45,23 +46,28 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Access:
-    """The token of a server, and its host names beside those of loopback and its own address."""
+    """The token of a server, its host names beside those of loopback and its own address, and the origins, as names and
+    ports, whose pages may ask beside its own."""
 
     token: str | None = field(default=None, repr=False)
     hosts: frozenset[str] = frozenset()
+    origins: frozenset[tuple[str, int]] = frozenset()
 
     def check(self, scope: Mapping[str, Any]) -> None:
         """Raises Refusal for a request with another host, from another origin, or without the token."""
-        address = (scope.get("server") or ("",))[0]
+        address, port = (scope.get("server") or ("", None))[:2]
         names = self.hosts | {address}
         host = next(headers(scope, b"host"), "")
-        if not _may_name(_HOST.fullmatch(host), names):
+        match = _HOST.fullmatch(host)
+        if match is None or not _is_own(_name(match), names):
             raise Refusal(
                 403, f"the host {host[:100]!r} is not a name of this server; give its names with --allow-host", "host"
             )
+        ports = {port, int(match["port"] or 80)}  # its own, and by which the client knows it, through a tunnel
         for origin in headers(scope, b"origin"):
-            if not _may_name(_ORIGIN.fullmatch(origin), names):
-                raise Refusal(403, f"pages of the origin {origin[:100]!r} may not ask this server", "origin")
+            if not self._may_ask(_ORIGIN.fullmatch(origin), names, ports):
+                message = f"pages of the origin {origin[:100]!r} may not ask this server; name it with --allow-host"
+                raise Refusal(403, message, "origin")
         if _is_part_of_another_page(scope):
             raise Refusal(403, "pages of other sites may not ask this server", "origin")
         if self.token is not None and not any(_same(shown, self.token) for shown in bearers(scope)):
@@ -71,6 +77,13 @@ class Access:
                 "invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+
+    def _may_ask(self, origin: re.Match[str] | None, names: frozenset[str], ports: set[int | None]) -> bool:
+        """Whether an origin is the server's own, or configured."""
+        if origin is None:
+            return False
+        name, port = _name(origin), int(origin["port"] or _PORTS[origin["scheme"]])
+        return (name, port) in self.origins or (_is_own(name, names) and port in ports)
 
 
 LOOPBACK = Access()
@@ -95,10 +108,11 @@ def _same(shown: str, token: str) -> bool:
     return hmac.compare_digest(shown.encode("latin-1"), token.encode())
 
 
-def _may_name(match: re.Match[str] | None, names: frozenset[str]) -> bool:
-    if match is None:
-        return False
-    name = match["name"].lower().strip("[]").removesuffix(".")
+def _name(match: re.Match[str]) -> str:
+    return match["name"].lower().strip("[]").removesuffix(".")
+
+
+def _is_own(name: str, names: frozenset[str]) -> bool:
     return name in names or is_loopback(name)
 
 
@@ -149,7 +163,7 @@ def add_access_flags(parser: argparse._ActionsContainer) -> None:
         metavar="NAME",
         nargs="+",
         default=(),
-        help="further names by which clients, or web pages that may ask, know this server",
+        help="further names by which clients know this server, and whose web pages may ask; NAME:PORT for their port",
     )
 
 
@@ -160,10 +174,16 @@ def access_of(options: argparse.Namespace) -> Access:
     else:
         token = own_token()
     hosts = [*options.allow_host, *([options.host] if getattr(options, "host", "") not in ("", *_ANY) else [])]
-    names = {name.lower().strip("[]").removesuffix(".") for name in hosts}
-    if wrong := sorted(name for name in names if not re.fullmatch(r"[0-9a-z_.:-]+", name)):
-        raise UserError(f"--allow-host: {wrong[0]!r} is not the name of a host, without port and scheme")
-    return Access(token, frozenset(names))
+    names, origins = set[str](), set[tuple[str, int]]()
+    for host in hosts:
+        match = _HOST.fullmatch(host)  # an address of IPv6 without brackets has no port
+        name = _name(match) if match else host.lower()
+        if not re.fullmatch(r"[0-9a-z_.:-]+", name):
+            raise UserError(f"--allow-host: {host!r} is not the name of a host, with or without its port")
+        names.add(name)
+        ports = [int(match["port"])] if match and match["port"] else _PORTS.values()
+        origins |= {(name, port) for port in ports}
+    return Access(token, frozenset(names), frozenset(origins))
 
 
 def _token_in(path: Path) -> str:

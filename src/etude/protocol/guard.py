@@ -6,7 +6,7 @@ Guarded(app, access)      ASGI; refusals are OpenAI's error objects
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from etude.protocol.access import Access, Refusal, headers
+from etude.processes import return_memory
+from etude.protocol.access import TOKEN_VARIABLE, Access, Refusal, headers
+from etude.protocol.clients import begin_asking, client_of
 from etude.protocol.wire import JSON
 
 T = TypeVar("T")
@@ -26,6 +28,8 @@ _INLINE = 16 << 10  # bytes that are parsed on the event loop: it takes less tim
 _MAX_BRACKETS = 1_000_000  # an object takes thirty times its two bytes
 _LINGER_SECONDS = 2.0  # a client that is still sending reads no answer from a connection that is closed at once
 _RETRY_SECONDS = 1
+_TRIMMED_BYTES = 16 << 20  # of released bodies, after which freed memory is returned to the system
+_TRIM_SECONDS = 1.0  # after the release: the bodies of a flood are released together
 MAX_DEPTH = 64
 """The deepest nesting of arrays and objects in bodies without a schema."""
 
@@ -37,10 +41,12 @@ class ServiceLimits:
     body_bytes: int = 16 << 20
     held_bytes: int = 256 << 20  # of all bodies larger than 64 KiB whose requests are not answered yet
     body_seconds: float = 30.0
+    still_seconds: float = 5.0  # during which at least `still_bytes` of a body come; a lost packet takes one or two
+    still_bytes: int = 16 << 10
     head_bytes: int = 32 << 10
     head_seconds: float = 10.0
     idle_seconds: int = 5
-    stall_seconds: float = 30.0  # during which a client reads nothing of its answer
+    stall_seconds: float = 10.0  # during which a client reads nothing of its answer, whose engine's slot others want
     connections: int = 2048
 
 
@@ -95,7 +101,8 @@ HANDLERS: Any = {HTTPException: wrong_route, Refusal: _refusing, Exception: _bro
 
 class Guarded:
     """An ASGI application behind checks of its requests, whose bodies it gets whole. `authorise` checks beside
-    `access`; both raise Refusal, from which `refuse` makes the response."""
+    `access`; both raise Refusal, from which `refuse` makes the response. `operator` are the paths that change the
+    server for everybody: they need the token of `access` always, so without one they are refused."""
 
     def __init__(
         self,
@@ -104,37 +111,22 @@ class Guarded:
         limits: ServiceLimits = LIMITS,
         *,
         content_types: tuple[str, ...] = (JSON,),
+        operator: Collection[str] = (),
         authorise: Callable[[Scope], None] = lambda _: None,
         refuse: Callable[[Scope, Refusal], Response] = refused,
     ) -> None:
         self._app, self._access, self._limits = app, access, limits
         self._content_types, self._authorise, self._refuse = content_types, authorise, refuse
+        self._operator = frozenset(operator)
         self.held = 0  # bytes of larger bodies
+        self._released, self._trimming = 0, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request. A stopping server cancels its requests: a request is refused if no part of its answer was
+        sent, and loses its connection otherwise."""
         if scope["type"] != "http":
             return
-        held = _Held(self)
-        try:
-            self._access.check(scope)
-            self._authorise(scope)
-            self._check_head(scope)
-            body = await self._read(receive, held)
-        except ClientGone:
-            held.release()
-        except Refusal as e:
-            held.release()
-            await self._answer(scope, receive, send, e)
-        else:
-            try:
-                await self._run(scope, _replay(body, receive), send)
-            finally:
-                held.release()
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application. A stopping server cancels its requests: a request is refused if no part of its answer
-        was sent, and loses its connection otherwise."""
-        started = False
+        held, started = _Held(self), False
 
         async def forward(message: Message) -> None:
             nonlocal started
@@ -142,27 +134,72 @@ class Guarded:
             await send(message)
 
         try:
-            await self._app(scope, receive, forward)
+            await self._run(scope, receive, forward, held)
         except asyncio.CancelledError:
             if not started:
                 response = self._refuse(scope, busy("this server is stopping"))
                 await response({**scope, "type": "http"}, receive, send)
+        finally:
+            held.release()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send, held: _Held) -> None:
+        """Reads a request and runs the application on it."""
+        try:
+            begin_asking(client_of(scope))
+            self._access.check(scope)
+            self._check_operator(scope)
+            self._authorise(scope)
+            self._check_head(scope)
+            body = await self._read(receive, held)
+        except ClientGone:
+            return
+        except Refusal as e:
+            held.release()
+            await self._answer(scope, receive, send, e)
+            return
+        await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, receive: Receive, held: _Held) -> bytes:
-        body = bytearray()
+        body, limits, loop = bytearray(), self._limits, asyncio.get_running_loop()
+        end, come = loop.time() + limits.body_seconds, 0  # bytes, when the present span began
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
+            async with asyncio.timeout(min(limits.body_seconds, limits.still_seconds)) as span:
                 async for part in _parts(receive):
-                    if len(body) + len(part) > self._limits.body_bytes:
+                    if len(body) + len(part) > limits.body_bytes:
                         raise self._too_large()
                     body += part
                     held.hold(len(body))
-                    if self.held > self._limits.held_bytes:
+                    if self.held > limits.held_bytes:
                         raise busy("this server holds too many large requests")
+                    if len(body) - come >= limits.still_bytes:
+                        come = len(body)
+                        span.reschedule(min(end, loop.time() + limits.still_seconds))
         except TimeoutError:
-            message = f"the body did not come within {self._limits.body_seconds:g} seconds"
+            least = f"{limits.still_bytes} bytes of it in each {limits.still_seconds:g} seconds"
+            message = f"the body is too slow: it must come within {limits.body_seconds:g} seconds, and {least}"
             raise Refusal(408, message, "timeout") from None
         return bytes(body)
+
+    def released(self, count: int) -> None:
+        """Bodies of so many bytes are no longer held. Soon the system gets their memory back, which the allocator would
+        keep for as long as the server runs."""
+        self._released += count
+        if self._released >= _TRIMMED_BYTES and not self._trimming:
+            self._trimming = True
+            asyncio.get_running_loop().call_later(_TRIM_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        self._released, self._trimming = 0, False
+        asyncio.get_running_loop().run_in_executor(None, return_memory)
+
+    def _check_operator(self, scope: Scope) -> None:
+        if self._access.token is None and scope["path"].rstrip("/") in self._operator:
+            raise Refusal(
+                403,
+                f"{scope['path']} changes this server for everybody, so it needs a token, and this server was started "
+                f"without one: start it with ${TOKEN_VARIABLE} or --api-key-file",
+                "no_token",
+            )
 
     def _check_head(self, scope: Scope) -> None:
         length = next(headers(scope, b"content-length"), "")
@@ -206,8 +243,10 @@ class _Held:
             self._bytes = count
 
     def release(self) -> None:
-        self._app.held -= self._bytes
-        self._bytes = 0
+        if self._bytes:
+            self._app.held -= self._bytes
+            self._app.released(self._bytes)
+            self._bytes = 0
 
 
 class ClientGone(Exception):

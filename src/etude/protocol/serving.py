@@ -8,10 +8,13 @@ number of connections, of which the oldest without a request makes room for a ne
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import resource
 import socket
+import struct
+import termios
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +32,9 @@ _BACKLOG = 1024
 _DRAIN_SECONDS = 5
 _OTHER_FILES = 128  # descriptors that are no connections
 _FILES = 65536
+_LOOKS = 4  # at an answer, in the time during which its client must read
+_ACKNOWLEDGED = 120  # where Linux's tcp_info has the bytes that the peer has acknowledged; its first byte is the state
+_CLOSE_WAIT = 8  # the state of a connection that the peer has ended
 
 
 def open_listener(host: str, port: int, access: Access) -> socket.socket:
@@ -124,7 +130,7 @@ class GuardedProtocol(H11Protocol):
         self._limits, self._connections = limits, connections
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._unsent = 0  # bytes, when the stall timer last looked
+        self._taken, self._still = 0, 0  # bytes that the client had taken, and looks since then
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Beyond the limit of connections, closes the oldest without a request; if all have requests, refuses this."""
@@ -139,7 +145,7 @@ class GuardedProtocol(H11Protocol):
             oldest.transport.abort()
             connections.waiting.pop(oldest, None)
         self._await_head()
-        self._stall_timer = self.loop.call_later(self._limits.stall_seconds, self._look_for_a_stall)
+        self._look_again()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
@@ -206,10 +212,34 @@ class GuardedProtocol(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
+    def _look_again(self) -> None:
+        self._stall_timer = self.loop.call_later(self._limits.stall_seconds / _LOOKS, self._look_for_a_stall)
+
     def _look_for_a_stall(self) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        if unsent and unsent == self._unsent:
+        """Ends the connection if bytes wait for the client, and it has taken none for so many looks; or if the client
+        has ended it while nothing more is read of it, which would not show before the answer. What the system holds
+        counts, too: its buffers take the whole of most streams, which would keep their engine to the end."""
+        waiting, taken, gone = self._unread()
+        self._still = self._still + 1 if waiting and taken == self._taken else 0
+        self._taken = taken
+        if self._still >= _LOOKS or (gone and self.flow.read_paused):
             self.transport.abort()
-            return
-        self._unsent = unsent if self.flow.write_paused or self.transport.is_closing() else 0
-        self._stall_timer = self.loop.call_later(self._limits.stall_seconds, self._look_for_a_stall)
+        else:
+            self._look_again()
+
+    def _unread(self) -> tuple[int, int, bool]:
+        """The bytes that wait for the client, a number that changes as it takes some, and whether it has gone."""
+        unsent = self.transport.get_write_buffer_size()
+        link: socket.socket = self.transport.get_extra_info("socket")
+        try:
+            (queued,) = struct.unpack("i", fcntl.ioctl(link.fileno(), termios.TIOCOUTQ, bytes(4)))
+            known = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            (taken,) = struct.unpack_from("Q", known, _ACKNOWLEDGED)
+            return unsent + queued, taken, known[0] == _CLOSE_WAIT
+        except (
+            AttributeError,
+            OSError,
+            ValueError,
+            struct.error,
+        ):  # another system, or no TCP
+            return unsent if self.flow.write_paused or self.transport.is_closing() else 0, -unsent, False

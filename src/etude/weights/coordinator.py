@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--members", type=int, required=True)
     add_flags(parser)
     options = parser.parse_args(argv)
-    return serve("coordinator", lambda: Coordinator(options.members).app(), options)
+    return serve("coordinator", lambda: Coordinator(options.members).app(), options, token=True)
 
 
 if __name__ == "__main__":

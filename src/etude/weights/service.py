@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 
 from etude.errors import UserError
 from etude.protocol import (
+    TOKEN_VARIABLE,
     Guarded,
     access_of,
     add_access_flags,
@@ -30,12 +31,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_access_flags(parser)
 
 
-def serve(name: str, build: Callable[[], Starlette], options: argparse.Namespace) -> int:
+def serve(name: str, build: Callable[[], Starlette], options: argparse.Namespace, *, token: bool = False) -> int:
     """Serves on options.host and options.port until SIGINT or SIGTERM. Writes options.ready_file. Returns the exit
-    code."""
+    code. `token`: requests change what others serve, so that a token is needed on loopback, too."""
     raise_file_limit()
     try:
         access = access_of(options)
+        if token and access.token is None:
+            raise UserError(
+                f"any process of this machine could ask the {name}: give a token that its servers send, in "
+                f"${TOKEN_VARIABLE} or with --api-key-file"
+            )
         app = Guarded(build(), access)
         listener = open_listener(options.host, options.port, access)
     except UserError as e:

@@ -18,6 +18,7 @@ class Counters:
     finished: int = 0
     aborted: int = 0
     failed: int = 0  # requests that could not be computed
+    displaced: int = 0  # times that a sequence gave its place to a lighter client's
     swaps: int = 0
     steps: int = 0
     draft_passes: int = 0  # passes in which some sequence fed drafted tokens

@@ -28,11 +28,13 @@ from etude.config import EngineConfig
 from etude.errors import SwapUndone
 from etude.inference.engine import fused
 from etude.inference.engine.counters import Counters
+from etude.inference.engine.fairness import SHARE
 from etude.inference.engine.forward import PromptScores
 from etude.inference.engine.requests import Request, RunningSequence, check_sequence, failed
 from etude.inference.engine.runner import Runner
 from etude.inference.engine.scheduler import Scheduler
 from etude.models import batch_invariant
+from etude.protocol import Client, asking
 from etude.records import Generation
 
 VERSION_CHANGED = -1  # in place of a version: the weights changed while the sequence was scored
@@ -130,7 +132,8 @@ class Engine:
         self.on_failure: Callable[[], None] = lambda: None
         self._arrived: list[RunningSequence] = []  # submitted from any thread; under the lock
         self._swaps: deque[tuple[int, Callable[[], None], Future[float]]] = deque()
-        self._scores: deque[tuple[list[int], int, Future[tuple[int, PromptScores]]]] = deque()
+        self._scores: deque[tuple[list[int], int, Client, Future[tuple[int, PromptScores]]]] = deque()
+        self._resting = 0.0  # seconds of passes until the next prompt of a client is scored beside them
         self._paused: str | None = None
         self._clear_cache = False
         self._wake = threading.Condition()
@@ -147,8 +150,9 @@ class Engine:
         request.check(self.max_length, self.vocab_size)
         self.documents.check(request)
         if request.routes_from is not None and not self.routes:
-            raise ValueError("this server keeps no expert ids: start it with --routes")
-        sequence = RunningSequence(request, Future(), on_token)
+            raise ValueError("routes_from: this server keeps no expert ids, start it with --routes")
+        tokens = min(len(request.prompt) + request.max_tokens, self.max_length)
+        sequence = RunningSequence(request, Future(), on_token, asking(), tokens)
         sequence.future.set_running_or_notify_cancel()  # from here on only `RunningSequence.abort` ends it
         with self._wake:
             self._check_open()
@@ -192,7 +196,7 @@ class Engine:
         future.set_running_or_notify_cancel()
         with self._wake:
             self._check_open()
-            self._scores.append((ids, top, future))
+            self._scores.append((ids, top, asking(), future))
             self._wake.notify()
         return future
 
@@ -223,6 +227,10 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """Number of running and of waiting requests."""
         return self.scheduler.running, len(self._arrived) + len(self.scheduler.waiting)
+
+    def unfinished(self, client: Client) -> int:
+        """Number of the client's sequences that wait or run."""
+        return self.scheduler.loads.unfinished(client)
 
     @property
     def scoring(self) -> int:
@@ -307,10 +315,15 @@ class Engine:
             if self._paused != "keep" and scheduler.running:
                 batch = scheduler.schedule()
                 scheduler.update(batch, self.runner.run(batch, self.version))
+                seconds = time.perf_counter() - start
+                scheduler.shares.note(seconds, batch.alone, scheduler.contended)
+                self._resting -= seconds
                 busy = True
-            if self._paused != "keep" and self._scores:
+            if self._paused != "keep" and self._may_score():
                 # One sequence per step, so that running sequences wait for one short pass at a time.
+                start_of_score = time.perf_counter()
                 self._score_one()
+                self._resting = SHARE * (time.perf_counter() - start_of_score)
                 busy = True
             errors = [sequence.error for sequence in scheduler.sequences() if sequence.error is not None]
             if errors:
@@ -320,8 +333,16 @@ class Engine:
                 self.counters.busy_seconds += time.perf_counter() - start
                 self.counters.steps += 1
 
+    def _may_score(self) -> bool:
+        """Whether the next prompt is scored now: beside running sequences those of clients get a fourth of the time,
+        and those of token routes are scored at once."""
+        if not self._scores:
+            return False
+        *_, client, _ = self._scores[0]
+        return not client.member or not self.scheduler.running or self._resting <= 0.0
+
     def _score_one(self) -> None:
-        ids, top, future = self._scores[0]
+        ids, top, _, future = self._scores[0]
         try:
             scores = self.runner.score(ids, top)
         except Exception as e:

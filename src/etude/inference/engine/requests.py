@@ -6,13 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from etude.inference.engine.cache import CacheNode
 from etude.inference.engine.drafts import Drafter, DraftSource
-from etude.inference.engine.sampling_params import SamplingParams, TopLogprobs
-from etude.protocol import GenerateRequest
+from etude.inference.engine.sampling_params import MAX_COUNT, NothingAllowed, SamplingParams, TopLogprobs, shown
+from etude.protocol import NOBODY, Client, GenerateRequest
 from etude.records import Generation
 
 MAX_STOP_IDS = 16
@@ -27,7 +28,15 @@ class PromptTooLong(ValueError):
 
 
 class RequestFailed(Exception):
-    """The engine could not compute this request; others go on."""
+    """The engine could not compute this request; others go on. `kind` is that of the refusal."""
+
+    kind: Literal["failed", "invalid"] = "failed"
+
+
+class ParametersExclude(RequestFailed):
+    """The request's own parameters leave no token to draw."""
+
+    kind = "invalid"
 
 
 class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
@@ -77,14 +86,14 @@ class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
             )
         if not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:
             raise ValueError(f"a prompt token is outside the vocabulary of {vocab_size}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not 1 <= self.max_tokens <= MAX_COUNT:
+            raise ValueError(f"max_tokens must be at least 1 and at most {MAX_COUNT}, got {shown(self.max_tokens)}")
         if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(f"temperature must lie in [0, {MAX_TEMPERATURE:g}], got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must lie in [0, 2^63), got {self.seed}")
+            raise ValueError(f"seed must lie in [0, 2^63), got {shown(self.seed)}")
         if len(self.stop) > MAX_STOP_IDS:
             raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(self.stop)}")
         if self.stop and not 0 <= min(self.stop) <= max(self.stop) < 2**31:
@@ -110,6 +119,10 @@ def check_sequence(ids: list[int], max_length: int, vocab_size: int) -> None:
         raise ValueError(f"a token to score is outside the vocabulary of {vocab_size}")
 
 
+SampledTokens = tuple[list[int], list[float], list[int]]
+"""Ids, log-probabilities and versions of sampled tokens."""
+
+
 @dataclass(eq=False)
 class RunningSequence:
     """A request in the engine, from its submission to its generation."""
@@ -117,6 +130,9 @@ class RunningSequence:
     request: Request
     future: Future[Generation]
     on_token: Callable[[int, float], None] | None
+    client: Client = NOBODY
+    tokens: int = 0  # that it may take, those of the prompt included
+    number: int = 0  # by arrival
     aborted: bool = False
     error: RequestFailed | None = None  # why it could not be computed
     slot: int = -1  # in the `SequenceStates`; -1 while it waits and after its end
@@ -129,6 +145,23 @@ class RunningSequence:
     drafter: Drafter | None = None
     undrafted: bool = False  # the next token is drawn in a pass without drafts
     top_logprobs: list[TopLogprobs] = field(default_factory=list)  # at each sampled token, if requested
+    sampled: SampledTokens = ([], [], [])  # before it last gave its place
+
+    @property
+    def prefix(self) -> list[int]:
+        """The tokens that are fed before it samples on: the prompt's, and those sampled before it gave its place."""
+        return [*self.request.prompt, *self.sampled[0]] if self.sampled[0] else self.request.prompt
+
+    @property
+    def path(self) -> list[int]:
+        """The key of the prefix in the prefix cache."""
+        return [*self.request.path, *self.sampled[0]] if self.sampled[0] else self.request.path
+
+    @property
+    def can_give_place(self) -> bool:
+        """Whether it can go on later from its tokens alone."""
+        request = self.request
+        return not request.documents and not request.forced and request.routes_from is None and self.error is None
 
     def abort(self) -> None:
         """Finish at the next step with the tokens sampled so far and reason "abort"."""
@@ -142,7 +175,10 @@ class RunningSequence:
 
 def failed(cause: Exception) -> RequestFailed:
     """The error of a request that could not be computed because of `cause`."""
-    error = RequestFailed(f"the engine could not compute this request: {type(cause).__name__} {cause}".rstrip())
+    if isinstance(cause, NothingAllowed):
+        error = ParametersExclude(f"the request cannot be answered: {cause}")
+    else:
+        error = RequestFailed(f"the engine could not compute this request: {type(cause).__name__} {cause}".rstrip())
     error.__cause__ = cause
     return error
 
@@ -172,9 +208,10 @@ class SequenceStates:
         request, slot = sequence.request, self.free.pop()
         sequence.slot = slot
         self.write_pages(sequence)
-        length = len(request.prompt)
-        self.ids[slot, :length] = request.prompt
-        self.length[slot] = length
+        length, prefix = len(request.prompt), sequence.prefix
+        self.ids[slot, : len(prefix)] = prefix
+        self.log_probs[slot, length : len(prefix)], self.versions[slot, length : len(prefix)] = sequence.sampled[1:]
+        self.length[slot] = len(prefix)
         self.limit[slot] = min(length + request.max_tokens, self.max_length)
         self.forced[slot] = bool(request.forced)
         self.ids[slot, length : self.limit[slot]][: len(request.forced)] = request.forced[: self.max_length - length]
@@ -228,7 +265,7 @@ class SequenceStates:
         stopped_N = (self.stop[slot_N] == self.last[slot_N][:, None]).any(axis=1)
         return ["" if not done else "stop" if stop else "length" for done, stop in zip(done_N, stopped_N, strict=True)]
 
-    def result(self, sequence: RunningSequence) -> tuple[list[int], list[float], list[int]]:
+    def result(self, sequence: RunningSequence) -> SampledTokens:
         """Ids, log-probabilities and versions of the sampled tokens."""
         sampled = slice(len(sequence.request.prompt), int(self.length[sequence.slot]))
         arrays = (self.ids, self.log_probs, self.versions)

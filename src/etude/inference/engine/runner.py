@@ -97,7 +97,7 @@ class Runner:
         decoded = len(ids_N)
         ids, slots, positions = [ids_N], [slot_N], [position_N]
         for sequence, n in chunks:
-            ids.append(np.array(sequence.request.prompt[sequence.fed : sequence.fed + n], dtype=np.int64))
+            ids.append(np.array(sequence.prefix[sequence.fed : sequence.fed + n], dtype=np.int64))
             slots.append(np.full(n, sequence.slot, dtype=np.int64))
             positions.append(np.arange(sequence.fed, sequence.fed + n))
         ends = np.cumsum([n for _, n in chunks], dtype=np.int64) + decoded - 1

@@ -20,6 +20,15 @@ from torch import Tensor
 
 MAX_LOGPROBS = 20
 """The largest number of most probable tokens that a request may get with each sampled token."""
+MAX_COUNT = 2**31 - 1
+"""The largest number of tokens that a request may name."""
+REPETITION_PENALTIES = (0.01, 100.0)
+"""Beyond these factors logits lose their digits, and then overflow."""
+
+
+def shown(value: float) -> str:
+    """A number of a request in a refusal, at most so long that it can be read."""
+    return str(value) if abs(value) < 1e30 or isinstance(value, float) else "a far larger number"
 
 
 class NothingAllowed(Exception):
@@ -77,13 +86,12 @@ class SamplingParams:
             ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             ("min_p", self.min_p, 0.0, 1.0),
             ("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS),
-            ("top_k", self.top_k, 0, math.inf),
-            ("min_tokens", self.min_tokens, 0, math.inf),
+            ("top_k", self.top_k, 0, MAX_COUNT),
+            ("min_tokens", self.min_tokens, 0, MAX_COUNT),
+            ("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES),
         ):
             if not low <= value <= high:
-                raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value}")
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise ValueError(f"repetition_penalty must lie in (0, 100], got {self.repetition_penalty}")
+                raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {shown(value)}")
         if not all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()):
             raise ValueError("a logit_bias must lie in [-100, 100]")
         if self.allowed is not None and not self.allowed:

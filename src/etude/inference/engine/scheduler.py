@@ -1,10 +1,13 @@
 """The scheduler: the queues of waiting, prefilling and decoding sequences, and their slots, pages and documents.
 
 waiting -> admit (prefix cache, pages, documents) -> prefilling, in chunks -> decoding -> finish
+
+Clients share an engine as `fairness.py` says: a running sequence may give its place to one of a lighter client.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -19,6 +22,7 @@ from etude.config import EngineConfig
 from etude.inference.engine.cache import NO_MATCH, Match, PagedCache, cache_bytes
 from etude.inference.engine.counters import Counters
 from etude.inference.engine.documents import Documents
+from etude.inference.engine.fairness import ClientLoads, PassShares
 from etude.inference.engine.requests import RequestFailed, RunningSequence, SequenceStates
 from etude.inference.engine.speculation import draft_counts
 from etude.models.document_spans import RECIPE
@@ -27,6 +31,7 @@ from etude.models.key_values import measured
 from etude.records import Generation
 
 _log = logging.getLogger(__name__)
+_OLDEST = 4  # of so many admissions one is by age
 _WORTH_WAITING = 16  # waiting for another prompt must save at least this many prompt tokens
 
 
@@ -36,11 +41,12 @@ class ScheduledBatch:
 
     decoding: list[RunningSequence]
     chunks: list[tuple[RunningSequence, int]]
+    alone: bool = False  # of lighter clients; the others rest
 
     @cached_property
     def complete(self) -> list[bool]:
         """Whether each chunk is the last of its prompt."""
-        return [sequence.fed + n == len(sequence.request.prompt) for sequence, n in self.chunks]
+        return [sequence.fed + n == len(sequence.prefix) for sequence, n in self.chunks]
 
     @cached_property
     def prompts(self) -> list[RunningSequence]:
@@ -80,8 +86,12 @@ class Scheduler:
         self.waiting: deque[RunningSequence] = deque()
         self.prefilling: list[RunningSequence] = []
         self.decoding: list[RunningSequence] = []
+        self.loads, self.shares = ClientLoads(), PassShares()
         self._serial, self._prefill_tokens = serial, config.prefill_tokens
-        self._unsorted = True
+        self._unsorted = self._changed = True
+        self._light = set[RunningSequence]()  # of the running sequences, those of lighter clients
+        self._several = False  # clients wait
+        self._numbers, self._admitted = itertools.count(), 0
 
     @property
     def running(self) -> int:
@@ -90,7 +100,11 @@ class Scheduler:
 
     def add(self, sequences: Iterable[RunningSequence]) -> None:
         """Queue new sequences behind the waiting ones."""
-        self.waiting.extend(sequences)
+        for sequence in sequences:
+            sequence.number = next(self._numbers)
+            self.loads.add(sequence)
+            self.waiting.append(sequence)
+            self._changed = True
 
     def sequences(self) -> list[RunningSequence]:
         """All waiting and running sequences."""
@@ -118,75 +132,145 @@ class Scheduler:
         self.documents.clear()
 
     def admit(self, version: int) -> None:
-        """Give slots and pages to waiting sequences, in order, while there is room and their documents are computed."""
+        """Give slots and pages to waiting sequences while there is room and their documents are computed: to those of
+        lighter clients first, for which those of heavier ones give their places, and every fourth time to the one that
+        has waited longest."""
+        if self._changed:
+            self._sort_waiting()
         deferred: list[RunningSequence] = []
-        while self.waiting and self.states.free:
-            sequence = self.waiting.popleft()
+        passed = False  # whether there was no room for the one that has waited longest
+        while self.waiting and (self.states.free or self._make_room(self.waiting[0], 0)):
+            oldest = self._several and not passed and self._admitted % _OLDEST == _OLDEST - 1
+            sequence = min(self.waiting, key=lambda each: each.number) if oldest else self.waiting[0]
             try:
-                placed = self._admit_one(sequence, version)
+                placed = self._admit_one(sequence, version, may_displace=not oldest)
             except Exception as e:
+                self.waiting.remove(sequence)
                 sequence.fail(e)
                 self._finish(sequence, "error")
                 continue
+            if placed is False and not oldest:
+                break
+            passed |= placed is False
+            if placed is not False:
+                self.waiting.remove(sequence)
             if placed is None:
                 deferred.append(sequence)
-            elif not placed:
-                self.waiting.appendleft(sequence)
-                break
         self.waiting.extendleft(reversed(deferred))
+        if self._changed:
+            self._light, self._changed = self.loads.light([*self.prefilling, *self.decoding]), False
+            self.shares.begin()
 
-    def _admit_one(self, sequence: RunningSequence, version: int) -> bool | None:
+    def _sort_waiting(self) -> None:
+        order = {client: self.loads.of(client) for client in {sequence.client for sequence in self.waiting}}
+        self._several = len(order) > 1
+        if self._several:
+            self.waiting = deque(sorted(self.waiting, key=lambda each: (*order[each.client], each.number)))
+
+    def _make_room(self, sequence: RunningSequence, pages: int) -> bool:
+        """Lets sequences of heavier clients give their places until a slot is free and so many pages more are
+        available: the heaviest client's first, the last come first. False if that is not enough: then none does."""
+        if self._serial or not self._changed:
+            return False
+        heavier = [o for o in (*self.prefilling, *self.decoding) if self.loads.lighter(sequence.client, o.client)]
+        heavier.sort(key=lambda other: (*self.loads.of(other.client), other.number), reverse=True)
+        giving, freed = list[RunningSequence](), 0
+        for other in heavier:
+            if freed >= pages and (giving or self.states.free):
+                break
+            if other.can_give_place:
+                giving.append(other)
+                freed += len(other.pages) - sum(node.users > 1 for node in other.held)
+        if freed < pages or not (giving or self.states.free):
+            return False
+        for other in giving:
+            self._give_place(other)
+        return True
+
+    def _give_place(self, sequence: RunningSequence) -> None:
+        """Returns a running sequence to the queue. It goes on from its tokens, whose keys and values are kept as long
+        as nobody needs their pages."""
+        sampled = self.states.result(sequence)
+        self._free(sequence, sampled[0])
+        sequence.sampled, sequence.pages, sequence.held, sequence.fed = sampled, [], [], 0
+        queue = self.prefilling if sequence in self.prefilling else self.decoding
+        queue.remove(sequence)
+        self.waiting.append(sequence)
+        self.counters.displaced += 1
+
+    def _admit_one(self, sequence: RunningSequence, version: int, *, may_displace: bool) -> bool | None:
         """Whether the sequence was admitted; None if it waits but later ones may be admitted."""
         request, match = sequence.request, NO_MATCH
         if not self._serial:
-            match = self.cache.match(request.path[:-1], version, request.session)
+            match = self.cache.match(sequence.path[:-1], version, request.session)
         if self._shares_unfinished_prompt(sequence, match.length):
             return None
         if not self.documents.gather(sequence, match.length, version):
             return None
-        if not self._place(sequence, match, version):
+        missing = self._missing_pages(sequence, match)
+        if missing > 0 and not (may_displace and self._make_room(sequence, missing)):
             return False
+        self._place(sequence, match, version)
         self.states.open(sequence)
         self.counters.cached_tokens += sequence.cached
+        self._admitted += 1
+        self._changed = True
         self.prefilling.append(sequence)
         return True
 
     def _shares_unfinished_prompt(self, sequence: RunningSequence, cached: int) -> bool:
         """Whether a prompt that is being computed will serve this one, too: the first member of a group goes ahead of
         the others."""
-        path = sequence.request.path
+        path = sequence.path
         end = max(cached, sequence.request.document_tokens) + _WORTH_WAITING
-        return len(path) > end and any(other.request.path[:end] == path[:end] for other in self.prefilling)
+        return len(path) > end and any(other.path[:end] == path[:end] for other in self.prefilling)
 
-    def _place(self, sequence: RunningSequence, match: Match, version: int) -> bool:
-        """Give the sequence its pages, the matched ones first; false if there are too few."""
+    def _pages_of(self, sequence: RunningSequence) -> int:
         request = sequence.request
-        num_pages = -(-min(len(request.prompt) + request.max_tokens, self.cache.max_length) // BLOCK)
+        return -(-min(len(request.prompt) + request.max_tokens, self.cache.max_length) // BLOCK)
+
+    def _missing_pages(self, sequence: RunningSequence, match: Match) -> int:
+        """The number of pages beyond the available ones that the sequence needs."""
         claimed = sum(node.users == 0 for node in (*match.nodes, *([match.partial] if match.partial else [])))
-        if self.cache.available - claimed < num_pages - len(match.nodes):
-            return False
-        sequence.pages = self.cache.take(match, num_pages, request.session)
+        return self._pages_of(sequence) - len(match.nodes) - (self.cache.available - claimed)
+
+    def _place(self, sequence: RunningSequence, match: Match, version: int) -> None:
+        """Give the sequence its pages, the matched ones first."""
+        request, again = sequence.request, bool(sequence.sampled[0])
+        sequence.pages = self.cache.take(match, self._pages_of(sequence), request.session)
         sequence.held = list(match.nodes)
-        sequence.kv_version = version if match.version is None else min(match.version, version)
-        sequence.cached_documents = self.documents.assemble(sequence, match.length)
+        seen = [*([] if match.version is None else [match.version]), *([sequence.kv_version] if again else [])]
+        sequence.kv_version = min([version, *seen])
+        assembled = self.documents.assemble(sequence, match.length)
         sequence.fed = max(match.length, request.document_tokens)
-        sequence.cached = sequence.cached_documents + max(0, match.length - request.document_tokens)
-        return True
+        if not again:
+            sequence.cached_documents = assembled
+            sequence.cached = assembled + max(0, match.length - request.document_tokens)
+
+    @property
+    def contended(self) -> bool:
+        """Whether sequences of lighter and of heavier clients run."""
+        return bool(self._light)
 
     def schedule(self) -> ScheduledBatch:
-        """The next pass: every decoding sequence, and prompts up to `prefill_tokens`."""
+        """The next pass: every decoding sequence, and prompts up to `prefill_tokens`; or of both those of lighter
+        clients alone."""
         if self._unsorted:
             # Sequences with a common prompt are neighbours, so that attention reads its pages once.
             self.decoding.sort(key=lambda sequence: sequence.pages[: len(sequence.request.prompt) // BLOCK])
             self._unsorted = False
+        alone = self.contended and self.shares.alone()
         budget, chunks = self._prefill_tokens, []
         for sequence in self.prefilling:
-            n = min(budget, len(sequence.request.prompt) - sequence.fed)
+            if alone and sequence not in self._light:
+                continue
+            n = min(budget, len(sequence.prefix) - sequence.fed)
             if n == 0:
                 break
             budget -= n
             chunks.append((sequence, n))
-        return ScheduledBatch(self.decoding, chunks)
+        decoding = [each for each in self.decoding if each in self._light] if alone else self.decoding
+        return ScheduledBatch(decoding, chunks, alone)
 
     def update(self, batch: ScheduledBatch, reasons: list[str]) -> None:
         """Update the queues after a computed pass. `reasons` say why each decoding sequence, and then each prompt's,
@@ -201,20 +285,22 @@ class Scheduler:
             self._unsorted = True
             self.prefilling = [sequence for sequence in self.prefilling if sequence not in prompts]
         decoding = [*batch.decoding, *prompts]
+        resting = [each for each in self.decoding if each not in self._light] if batch.alone else []
         if reasons:
             for sequence, reason in zip(decoding, reasons, strict=True):
                 if reason:
                     self._finish(sequence, reason)
-        self.decoding = [sequence for sequence in decoding if sequence.slot >= 0]
+        self.decoding = [sequence for sequence in (*resting, *decoding) if sequence.slot >= 0]
+        self._unsorted |= batch.alone
 
     def _share_prompt(self, sequence: RunningSequence) -> None:
         """Share a computed prompt's pages with the other members of its group."""
         if self._serial:
             return
-        path, session = sequence.request.path, sequence.request.session
+        path, session = sequence.path, sequence.request.session
         sequence.held = self.cache.insert(sequence.held, sequence.pages, path, sequence.kv_version, session)
         self.states.write_pages(sequence)
-        siblings = any(other.request.path[: len(path)] == path for other in self.waiting)
+        siblings = any(other.path[: len(path)] == path for other in self.waiting)
         if siblings and len(sequence.held) < len(sequence.pages):
             page = sequence.pages[len(sequence.held)]
             self.cache.offer_tail(sequence.held, page, path, sequence.kv_version, session)
@@ -228,22 +314,29 @@ class Scheduler:
                 generation = self._result(sequence, reason)
             except Exception as e:
                 sequence.fail(e)
+        self.loads.end(sequence, max(0, sequence.fed - sequence.cached) + len(generation.ids))
+        self._changed = True
         if sequence.error is not None:
             self._finish_failed(sequence, sequence.error)
             return
         if sequence.slot >= 0:
-            held, pages, session = sequence.held, sequence.pages, sequence.request.session
-            # The cache has keys and values of all tokens but the last sampled one, which was never fed.
-            computed = (sequence.request.path + generation.ids)[: sequence.fed + max(len(generation.ids) - 1, 0)]
-            if self._serial:
-                self.cache.discard(held, pages)
-            else:
-                held = self.cache.insert(held, pages, computed, sequence.kv_version, session)
-                self.cache.release(held, pages, computed, sequence.kv_version, session)
-            self.states.close(sequence)
+            self._free(sequence, generation.ids)
         self.counters.finished += 1
         self.counters.aborted += reason == "abort"
         sequence.future.set_result(generation)
+
+    def _free(self, sequence: RunningSequence, ids: list[int]) -> None:
+        """Free slot and pages of a sequence with these sampled tokens, and keep the reusable pages in the cache."""
+        held, pages, session = sequence.held, sequence.pages, sequence.request.session
+        # The cache has keys and values of all tokens but the last sampled one, which was never fed.
+        decoded = max(len(ids) - len(sequence.sampled[0]) - 1, 0)
+        computed = (sequence.request.path + ids)[: sequence.fed + decoded]
+        if self._serial:
+            self.cache.discard(held, pages)
+        else:
+            held = self.cache.insert(held, pages, computed, sequence.kv_version, session)
+            self.cache.release(held, pages, computed, sequence.kv_version, session)
+        self.states.close(sequence)
 
     def _finish_failed(self, sequence: RunningSequence, error: RequestFailed) -> None:
         """Free slot and pages, keep nothing, and answer with the error."""

@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 
 from etude.inference.engine.requests import MAX_STOP_IDS
-from etude.inference.engine.sampling_params import MAX_LOGPROBS, GrammarMatcher, SamplingParams
+from etude.inference.engine.sampling_params import MAX_COUNT, MAX_LOGPROBS, GrammarMatcher, SamplingParams
 from etude.protocol import MAX_NAME, Refusal, decoded
 from etude.protocol.apis import as_refusal, tools_of
 
@@ -160,6 +160,8 @@ class Body(msgspec.Struct, kw_only=True):
         ids = tuple(dict.fromkeys([*(() if self.ignore_eos else own), *(self.stop_token_ids or ())]))
         if len(ids) > MAX_STOP_IDS:
             raise invalid(f"at most {MAX_STOP_IDS} ids end an answer", "stop_token_ids")
+        if ids and not 0 <= min(ids) <= max(ids) <= MAX_COUNT:
+            raise invalid(f"an id of stop_token_ids must lie in [0, {MAX_COUNT}]", "stop_token_ids")
         return ids
 
     def params(
@@ -256,6 +258,8 @@ class ChatBody(Body, kw_only=True):
     def check(self) -> None:
         """See `Body.check`."""
         super().check()
+        if self.max_completion_tokens is not None and not 1 <= self.max_completion_tokens <= MAX_COUNT:
+            raise invalid(f"max_completion_tokens must lie in [1, {MAX_COUNT}]", "max_completion_tokens")
         if not self.messages:
             raise invalid("messages must not be empty", "messages")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:

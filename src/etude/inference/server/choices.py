@@ -156,7 +156,7 @@ class Choice:
             else:
                 turn.settle(await self.settled())
         except RequestFailed as e:
-            turn.refuse(RequestRefused("failed", str(e)))
+            turn.refuse(RequestRefused(e.kind, str(e)))
         except EngineEnded as e:
             turn.refuse(RequestRefused("lost", str(e)))
         finally:

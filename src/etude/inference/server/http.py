@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import PromptTooLong, RequestFailed, RunningSequence
-from etude.protocol import MSGPACK, busy, decoded, error, headers
+from etude.protocol import MSGPACK, asking, busy, decoded, error, headers
 from etude.records import Generation, Record
 
 T = TypeVar("T", bound=Record)
@@ -38,15 +38,17 @@ def error_of(e: ValueError | RuntimeError | RequestFailed) -> JSONResponse:
     if isinstance(e, RecursionError):
         return error(400, "the request is nested too deeply")
     if isinstance(e, RequestFailed):
-        return error(500, str(e))
+        return error(500 if e.kind == "failed" else 400, str(e))
     if isinstance(e, ValueError):
         return error(400, str(e), code="context_length_exceeded" if isinstance(e, PromptTooLong) else None)
     return error(503, str(e))
 
 
 def check_room(engine: Engine, sequences: int) -> None:
-    """Raises Refusal if too many sequences wait in the engine already."""
-    if engine.load[1] + sequences > max(_WAITING, 8 * engine.config.max_batch):
+    """Raises Refusal if too many sequences wait in the engine already. One sequence of a client that has no other is
+    always taken: the number of connections bounds them."""
+    full = engine.load[1] + sequences > max(_WAITING, 8 * engine.config.max_batch)
+    if full and (sequences > 1 or engine.unfinished(asking())):
         raise busy("too many requests wait")
 
 

@@ -146,6 +146,6 @@ async def _answer_anthropic(route: Handler, http: HTTPRequest) -> Response:
     except (ValueError, UserError) as e:
         return anthropic.refused(RequestRefused("invalid", str(e)))
     except RequestFailed as e:
-        return anthropic.refused(RequestRefused("failed", str(e)))
+        return anthropic.refused(RequestRefused(e.kind, str(e)))
     except RuntimeError as e:
         return anthropic.refused(RequestRefused("lost", str(e)))

@@ -25,6 +25,8 @@ from etude.inference.engine.engine import Engine
 from etude.inference.server.weights import WeightWatcher
 from etude.protocol import error
 
+OPERATOR_PATHS = ("/pause", "/resume")
+"""The routes that change the server for everybody."""
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 

@@ -31,7 +31,7 @@ from etude.inference.engine.engine import Engine
 from etude.inference.engine.loading import described, load_engine
 from etude.inference.engine.requests import Request
 from etude.inference.server.openai import OpenAI
-from etude.inference.server.operations import OperationRoutes
+from etude.inference.server.operations import OPERATOR_PATHS, OperationRoutes
 from etude.inference.server.token_routes import TokenRoutes
 from etude.inference.server.weights import WeightWatcher
 from etude.models.dtypes import published_dtypes, round_to
@@ -79,7 +79,7 @@ def run(config: ServerConfig, access: Access = LOOPBACK) -> None:
             with _stage("compiling kernels and measuring passes"):  # before the first request waits for them
                 _warm_up(engine)
             app = build_app(engine, watcher, Path(config.model), config.served_model_name)
-            app = Guarded(app, access, content_types=(JSON, MSGPACK), refuse=shaped_refusal)
+            app = Guarded(app, access, content_types=(JSON, MSGPACK), operator=OPERATOR_PATHS, refuse=shaped_refusal)
             print(context_line(engine), flush=True)
             _answer(app, engine, listener, config.ready_file)
         finally:

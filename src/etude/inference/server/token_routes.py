@@ -19,7 +19,7 @@ from etude.inference.engine.requests import Request, RequestFailed, check_sequen
 from etude.inference.server.choices import call_on
 from etude.inference.server.http import answer, check_room, check_score_room, error_of, generation_of, read_body
 from etude.inference.server.weights import WeightWatcher
-from etude.protocol import CONFLICT, GenerateRequest, ScoreRequest, SequenceScores, error, frame
+from etude.protocol import CONFLICT, GenerateRequest, ScoreRequest, SequenceScores, as_one_member, error, frame
 
 
 class TokenRoutes:
@@ -33,6 +33,7 @@ class TokenRoutes:
         return [Route("/generate", self._generate, methods=["POST"]), Route("/score", self._score, methods=["POST"])]
 
     async def _generate(self, http: HTTPRequest) -> Response:
+        as_one_member()
         request = Request(**msgspec.structs.asdict(await read_body(http, GenerateRequest)))
         check_room(self._engine, 1)
         try:
@@ -72,6 +73,7 @@ class TokenRoutes:
     async def _score(self, http: HTTPRequest) -> Response:
         """Log-probabilities under one version, with its number and digest."""
         served, engine = self._watcher.served, self._engine
+        as_one_member()
         request = await read_body(http, ScoreRequest)
         check_score_room(engine, len(request.sequences))
         check_room(engine, len(request.sequences) * request.decoded)

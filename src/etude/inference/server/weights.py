@@ -6,7 +6,6 @@ live weights is digested again, and damaged chunks are repaired while the engine
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import random
 import threading
@@ -21,6 +20,7 @@ from etude.errors import SwapUndone, UserError
 from etude.inference.engine.engine import Engine
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
+from etude.processes import return_memory
 from etude.store import open_store
 from etude.weights import Trust, read_public_key
 from etude.weights.payloads import DamagedVersion, PayloadSource
@@ -133,7 +133,7 @@ class WeightWatcher:
         assert receiver.manifest is not None
         self.served = ServedVersion(receiver.version, receiver.manifest.live)
         _log.info("serving version %d after a pause of %.1f ms", receiver.version, self._engine.last_pause * 1e3)
-        _return_memory()
+        return_memory()  # without this an engine kept nearly twice the size of its weights
         self._damaged = receiver.scrub()
         if self._damaged:
             self._repair(receiver)
@@ -170,14 +170,6 @@ class WeightWatcher:
             return _POLL_SECONDS
         longest = min(_POLL_SECONDS * 2 ** min(self._failures, 10), _LONGEST_SECONDS)
         return longest * random.uniform(0.5, 1.0)
-
-
-def _return_memory() -> None:
-    """Returns freed memory to the system. Decoding a version allocates and frees as much as the weights take in many
-    small pieces, which glibc keeps: without this an engine kept nearly twice its size."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # a function of glibc
-        trim(0)
 
 
 def _fits_bfloat16(model: PreTrainedModel) -> bool:

@@ -83,8 +83,8 @@ class Gateway:
         self._failing = set[str]()
 
     def guarded(self, access: Access) -> Guarded:
-        """The application behind its checks. Of `access` only the host names count: its token is the operator's."""
-        names = Access(None, access.hosts)
+        """The application behind its checks. Of `access` only the names count: its token is the operator's."""
+        names = Access(None, access.hosts, access.origins)
         return Guarded(self._routes.app, names, authorise=self._keys.authorise, refuse=shaped_refusal)
 
     @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -19,9 +20,12 @@ from etude.live.gateway.requests import RequestReader, TurnRequest
 from etude.live.gateway.upstream import AWAY, Clusters, Headers, Server, UpstreamAnswer
 from etude.live.gateway.view import LogView
 from etude.live.log.records import Arm
-from etude.protocol import TURN_HEADER, WEIGHTS_HEADER, Refusal
+from etude.live.log.tenants import ApiKey
+from etude.protocol import CLIENT_HEADER, TURN_HEADER, WEIGHTS_HEADER, Refusal
 from etude.protocol.apis import shaped_refusal
 
+MAX_OPEN = 256
+"""Requests of one key at a time: twice what an engine computes at once, and an eighth of the gateway's connections."""
 _BUSY = (502, 503, 504)
 # Headers of one connection, with the gateway's own keys, set anew, or that would hide the ids in answers.
 _NOT_FORWARDED = frozenset({
@@ -56,11 +60,25 @@ class AnswerProxy:
         self._requests = requests
         self._queue = queue
         self._recorder = recorder
+        self._open = Counter[str]()  # requests, by the digest of their key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, and its answer back."""
+        """Passes a request on, and its answer back. Raises Refusal."""
+        key = self._keys.key(scope)
+        if self._open[key.digest] >= MAX_OPEN:
+            message = f"this key has {MAX_OPEN} requests that are not answered yet: try again later"
+            raise Refusal(429, message, "rate_limit", headers={"retry-after": "1"})
+        self._open[key.digest] += 1
+        try:
+            await self._pass_on(key, scope, receive, send)
+        finally:
+            self._open[key.digest] -= 1
+            if not self._open[key.digest]:
+                del self._open[key.digest]
+
+    async def _pass_on(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
-        request = self._requests.read(self._keys.key(scope), scope, body)
+        request = self._requests.read(key, scope, body)
         leaving = asyncio.ensure_future(_disconnected(receive))
         answering = asyncio.ensure_future(self._answer(scope, request, send))
         try:
@@ -118,6 +136,8 @@ class AnswerProxy:
         query = scope["query_string"].decode("latin-1")
         path = request.path + (f"?{query}" if query else "")
         head = [(k, v) for k, v in scope["headers"] if k not in _NOT_FORWARDED and not k.startswith(b"x-etude-")]
+        host, port = scope.get("client") or ("", 0)
+        head.append((CLIENT_HEADER.encode(), f"{request.key.digest[:32]}/{host}:{port}".encode()))
         if request.recorded:
             head.append((TURN_HEADER.encode(), request.id.encode()))
         failure: Exception = EOFError("no server")

@@ -121,12 +121,15 @@ class Server:
         return UpstreamAnswer(self, link, event.status_code, list(event.headers))
 
     def _kept(self) -> _Link | None:
-        while self._idle:
-            link = self._idle.pop()
-            if time.monotonic() - link.since < _IDLE_SECONDS and not link.reader.at_eof():
-                return link
+        self._end_old_links()
+        return self._idle.pop() if self._idle else None
+
+    def _end_old_links(self) -> None:
+        """Ends the idle connections that the server has closed or is about to close."""
+        old = [link for link in self._idle if time.monotonic() - link.since >= _IDLE_SECONDS or link.reader.at_eof()]
+        for link in old:
+            self._idle.remove(link)
             link.abort()
-        return None
 
     def keep(self, link: _Link) -> None:
         """Returns a connection to the pool, once its answer has been read whole."""
@@ -153,7 +156,8 @@ class Server:
                 answer.close()
 
     async def look(self) -> None:
-        """Reads the server's health, version, digest and name of the model."""
+        """Reads the server's health, version, digest and name of the model, and ends idle connections."""
+        self._end_old_links()
         try:
             status, body = await self.fetch("/health", _HEALTH_SECONDS)
             well = status == 200
