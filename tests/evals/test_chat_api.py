@@ -266,7 +266,7 @@ def test_calls_that_are_no_json_are_shown_to_the_model() -> None:
     for arguments in ("{", "[1]", "[" * 100_000):
         answer = FORMATS["openai"].read(message(arguments))
         assert answer.calls[0].arguments is None
-        assert why in answer.calls[0].error
+        assert "not a JSON object" in answer.calls[0].error
         assert answer.cut
     assert FORMATS["openai"].read(message("")).calls[0].arguments == {}
 
