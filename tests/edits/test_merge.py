@@ -251,8 +251,8 @@ def test_blanks_at_line_ends():
 @pytest.mark.parametrize("text", ["", "\n", "  \n\n"])
 def test_an_empty_file_becomes_the_sketch(text):
     assert merge(text, "VERSION = '1'\n").text == "VERSION = '1'\n"
-    with pytest.raises(NoPlace):
-        merge(text, f"{MARK}VERSION = '1'\n")
+    marked = merge(text, f"{MARK}VERSION = '1'\n")
+    assert (marked.text, bool(marked.doubt)) == ("VERSION = '1'\n", True)
 
 
 TABS = "package a\n\nfunc F(x int) int {\n\tif x > 0 {\n\t\treturn 1\n\t}\n\treturn 0\n}\n"

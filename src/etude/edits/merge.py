@@ -68,9 +68,9 @@ def merge(text: str, sketch: str, language: str | None = None) -> Merge:
     if not any(map(str.strip, shown)):
         raise NoPlace("the sketch is empty")
     if not any(file):
-        if any(map(is_marker, shown)):
-            raise NoPlace("the file is empty, and the sketch has a marker for lines that it leaves out")
-        return Merge(bom + "\n".join([*shown, ""]))
+        whole = [line for line in shown if not is_marker(line)]
+        doubt = "" if whole == shown else "the sketch has a marker, and the file is empty: leave markers out"
+        return Merge(bom + "\n".join([*whole, ""]), doubt)
     needless = set[int]()
     while True:
         blocks = sketch_blocks(shown, set(file), needless)
