@@ -352,6 +352,39 @@ def test_large_files_are_merged_in_linear_time():
     assert result.text == text.replace("compute(4000)\n", "compute(4000)\n    other()\n")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n\na\nb\n",
+        "\x0c\na\nb\n",
+        "\u2028\r\na\r\nb\r\n\r\n",
+        "a  \r\nb\nc\nd\n",
+        "a\n\x0c\r\nb\nc",
+        "a\rb\r",
+        "a\n\n\n",
+        "\ufeff\n# the rest\n",
+    ],
+)
+def test_a_sketch_of_the_whole_file_changes_nothing(text):
+    assert merge(text, text).text == text
+
+
+@pytest.mark.parametrize("sketch", ["\n\na\nx\nb\n\n", "\nx\n# ...\n", "# ...\nx\n\n\n"])
+def test_blank_lines_around_a_sketch_are_not_written(sketch):
+    text = merge("a\nb\n", sketch).text
+    assert "x\n" in text
+    assert "\n\n" not in "\n" + text
+
+
+def test_large_sketches_and_long_lines_take_bounded_time():
+    lines, start = [f"x{i} = {i}" for i in range(10_000)], time.monotonic()
+    for sketch in ("\n".join(lines), "y\n" * 100_000, "\n# ...\n".join(lines[:4000:2])):
+        with pytest.raises(UserError, match="at most"):
+            Edit("\n".join(lines), sketch).draft()
+    assert merge(f"x = 1\n{'ab' * 50_000}c\ny = 2\n", f"# ...\nx = 1\n{'ab' * 50_000}d\n# ...\n").doubt
+    assert time.monotonic() - start < 10
+
+
 def test_it_needs_no_torch():
     code = "import sys, etude.edits.merge, etude.edits.edit; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
