@@ -199,6 +199,28 @@ def test_a_place_without_loss_beats_a_chain_of_equal_lines():
     assert (result.text, result.doubt) == (ALIKE.replace("def test_closed", f"{NEW}\n\ndef test_closed"), "")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("import os", "import re"),
+        ("    self.a = a", "    self.b = b"),
+        ("def load(path):", "def loads(path):"),
+        ('  <div className="list">', '    <ul className="list">'),
+    ],
+)
+def test_a_new_line_that_only_resembles_a_line_is_in_doubt(old, new):
+    """Between two markers it may be an addition."""
+    assert merge(f"one()\n{old}\n\nthree()\n", f"# ...\n{new}\n# ...\n").doubt
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("limit_of_all = 1", "limit_of_all = 2"), ("def f(a, b):", "def f(a, b, c):")]
+)
+def test_a_new_version_of_one_line_replaces_it(old, new):
+    result = merge(f"one()\n{old}\n\nthree()\n", f"# ...\n{new}\n# ...\n")
+    assert (result.text, result.doubt) == (f"one()\n{new}\n\nthree()\n", "")
+
+
 def test_a_deletion_that_may_be_another_is_in_doubt():
     # Both deletions that end at the line of the next test are possible, and so is none.
     assert merge(ALIKE, "# ...\n    box = unit.make()\n    box.put(1)\n    box.clear()\n# ...\n").doubt

@@ -40,6 +40,8 @@ _ROLE = re.compile(
     r"|((?:def|class|func|function) \w+))"
 )
 
+_WORD = re.compile(r"\w+")
+
 
 @dataclass(frozen=True)
 class Merge:
@@ -295,7 +297,16 @@ def _new_text(block: SketchBlock, file: Sequence[str], low: int, high: int) -> t
             return (at, at), "the new lines may replace others: show a line of the file beside them" if unsure else ""
     if alike is None:
         raise NoPlace(f"no line of {block.name} is in the file")
-    return alike, ""
+    replaced = [file[j] for j in range(*alike) if file[j]]
+    if all(any(_is_version(line, old) for line in block.trimmed) for old in replaced):
+        return alike, ""
+    return alike, f"{block.name} may replace lines or stand beside them: show a line of the file beside it"
+
+
+def _is_version(line: str, old: str) -> bool:
+    """Whether a line can hardly stand beside another: it does the same, or has all of its words."""
+    same = bool(role := _role(line)) and role == _role(old)
+    return indent(line) == indent(old) and (same or set(_WORD.findall(old)) <= set(_WORD.findall(line)))
 
 
 def _most_similar(lines: Sequence[str], file: Sequence[str], low: int, high: int) -> tuple[int, int] | None:
