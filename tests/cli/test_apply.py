@@ -89,6 +89,7 @@ def test_colours_on_a_terminal(file, capsys, monkeypatch):
         (b"a = 1\n", ["--edit", "# ...\nzebra(17)\n# ...\n"], "quote a line of the file"),
         (b"a = 1\n", [], "one of the two"),
         (b"a = 1\n", ["--edit", "a = 2", "--edit-file", "x"], "one of the two"),
+        (b"a = 1\n", ["--edit", "a = 1\n\udcff\n"], "not UTF-8"),
         (b"a = 1\n", ["--edit-file", "nowhere.txt"], "cannot be read"),
         (b"a = 1\n", ["--edit", "a = 2\n", "--model", "nowhere"], "nowhere is not a folder"),
         (None, ["--edit", "x"], "cannot be read"),

@@ -199,6 +199,28 @@ def test_a_place_without_loss_beats_a_chain_of_equal_lines():
     assert (result.text, result.doubt) == (ALIKE.replace("def test_closed", f"{NEW}\n\ndef test_closed"), "")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("import os", "import re"),
+        ("    self.a = a", "    self.b = b"),
+        ("def load(path):", "def loads(path):"),
+        ('  <div className="list">', '    <ul className="list">'),
+    ],
+)
+def test_a_new_line_that_only_resembles_a_line_is_in_doubt(old, new):
+    """Between two markers it may be an addition."""
+    assert merge(f"one()\n{old}\n\nthree()\n", f"# ...\n{new}\n# ...\n").doubt
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("limit_of_all = 1", "limit_of_all = 2"), ("def f(a, b):", "def f(a, b, c):")]
+)
+def test_a_new_version_of_one_line_replaces_it(old, new):
+    result = merge(f"one()\n{old}\n\nthree()\n", f"# ...\n{new}\n# ...\n")
+    assert (result.text, result.doubt) == (f"one()\n{new}\n\nthree()\n", "")
+
+
 def test_a_deletion_that_may_be_another_is_in_doubt():
     # Both deletions that end at the line of the next test are possible, and so is none.
     assert merge(ALIKE, "# ...\n    box = unit.make()\n    box.put(1)\n    box.clear()\n# ...\n").doubt
@@ -350,6 +372,39 @@ def test_large_files_are_merged_in_linear_time():
     result = merge(text, "# ...\nvalue_4000 = compute(4000)\n    other()\n    return\n# ...\n")
     assert time.process_time() - start < 5.0  # seconds of this process; it takes some tenths
     assert result.text == text.replace("compute(4000)\n", "compute(4000)\n    other()\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n\na\nb\n",
+        "\x0c\na\nb\n",
+        "\u2028\r\na\r\nb\r\n\r\n",
+        "a  \r\nb\nc\nd\n",
+        "a\n\x0c\r\nb\nc",
+        "a\rb\r",
+        "a\n\n\n",
+        "\ufeff\n# the rest\n",
+    ],
+)
+def test_a_sketch_of_the_whole_file_changes_nothing(text):
+    assert merge(text, text).text == text
+
+
+@pytest.mark.parametrize("sketch", ["\n\na\nx\nb\n\n", "\nx\n# ...\n", "# ...\nx\n\n\n"])
+def test_blank_lines_around_a_sketch_are_not_written(sketch):
+    text = merge("a\nb\n", sketch).text
+    assert "x\n" in text
+    assert "\n\n" not in "\n" + text
+
+
+def test_large_sketches_and_long_lines_take_bounded_time():
+    lines, start = [f"x{i} = {i}" for i in range(10_000)], time.monotonic()
+    for sketch in ("\n".join(lines), "y\n" * 100_000, "\n# ...\n".join(lines[:4000:2])):
+        with pytest.raises(UserError, match="at most"):
+            Edit("\n".join(lines), sketch).draft()
+    assert merge(f"x = 1\n{'ab' * 50_000}c\ny = 2\n", f"# ...\nx = 1\n{'ab' * 50_000}d\n# ...\n").doubt
+    assert time.monotonic() - start < 10
 
 
 def test_it_needs_no_torch():

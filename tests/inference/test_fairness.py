@@ -68,6 +68,26 @@ def test_a_lighter_client_takes_the_place_of_a_heavier_one(model, short: str) ->
     assert engine.scheduler.loads.unfinished(FLOOD) == 0
 
 
+def test_a_place_with_a_common_prefix_frees_no_page_of_it(model) -> None:
+    """The pages that a lighter client shares with a heavier one are taken already."""
+    config = EngineConfig(max_batch=16, speculate=False)
+    page = Engine(model, config).cache.page_bytes
+    config = config.model_copy(update={"cache_mb": 16.5 * page / 2**20})
+    common = prompt(2 * BLOCK, 1)
+    for pages in (3, 4, 5):
+        engine = Engine(model, config, max_length=8 * BLOCK)
+        ids = [*(prompt(5, n) for n in range(3)), common + prompt(5, 3)]
+        flood = submitted(engine, FLOOD, *(Request(ids=each, max_tokens=4 * BLOCK - len(each)) for each in ids))
+        for _ in range(12):
+            engine.step()
+        assert engine.cache.available == 0
+        honest = submitted(engine, HONEST, Request(ids=[*common, 5], max_tokens=(pages - 2) * BLOCK - 1))
+        steps_until(engine, *flood, *honest)
+        assert engine.counters.displaced == (1 if pages < 5 else 2)
+        assert [len(each.future.result().ids) for each in honest] == [(pages - 2) * BLOCK - 1]
+        assert len(engine.cache.free) + engine.cache.idle == engine.cache.num_pages
+
+
 def test_a_sequence_that_gave_its_place_goes_on_as_if_it_had_not(model) -> None:
     rng = random.Random(1)
     config = EngineConfig(max_batch=3, speculate=False, prefill_tokens=24)

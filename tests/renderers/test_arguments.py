@@ -203,3 +203,12 @@ def test_arguments_fit_or_the_sentence_says_why(arguments: dict[str, Any], taken
         found = fitted(call, parameters)
         assert found == taken
         assert all(type(found[key]) is type(value) for key, value in taken.items())
+
+
+def test_arguments_that_readers_in_python_cannot_follow_are_malformed():
+    """The schema of a tool was not checked for them deep in a stack, and its function got a list as text."""
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        texts = {depth: f'{{"path": {opening * depth}1{closing * depth}}}' for depth in (99, 100, 900)}
+        assert read_call("f", texts[99]).arguments is not None
+        assert "nested more than 100 deep" in read_call("f", texts[100]).error
+        assert read_call("f", texts[900]).arguments is None

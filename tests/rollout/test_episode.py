@@ -125,7 +125,7 @@ def test_a_sketch_is_laid_by_what_the_run_names(dataset: Dataset, hermes: Render
     merged, by_model = asyncio.run(both())
     assert (merged.reward, merged.turns[0].results) == (1.0, ("ok",))
     assert (by_model.reward, by_model.turns[0].results) == (0.0, ("ok",))
-    assert asked == [Edit(SOURCE, sketch, path="src/shop.py")]
+    assert asked == [Edit(SOURCE, sketch, path=PATH)]
 
 
 class Fake:

@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         raise UserError("give the sketch of the edit with --edit TEXT or --edit-file FILE, one of the two")
     if sketch is None:
         sketch = read_text(arguments.edit_file)
+    elif sketch.encode(errors="ignore").decode() != sketch:
+        raise UserError("the text of --edit is not UTF-8: give it with --edit-file, in UTF-8")
     before = read_text(path)
     edit = Edit(before, sketch, arguments.instruction, path.name)
     if arguments.model is None:

@@ -5,12 +5,14 @@ from pathlib import Path
 
 from etude.code import language_of, lines_of
 from etude.edits.merge import Merge, merge
-from etude.edits.sketch_blocks import NoPlace
+from etude.edits.sketch_blocks import NoPlace, is_marker
 from etude.errors import UserError
 
 MAX_BYTES = 1 << 20
 MAX_LINES = 10_000
 _MAX_SKETCH = 1 << 18
+_MAX_MARKERS = 200  # each takes memory for every line of the file
+_MAX_WORK = 40_000_000  # lines of the file times lines of the sketch: about ten seconds
 
 
 class DoesNotFit(UserError):
@@ -51,6 +53,12 @@ class Edit:
             )
         if len(self.sketch) > _MAX_SKETCH:
             raise UserError(f"the sketch has {len(self.sketch)} characters; give at most {_MAX_SKETCH}")
+        shown = len(lines_of(self.sketch))
+        markers = sum(map(is_marker, lines_of(self.sketch)))
+        if markers > _MAX_MARKERS:
+            raise UserError(f"the sketch has {markers} markers; give at most {_MAX_MARKERS}")
+        if lines * shown > _MAX_WORK:
+            raise UserError(f"the sketch has {shown} lines; for a file of {lines} give at most {_MAX_WORK // lines}")
         try:
             return merge(self.text, self.sketch, language_of(self.path))
         except NoPlace as e:

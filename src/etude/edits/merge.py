@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import pairwise
 
-from etude.code import has_syntax, lines_of, parses
+from etude.code import has_syntax, lines_of, parses, shown_lines
 from etude.edits.indentation import at_file_indentation, indent
 from etude.edits.placement import BLANK, UNKNOWN, PlacedBlock, Placement, place
 from etude.edits.sketch_blocks import NoPlace, SketchBlock, is_marker, sketch_blocks, sketch_lines
@@ -26,6 +26,7 @@ MARGIN = 2.5
 """A placement with a smaller margin is one of several, chosen on the same commits as the costs of `placement`."""
 _ALIKE = 0.6  # similarity of two lines from which one may be the other's new text
 _SURELY_ALIKE = 0.75  # the same for a block that has no line of the file
+_COMPARED = 400  # characters of a line, at most: the time is quadratic in them
 _DELETED = 20  # lines that a block may delete beyond four times the lines that it shows
 
 
@@ -38,6 +39,8 @@ _ROLE = re.compile(
     r"\s*(?:(return|raise|throw|break|continue)\b|(?:const |let |var )?([\w.\[\]'\"]+)(?:\s*:[^=]*)?\s*:?=[^=]"
     r"|((?:def|class|func|function) \w+))"
 )
+
+_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ def _written(lines: Sequence[str], file: Sequence[str], replacements: Sequence[_
             there = own.get(line.rstrip())
             kept = there.pop(0) if there else ""
             # Models leave blanks at line ends out, and do not invent them.
-            merged.append(kept if kept and line == line.rstrip() else line + newline)
+            same = kept and line in (line.rstrip(), *shown_lines(kept))
+            merged.append(kept if same else line + newline)
         at = max(at, placed.end)
     merged += lines[at:]
     result = "".join([line if line.endswith("\n") else line + newline for line in merged])
@@ -293,7 +297,16 @@ def _new_text(block: SketchBlock, file: Sequence[str], low: int, high: int) -> t
             return (at, at), "the new lines may replace others: show a line of the file beside them" if unsure else ""
     if alike is None:
         raise NoPlace(f"no line of {block.name} is in the file")
-    return alike, ""
+    replaced = [file[j] for j in range(*alike) if file[j]]
+    if all(any(_is_version(line, old) for line in block.trimmed) for old in replaced):
+        return alike, ""
+    return alike, f"{block.name} may replace lines or stand beside them: show a line of the file beside it"
+
+
+def _is_version(line: str, old: str) -> bool:
+    """Whether a line can hardly stand beside another: it does the same, or has all of its words."""
+    same = bool(role := _role(line)) and role == _role(old)
+    return indent(line) == indent(old) and (same or set(_WORD.findall(old)) <= set(_WORD.findall(line)))
 
 
 def _most_similar(lines: Sequence[str], file: Sequence[str], low: int, high: int) -> tuple[int, int] | None:
@@ -301,7 +314,7 @@ def _most_similar(lines: Sequence[str], file: Sequence[str], low: int, high: int
     places = set[int]()
     for line in lines[:20]:
         ratios = sorted(
-            (SequenceMatcher(None, line, file[j], autojunk=False).ratio(), j)
+            (_matcher(line, file[j]).ratio(), j)
             for j in range(low, high)
             if len(line.strip()) > 4 and _alike(line, file[j])
         )
@@ -315,18 +328,23 @@ def _most_similar(lines: Sequence[str], file: Sequence[str], low: int, high: int
     return min(places), max(places) + 1
 
 
+def _matcher(line: str, other: str) -> SequenceMatcher[str]:
+    return SequenceMatcher(None, line[:_COMPARED], other[:_COMPARED], autojunk=False)
+
+
 def _alike(line: str, other: str) -> bool:
     if not line.strip() or not other.strip():
         return False
-    matcher = SequenceMatcher(None, line.strip(), other.strip(), autojunk=False)
+    matcher = _matcher(line.strip(), other.strip())
     return matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE and matcher.ratio() >= _ALIKE
 
 
 def _without_layout(block: SketchBlock, file: Sequence[str], at: int) -> Sequence[str]:
-    """The lines of a block without blank lines beside a marker, if the file has blank lines there as well."""
+    """The lines of a block without blank lines at the ends of the sketch or of the file, or where the file has blank
+    lines as well."""
     lines, before, after = block.lines, at, at
-    while block.marker_before and not lines[0].strip() and before and not file[before - 1]:
+    while not lines[0].strip() and not (block.marker_before and before and file[before - 1]):
         lines, before = lines[1:], before - 1
-    while block.marker_after and not lines[-1].strip() and after < len(file) and not file[after]:
+    while not lines[-1].strip() and not (block.marker_after and after < len(file) and file[after]):
         lines, after = lines[:-1], after + 1
     return lines

@@ -40,10 +40,9 @@ class SketchBlock:
 
     @property
     def trimmed(self) -> Sequence[str]:
-        """The lines without blank lines beside a marker, which are layout of the sketch."""
+        """The lines without blank lines at the ends, which are layout of the sketch."""
         filled = [i for i, line in enumerate(self.lines) if line.strip()]
-        start = filled[0] if self.marker_before else 0
-        return self.lines[start : filled[-1] + 1 if self.marker_after else len(self.lines)]
+        return self.lines[filled[0] : filled[-1] + 1]
 
     @property
     def name(self) -> str:

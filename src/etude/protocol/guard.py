@@ -42,7 +42,7 @@ class ServiceLimits:
     held_bytes: int = 256 << 20  # of all bodies larger than 64 KiB whose requests are not answered yet
     body_seconds: float = 30.0
     still_seconds: float = 5.0  # during which at least `still_bytes` of a body come; a lost packet takes one or two
-    still_bytes: int = 16 << 10
+    still_bytes: int = 4 << 10
     head_bytes: int = 32 << 10
     head_seconds: float = 10.0
     idle_seconds: int = 5

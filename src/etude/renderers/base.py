@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]  # OpenAI chat format: role, content, tool_calls, tool_call_id
 Tool = Mapping[str, Any]  # OpenAI tool format: {"type": "function", "function": {"name", "description", "parameters"}}
 ROLES = ("system", "user", "assistant", "tool")
+_DEEPEST = 100  # lists and objects within each other, in arguments: readers in Python end at some hundreds
 TITLE = 200  # largest number of characters of a title
 
 
@@ -216,13 +217,14 @@ def checked(name: str, arguments: dict[str, object]) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
-def unlike_json(value: object) -> str:
-    """The part of a value that JSON lacks, as a reason; "" without."""
-    if isinstance(value, dict):
-        odd = next((f"the name {key!r} is no text" for key in value if not isinstance(key, str)), "")
-        return odd or next(filter(None, map(unlike_json, value.values())), "")
-    if isinstance(value, list):
-        return next(filter(None, map(unlike_json, value)), "")
+def unlike_json(value: object, depth: int = 0) -> str:
+    """The part of a value that JSON or its readers lack, as a reason; "" without."""
+    if depth > _DEEPEST:
+        return f"they are nested more than {_DEEPEST} deep"
+    if isinstance(value, dict | list):
+        names, parts = (value, value.values()) if isinstance(value, dict) else ((), value)
+        odd = next((f"the name {key!r} is no text" for key in names if not isinstance(key, str)), "")
+        return odd or next(filter(None, (unlike_json(part, depth + 1) for part in parts)), "")
     if isinstance(value, float) and not math.isfinite(value):
         return f"{json.dumps(value)} is no number"
     return "" if value is None or isinstance(value, str | int | float) else f"{type(value).__name__} is no type"

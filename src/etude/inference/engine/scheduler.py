@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from etude.config import EngineConfig
-from etude.inference.engine.cache import NO_MATCH, Match, PagedCache, cache_bytes
+from etude.inference.engine.cache import NO_MATCH, CacheNode, Match, PagedCache, cache_bytes
 from etude.inference.engine.counters import Counters
 from etude.inference.engine.documents import Documents
 from etude.inference.engine.fairness import ClientLoads, PassShares
@@ -167,20 +167,24 @@ class Scheduler:
         if self._several:
             self.waiting = deque(sorted(self.waiting, key=lambda each: (*order[each.client], each.number)))
 
-    def _make_room(self, sequence: RunningSequence, pages: int) -> bool:
+    def _make_room(self, sequence: RunningSequence, pages: int, match: Match = NO_MATCH) -> bool:
         """Lets sequences of heavier clients give their places until a slot is free and so many pages more are
-        available: the heaviest client's first, the last come first. False if that is not enough: then none does."""
+        available beside those of the match: the heaviest client's first, the last come first. False if that is not
+        enough: then none does."""
         if self._serial or not self._changed:
             return False
         heavier = [o for o in (*self.prefilling, *self.decoding) if self.loads.lighter(sequence.client, o.client)]
         heavier.sort(key=lambda other: (*self.loads.of(other.client), other.number), reverse=True)
         giving, freed = list[RunningSequence](), 0
+        matched, givers = {*match.nodes, match.partial}, Counter[CacheNode]()
         for other in heavier:
             if freed >= pages and (giving or self.states.free):
                 break
             if other.can_give_place:
                 giving.append(other)
-                freed += len(other.pages) - sum(node.users > 1 for node in other.held)
+                givers.update(other.held)
+                left = (node for node in other.held if givers[node] == node.users and node not in matched)
+                freed += len(other.pages) - len(other.held) + sum(1 for _ in left)
         if freed < pages or not (giving or self.states.free):
             return False
         for other in giving:
@@ -208,7 +212,7 @@ class Scheduler:
         if not self.documents.gather(sequence, match.length, version):
             return None
         missing = self._missing_pages(sequence, match)
-        if missing > 0 and not (may_displace and self._make_room(sequence, missing)):
+        if missing > 0 and not (may_displace and self._make_room(sequence, missing, match)):
             return False
         self._place(sequence, match, version)
         self.states.open(sequence)

@@ -184,7 +184,7 @@ def sources(tokenizer: Tokenizer, prompt: list[int]) -> tuple[DraftSource, ...]:
     if edit is None:
         return ()
     try:
-        merged = [Edit(edit.code, edit.update).merged()] if edit.update.strip() else []
+        merged = [Edit(edit.code, edit.update).draft().text] if edit.update.strip() else []
     except UserError:  # too large, or a sketch that fits no place: go on without the merge
         merged = []
     # The answer begins with the opening tag, unless the prompt ends with it.

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 300.0  # seconds that one turn may wait for busy servers in all
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+LEAST_WAIT = 0.1  # whatever the server says: "retry-after: 0" would be asked without end
 REACH_SECONDS = 30.0  # until a server answers its first request
 _BUSY = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _WRONG = frozenset({400, 413, 422})  # about a request, not about who sends it and where
@@ -98,7 +99,7 @@ class ChatClient:
                 raise UserError(f"{self.model.url} is no URL of an API: {e}") from None
             except httpx2.TransportError as e:
                 busy, after = f"{type(e).__name__} {e}", None
-            pause = min(LONGEST_WAIT, after if after is not None else wait * random.uniform(0.5, 1.0))
+            pause = min(LONGEST_WAIT, max(LEAST_WAIT, after) if after is not None else wait * random.uniform(0.5, 1.0))
             if time.monotonic() - started + pause > self._patience:
                 raise EngineError(f"{self.model.url} was busy for {self._patience:.0f} seconds ({busy})")
             await asyncio.sleep(pause)
