@@ -370,7 +370,7 @@ async def _send_cases(target: FuzzTarget, grammar: Grammar, end: float, report: 
             continue
         status = head.split(b" ", 2)[1].decode() if head.startswith(b"HTTP/1.1 ") else "none"
         report.statuses[status] += 1
-        busy = status == "503" and b"\r\nretry-after:" in head.lower()
+        busy = status in ("503", "529") and b"\r\nretry-after:" in head.lower()
         if status.startswith("5") and not busy:
             report.wrong.append((status, data[:2000], head[:1000]))
 

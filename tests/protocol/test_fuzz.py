@@ -229,7 +229,8 @@ def gateway(folder: Path) -> Iterator[FuzzTarget]:
 @contextmanager
 def endpoint(folder: Path) -> Iterator[FuzzTarget]:
     ready = folder / "endpoint.json"
-    child = processes.start("endpoint", ["tests.helpers.endpoint_process", str(ready)], folder / "endpoint.log")
+    words = ["tests.helpers.endpoint_process", str(ready)]
+    child = processes.start("endpoint", words, folder / "endpoint.log", {"PYTHONPATH": str(Path(__file__).parents[2])})
     try:
         told = json.loads(processes.wait_for_file(ready, child, START_SECONDS))
         key = f"Authorization: Bearer {told['key']}".encode()

@@ -70,7 +70,8 @@ def error(
     """An error in OpenAI's shape."""
     kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return JSONResponse(body, status, headers)
+    again = {"retry-after": str(_RETRY_SECONDS)} if status == 503 else None
+    return JSONResponse(body, status, headers or again)
 
 
 def refused(_: Scope, refusal: Refusal) -> Response:

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from etude.protocol.access import Refusal
 from etude.protocol.apis.chat import sse
-from etude.protocol.apis.conversation import AgentRequest, Kind, RequestRefused
+from etude.protocol.apis.conversation import RETRY, AgentRequest, Kind, RequestRefused
 from etude.protocol.apis.reading import read, request_of
 from etude.protocol.apis.turn import SampledTurn, answered_lines, answering
 
@@ -36,7 +36,8 @@ def parse_request(body: dict[str, Any]) -> AgentRequest:
 
 def refused(refusal: RequestRefused) -> Response:
     """A refusal in the format and with the status of the API."""
-    return JSONResponse(error(refusal), STATUS[refusal.kind][0])
+    headers = RETRY if refusal.kind == "lost" else None
+    return JSONResponse(error(refusal), STATUS[refusal.kind][0], headers)
 
 
 def refusal_of_server(e: Refusal) -> Response:

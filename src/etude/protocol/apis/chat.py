@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from etude.protocol.apis.conversation import AgentRequest, Kind, RequestRefused, invalid
+from etude.protocol.apis.conversation import RETRY, AgentRequest, Kind, RequestRefused, invalid
 from etude.protocol.apis.reading import read, request_of
 from etude.protocol.apis.turn import SampledTurn, answered_lines, answering, merge_streams
 from etude.records import Generation
@@ -35,7 +35,8 @@ def parse_request(body: dict[str, Any]) -> AgentRequest:
 
 def refused(refusal: RequestRefused) -> Response:
     """A refusal in the format and with the status of the API."""
-    return JSONResponse(error(refusal), STATUS[refusal.kind][0])
+    headers = RETRY if refusal.kind == "lost" else None
+    return JSONResponse(error(refusal), STATUS[refusal.kind][0], headers)
 
 
 def error(refusal: RequestRefused) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import blake3
 from etude.renderers import Message, Tool, content_text
 
 MAX_STOPS, MAX_STOP = 16, 1024  # texts that end an answer, and characters of each
+RETRY = {"retry-after": "1"}
+"""Headers of a refusal of kind "lost": the same request may be answered in a second."""
 Kind = Literal["invalid", "key", "unknown", "context", "spent", "lost", "failed"]
 
 
