@@ -22,6 +22,7 @@ from etude.renderers.base import Tool, ToolError, checked, malformed, one_line, 
 STEPS = 2000
 LARGEST = 1 << 17  # characters of a schema that is read
 _CACHED = 4000  # characters of arguments whose error is kept: a stream asks for it again and again
+_CACHED_SCHEMA = 16_384  # characters; clients choose the schemas, and a parsed one takes ten times the memory
 JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
 _UNTRIED = ("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "format")
 _READ = 32  # values of an argument, at most
@@ -180,14 +181,16 @@ def _error(parameters: Any, arguments: Mapping[str, Any], key: str | None = None
         return None
     if len(schema) > LARGEST:
         return None
-    return (_first_error if len(instance) <= _CACHED else _first_error.__wrapped__)(schema, instance, key)
+    small = len(schema) <= _CACHED_SCHEMA and len(instance) <= _CACHED
+    return (_first_error if small else _first_error.__wrapped__)(schema, instance, key)
 
 
 @lru_cache(maxsize=256)
 def _first_error(schema: str, arguments: str, key: str | None) -> Any:
     token, errors = _left.set(STEPS), list[Any]()
     with suppress(Exception):  # whatever a broken schema provokes in the library, a loop of references included
-        errors.extend(_validator(schema).iter_errors(json.loads(arguments)))
+        validator = (_validator if len(schema) <= _CACHED_SCHEMA else _validator.__wrapped__)(schema)
+        errors.extend(validator.iter_errors(json.loads(arguments)))
     _left.reset(token)
     errors = [error for error in errors if key is None or _place(error)[:1] == [key]]
     return min(errors, key=lambda error: list(map(str, _place(error))), default=None)  # the library's order varies
