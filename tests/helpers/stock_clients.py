@@ -26,7 +26,15 @@ def of_openai():
     response = client.responses.create(model="nano", input=ASK[0]["content"], max_output_tokens=200, temperature=0.0)
     with client.responses.stream(model="nano", input=ASK[0]["content"], max_output_tokens=300, temperature=0) as events:
         streamed = events.get_final_response()
-    second = client.responses.create(model="nano", input="go on", previous_response_id=response.id, max_output_tokens=4)
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "ok"}
+        for item in response.output
+        if item.type == "function_call"
+    ]
+    going_on = [*results, {"role": "user", "content": "go on"}]
+    second = client.responses.create(
+        model="nano", input=going_on, previous_response_id=response.id, max_output_tokens=4
+    )
     try:
         client.responses.create(model="nano", input="word " * 5000)
     except openai.BadRequestError as e:
