@@ -228,7 +228,7 @@ def test_text_without_a_call_ends_the_episode(dialect: tuple[Renderer, Speaker])
     assert (draft.stop_reason, len(draft.turns)) == (StopReason.FINISHED, 1)
     assert draft.turns[0].results == ()
     empty = play(renderer, Scripted([[]]))
-    assert (empty.stop_reason, empty.segments) == (StopReason.FINISHED, ())
+    assert (empty.stop_reason, empty.segments) == (StopReason.TOKENS, ())
 
 
 def test_calls_after_finish_are_not_run(dialect: tuple[Renderer, Speaker]) -> None:

@@ -54,7 +54,7 @@ def edit_tasks(folder: Path, renderer: Renderer, budget: Budget) -> Taskset:
 def played(tables: Path, renderer: Renderer, policy: Any, budget: Budget = BUDGET) -> Episode:
     taskset = edit_tasks(tables, renderer, BUDGET)
     no_box: Any = None
-    setting = RolloutContext(taskset, no_box, EngineModel(policy, renderer, Sampling(max_tokens=20)), budget)
+    setting = RolloutContext(taskset, no_box, EngineModel(policy, renderer, Sampling()), budget)
     episode = asyncio.run(run_episode(setting, taskset.by_id["e1"], EpisodeId(3, 1, 0, 5)))
     return with_reward(decode(encode(episode), Episode), RewardConfig(), budget)
 

@@ -65,6 +65,10 @@ class RolloutConfig(Section):
     temperature: float = option(1.0, "of sampling; engines take less for 0", ge=1e-4)
     turns: int = Field(default=6, ge=1)
     tokens: int = option(320, "sampled tokens of an episode", ge=1)
+    turn_tokens: int | None = option(None, "sampled tokens of a turn; none: as many as the episode has left", ge=1)
+    thinking_budget: int | None = option(
+        None, "sampled tokens of a turn after which an open thought is closed; none: no limit", ge=1
+    )
     context: int = option(1024, "prompt and sampled tokens of an episode, or of a segment", ge=64)
     summarise_at: int = option(0, "tokens of a segment after which a summary begins a new one; 0: never", ge=0)
     summary_tokens: int = option(512, "sampled tokens of a summary, at most", ge=1)
@@ -97,6 +101,18 @@ class RolloutConfig(Section):
                 f"rollout.summarise_at = {self.summarise_at} and two summaries of {self.summary_tokens} tokens do not "
                 f"fit into rollout.context = {self.context}; lower one of the first two"
             )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _a_thought_leaves_room(self) -> RolloutConfig:
+        budget, turn = self.thinking_budget, min(self.turn_tokens or self.tokens, self.tokens)
+        if budget is not None and budget >= turn:
+            raise ValueError(
+                f"rollout.thinking_budget = {budget} leaves nothing of the {turn} tokens of a turn: lower it, or raise "
+                f"rollout.{'turn_tokens' if turn < self.tokens else 'tokens'}"
+            )
+        if budget is not None and self.agent is not None:
+            raise ValueError("rollout.thinking_budget is for the built-in loop: drop it, or rollout.agent")
         return self
 
     def budget(self) -> Budget:

@@ -44,13 +44,16 @@ _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo
 
 @dataclass(frozen=True)
 class Sampling:
-    """How turns are sampled; `max_tokens` bounds one turn, and with `routes` the experts of every token are kept. With
-    `documents` the open file, and the files and matches that the agent reads, are sent as documents
-    (docs/documents.md). A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0: never."""
+    """How turns are sampled; `max_tokens` bounds one turn, and by default the rest of the episode's budget does. A
+    thought of `thinking_budget` tokens is closed, and the turn goes on behind it. With `routes` the experts of every
+    token are kept. With `documents` the open file, and the files and matches that the agent reads, are sent as
+    documents (docs/documents.md). A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0:
+    never."""
 
     temperature: float = 1.0
     top_p: float = 1.0
-    max_tokens: int = 1024
+    max_tokens: int | None = None
+    thinking_budget: int | None = None
     routes: bool = False
     documents: bool = False
     summarise_at: int = 0
@@ -237,7 +240,7 @@ async def _play(budget: Budget, source: TurnSource, tools: Tools) -> StopReason:
                 source.turns[-1], calls=tuple(calls), results=tuple(results), seconds_tools=ended - sampled
             )
             if finished or not calls:
-                return StopReason.FINISHED
+                return StopReason.FINISHED if finished or not source.cut else StopReason.TOKENS
             if ended >= tools.deadline:
                 return StopReason.SECONDS
             await source.show(calls, results)
@@ -260,6 +263,7 @@ class _Turns:
         self._spec = spec
         self._opening = opening
         self._tools = opening.tools
+        self.cut = False  # whether the last turn ended at its limit of tokens
 
     def answer(self) -> str:
         """The text of the last turn, without thoughts and calls."""
@@ -275,8 +279,11 @@ class _Turns:
             raise _BudgetSpent(StopReason.SECONDS)
         return seconds
 
-    def _add_turn(self, text: str, seconds: float, *, cut: bool) -> None:
+    def _ended(self, cut: bool) -> None:
+        self.cut = cut
         self._tools.metrics["truncated"] += cut
+
+    def _add_turn(self, text: str, seconds: float) -> None:
         self.turns.append(Turn(text=text, calls=(), results=(), seconds_model=seconds, seconds_tools=0.0))
 
 
@@ -313,12 +320,27 @@ class _EngineTurns(_Turns):
 
     async def sample(self) -> Sequence[ToolCall]:
         """The calls of the next turn. Raises _BudgetSpent, Aborted or EngineError."""
-        generation = await self._sample(self._sampling.max_tokens)
+        generation = await self._turn(self._sampling.max_tokens or self._spec.budget.tokens)
         self._acted += 1
         return self._renderer.parse(generation.ids, generation.finish_reason, self._tools.schemas).calls
 
+    async def _turn(self, max_tokens: int) -> Generation:
+        """A turn of at most `max_tokens` tokens. What has reached the budget of thoughts is a turn of the ledger: if
+        its thought is open, tokens that close the thought follow with mask 0; then comes the rest. Raises _BudgetSpent
+        or Aborted."""
+        first = min(self._sampling.thinking_budget or max_tokens, max_tokens)
+        generation = await self._sample(first)
+        if generation.finish_reason == "length" and len(generation.ids) == first < max_tokens:
+            self._next = closing = self._renderer.end_of_thought(generation.ids)
+            self._tools.metrics["thoughts_closed"] += bool(closing)
+            rest = await self._sample(max_tokens - first)
+            generation = msgspec.structs.replace(rest, ids=[*generation.ids, *closing, *rest.ids])
+        self._generation = generation
+        self._ended(generation.finish_reason == "length")
+        return generation
+
     async def _sample(self, max_tokens: int) -> Generation:
-        """Appends `_next` to the ledger, and samples a turn after it. Raises _BudgetSpent or Aborted."""
+        """Appends `_next` to the ledger, and samples tokens after it. Raises _BudgetSpent or Aborted."""
         ledger, budget = self._ledger, self._spec.budget
         # A result that does not fit stays out: a segment is never longer than the budget.
         if len(ledger) + len(self._next) >= budget.context or ledger.sampled >= budget.tokens:
@@ -330,11 +352,9 @@ class _EngineTurns(_Turns):
             generation = await self._model.sample(ledger, most, turn_seed(self._spec.seed, len(self.turns)), seconds)
         except TimeoutError:
             raise _BudgetSpent(StopReason.SECONDS) from None
-        self._generation = generation
         self._document_tokens["document_tokens"] += sum(map(len, ledger.documents))
         self._document_tokens["cached_document_tokens"] += generation.cached_document_tokens
-        text = self._renderer.text(generation.ids)
-        self._add_turn(text, time.monotonic() - started, cut=generation.finish_reason == "length")
+        self._add_turn(self._renderer.text(generation.ids), time.monotonic() - started)
         return generation
 
     async def show(self, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
@@ -366,7 +386,7 @@ class _EngineTurns(_Turns):
             self._next = self._after_turn([LEFT_OUT] * len(results), SUMMARISE)
         summary = ""
         for last in (False, True):
-            answer = await self._sample(most)
+            answer = await self._turn(most)
             text = self._renderer.parse(answer.ids, answer.finish_reason).text.strip()
             summary = text or summary
             fault = "cut off" if answer.finish_reason == "length" else "" if text else "empty"
@@ -457,7 +477,8 @@ class _ChatTurns(_Turns):
         text, tag = answer.text, self._opening.prefill.rstrip("\n")
         if tag and tag in text and not self.turns:  # the prefill is no part of the answer
             text = text.partition(tag)[2].removeprefix("\n")
-        self._add_turn(text, time.monotonic() - started - answer.waited, cut=answer.cut)
+        self._add_turn(text, time.monotonic() - started - answer.waited)
+        self._ended(answer.cut)
         return answer.calls
 
     async def show(self, calls: Sequence[ToolCall], results: Sequence[str]) -> None:

@@ -66,6 +66,7 @@ class Renderer(Protocol):
     dialect: str  # "compact", or a name of `dialects.DIALECTS`
     digest: str  # blake3 of the tokenizer and template; two processes that exchange ids must agree on it
     stop_ids: tuple[int, ...]  # ids that end a turn
+    thinks: bool  # whether thoughts have tags, so that an open one can be closed
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Ids of a conversation, ending with the generation prompt. Raises ValueError for an unknown role."""
@@ -81,6 +82,10 @@ class Renderer(Protocol):
     ) -> list[int]:
         """Ids from the end of a sampled turn to the start of the next one, with the tools' results and then a user's
         `request`, if there is one, in between. Raises UserError if the template has no place for a request."""
+        ...
+
+    def end_of_thought(self, ids: Sequence[int]) -> list[int]:
+        """Ids that close the thought in which the sampled ids end; none if no thought is open."""
         ...
 
     def plain(self, text: str) -> list[int]:

@@ -63,6 +63,11 @@ class ChatRenderer(MarkedCodec):
         return other
 
     @property
+    def thinks(self) -> bool:
+        """Whether the template has tags of thoughts."""
+        return self._tags[1] in self._template.source and not self._form.dialect.thinks
+
+    @property
     def calls_per_turn(self) -> int | None:
         """1 if the template writes one call per turn, 0 if none, None if any number."""
         return 0 if self._form.dialect is _NO_TOOLS else None if self._form.several else 1
@@ -282,6 +287,12 @@ class ChatRenderer(MarkedCodec):
         arguments = map_strings(read_arguments(function.get("arguments")), lambda text: self.escape(text, mark))
         name, call_id = (self.escape(str(text or ""), mark) for text in (function["name"], call.get("id")))
         return self._form.call(name, arguments, number, call_id)
+
+    def end_of_thought(self, ids: Sequence[int]) -> list[int]:
+        """See `Renderer.end_of_thought`."""
+        (opening, closing), text = self._tags, self.seen(ids)[0].lstrip()
+        within = self._opening.in_thought or text.startswith(opening)
+        return self.encode_marked(f"\n{closing}\n\n", "") if self.thinks and within and closing not in text else []
 
     def _split_thought(self, text: str) -> tuple[str, str]:
         """Reasoning and the rest. A thought begins with the turn, or with the generation prompt."""

@@ -48,6 +48,7 @@ class CompactRenderer(TextCodec):
     """A renderer of the compact dialect; see the module. `digest` covers the tokenizer; the dialect has no template."""
 
     dialect = "compact"
+    thinks = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = {token: tokenizer.token_to_id(token) for token in _CONTROL}
@@ -101,6 +102,10 @@ class CompactRenderer(TextCodec):
         """See `Renderer.follow`."""
         closed = bool(sampled_ids) and sampled_ids[-1] == self._end
         return [*([] if closed else [self._end]), *self.prompt(messages)]
+
+    def end_of_thought(self, ids: Sequence[int]) -> list[int]:
+        """See `Renderer.end_of_thought`. The dialect has no thoughts."""
+        return []
 
     def turn(self, message: Message) -> list[int]:
         """See `Renderer.turn`. The dialect has no place for thoughts."""

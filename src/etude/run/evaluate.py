@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -337,8 +337,7 @@ async def _context(
         try:
             url = await asyncio.to_thread(engine_url, engine, logs)
             async with EngineClient([url], token) as client:
-                sampling = replace(sampling_of(RolloutConfig()), max_tokens=budget.tokens)
-                served = EngineModel(client, measurement.renderer(model), sampling)
+                served = EngineModel(client, measurement.renderer(model), sampling_of(RolloutConfig()))
                 yield RolloutContext(taskset, sandbox, served, budget, toolset=toolset)
         finally:
             engine.stop(10)

@@ -61,6 +61,11 @@ def check_inputs(config: RLConfig) -> None:
         check_agent(config.rollout.agent)
     if config.rollout.apply is not None and renderer.dialect == "compact":
         raise UserError("agents of the compact dialect have no tool `apply`: drop rollout.apply")
+    if config.rollout.thinking_budget is not None and not renderer.thinks:
+        raise UserError(
+            f"rollout.thinking_budget closes thoughts by a tag, and the dialect {renderer.dialect!r} of this model has "
+            "none: drop it, and bound a turn with rollout.turn_tokens"
+        )
     _check_tools(config)
     check_operators(tasks)
     if not tasks.of_repositories:

@@ -112,6 +112,8 @@ def sampling_of(rollout: RolloutConfig, *, routes: bool = False) -> Sampling:
     """The sampling options of a run's turns. With `routes` the experts of every token are recorded."""
     return Sampling(
         temperature=rollout.temperature,
+        max_tokens=rollout.turn_tokens,
+        thinking_budget=rollout.thinking_budget,
         routes=routes,
         documents=rollout.documents,
         summarise_at=rollout.summarise_at,

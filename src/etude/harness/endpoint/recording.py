@@ -238,7 +238,7 @@ class Recording:
         started = time.monotonic()
         ledger, sampling, budget = turn.branch.ledger, self._model.sampling, self._spec.budget
         left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
-        limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
+        limits = left, budget.context - len(ledger), *filter(None, (max_tokens, sampling.max_tokens))
         try:
             generation = await self._model.sample(
                 ledger,

@@ -20,7 +20,7 @@ from etude.code import language_of, shown_lines
 from etude.edits import EditGrade, EditPrompt, Example, edit_prompt, grade_edit, load_examples
 from etude.errors import UserError
 from etude.grading import Grade
-from etude.harness import EngineModel, EpisodeSpec, Opening, Tools, run_agent_loop
+from etude.harness import EpisodeSpec, Opening, Tools, run_agent_loop
 from etude.records import Budget, Outcome, Task
 from etude.renderers import Renderer
 from etude.rollout.environments.agent import Agent
@@ -81,11 +81,9 @@ class AppliedEdits(Environment[EditTask]):
         async def messages(memory: str) -> list[dict[str, str]]:
             return [{"role": "user", "content": edit.content}]
 
-        budget, model = msgspec.structs.replace(spec.budget, turns=1), spec.model
-        if isinstance(model, EngineModel):
-            model = replace(model, sampling=replace(model.sampling, max_tokens=spec.budget.tokens))
+        budget = msgspec.structs.replace(spec.budget, turns=1)
         opening = Opening(_NoTools(task), messages, prefill=edit.opening)
-        return PlayedEpisode(await run_agent_loop(replace(spec, budget=budget, model=model), opening))
+        return PlayedEpisode(await run_agent_loop(replace(spec, budget=budget), opening))
 
     async def grade(self, sandbox: Sandbox, task: EditTask, played: PlayedEpisode) -> GradedEpisode:
         """The grade of the file in the answer, and its kind as figures."""
