@@ -373,7 +373,7 @@ class Skip(Record, frozen=True, kw_only=True):
 
 
 class Anchor(Record, frozen=True, kw_only=True):
-    """Every element of a version."""
+    """Every element of a version. Without parts, they are the weights of the model folder that the run began with."""
 
     version: int
     parts: tuple[PayloadPart, ...]
@@ -416,7 +416,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     run: str  # the same for all versions of a run; random
     writer: str  # the process that wrote it; random
     version: int
-    parent: int | None  # version that the delta applies to; None: no delta, `anchor` holds this very version
+    parent: int | None  # version that the delta applies to; None: no delta, `anchor` is this very version
     delta: tuple[PayloadPart, ...]  # empty if nothing changed
     skips: tuple[Skip, ...] = ()
     anchor: Anchor  # the newest one that was complete when this was published
@@ -439,8 +439,9 @@ class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def kind(self) -> str:
-        """The kind of payload that an engine downloads: "delta", or "anchor" where a chain begins."""
-        return "anchor" if self.parent is None else "delta"
+        """The kind of payload that an engine downloads: "delta", or where a chain begins "anchor", or "folder" if
+        nothing is downloaded."""
+        return "delta" if self.parent is not None else "anchor" if self.anchor.parts else "folder"
 
     @property
     def payload(self) -> tuple[PayloadPart, ...]:

@@ -28,6 +28,7 @@ from etude.weights import (
     published_versions,
     read_private_key,
     read_public_key,
+    rl_config,
 )
 from etude.weights.retention import collect_garbage
 
@@ -46,6 +47,12 @@ def add(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--json", action="store_true", help="print one JSON object as the last line")
         return sub
 
+    began = "model that the run began with: HF folder, run folder, GGUF file, or the name of a model"
+
+    def based(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sub.add_argument("--base", help=f"{began}; default: that of the run folder around the store")
+        return sub
+
     def trusting(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
         sub.add_argument("--public-key", type=Path, help="refuse manifests that this key did not sign")
         return sub
@@ -54,9 +61,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     keygen.add_argument("path", type=Path, help="file for the private key; the public one gets the ending .pub")
     inspect = action("inspect", "list versions, their sizes and how they hang together", json=True)
     inspect.add_argument("version", type=int, nargs="?", help="list this version alone")
-    verify = trusting(action("verify", "read every byte of every version and compare it with the manifests", json=True))
+    text = "read every byte of every version and compare it with the manifests"
+    verify = based(trusting(action("verify", text, json=True)))
     verify.add_argument("--version", type=int, help="verify this version alone")
-    diff = action("diff", "show what changed between two versions, tensor by tensor", json=True)
+    diff = based(action("diff", "show what changed between two versions, tensor by tensor", json=True))
     diff.add_argument("a", type=int, help="version to compare")
     diff.add_argument("b", type=int, help="version to compare it with")
     apply = trusting(action("apply", "bring a model folder that holds one version to another by the fewest bytes"))
@@ -67,7 +75,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     publish.add_argument("folder", help="HF folder, run folder, GGUF file, or the name of a model")
     publish.add_argument("--key", type=Path, help="private key to sign with")
     fetch = trusting(action("fetch", "write a version as a model folder"))
-    began = "model that the run began with: HF folder, run folder, GGUF file, or the name of a model"
     fetch.add_argument("--base", required=True, help=began)
     fetch.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     fetch.add_argument("--version", type=int, help="default: the newest")
@@ -126,9 +133,9 @@ def verify(arguments: argparse.Namespace) -> int:
 
     store = _store(arguments.store)
     with bar() as progress:
-        report = audit(store, _trust(arguments), arguments.version, progress)
+        report = audit(store, _trust(arguments), arguments.version, _base(arguments), progress)
     if arguments.json:
-        figures = {name: getattr(report, name) for name in ("versions", "objects", "bytes", "pruned")}
+        figures = {name: getattr(report, name) for name in ("versions", "objects", "bytes", "pruned", "rebuilt")}
         print(json.dumps({"ok": not report.problems, **figures, "problems": report.problems}))
     if report.problems:
         if not arguments.json:
@@ -141,6 +148,8 @@ def verify(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         pruned = f", {report.pruned} pruned" if report.pruned else ""
         print(f"{report.versions} versions, {report.objects} objects, {report.bytes:,} bytes: all whole{pruned}")
+        if not report.rebuilt:
+            print("the newest was not rebuilt, since its chain begins with the run's model folder: give --base")
     return 0
 
 
@@ -151,7 +160,8 @@ def diff(arguments: argparse.Namespace) -> int:
     store = _store(arguments.store)
     with bar() as progress:
         progress("load", 0, 2)
-        (_, a), (_, b) = load_content(store, arguments.a), load_content(store, arguments.b)
+        folder = _base(arguments)
+        (_, a), (_, b) = (load_content(store, version, folder=folder) for version in (arguments.a, arguments.b))
     if a.schema != b.schema:
         raise UserError(f"versions {arguments.a} and {arguments.b} are of different models and cannot be compared")
     rows: list[dict[str, Any]] = []
@@ -167,6 +177,17 @@ def diff(arguments: argparse.Namespace) -> int:
         print(f"{row['changed']:>12,} of {row['elements']:>12,}  {row['tensor']}")
     print(f"{total:,} of {elements:,} elements differ ({total / max(elements, 1):.3%})")
     return 0
+
+
+def _base(arguments: argparse.Namespace) -> Callable[[], dict[str, Any]] | None:
+    """Reads the tensors of --base, or of the model of the run folder around the store; None without both."""
+    from etude.weights.export import folder_tensors
+
+    base = arguments.base
+    if base is None and "://" not in arguments.store:
+        config = rl_config(Path(arguments.store).absolute().parent)
+        base = None if config is None else config.model.path
+    return None if base is None else lambda: folder_tensors(model_folder(base))
 
 
 def apply(arguments: argparse.Namespace) -> int:

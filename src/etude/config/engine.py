@@ -52,6 +52,12 @@ class InferenceConfig(EngineConfig):
     urls: tuple[str, ...] = option((), "servers of yours that already run, in place of new ones")
     servers: int = option(1, "inference servers of the run", ge=1)
     port: int = option(0, "first port; 0 picks free ones", ge=0, le=65535)
+    start_seconds: float | None = option(
+        None,
+        "deadline of a server's start; none: 180 seconds and 20 for each GB of the model, for vLLM, which may compile "
+        "first, 1,800 and 20",
+        gt=0,
+    )
     python: str | None = option(None, "Python with vLLM; none: $ETUDE_VLLM_PYTHON")
     args: tuple[str, ...] = option((), "further arguments of vLLM's server")
 
@@ -70,7 +76,7 @@ class InferenceConfig(EngineConfig):
         changed = [name for name in fields if getattr(self, name) != fields[name].default]
         of_etude = {"threads", "prefill_tokens", "cache_mb", "documents_mb", "speculate"}
         of_others = {"python", "args"}
-        of_starting = {"servers", "port", "python", "args"}
+        of_starting = {"servers", "port", "start_seconds", "python", "args"}
         if self.engine != "etude" and (wrong := [name for name in changed if name in of_etude]):
             raise ValueError(f"{wrong[0]} is an option of etude's engine: for {self.engine}, give its own with args")
         if self.engine == "etude" and (wrong := [name for name in changed if name in of_others]):

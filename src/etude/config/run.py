@@ -323,6 +323,15 @@ class WeightsConfig(Section):
 
     anchor_share: float = option(0.5, "a full copy is written when deltas since the last exceed this share of it", gt=0)
     anchor_versions: int = option(200, "a full copy is written after so many versions at the latest", ge=1)
+    anchor_first: bool = option(
+        False, "write a full copy of version 0, for readers without the model folder; false: readers load the folder"
+    )
+    seconds: float | None = option(
+        None,
+        "deadline of a version's publication, and of its arrival at all engines; none: 900 and 120 (vLLM: 1,800) "
+        "seconds, and 30 more for each GB of the model",
+        gt=0,
+    )
     signing_key: LocalPath | None = option(None, "file made by `etude weights keygen`; signs manifests")
     relay: str | None = option(None, "URL of a relay that the engines take payloads from")
 

@@ -48,6 +48,11 @@ def shards(root: Path) -> list[Path]:
     return [root / "model.safetensors"]
 
 
+def size_of(root: Path) -> int:
+    """Bytes of a folder's safetensors files; 0 without any."""
+    return sum(file.stat().st_size for file in root.glob("*.safetensors"))
+
+
 def headers(root: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
     """File, name and header entry (dtype, shape, data_offsets) of each tensor. The files must be complete
     (`check_folder`)."""

@@ -20,13 +20,14 @@ import etude
 from etude import processes
 from etude.config import InferenceConfig, RLConfig, ServerConfig, WeightSource
 from etude.errors import UserError, last_line
+from etude.models import size_of
 from etude.protocol import TOKEN_VARIABLE, new_token, own_token
 from etude.protocol.backends import OLDEST_VLLM, EngineBackend, EtudeBackend, VllmBackend, WeightsOf
 from etude.runfolder import PRIVATE
 from etude.store import write_durably
 
-START_SECONDS = 180.0
-VLLM_START_SECONDS = 1800.0  # it may compile first
+START_SECONDS = {"etude": 180.0, "vllm": 1800.0}  # vLLM may compile first
+START_SECONDS_A_GB = 20.0
 WORKER = "etude.inference.vllm.worker.WorkerExtension"
 
 
@@ -67,11 +68,18 @@ def start_engines(
         for number in range(inference.servers):
             own = server_config(folder, config, number)
             children.append(spawn_engine(own, logs, number, token, holds=holds))
-        return children, [engine_url(child, logs, number) for number, child in enumerate(children)]
+        seconds = start_seconds(inference, config.model.path)
+        return children, [engine_url(child, logs, number, seconds) for number, child in enumerate(children)]
     except BaseException:
         for child in children:
             child.stop(1)
         raise
+
+
+def start_seconds(inference: InferenceConfig, model: str | Path) -> float:
+    """The deadline of a server's start."""
+    by_size = START_SECONDS[inference.engine] + START_SECONDS_A_GB * size_of(Path(model)) / 1e9
+    return inference.start_seconds or by_size
 
 
 def backend_of(folder: Path, config: RLConfig) -> EngineBackend:
@@ -144,9 +152,10 @@ def _start_vllm(
         words, python = vllm_arguments(config, port), _python(inference)
         children.append(processes.start("inference server", words, log, env, holds=holds, python=python))
         urls.append(f"http://127.0.0.1:{port}")
-    deadline = time.monotonic() + VLLM_START_SECONDS
+    seconds = start_seconds(inference, config.model.path)
+    deadline = time.monotonic() + seconds
     for child, url in zip(children, urls, strict=True):
-        _wait_for_health(child, url, deadline)
+        _wait_for_health(child, url, deadline, seconds)
     return urls
 
 
@@ -175,7 +184,7 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def _wait_for_health(child: processes.Child, url: str, deadline: float) -> None:
+def _wait_for_health(child: processes.Child, url: str, deadline: float, seconds: float) -> None:
     while time.monotonic() < deadline:
         if child.exit_code is not None:
             raise UserError(child.failure() or f"the {child.name} ended before it was ready; see {child.log}")
@@ -185,7 +194,9 @@ def _wait_for_health(child: processes.Child, url: str, deadline: float) -> None:
         except httpx2.HTTPError:
             pass
         time.sleep(0.5)
-    raise UserError(f"the {child.name} was not ready after {VLLM_START_SECONDS:.0f} seconds; see {child.log}")
+    raise UserError(
+        f"the {child.name} was not ready after {seconds:.0f} seconds; see {child.log}, or raise inference.start_seconds"
+    )
 
 
 def engine_token() -> str:
@@ -199,7 +210,7 @@ def spawn_engine(
 ) -> processes.Child:
     """Starts an inference server that dies with this process; `engine_url` waits until it is ready. The server reads
     its configuration from a file in `logs`; its API key `token` is in its environment alone."""
-    path, ready = logs / f"inference-{number}.config.json", _ready_file(logs, number)
+    path, ready = _config_file(logs, number), _ready_file(logs, number)
     ready.unlink(missing_ok=True)
     text = config.model_copy(update={"ready_file": ready}).model_dump_json(indent=2) + "\n"
     write_durably(path, text.encode(), PRIVATE)
@@ -212,9 +223,17 @@ def spawn_engine(
     )
 
 
-def engine_url(engine: processes.Child, logs: Path, number: int = 0) -> str:
-    """The URL of a spawned server once it answers. Raises UserError if it dies or is not ready in time."""
-    return json.loads(processes.wait_for_file(_ready_file(logs, number), engine, START_SECONDS))["url"]
+def engine_url(engine: processes.Child, logs: Path, number: int = 0, seconds: float | None = None) -> str:
+    """The URL of a spawned server once it answers. Raises UserError if it dies or is not ready after `seconds`, by
+    default after the time that its model's size allows."""
+    if seconds is None:
+        model = json.loads(_config_file(logs, number).read_text())["model"]
+        seconds = start_seconds(InferenceConfig(), model)
+    return json.loads(processes.wait_for_file(_ready_file(logs, number), engine, seconds))["url"]
+
+
+def _config_file(logs: Path, number: int) -> Path:
+    return logs / f"inference-{number}.config.json"
 
 
 def _ready_file(logs: Path, number: int) -> Path:

@@ -37,14 +37,14 @@ from etude.rollout import (
     reset_probes,
 )
 from etude.run import loop
-from etude.run.engines import backend_of, engine_token, start_engines
+from etude.run.engines import backend_of, engine_token, start_engines, start_seconds
 from etude.run.inputs import check_inputs, check_playable, run_taskset, trainable
 from etude.run.monitor import Monitor
 from etude.run.parts import concurrency_of, context_of, egress_of, profiles_of, renderer_of
 from etude.run.run_report import finish_report
 from etude.run.sources import BUILDER, TaskPool, missing
 from etude.run.state import Engines, EngineState, Run, check_processes, last_version
-from etude.run.versions import check_engines, observe_versions, wait_for_version
+from etude.run.versions import check_engines, observe_versions, swap_seconds, wait_for_version
 from etude.sandbox import Sandbox
 from etude.store import Store, open_store
 from etude.weights import manifests
@@ -233,7 +233,9 @@ def _impossible(taskset: Taskset, folder: Path) -> Taskset | None:
 async def _evaluate_and_train(run: Run, view: LiveView, started: float, builder: Callable[[], Child]) -> RunReport:
     config, folder = run.config, run.folder
     await check_engines(run)
-    await wait_for_version(run, max(0, last_version(run.weights)))
+    # The trainer starts first: it loads the model, tries it, and publishes version 0.
+    first = swap_seconds(config) + start_seconds(config.inference, config.model.path)
+    await wait_for_version(run, max(0, last_version(run.weights)), seconds=first)
     before = await _evaluate(run, view, "before") if config.eval.before else None
     pids = {child.log.stem: child.popen.pid for child in run.children}
     if run.sandbox.zygote_pid is not None:

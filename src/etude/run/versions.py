@@ -11,15 +11,19 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
+from etude.models import size_of
 from etude.protocol.backends import EngineError
 from etude.rollout import EngineConfiguration, engine_differences, precision_warnings
 from etude.run.state import EngineState, Run, check_processes
 from etude.weights import published_versions, read_manifest
 
 SWAP_SECONDS = {"etude": 120.0, "vllm": 1800.0}  # from a version's manifest to its first token
+SWAP_SECONDS_A_GB = 30.0  # more of it for each GB of the model
 SILENT_SECONDS = 30.0  # after which an engine is lost
 REFUSED = 3  # failed updates in a row, after which an engine is lost
 CHECK_SECONDS = 300.0
@@ -136,9 +140,16 @@ async def _bring_one(run: Run, state: EngineState, version: int) -> None:
         await asyncio.sleep(1.0)
 
 
-async def wait_for_version(run: Run, version: int) -> None:
-    """Waits until every serving engine has at least `version`, digest proven. Raises RunFailed after `SWAP_SECONDS`."""
-    seconds = SWAP_SECONDS[run.config.inference.engine]
+def swap_seconds(config: RLConfig) -> float:
+    """The deadline of a version's arrival at all engines."""
+    by_size = SWAP_SECONDS[config.inference.engine] + SWAP_SECONDS_A_GB * size_of(Path(config.model.path)) / 1e9
+    return config.weights.seconds or by_size
+
+
+async def wait_for_version(run: Run, version: int, *, seconds: float | None = None) -> None:
+    """Waits until every serving engine has at least `version`, digest proven. Raises RunFailed after `seconds`, by
+    default `swap_seconds`."""
+    seconds = seconds or swap_seconds(run.config)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         check_processes(run)
@@ -146,7 +157,10 @@ async def wait_for_version(run: Run, version: int) -> None:
         if all(state.version >= version for state in run.engines.serving):
             return
         await asyncio.sleep(0.1)
-    raise RunFailed(f"the engines did not reach version {version} within {seconds:.0f} seconds")
+    raise RunFailed(
+        f"the engines did not reach version {version} within {seconds:.0f} seconds; raise weights.seconds, and "
+        f"continue with --resume {run.folder}"
+    )
 
 
 async def check_engines(run: Run) -> None:

@@ -5,7 +5,7 @@
 
 Every rank writes its file. Rank 0 waits for the others', syncs all to the disk, writes the manifest, and renames the
 folder to `step_N`. So a checkpoint is complete or absent, and every loaded bit equals the saved one. A
-`CheckpointWriter` writes on a thread of its own, from a copy in the host's memory, while the next step trains.
+`CheckpointWriter` writes on a thread of its own, while the gradients of the next step are computed.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ def drop_after(folder: Path, version: int) -> None:
 class CheckpointWriter:
     """Keeps the newest `keep` checkpoints in `folder`. One is written at a time: `start` waits for the previous one. A
     failure is reported at once and the run goes on, since it can resume from an earlier checkpoint; a second
-    consecutive failure is raised. Host memory: one copy of the saved tensors, reused by the next checkpoint."""
+    consecutive failure is raised. Tensors on the host are written from where they are: `wait` before they change. Host
+    memory: one copy of the tensors on a device, reused by the next checkpoint."""
 
     def __init__(self, folder: Path, keep: int, ranks: Ranks | None = None):
         self._folder, self._keep = folder, keep
@@ -221,13 +222,12 @@ class CheckpointWriter:
         protect: Collection[int] = (),
         about: Mapping[str, str] | None = None,
     ) -> None:
-        """Copies this rank's part of a checkpoint and begins to write it. Checkpoints in `protect` are not deleted for
-        it. Raises UserError after two consecutive failures, RunFailed after an hour."""
+        """Begins to write this rank's part of a checkpoint. Checkpoints in `protect` are not deleted for it. Raises
+        UserError after two consecutive failures, RunFailed after an hour."""
         self.wait()
         if self._error is not None and (self._failures >= _TRIES or not isinstance(self._error, UserError)):
             raise self._error
-        copied = self._copied(parts)
-        arguments = (version, copied, frozenset(protect), dict(about or {}))
+        arguments = (version, self._on_host(parts), frozenset(protect), dict(about or {}))
         self.started = version
         # A daemon: if the process ends, the folder never gets its final name.
         self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint-{version}", daemon=True)
@@ -256,16 +256,18 @@ class CheckpointWriter:
         if self._error is not None:
             raise self._error
 
-    def _copied(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+    def _on_host(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         copies: dict[str, Tensor] = {}
         for name, part in parts.items():
+            if part.rows.device.type == "cpu":
+                continue
             rows, old = part.rows.detach(), self._copies.get(name)
             fits = old is not None and old.shape == rows.shape and old.dtype == rows.dtype
             # Not pinned: PyTorch rounds pinned memory up to a power of two.
             copy = old if old is not None and fits else torch.empty(rows.shape, dtype=rows.dtype)
             copies[name] = copy.copy_(rows)
         self._copies = copies
-        return {name: Part(copies[name], part.first, part.total) for name, part in parts.items()}
+        return {n: Part(copies.get(n, part.rows.detach()), part.first, part.total) for n, part in parts.items()}
 
     def _write(self, version: int, parts: dict[str, Part], protect: frozenset[int], about: dict[str, str]) -> None:
         try:

@@ -16,11 +16,11 @@ from etude.errors import UserError
 from etude.models.lora import DOWN, UP, merged
 from etude.records import AdaptedBase, PolicyVersion
 from etude.store import Store
-from etude.weights.content import Content, Tensors, load_content, load_schema
+from etude.weights.content import Content, Tensors, load_content, load_schema, rounded
 from etude.weights.manifest import Trust
 from etude.weights.payloads import DamagedVersion
 from etude.weights.ulpd import codec
-from etude.weights.ulpd.chunk_grid import Bits, Schema, as_tensor, bits
+from etude.weights.ulpd.chunk_grid import Schema, as_tensor, bits
 from etude.weights.ulpd.digest import digest_text
 
 
@@ -36,17 +36,10 @@ class Base:
 
     def __init__(self, live: Tensors, grid: Schema, version: int, adapted: AdaptedBase):
         self.digest = adapted.base
-        here, there = {n: tuple(t.shape) for n, t in live.items()}, {s.name: s.shape for s in grid.tensors}
-        if here != there:
-            name = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))[0]
-            raise DamagedVersion(f"version {version} holds adapters of another model: {name} differs")
-        arrays: dict[str, Bits] = {}
-        for spec in grid.tensors:
-            tensor = live[spec.name].detach()
-            dtype = getattr(torch, spec.dtype)
-            narrow = tensor.to(dtype) if tensor.is_floating_point() else tensor
-            arrays[spec.name] = bits(narrow.clone() if narrow is tensor else narrow)
-        self._content = Content(grid, arrays, codec.digests(grid, arrays))
+        try:
+            self._content = rounded(live, grid)
+        except ValueError as e:
+            raise DamagedVersion(f"version {version} holds adapters of another model: {e}") from None
         if digest_text(codec.model_digest(self._content.digests)) != adapted.base:
             raise DamagedVersion(
                 f"version {version} holds adapters of another base than the weights here; start the engine with the "
@@ -84,7 +77,7 @@ def load_live(
 ) -> tuple[PolicyVersion, Content]:
     """The manifest of a published version, and the bits that an engine of it computes with. `base` are the tensors of
     the model that the run began with, to which adapters are added. Raises UserError."""
-    manifest, content = load_content(store, version, trust)
+    manifest, content = load_content(store, version, trust, lambda: base)
     if isinstance(manifest.adapted, msgspec.UnsetType):
         return manifest, content
     try:

@@ -11,7 +11,7 @@ from etude.errors import UserError
 from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
 from etude.weights import retention
-from etude.weights.content import load
+from etude.weights.content import Folder, load
 from etude.weights.manifest import Trust, published_versions, read_manifest, schema_key
 from etude.weights.payloads import intact
 from etude.weights.ulpd import codec
@@ -20,12 +20,14 @@ from etude.weights.ulpd.chunk_grid import decode
 
 @dataclass(frozen=True)
 class StoreAudit:
-    """The result of an audit: `problems` are sentences; `pruned` counts missing objects that no version needs."""
+    """The result of an audit: `problems` are sentences; `pruned` counts missing objects that no version needs;
+    `rebuilt` says whether the newest version was made from them."""
 
     versions: int
     objects: int
     bytes: int
     pruned: int
+    rebuilt: bool
     problems: tuple[str, ...]
 
 
@@ -33,10 +35,12 @@ def audit(
     store: Store,
     trust: Trust,
     only: int | None = None,
+    folder: Folder | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> StoreAudit:
     """Reads every manifest and object, or those of version `only`, and then rebuilds the newest version, or that one.
-    Each object is parsed and compared with its BLAKE3 digest, which reveals every flipped bit. Raises UserError if
+    Each object is parsed and compared with its BLAKE3 digest, which reveals every flipped bit. A version whose chain
+    begins with the weights of the model folder is rebuilt only with `folder`, which reads them. Raises UserError if
     there is no such version."""
     numbers = published_versions(store)
     if not numbers or (only is not None and only not in numbers):
@@ -72,12 +76,13 @@ def audit(
         checked, size = checked + 1, size + len(data)
         why = _fault(data, kind, number, part, chunks[schema])
         problems += [f"version {number}: {part.key} {why}"] if why else []
-    if chosen and not problems:
+    rebuilt = bool(chosen) and (folder is not None or bool(chosen[-1].anchor.parts))
+    if rebuilt and not problems:
         try:
-            load(store, chosen[-1].version)
+            load(store, chosen[-1].version, folder)
         except UserError as e:
             problems.append(str(e))
-    return StoreAudit(len(numbers) if only is None else 1, checked, size, pruned, tuple(problems))
+    return StoreAudit(len(numbers) if only is None else 1, checked, size, pruned, rebuilt, tuple(problems))
 
 
 def _objects(manifest: PolicyVersion) -> Iterator[tuple[str, int, PayloadPart]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,10 +14,10 @@ from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.manifest import Trust, key, published_versions, schema_key
-from etude.weights.payloads import BrokenObject, DamagedVersion, NoPath, Payload, PayloadSource, plan
+from etude.weights.payloads import FOLDER, BrokenObject, DamagedVersion, NoPath, Payload, PayloadSource, plan
 from etude.weights.ulpd import chunk_grid, codec
 from etude.weights.ulpd import kernels as _typed_kernels
-from etude.weights.ulpd.chunk_grid import Bits, Schema, as_tensor
+from etude.weights.ulpd.chunk_grid import Bits, Schema, as_tensor, bits
 from etude.weights.ulpd.codec import Digests
 from etude.weights.ulpd.digest import digest_text
 
@@ -50,17 +51,36 @@ class Content:
 
 VersionContent = tuple[PolicyVersion, Content]
 Tensors = Mapping[str, torch.Tensor]
+Folder = Callable[[], Tensors]
 
 
-def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
-    """The manifest and the tensors of a published version. Raises UserError."""
-    manifest, content = load_content(store, version)
+def load(store: Store, version: int, folder: Folder | None = None) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
+    """The manifest and the tensors of a published version; see `load_content`. Raises UserError."""
+    manifest, content = load_content(store, version, folder=folder)
     return manifest, content.tensors()
 
 
-def load_content(store: Store, version: int, trust: Trust | None = None) -> VersionContent:
-    """The manifest and the bits of a published version. Raises UserError."""
-    return content_of(PayloadSource(store, trust=trust), version, -1, None)
+def load_content(
+    store: Store, version: int, trust: Trust | None = None, folder: Folder | None = None
+) -> VersionContent:
+    """The manifest and the bits of a published version. `folder` reads the tensors of the model that the run began
+    with, for a chain that begins with them. Raises UserError."""
+    return content_of(PayloadSource(store, trust=trust, folder=folder), version, -1, None)
+
+
+def rounded(tensors: Tensors, grid: Schema) -> Content:
+    """The content of these tensors in the published types, on memory of its own. Raises ValueError if names or shapes
+    differ from the schema's."""
+    here, there = {n: tuple(t.shape) for n, t in tensors.items()}, {s.name: s.shape for s in grid.tensors}
+    if here != there:
+        name = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))[0]
+        raise ValueError(f"{name} has shape {there.get(name)}, here {here.get(name)}")
+    arrays: dict[str, Bits] = {}
+    for spec in grid.tensors:
+        tensor, dtype = tensors[spec.name].detach(), getattr(torch, spec.dtype)
+        narrow = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        arrays[spec.name] = bits(narrow.clone() if narrow is tensor else narrow)
+    return Content(grid, arrays, codec.digests(grid, arrays))
 
 
 def content_of(source: PayloadSource, version: int, held: int, content: Content | None) -> VersionContent:
@@ -96,7 +116,9 @@ def read_content(source: PayloadSource, target: int, held: int, content: Content
 def _follow(source: PayloadSource, target: int, path: list[Payload], content: Content | None) -> VersionContent:
     manifest = source.manifest(target)
     assert manifest is not None, "the path ends at its manifest"
-    if content is None or (path and path[0].base is None):
+    if path and path[0].is_folder:
+        content = _of_folder(source, load_schema(source.store, manifest), path.pop(0).version)
+    elif content is None or (path and path[0].base is None):
         grid = load_schema(source.store, manifest)
         zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in grid.tensors}
         content = Content(grid, zeros, codec.digests(grid, zeros))  # for an anchor to write over
@@ -111,6 +133,19 @@ def _follow(source: PayloadSource, target: int, path: list[Payload], content: Co
     if digest_text(codec.model_digest(content.digests)) != manifest.digest:
         raise DamagedVersion(f"version {target}: the tensors do not have the digest that was published")
     return manifest, content
+
+
+def _of_folder(source: PayloadSource, grid: Schema, version: int) -> Content:
+    """The weights of the model folder, which are those of `version`. Raises BrokenObject."""
+    weights = "is the weights of the model folder that the run began with"
+    if source.folder is None:
+        raise BrokenObject(version, FOLDER, f"{weights}, which are not at hand here: name that folder")
+    first, content = source.manifest(version), None
+    with suppress(ValueError):
+        content = rounded(source.folder(), grid)
+    if content is None or first is None or digest_text(codec.model_digest(content.digests)) != first.digest:
+        raise BrokenObject(version, FOLDER, f"{weights}, and the weights here are others: give that folder")
+    return content
 
 
 def load_schema(store: Store, manifest: PolicyVersion, of: str | None = None) -> Schema:
@@ -152,6 +187,9 @@ def replay_chunk(source: PayloadSource, version: int, held: Content, number: int
         path = plan(source.manifest, None, version)
     except NoPath as e:
         raise DamagedVersion(str(e)) from None
+    if path[0].is_folder:
+        first = _of_folder(source, held.schema, path.pop(0).version)
+        arrays, digests = {spec.name: first.bits[spec.name]}, first.digests
     for payload in path:
         objects = [source.get(payload.version, p) for p in payload.parts if p.first <= number < p.stop]
         try:

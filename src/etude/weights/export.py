@@ -11,6 +11,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.errors import UserError
@@ -29,6 +30,11 @@ from etude.weights.ulpd.chunk_grid import schema_of
 from etude.weights.ulpd.digest import weights_digest
 
 Progress = Callable[[str, int, int], None]
+
+
+def folder_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a model folder by the names of a version's. Raises UserError."""
+    return named_tensors(load_model(folder, dtype=main_dtype(folder)))
 
 
 def export(store: Store, version: int, base: Path, out: Path, trust: Trust | None = None) -> PolicyVersion:
@@ -52,7 +58,7 @@ def export_adapters(store: Store, version: int, base: Path, out: Path, trust: Tr
     manifest, _ = load_live(store, version, named_tensors(model), trust)
     if isinstance(manifest.adapted, msgspec.UnsetType):
         raise UserError(f"version {version} of {store.url} holds whole weights, no adapters: fetch those")
-    _, tensors = load(store, version)
+    _, tensors = load(store, version)  # adapters: no chain of these begins with a folder
     layers = sorted(name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN))
     rank = len(tensors[layers[0] + DOWN])
     config = {
@@ -118,7 +124,7 @@ def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = N
     """Publishes the weights of a Hugging Face folder as the next version, as a delta if a version exists. Raises
     UserError if the newest version is damaged, AlreadyPublished if another writer is faster."""
     check_folder(folder)
-    tensors = named_tensors(load_model(folder, dtype=main_dtype(folder)))
+    tensors = folder_tensors(folder)
     try:
         last = newest_manifest(store)
     except ValueError as e:

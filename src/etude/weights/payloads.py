@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from dataclasses import dataclass
 
 import blake3
 import httpx2
+from torch import Tensor
 
 from etude.protocol import bearer, own_token
 from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
 from etude.weights.manifest import Trust, read_manifest
 
+FOLDER = "the model folder"
 PIECE = 8 * 2**20
 """Bytes of one request to a relay: a broken connection costs one piece."""
 _CONNECT_SECONDS, _READ_SECONDS = 2.0, 30.0
@@ -37,6 +40,16 @@ class Payload:
     base: int | None
     version: int
     parts: tuple[PayloadPart, ...]
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the chain begins with the weights of the model folder, which readers have: no object holds them."""
+        return self.base is None and not self.parts
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the objects; `FOLDER` in place of the model folder."""
+        return (FOLDER,) if self.is_folder else tuple(part.key for part in self.parts)
 
     @property
     def bytes(self) -> int:
@@ -86,7 +99,7 @@ def plan(
             faults.append(f"the manifest of version {version} is gone")
             continue
         for payload in _payloads(manifest):
-            if any(part.key in broken for part in payload.parts):
+            if any(key in broken for key in payload.keys):
                 faults.append(f"the {payload.kind} of version {payload.version} is missing or damaged")
             elif payload.base is None:
                 if payload.version <= target:
@@ -128,19 +141,33 @@ class DamagedVersion(Exception):
 class BrokenObject(DamagedVersion):
     """An object of a payload is missing or altered; `key` is its name in the store."""
 
-    def __init__(self, version: int, part: PayloadPart, why: str):
+    def __init__(self, version: int, key: str, why: str):
         super().__init__(f"version {version}: its payload {why}")
-        self.key = part.key
+        self.key = key
 
 
 class PayloadSource:
     """Objects of payloads, each checked against its BLAKE3 digest. Manifests are small and always read from the store;
-    `trust` decides which of them are accepted."""
+    `trust` decides which of them are accepted. `folder` reads the tensors of the model that the run began with: a chain
+    may begin with them."""
 
-    def __init__(self, store: Store, relay: str | None = None, trust: Trust | None = None):
+    def __init__(
+        self,
+        store: Store,
+        relay: str | None = None,
+        trust: Trust | None = None,
+        folder: Callable[[], Mapping[str, Tensor]] | None = None,
+    ):
         self.store = store
         self.trust = trust or Trust()
+        self.folder = folder
         self._relay = relay.rstrip("/") if relay else None
+
+    def beginning_with(self, tensors: Mapping[str, Tensor]) -> PayloadSource:
+        """The same source with these tensors as those of the model folder."""
+        other = copy(self)
+        other.folder = lambda: tensors
+        return other
 
     def manifest(self, version: int) -> PolicyVersion | None:
         """The trusted manifest of a version, as `etude.weights.read_manifest` returns it. Raises ValueError for any
@@ -158,9 +185,9 @@ class PayloadSource:
         try:
             data = self.store.get(part.key)
         except KeyError:
-            raise BrokenObject(version, part, f"{part.key} is gone") from None
+            raise BrokenObject(version, part.key, f"{part.key} is gone") from None
         if not intact(data, part.digest):
-            raise BrokenObject(version, part, "was altered")
+            raise BrokenObject(version, part.key, "was altered")
         return data
 
     def _from_relay(self, part: PayloadPart) -> bytes:

@@ -41,7 +41,8 @@ SPANS = (8, 64)
 """A version whose number is divisible by a span also has a folded delta from so many versions before. Ascending, each a
 multiple of the previous one, so that a longer fold is made of shorter ones."""
 
-PUBLISH_SECONDS = 900.0
+PUBLISH_SECONDS, SECONDS_A_GB = 900.0, 30.0
+"""Deadline of a publication, and more of it for each GB of the tensors."""
 _TRIES = 3  # tries to create a manifest, if acknowledgements are lost
 
 
@@ -77,10 +78,10 @@ class Published:
 class Publication:
     """A version that is being written on a thread."""
 
-    def __init__(self, version: int, work: Callable[[float], PolicyVersion]):
-        self.version = version
+    def __init__(self, version: int, work: Callable[[float], PolicyVersion], limit: float):
+        self.version, self._limit = version, limit
         self._began = time.monotonic()
-        self._deadline = self._began + PUBLISH_SECONDS
+        self._deadline = self._began + limit
         self.seconds = 0.0  # duration, once it is done
         self._future: Future[PolicyVersion] = Future()
         self.raised = False
@@ -101,14 +102,13 @@ class Publication:
         return self._future.done()
 
     def result(self) -> PolicyVersion:
-        """The manifest, once it is durable. Raises the error of the thread, RunFailed after a deadline of 15
-        minutes."""
+        """The manifest, once it is durable. Raises the error of the thread, RunFailed after the deadline."""
         try:
             return self._future.result(max(0.0, self._deadline - time.monotonic()))
         except FutureTimeout:
             raise RunFailed(
-                f"version {self.version} was not published within {PUBLISH_SECONDS:.0f} seconds; check the store and "
-                "resume"
+                f"version {self.version} was not published within {self._limit:.0f} seconds; check the store, or raise "
+                "weights.seconds, and resume"
             ) from None
         finally:
             self.raised = True
@@ -118,11 +118,13 @@ class Publisher:
     """Publishes versions as deltas against the bits that it published last.
 
     A chain begins with an anchor, which holds all elements: at the first version, and when names, types or shapes
-    change. Another is written when the deltas since the last one exceed `anchor_share` of its size, or after
-    `anchor_versions`. With `key`, manifests are signed; `model` is its `etude.models.loading.model_id`. With `ranks`,
-    this process writes a part of each version. With `base`, the schema of a base, the tensors are adapters. Host
-    memory: the weights as published last, those being written, and those of an anchor that is being written. Device
-    memory: the last copies of tensors on a GPU, so that only changes come to the host.
+    change. With `of_folder`, the first version is that of the model folder, which all readers have: nothing but its
+    manifest is written. Another is written when the deltas since the last one exceed `anchor_share` of its size, or
+    after `anchor_versions`. With `key`, manifests are signed; `model` is its `etude.models.loading.model_id`. With
+    `ranks`, this process writes a part of each version. With `base`, the schema of a base, the tensors are adapters. A
+    publication may take `seconds`; by default more for large models. Host memory: the weights as published last, those
+    being written, and those of an anchor that is being written. Device memory: the last copies of tensors on a GPU, so
+    that only changes come to the host.
     """
 
     def __init__(
@@ -134,12 +136,15 @@ class Publisher:
         ranks: Ranks | None = None,
         model: str = "",
         base: Schema | None = None,
+        of_folder: bool = False,
+        seconds: float | None = None,
     ):
         if anchor_versions < 1:
             raise ValueError("anchor_versions must be at least 1")
         self._store = store
         self._anchor_versions, self._anchor_share = anchor_versions, anchor_share
-        self._key, self._model, self._base = key, model, base
+        self._key, self._model, self._base, self._of_folder = key, model, base, of_folder
+        self._seconds = seconds
         self._ranks = ranks or Ranks(0, 1, secrets.token_hex(8))
         self._snapshots = Snapshots()
         self._run = ""
@@ -207,7 +212,8 @@ class Publisher:
         taken = self._take(schema, tensors)
         finite = {k: float(v) for k, v in metrics.items() if math.isfinite(v)}  # a manifest is JSON, which has no NaN
         about = _About(version, schema, groups, finite, lr or Codec.learning_rate, step, last, adapted)
-        self._flight = Publication(version, lambda deadline: self._publish(about, taken(), deadline))
+        limit = self._limit(schema)
+        self._flight = Publication(version, lambda deadline: self._publish(about, taken(), deadline), limit)
         return self._flight
 
     def close(self) -> None:
@@ -218,11 +224,11 @@ class Publisher:
         self._flight = None
 
     def finish_anchor(self) -> None:
-        """Waits for an anchor that is being written, so that the next version names it; RunFailed after 15 minutes.
+        """Waits for an anchor that is being written, so that the next version names it; RunFailed after the deadline.
         Only a process that ends soon needs this, because its thread would end with it."""
         if self._anchor is not None:
             try:
-                self._anchor[1].exception(PUBLISH_SECONDS)
+                self._anchor[1].exception(PUBLISH_SECONDS if self._last is None else self._limit(self._last.schema))
             except FutureTimeout:
                 raise RunFailed(f"the anchor of version {self._anchor[0]} was not written in time") from None
 
@@ -256,8 +262,10 @@ class Publisher:
         chunks = self._owned(schema)
         if last is None:
             digests = codec.digests(schema, new, chunks=chunks)
-            whole = self._put("anchor", version, codec.encode_anchor(schema, new, digests, chunks=chunks), chunks)
-            elements = sum(schema.chunks[i].stop - schema.chunks[i].start for i in chunks)
+            whole, elements = (), 0
+            if not (self._of_folder and self._last is None):
+                whole = self._put("anchor", version, codec.encode_anchor(schema, new, digests, chunks=chunks), chunks)
+                elements = sum(schema.chunks[i].stop - schema.chunks[i].start for i in chunks)
             total = codec.model_digest(digests)
             share = Share(delta=(), skips={}, own_anchor=whole, anchor=None, base=total, target=total, changed=elements)
             return share, {}, digests
@@ -380,7 +388,7 @@ class Publisher:
 
     def _begin_anchor_if_due(self, of: Published) -> None:
         manifest = of.manifest
-        size = sum(part.bytes for part in manifest.anchor.parts)
+        size = sum(part.bytes for part in manifest.anchor.parts) or of.schema.nbytes
         old = manifest.version - manifest.anchor.version >= self._anchor_versions
         if self._anchor is None and (old or self._since > self._anchor_share * size):
             self._begin_anchor(of)
@@ -422,6 +430,10 @@ class Publisher:
         return (PayloadPart(key=key, bytes=len(payload), digest=digest, first=chunks.start, stop=chunks.stop),)
 
     # ----------------------------------------------------------------------------------------------------------------
+
+    def _limit(self, schema: Schema) -> float:
+        """The seconds that a publication may take."""
+        return self._seconds or PUBLISH_SECONDS + SECONDS_A_GB * schema.nbytes / 1e9
 
     def _owned(self, schema: Schema) -> range:
         return peers.owned(schema, self._ranks.rank, self._ranks.count)

@@ -24,7 +24,7 @@ from etude.protocol import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.adapters import Base, base_schema, load_live
-from etude.weights.content import Content, Tensors, content_of, read_content, replay_chunk
+from etude.weights.content import Content, Tensors, content_of, read_content, replay_chunk, rounded
 from etude.weights.manifest import ManifestRefused, Trust, key, published_versions
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.repair import Repaired, RepairSource, RepairUnavailable, repair_chunk
@@ -171,7 +171,9 @@ class Receiver:
         numbers = [n for n in published_versions(self._store, after=self.version) if limit is None or n <= limit]
         if not numbers:
             return None
-        manifest, published = read_content(self._source, numbers[-1], self.version, self._published)
+        # Before the first version, the live tensors are those of the folder that the engine has loaded.
+        source = self._source.beginning_with(self._live.tensors) if self._held is None else self._source
+        manifest, published = read_content(source, numbers[-1], self.version, self._published)
         try:
             self._source.trust.accept(manifest)
         except ManifestRefused as e:
@@ -340,7 +342,8 @@ class Receiver:
 
         def loaded(number: int) -> Bits:
             try:
-                return read_content(PayloadSource(self._store), version, -1, None)[1].chunk(number)
+                whole = PayloadSource(self._store, folder=self._source.folder)
+                return read_content(whole, version, -1, None)[1].chunk(number)
             except DamagedVersion as e:
                 raise RepairUnavailable(str(e)) from None
 
@@ -370,8 +373,7 @@ def materialise(store: Store, version: int, tensors: Tensors, trust: Trust | Non
 def update_to(store: Store, held: int, version: int, tensors: Tensors, trust: Trust | None = None) -> PolicyVersion:
     """Brings `tensors`, which hold version `held`, to another version by the cheapest path. Raises UserError."""
     grid = chunk_grid.schema_of(tensors)
-    taken = {name: chunk_grid.bits(tensor).copy() for name, tensor in tensors.items()}
-    content = Content(grid, taken, codec.digests(grid, taken))
+    content = rounded(tensors, grid)
     manifest, staged = content_of(PayloadSource(store, trust=trust), version, held, content)
     _put(store, manifest, staged, tensors)
     return manifest

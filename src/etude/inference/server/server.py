@@ -104,7 +104,7 @@ def _watcher(engine: Engine, config: ServerConfig) -> WeightWatcher:
     types = published_dtypes(folder, engine.model, getattr(torch, source.trainer_dtype if source else "float32"))
     if source is not None:
         round_to(engine.model, types)  # as the trainer does: these weights are its version 0
-    return WeightWatcher(engine, source, model_id(folder) if source else "", types)
+    return WeightWatcher(engine, source, model_id(folder) if source else "", types, folder)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -11,6 +11,8 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +25,7 @@ from etude.models.loading import named_tensors
 from etude.processes import return_memory
 from etude.store import open_store
 from etude.weights import Trust, read_public_key
+from etude.weights.export import folder_tensors
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch
 from etude.weights.repair import TRIES, Unrepairable
@@ -31,7 +34,7 @@ from etude.weights.ulpd import weights_digest
 
 _POLL_SECONDS = 0.1
 _LONGEST_SECONDS = 5.0  # between two tries of a failing operation
-_SWAP_SECONDS = 120.0
+_SWAP_SECONDS, _SWAP_SECONDS_A_GB = 120.0, 5.0  # until a step ends, and to write the weights
 _log = logging.getLogger(__name__)
 
 
@@ -47,13 +50,21 @@ class WeightWatcher:
     """Keeps an engine on the newest version of a store; without a source it only computes the digest of its weights.
     `model` is the id of the model whose versions are expected (`models.loading.model_id`), or empty for any. `types`
     are the tensor types of the store's versions, or of the folder (`models.dtypes`); by default bfloat16 if it can
-    represent the weights exactly."""
+    represent the weights exactly. `folder` is the model folder: live tensors that do not follow their chain any more
+    are read again from there."""
 
     def __init__(
-        self, engine: Engine, source: WeightSource | None, model: str = "", types: Types | None = None
+        self,
+        engine: Engine,
+        source: WeightSource | None,
+        model: str = "",
+        types: Types | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._engine = engine
         self._tensors = named_tensors(engine.model)
+        size = sum(tensor.nbytes for tensor in self._tensors.values())
+        self._swap_seconds = _SWAP_SECONDS + _SWAP_SECONDS_A_GB * size / 1e9
         self._types = types or (torch.bfloat16 if source or _fits_bfloat16(engine.model) else torch.float32)
         self._receiver: Receiver | None = None
         self._member: ReplicaMember | None = None  # of a replica of several servers
@@ -61,7 +72,9 @@ class WeightWatcher:
             store = open_store(source.weights)
             key = read_public_key(source.public_key) if source.public_key else None
             trust = Trust(key, memory=source.accepted, model=model)
-            self._receiver = Receiver(store, self._tensors, PayloadSource(store, source.relay, trust), source.peers)
+            read = None if folder is None else partial(folder_tensors, folder)
+            payloads = PayloadSource(store, source.relay, trust, read)
+            self._receiver = Receiver(store, self._tensors, payloads, source.peers)
             if source.coordinator:
                 self._member = ReplicaMember(self._receiver, CoordinatorVote(source.coordinator, source.member))
         self._stop = threading.Event()
@@ -126,7 +139,7 @@ class WeightWatcher:
             self._thread.join(10)
 
     def _swap(self, version: int, apply: Callable[[], None]) -> None:
-        self._engine.swap(version, apply).result(_SWAP_SECONDS)
+        self._engine.swap(version, apply).result(self._swap_seconds)
 
     def _note(self, receiver: Receiver) -> None:
         """Record a version that has become live."""
@@ -146,7 +159,7 @@ class WeightWatcher:
             self._engine.pause("keep", clear_cache=False)
             self._froze = True
         repaired = receiver.find_repair(self._damaged)
-        self._engine.swap(receiver.version, lambda: receiver.write_repair(repaired)).result(_SWAP_SECONDS)
+        self._engine.swap(receiver.version, lambda: receiver.write_repair(repaired)).result(self._swap_seconds)
         _log.warning("repaired chunks %s", ", ".join(f"{item.chunk} from {item.source}" for item in repaired))
         self.repairs += len(self._damaged)
         self._damaged = []

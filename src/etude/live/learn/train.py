@@ -138,6 +138,9 @@ def live_run(config: LiveConfig, model: Path | None = None) -> RLConfig:
         "loss": loss,
         "distill": recipe.distill or OnPolicyDistillConfig(),
         "trainer": trainer.model_copy(update=fixed),
+        "weights": recipe.weights.model_copy(
+            update={"anchor_first": True}
+        ),  # the stores of releases have no model folder
         # The age of a turn counts in releases (served.py), not in numbers of candidates.
         "guards": guards.model_copy(update={"lag": Guard(action="halt", stop=float(2**31), warn=None)}),
     }

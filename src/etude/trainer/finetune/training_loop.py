@@ -141,6 +141,7 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
         steps += 1
         if not passes:
             continue
+        writer.wait()  # a checkpoint is written from the optimizer's own tensors
         figures = _step(model, work.compute, passes, optimizer, lr, config.router_aux)
         if not math.isfinite(figures["optim/grad_norm"]):
             raise UserError(f"the gradient is not finite at step {steps}; lower trainer.lr")

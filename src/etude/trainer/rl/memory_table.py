@@ -195,26 +195,31 @@ def _states(config: RLConfig, model: PreTrainedModel, adapters: Adapters | None,
     count, size = sum(t.numel() for t in trained), 2 if adapters is None else 4  # bytes of a published element
     trainer = config.trainer
     live = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    held = trainer.offload_optimizer or device == "host"
     terms = [
         Term(device, "weights of the trainer", live, "" if model.dtype.itemsize == 2 else _NARROWER),
         Term(device, "gradients", 4 * count),
         Term(
-            "host" if trainer.offload_optimizer else device,
+            "host" if held else device,
             "master weights and moments",
             12 * count,
-            "" if trainer.offload_optimizer or device == "host" else "set trainer.offload_optimizer = true",
+            "" if held else "set trainer.offload_optimizer = true",
         ),
         Term(device, "a bucket of the update", (16 if trainer.offload_optimizer else 4) * min(BUCKET, count)),
         # Copies of the last and of the next version; on a GPU a third, to find changes there.
         Term("host", "published weights", 2 * size * count),
-        Term("host", "checkpoint on its way to the disk", 12 * count),
+        # States on the host are written from where they are.
+        Term("host", "checkpoint on its way to the disk", 0 if held else 12 * count),
     ]
     if device != "host" and not trainer.offload_optimizer:
         terms.append(
             Term(device, "published weights, to find changes", size * count, "set trainer.offload_optimizer = true")
         )
+    engines = 0 if config.inference.urls else config.inference.servers
     if adapters is not None:
         terms += _beside_adapters(config, adapters, live, device)
+    else:
+        terms.append(Term("host", "held and next version of the engines", 2 * size * count * engines))
     if loss_preset(config.loss).kl_beta:
         terms.append(Term("host", "weights of the KL reference", live))
     if trainer.self_check:

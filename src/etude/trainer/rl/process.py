@@ -57,7 +57,7 @@ from etude.trainer.optimizer import MasterAdamW, for_policy
 from etude.trainer.rl.batch import Batch, make_batch
 from etude.trainer.rl.clock import TrainingClock
 from etude.trainer.rl.figures import batch_metrics
-from etude.trainer.rl.guards import Guards, GuardVerdict, ProbeComparison
+from etude.trainer.rl.guards import Guards, GuardVerdict, ProbeComparison, StepFigures
 from etude.trainer.rl.memory import bound_kernels
 from etude.trainer.rl.memory_table import memory_table
 from etude.trainer.rl.presets import loss_preset
@@ -111,7 +111,7 @@ def main() -> None:
                 trainer.config,
                 trainer.version,
                 trainer.clock.progress(trainer.version, trainer.config.trainer.steps),
-                judge=partial(trainer.guards.judge, probes=loaded.probes),
+                judge=partial(trainer.judge, probes=loaded.probes),
                 checked=trainer.checked,
             )
             trainer.commit(loaded, result)
@@ -145,6 +145,7 @@ class Trainer:
         self.weights = weights = open_store(f"{root}/weights", durable=True)
         self._checkpoints = run / "checkpoints"
         self.writer = checkpoint.CheckpointWriter(self._checkpoints, config.trainer.keep_checkpoints)
+        self._waited = 0.0  # seconds for checkpoints, since the last version
         self._line = run / "metrics.next.json"  # of the version in publication
         self.ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name)
         self.learner = _learner(config)
@@ -331,6 +332,12 @@ class Trainer:
             what = f"is that of {self.guards.good} again" if verdict.action == "rollback" else "has the same weights"
             print(f"guards: version {self.version + 1} {what}", file=sys.stderr, flush=True)
 
+    def judge(self, figures: StepFigures, probes: Sequence[ProbeComparison]) -> GuardVerdict:
+        """The guards' verdict before an update. A checkpoint that is being written from the optimizer's tensors is
+        waited for."""
+        self._waited += self.writer.wait()
+        return self.guards.judge(figures, probes=probes)
+
     def _publish(
         self,
         version: int,
@@ -343,9 +350,9 @@ class Trainer:
     ) -> None:
         """Settles the previous version, and starts publication and checkpoint on their threads."""
         self.settle(wait=True)
-        waited = 0.0
+        waited, self._waited = self._waited, 0.0
         if version % self.config.trainer.checkpoint_every == 0:
-            waited = self._save(version, {step.good} if step is not None else set())
+            waited += self._save(version, {step.good} if step is not None else set())
         if line:
             line |= {"time/checkpoint_wait": waited, "checkpoint/failed": float(self.writer.failed)}
             runfolder.write(self._line, json.dumps(line | self.clock.figures()).encode())
@@ -465,6 +472,8 @@ def _publisher(config: RLConfig, store: Store, optimizer: MasterAdamW) -> Publis
         key=read_private_key(Path(key)) if key else None,
         model=model_id(config.model.path),
         base=optimizer.base_schema,
+        of_folder=optimizer.base_schema is None and not config.weights.anchor_first,
+        seconds=config.weights.seconds,
     )
 
 

@@ -31,6 +31,7 @@ from etude.trainer.rl.guards import GuardVerdict, StepFigures
 from etude.trainer.rl.step import Learner, train_step
 from etude.weights import read_manifest
 from etude.weights.content import Content, content_of
+from etude.weights.export import folder_tensors
 from etude.weights.payloads import PayloadSource
 from etude.weights.ulpd import schema_of, weights_digest
 
@@ -68,7 +69,7 @@ class Restorer:
             again = f"the run goes on from checkpoint {base}, and computes {_named(steps)} again"
             _note(f"{damage}; {again}" if damage else again)
         checkpoint.drop(self.checkpoints, damaged)
-        published = _PublishedWeights(self.weights)
+        published = _PublishedWeights(self.weights, self.config.model.path)
         if different := [m for m in steps if not self._repeat(m, published, last=m is steps[-1])]:
             _note(f"{_named(different)} did not come out bit for bit; the published weights are taken")
         return None
@@ -131,8 +132,8 @@ class Restorer:
 class _PublishedWeights:
     """Reads versions of ascending numbers: the first from an anchor, each later one by the deltas since."""
 
-    def __init__(self, store: Store):
-        self._source = PayloadSource(store)
+    def __init__(self, store: Store, folder: str):
+        self._source = PayloadSource(store, folder=lambda: folder_tensors(folder))
         self._version = -1
         self._content: Content | None = None
 

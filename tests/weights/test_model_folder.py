@@ -1,0 +1,134 @@
+"""A chain that begins with the weights of the model folder: version 0 is not written, and readers load the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.errors import UserError
+from etude.models.loading import load_model, named_tensors
+from etude.store import Store, open_store
+from etude.weights import Trust, manifests
+from etude.weights.audit import audit
+from etude.weights.content import load
+from etude.weights.export import export, folder_tensors
+from etude.weights.payloads import DamagedVersion, PayloadSource
+from etude.weights.publisher import Publisher
+from etude.weights.receiver import Receiver
+from etude.weights.retention import collect_garbage
+from tests.helpers.tiny_models import save_random_model
+
+STEPS = 9  # a skip of eight versions among them
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model") / "model", "qwen3", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "weights"))
+
+
+def published(store: Store, folder: Path, steps: int = STEPS, anchors: int = 200) -> list[dict[str, torch.Tensor]]:
+    """The tensors of versions 0 to `steps`."""
+    publisher, tensors, versions = Publisher(store, anchors, of_folder=True), folder_tensors(folder), []
+    for version in range(steps + 1):
+        if version:
+            tensors = {name: tensor + (torch.rand_like(tensor) < 0.01) * tensor / 8 for name, tensor in tensors.items()}
+        publisher.publish(version, tensors, (), {}, last=version == steps)
+        versions.append(tensors)
+    publisher.finish_anchor()
+    return versions
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def live(folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return named_tensors(load_model(folder, dtype=dtype))
+
+
+def test_nothing_but_manifest_and_schema_is_written(store: Store, folder: Path) -> None:
+    published(store, folder, steps=0)
+    (manifest,) = manifests(store)
+    assert (manifest.kind, manifest.payload_bytes, manifest.changed, manifest.anchor.parts) == ("folder", 0, 0, ())
+    assert not list(store.list("payloads/"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_engine_that_has_loaded_the_folder_holds_version_0(store: Store, folder: Path, dtype: torch.dtype) -> None:
+    made = published(store, folder)
+    tensors = live(folder, dtype)
+    receiver = Receiver(store, tensors)
+    for version in (0, 1, STEPS):
+        update = receiver.poll(version)
+        assert update is not None
+        assert bool(update.before) is False
+        receiver.apply(update)
+        assert same({name: t.to(torch.bfloat16) for name, t in tensors.items()}, made[version])
+
+
+def test_one_that_comes_late_takes_the_deltas_alone(store: Store, folder: Path) -> None:
+    made, tensors = published(store, folder), live(folder)
+    receiver = Receiver(store, tensors)
+    receiver.advance(lambda version, apply: apply())
+    assert (receiver.version, same(tensors, made[STEPS])) == (STEPS, True)
+
+
+def test_another_folder_is_refused(store: Store, folder: Path, tmp_path: Path) -> None:
+    published(store, folder)
+    other = live(folder)
+    other["model.norm.weight"] += 0.125
+    with pytest.raises(DamagedVersion, match=r"version 0: its payload is the weights of the model folder .* others"):
+        Receiver(store, other).poll()
+    with pytest.raises(UserError, match="not at hand here: name that folder"):
+        load(store, STEPS)
+
+
+def test_a_full_copy_ends_the_need_of_the_folder(store: Store, folder: Path) -> None:
+    """An anchor is due by the size of the deltas, or their number, as after any other."""
+    made = published(store, folder, anchors=3)
+    assert manifests(store)[-1].anchor.version > 0
+    assert same(load(store, STEPS)[1], made[STEPS])
+    receiver, tensors = None, live(folder)
+    tensors["model.norm.weight"] += 0.125  # other weights follow the full copy
+    receiver = Receiver(store, tensors)
+    receiver.advance(lambda version, apply: apply())
+    assert same(tensors, made[STEPS])
+
+
+def test_damaged_tensors_are_read_again_from_the_folder(store: Store, folder: Path) -> None:
+    made, tensors = published(store, folder), live(folder)
+    receiver = Receiver(store, tensors, PayloadSource(store, folder=lambda: folder_tensors(folder)))
+    receiver.advance(lambda version, apply: apply())
+    name = "model.norm.weight"
+    tensors[name][3] += 1
+    damaged = receiver.scrub(1.0)
+    assert len(damaged) == 1
+    held = receiver._held
+    assert held is not None
+    held.bits[name].setflags(write=True)
+    held.bits[name][3] ^= 1  # the image, too
+    receiver.write_repair(receiver.find_repair(damaged))
+    assert same(tensors, made[STEPS])
+
+
+def test_readers_name_the_folder(store: Store, folder: Path, tmp_path: Path) -> None:
+    made = published(store, folder)
+    assert same(load(store, STEPS, lambda: folder_tensors(folder))[1], made[STEPS])
+    export(store, STEPS, folder, tmp_path / "out")
+    assert same(folder_tensors(tmp_path / "out"), made[STEPS])
+    assert (audit(store, Trust()).rebuilt, audit(store, Trust()).problems) == (False, ())
+    whole = audit(store, Trust(), folder=lambda: folder_tensors(folder))
+    assert (whole.rebuilt, whole.problems) == (True, ())
+    assert collect_garbage(store, prune=True, grace=0).keys == ()
+    again = Publisher(store, of_folder=True)
+    last = manifests(store)[-1]
+    again.resume(last, made[STEPS])
+    again.publish(STEPS + 1, made[0], (), {}, last=True)
+    assert same(load(store, STEPS + 1, lambda: folder_tensors(folder))[1], made[0])
