@@ -17,7 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.gpu import Setting, _model_folder as model_folder
+from benchmarks.gpu import Setting
+from benchmarks.gpu import _model_folder as model_folder
 from etude.cli.overlays import read_toml
 from etude.config import RLConfig, validate
 from etude.trainer.rl.memory_table import GIB, memory_table

@@ -10,7 +10,7 @@ import torch
 from etude.errors import UserError
 from etude.models.loading import load_model, named_tensors
 from etude.store import Store, open_store
-from etude.weights import Trust, manifests
+from etude.weights import Trust, manifests, publisher
 from etude.weights.audit import audit
 from etude.weights.content import load
 from etude.weights.export import export, folder_tensors
@@ -132,3 +132,19 @@ def test_readers_name_the_folder(store: Store, folder: Path, tmp_path: Path) -> 
     again.resume(last, made[STEPS])
     again.publish(STEPS + 1, made[0], (), {}, last=True)
     assert same(load(store, STEPS + 1, lambda: folder_tensors(folder))[1], made[0])
+
+
+def test_an_anchor_is_several_objects(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk is in one of them; a reader puts them together, and names the one that is missing."""
+    monkeypatch.setattr(publisher, "ANCHOR_PART", 100_000)
+    tensors = folder_tensors(folder)
+    Publisher(store).publish(0, tensors, (), {})
+    (manifest,) = manifests(store)
+    parts = manifest.anchor.parts
+    assert len(parts) > 2
+    assert [part.first for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert same(load(store, 0)[1], tensors)
+    assert audit(store, Trust()).problems == ()
+    store.delete(parts[1].key)
+    with pytest.raises(UserError, match=f"{parts[1].key} is gone"):
+        load(store, 0)

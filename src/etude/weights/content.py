@@ -125,9 +125,8 @@ def _follow(source: PayloadSource, target: int, path: list[Payload], content: Co
     if manifest.schema != content.schema.id:
         raise DamagedVersion(f"version {target} is of another model than the one before it")
     for payload in path:
-        objects = [source.get(payload.version, part) for part in payload.parts]
         try:
-            content = _applied(content, payload, objects)
+            content = _applied(source, content, payload)
         except ValueError as e:
             raise DamagedVersion(f"version {payload.version}: {e}") from None
     if digest_text(codec.model_digest(content.digests)) != manifest.digest:
@@ -159,22 +158,24 @@ def load_schema(store: Store, manifest: PolicyVersion, of: str | None = None) ->
         raise DamagedVersion(f"version {manifest.version}: {e}") from None
 
 
-def _applied(content: Content, payload: Payload, objects: list[bytes]) -> Content:
-    """The content after a payload. Raises ValueError."""
-    grid = content.schema
-    records: list[codec.ChunkRecord] = []
-    for part, data in zip(payload.parts, objects, strict=True):
-        kind, version, of_part = codec.unpack(data, len(grid.chunks))
+def _applied(source: PayloadSource, content: Content, payload: Payload) -> Content:
+    """The content after a payload, whose objects are read one by one. Raises ValueError, and BrokenObject."""
+    grid, after, digests, done, own = content.schema, dict(content.bits), content.digests, set[int](), set[str]()
+    for part in payload.parts:
+        kind, version, records = codec.unpack(source.get(payload.version, part), len(grid.chunks))
         if (kind, version) != (payload.kind, payload.version):
             raise ValueError(f"its payload is the {kind} of version {version}")
-        if any(not part.first <= record.chunk < part.stop for record in of_part):
+        numbers = {record.chunk for record in records}
+        if any(not part.first <= number < part.stop for number in numbers):
             raise ValueError(f"{part.key} holds chunks of another part")
-        records += of_part
-    if len({record.chunk for record in records}) < len(records):
-        raise ValueError("two parts of its payload hold the same chunk")
-    touched = {grid.tensors[grid.chunks[record.chunk].tensor].name for record in records}
-    after = {name: array.copy() if name in touched else array for name, array in content.bits.items()}
-    return Content(grid, after, codec.apply(grid, after, content.digests, records))
+        if len(numbers) < len(records) or numbers & done:
+            raise ValueError("two parts of its payload hold the same chunk")
+        for name in {grid.tensors[grid.chunks[number].tensor].name for number in numbers} - own:
+            after[name] = after[name].copy()
+            own.add(name)
+        digests = codec.apply(grid, after, digests, records)
+        done |= numbers
+    return Content(grid, after, digests)
 
 
 def replay_chunk(source: PayloadSource, version: int, held: Content, number: int) -> Bits:

@@ -43,6 +43,8 @@ multiple of the previous one, so that a longer fold is made of shorter ones."""
 
 PUBLISH_SECONDS, SECONDS_A_GB = 900.0, 30.0
 """Deadline of a publication, and more of it for each GB of the tensors."""
+ANCHOR_PART = 2**28
+"""Bytes of the tensors in one object of an anchor, at least."""
 _TRIES = 3  # tries to create a manifest, if acknowledgements are lost
 
 
@@ -264,7 +266,7 @@ class Publisher:
             digests = codec.digests(schema, new, chunks=chunks)
             whole, elements = (), 0
             if not (self._of_folder and self._last is None):
-                whole = self._put("anchor", version, codec.encode_anchor(schema, new, digests, chunks=chunks), chunks)
+                whole = self._put_anchor(version, schema, new, digests)
                 elements = sum(schema.chunks[i].stop - schema.chunks[i].start for i in chunks)
             total = codec.model_digest(digests)
             share = Share(delta=(), skips={}, own_anchor=whole, anchor=None, base=total, target=total, changed=elements)
@@ -409,14 +411,26 @@ class Publisher:
 
         def work() -> None:
             try:
-                chunks = self._owned(schema)
-                records = codec.encode_anchor(schema, of.bits, of.digests, chunks=chunks)
-                future.set_result(self._put("anchor", version, records, chunks))
+                future.set_result(self._put_anchor(version, schema, of.bits, of.digests))
                 failpoint("publisher.anchor")
             except BaseException as e:
                 future.set_exception(e)  # the next version raises it
 
         threading.Thread(target=work, name=f"anchor-{version}", daemon=True).start()
+
+    def _put_anchor(
+        self, version: int, schema: Schema, new: Mapping[str, Bits], digests: Digests
+    ) -> tuple[PayloadPart, ...]:
+        """Writes an anchor object by object, so that neither side holds it whole beside the tensors."""
+        parts, begin, size, owned = list[PayloadPart](), 0, 0, self._owned(schema)
+        for number, index in enumerate(owned, 1):
+            chunk = schema.chunks[index]
+            size += (chunk.stop - chunk.start) * schema.tensors[chunk.tensor].format.width // 8
+            if size >= ANCHOR_PART or number == len(owned):
+                some = owned[begin:number]
+                parts += self._put("anchor", version, codec.encode_anchor(schema, new, digests, chunks=some), some)
+                begin, size = number, 0
+        return tuple(parts)
 
     def _put(self, kind: str, version: int, records: list[codec.ChunkRecord], chunks: range) -> tuple[PayloadPart, ...]:
         """Writes an object under its digest and this writer's name, so that no other attempt uses the same key."""
