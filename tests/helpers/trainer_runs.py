@@ -45,6 +45,7 @@ def new_run(
         "model": {"path": str(model)},
         "rollout": {"prompts": 1, "group": GROUP, "tokens": 40, "context": 128},
         "trainer": {"lr": 3e-3, "warmup_steps": 0},
+        "weights": {"anchor_first": True},  # tests read versions from the store alone
     }
     config = RLConfig.model_validate(values | tables)
     runfolder.create(root / "run", config, None)

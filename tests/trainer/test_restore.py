@@ -56,7 +56,10 @@ def trained(tmp_path_factory):
     """A run at version 5, with checkpoints 0 and 3, and its state."""
     root = tmp_path_factory.mktemp("trained")
     folder, config = new_run(
-        root, guards=GUARDS, trainer={"lr": 3e-3, "warmup_steps": 0, "checkpoint_every": EVERY, "decay": 0.5}
+        root,
+        guards=GUARDS,
+        trainer={"lr": 3e-3, "warmup_steps": 0, "checkpoint_every": EVERY, "decay": 0.5},
+        weights={},  # the chain begins with the model folder
     )
     trainer = Trainer(folder)
     for _ in range(5):

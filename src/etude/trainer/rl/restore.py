@@ -69,7 +69,7 @@ class Restorer:
             again = f"the run goes on from checkpoint {base}, and computes {_named(steps)} again"
             _note(f"{damage}; {again}" if damage else again)
         checkpoint.drop(self.checkpoints, damaged)
-        published = _PublishedWeights(self.weights, self.config.model.path)
+        published = _PublishedWeights(self.weights, Path(self.config.model.path))
         if different := [m for m in steps if not self._repeat(m, published, last=m is steps[-1])]:
             _note(f"{_named(different)} did not come out bit for bit; the published weights are taken")
         return None
@@ -132,7 +132,7 @@ class Restorer:
 class _PublishedWeights:
     """Reads versions of ascending numbers: the first from an anchor, each later one by the deltas since."""
 
-    def __init__(self, store: Store, folder: str):
+    def __init__(self, store: Store, folder: Path):
         self._source = PayloadSource(store, folder=lambda: folder_tensors(folder))
         self._version = -1
         self._content: Content | None = None
