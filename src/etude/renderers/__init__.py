@@ -36,7 +36,8 @@ from etude.renderers.compact import CompactRenderer, is_compact
 from etude.renderers.dialects import DIALECTS
 from etude.renderers.notes import note_place
 from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS, named
-from etude.renderers.template import ChatTemplate, load_template, read_json, with_chat_template
+from etude.renderers.template import ChatTemplate, load_template, read_json, template_source, with_chat_template
+from etude.renderers.trial import thought_tags
 
 PUBLIC = ("",)
 

@@ -79,6 +79,11 @@ class ChatTemplate:
         return other
 
     @property
+    def variables(self) -> frozenset[str]:
+        """The names of its variables besides the messages, the tools and the tokens."""
+        return frozenset(self._known)
+
+    @property
     def eos_token(self) -> str:
         """The token that ends a text by the tokenizer's configuration, or ""."""
         return str(self._variables.get("eos_token") or "")
@@ -110,7 +115,7 @@ def load_template(folder: Path) -> ChatTemplate:
 def with_chat_template(folder: Path, template: str) -> Path:
     """A folder in the user's cache with the files of a model folder as links and another chat template: a Jinja file,
     or the name of a bundled one. A missing `folder` is returned unchanged. Raises UserError for a missing template."""
-    source, own = _source(template), "chat_template.jinja"
+    source, own = template_source(template), "chat_template.jinja"
     if not folder.is_dir():
         return folder
     files = sorted(path for path in folder.absolute().iterdir() if path.is_file() and path.name != own)
@@ -126,7 +131,8 @@ def with_chat_template(folder: Path, template: str) -> Path:
     return made
 
 
-def _source(template: str) -> str:
+def template_source(template: str) -> str:
+    """The text of a template: a Jinja file, or the name of a bundled one. Raises UserError."""
     path = TEMPLATES / f"{template}.jinja" if template in CHAT_TEMPLATES else Path(template)
     try:
         return path.read_text(encoding="utf-8")

@@ -1,0 +1,213 @@
+"""A finding about a model folder, the edits that mend it, and the folder's files as the checks read them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from tokenizers import Tokenizer
+
+from etude.config import CHAT_TEMPLATES
+from etude.errors import UserError
+from etude.models import check_safetensors, headers, shards
+from etude.renderers import ChatTemplate, load_template, load_tokenizer, read_json, template_source
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
+
+Severity = Literal["fault", "note"]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A new value in a JSON file, at a path of keys and indices; None removes it. Without a path it is the whole text
+    of the file."""
+
+    file: str
+    path: tuple[str | int, ...]
+    value: Any
+
+    def __str__(self) -> str:
+        if not self.path:
+            return f"{self.file}: written anew"
+        shown = json.dumps(self.value, ensure_ascii=False)
+        where = ".".join(map(str, self.path))
+        return f"{self.file}: {where} " + ("removed" if self.value is None else f"= {shown[:80]}")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong in a model folder, in one sentence. `edits` mend it. `stops`: etude itself would train, serve or
+    write something wrong, so that no stage begins."""
+
+    name: str
+    severity: Severity
+    sentence: str
+    edits: tuple[Edit, ...] = ()
+    stops: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file; `start` and `stop` are its bytes there."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    stop: int
+
+
+class ModelFiles:
+    """The files of a model folder, each read once. What cannot be read is a finding in `unreadable`, and counts as
+    empty."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.unreadable: list[Finding] = []
+        self.config = self._json(CONFIG, stops=True)
+        self.generation = self._json(GENERATION, stops=True, edits=(Edit(GENERATION, (), "{}\n"),))
+        self.tokenizer_config = self._json(TOKENIZER_CONFIG, stops=True)
+        self.special_map = self._json(SPECIAL_MAP, edits=(Edit(SPECIAL_MAP, (), "{}\n"),))
+        self.tokenizer = self._tokenizer()
+        self.template = self._template()
+        self.tensors = self._tensors()
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The configuration of the text model."""
+        return as_object(self.config.get("text_config")) or self.config
+
+    def of_config(self, key: str) -> Any:
+        """A value of the text model, else of the whole configuration."""
+        return self.text.get(key, self.config.get(key))
+
+    def edits_of_config(self, key: str, value: Any) -> tuple[Edit, ...]:
+        """The edits that set a key of config.json, wherever it stands."""
+        nested = self.text is not self.config
+        paths = [("text_config", key)] if nested and key in self.text else []
+        return tuple(
+            Edit(CONFIG, path, value) for path in [*paths, *([(key,)] if key in self.config or not paths else [])]
+        )
+
+    def edits_of_template(self, source: str) -> tuple[Edit, ...]:
+        """The edits that give the folder another chat template, where readers of either kind look for it."""
+        held = self.tokenizer_config.get("chat_template")
+        also = () if held is None else (Edit(TOKENIZER_CONFIG, ("chat_template",), source),)
+        return (Edit(TEMPLATE, (), source), *also)
+
+    def edits_of_bundled(self) -> tuple[Edit, ...]:
+        """The edits that take the bundled chat template, if the model marks turns as it does."""
+        begin, end = "<|im_start|>", "<|im_end|>"
+        ids = self.ids(self.of_config("eos_token_id"), self.generation.get("eos_token_id"))
+        ends = self.token("eos_token") == end or self.vocabulary.get(end) in ids
+        fits = ends and {begin, end} <= {*self.vocabulary}
+        return self.edits_of_template(template_source(CHAT_TEMPLATES[0])) if fits else ()
+
+    def token(self, kind: str) -> str | None:
+        """The name that tokenizer_config.json gives to a kind of token, such as "eos_token"."""
+        return content(self.tokenizer_config.get(kind))
+
+    @cached_property
+    def added(self) -> Mapping[int, Any]:
+        """The tokenizer's added tokens by id."""
+        return {} if self.tokenizer is None else self.tokenizer.get_added_tokens_decoder()
+
+    @cached_property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Ids of all tokens by name."""
+        return {} if self.tokenizer is None else self.tokenizer.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def embedding(self) -> Stored | None:
+        """The tensor of input embeddings."""
+        ends = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "embeddings.weight")
+        names = sorted((n for n in self.tensors if n.endswith(ends) and "vision" not in n), key=len)
+        found = self.tensors[names[0]] if names else None
+        return found if found is not None and len(found.shape) == 2 else None
+
+    @property
+    def rows(self) -> int | None:
+        """The number of ids that the model has embeddings for."""
+        size = self.of_config("vocab_size")
+        return self.embedding.shape[0] if self.embedding is not None else size if is_number(size) else None
+
+    def ids(self, *values: Any) -> list[Any]:
+        """Token ids in a value of a configuration: a number, a list, or nothing."""
+        return [
+            each for value in values for each in (value if isinstance(value, list) else [value]) if each is not None
+        ]
+
+    def _json(self, name: str, *, stops: bool = False, edits: Sequence[Edit] = ()) -> dict[str, Any]:
+        try:
+            return read_json(self.folder / name)
+        except UserError as e:
+            self.unreadable.append(Finding("files", "fault", str(e), tuple(edits), stops=stops))
+            return {}
+
+    def _tokenizer(self) -> Tokenizer | None:
+        try:
+            return load_tokenizer(self.folder)
+        except UserError as e:
+            self.unreadable.append(Finding("tokenizer", "fault", str(e)))
+            return None
+
+    def _template(self) -> ChatTemplate | None:
+        if not self.tokenizer_config.get("chat_template") and not (self.folder / TEMPLATE).is_file():
+            return None
+        try:
+            return load_template(self.folder)
+        except (UserError, UnicodeDecodeError) as e:
+            self.unreadable.append(Finding("template", "fault", str(e), self.edits_of_bundled()))
+            return None
+
+    def _tensors(self) -> dict[str, Stored]:
+        tensors: dict[str, Stored] = {}
+        try:
+            for file in shards(self.folder):
+                check_safetensors(file)
+            for file, name, about in headers(self.folder):
+                start, stop = (offset + _data_begins(file) for offset in about["data_offsets"])
+                tensors[name] = Stored(file, tuple(about["shape"]), about["dtype"], start, stop)
+        except (UserError, OSError) as e:
+            self.unreadable.append(Finding("files", "fault", str(e), stops=True))
+        return tensors
+
+
+@cache
+def _data_begins(file: Path) -> int:
+    with file.open("rb") as f:
+        return 8 + struct.unpack("<Q", f.read(8))[0]
+
+
+def content(token: Any) -> str | None:
+    """The name of a token in a tokenizer's configuration."""
+    named = as_object(token).get("content") if isinstance(token, dict) else token
+    return named if isinstance(named, str) else None
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """An object of a JSON file; {} for any other value."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list of a JSON file; [] for any other value."""
+    return cast(list[Any], value) if isinstance(value, list) else []
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a configuration is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Up to three names, and how many more there are."""
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")

@@ -1,0 +1,77 @@
+"""The mended copy of a model folder: edited configurations, the weights as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etude import runfolder
+from etude.errors import UserError
+from etude.weights.preflight.findings import Edit, Finding, ModelFiles, as_object
+from etude.weights.preflight.report import checked
+
+_ROUNDS = 4  # an edit may show what another one must mend
+
+
+def repair(folder: Path, out: Path) -> list[Edit]:
+    """Writes `out`: the model folder with all that can be mended, whole or not at all. Weights are links to the same
+    files, or copies on another disk. Returns the edits. Raises UserError if `out` exists, or if nothing can be
+    mended."""
+    if out.exists():
+        raise UserError(f"{out} exists already: name a new folder for the mended copy")
+    made: list[Edit] = []
+
+    def write(into: Path) -> None:
+        for path in sorted(folder.iterdir()):
+            if path.is_dir():
+                shutil.copytree(path, into / path.name)
+            else:
+                _link(path.resolve(), into / path.name)
+        for _ in range(_ROUNDS):
+            edits = _edits(checked(ModelFiles(into), spoken=True))
+            for edit in edits:
+                _apply(into, edit)
+            made.extend(edit for edit in edits if edit not in made)
+            if not edits:
+                break
+
+    if not _edits(checked(ModelFiles(folder), spoken=True)):
+        raise UserError(f"nothing in {folder} can be mended by its configuration: no copy is written")
+    runfolder.make_whole(out.absolute(), write)
+    return made
+
+
+def _edits(findings: Sequence[Finding]) -> list[Edit]:
+    edits: list[Edit] = []
+    edits += (edit for finding in findings for edit in finding.edits if edit not in edits)
+    return edits
+
+
+def _link(source: Path, target: Path) -> None:
+    """A second name of weights, a copy of all else. Both can be changed without the other, since files are replaced."""
+    if source.suffix == ".safetensors":
+        try:
+            return os.link(source, target)
+        except OSError:  # another disk
+            pass
+    shutil.copyfile(source, target)
+
+
+def _apply(folder: Path, edit: Edit) -> None:
+    path = folder / edit.file
+    if not edit.path:
+        path.write_text(edit.value, encoding="utf-8")
+        return
+    data: Any = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    part = data
+    for key in edit.path[:-1]:
+        part = part[key]
+    if edit.value is None:
+        as_object(part).pop(str(edit.path[-1]), None)
+    else:
+        part[edit.path[-1]] = edit.value
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,58 @@
+"""All checks of a model folder, and the part that precedes a stage of training."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import UserError
+from etude.weights.preflight import limits, special_tokens, tensors, turns
+from etude.weights.preflight.findings import CONFIG, Finding, ModelFiles
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """What the files of a model folder say: findings, faults first, and how the model speaks."""
+
+    folder: Path
+    findings: tuple[Finding, ...]
+    speech: turns.Speech
+
+    @property
+    def faults(self) -> list[Finding]:
+        """The findings that must be mended."""
+        return [finding for finding in self.findings if finding.severity == "fault"]
+
+
+def checked(files: ModelFiles, *, whole: bool = False, spoken: bool = False) -> list[Finding]:
+    """The findings in a folder's files. With `whole` all weights are read, with `spoken` the template is tried."""
+    return [
+        *files.unreadable,
+        *tensors.findings(files, whole=whole),
+        *special_tokens.findings(files),
+        *limits.findings(files),
+        *(turns.findings(files) if spoken else ()),
+    ]
+
+
+def examine(folder: Path) -> FolderReport:
+    """The report on a model folder. Raises UserError for a folder without config.json."""
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} is no model folder: give one with a config.json")
+    files = ModelFiles(folder)
+    found = checked(files, whole=True, spoken=True)
+    found.sort(key=lambda finding: finding.severity != "fault")
+    return FolderReport(folder, tuple(found), turns.speech(files))
+
+
+def check_before_training(folder: Path) -> None:
+    """Reads the small files and the headers of the weights before a stage begins. Faults that etude is not concerned
+    by, and notes, are printed once. Raises UserError for a fault that would spoil the run."""
+    findings = checked(ModelFiles(folder))
+    for finding in findings:
+        if finding.stops:
+            cure = " --repair DIR` mends it in a copy" if finding.edits else "` says more"
+            raise UserError(f"{folder}: {finding.sentence}; `etude doctor model {folder}{cure}")
+    for finding in findings:
+        print(f"note: {folder.name}: {finding.sentence}", file=sys.stderr, flush=True)
