@@ -23,7 +23,7 @@ NANO = Path(__file__).parents[2] / "models/nano"
 
 
 def doctor(*words):
-    """The exit code of `etude doctor models`."""
+    """The exit code of `etude doctor model`."""
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "models", *words])
     return ended.value.code
@@ -85,7 +85,7 @@ THOUSANDTHS = {
 
 @pytest.mark.parametrize("where", THOUSANDTHS)
 def test_a_mistake_of_a_thousandth_is_no_noise(where):
-    examined = table._Examined(NANO)
+    examined = table.Examined(NANO)
     assert examined.cell("rows").state == "exact"
     THOUSANDTHS[where](examined.ours)
     assert examined.cell("rows").state == "silent"
@@ -95,7 +95,7 @@ def test_the_bound_follows_the_noise_of_the_model(tmp_path):
     """Larger logits have more noise: a constant that fits the one model alarms on the other."""
     bounds = []
     for scale in (1, 4):
-        examined = table._Examined(NANO)
+        examined = table.Examined(NANO)
         examined.truth(examined.rows)
         examined._theirs.get_output_embeddings().weight.data.mul_(scale)
         bounds.append(examined.limit)

@@ -12,4 +12,4 @@ A fault is what goes wrong in an engine or a trainer; a note is what makers ship
 
 # pyright: reportUnusedImport=false
 from etude.weights.preflight.mending import repair
-from etude.weights.preflight.report import check_before_training, examine
+from etude.weights.preflight.report import FolderReport, check_before_training, examine
