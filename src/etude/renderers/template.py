@@ -53,8 +53,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = now.strftime
         try:
-            self._template = environment.from_string(source)
-            self._known = jinja2.meta.find_undeclared_variables(environment.parse(source)) - _OURS
+            parsed = environment.parse(source)
+            self._known = jinja2.meta.find_undeclared_variables(parsed) - _OURS
+            self._template = environment.from_string(parsed)
         except jinja2.TemplateError as e:
             raise UserError(
                 f"The chat template of {name} is not valid ({e}); give another with --chat-template."

@@ -139,10 +139,11 @@ class ModelFiles:
         return self.embedding.shape[0] if self.embedding is not None else size if is_number(size) else None
 
     def ids(self, *values: Any) -> list[Any]:
-        """Token ids in a value of a configuration: a number, a list, or nothing."""
-        return [
-            each for value in values for each in (value if isinstance(value, list) else [value]) if each is not None
-        ]
+        """Token ids in values of configurations: each a number, a list, or nothing."""
+        ids: list[Any] = []
+        for value in values:
+            ids.extend(as_list(value) or (value,))
+        return [each for each in ids if each is not None and each != []]
 
     def _json(self, name: str, *, stops: bool = False, edits: Sequence[Edit] = ()) -> dict[str, Any]:
         try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
 from etude import runfolder
 from etude.errors import UserError
-from etude.weights.preflight.findings import Edit, Finding, ModelFiles, as_object
-from etude.weights.preflight.report import checked
+from etude.weights.preflight.findings import Edit, as_object
+from etude.weights.preflight.report import examine
 
 _ROUNDS = 4  # an edit may show what another one must mend
 
@@ -23,6 +23,8 @@ def repair(folder: Path, out: Path) -> list[Edit]:
     mended."""
     if out.exists():
         raise UserError(f"{out} exists already: name a new folder for the mended copy")
+    if not (edits := _edits(folder)):
+        raise UserError(f"nothing in {folder} can be mended by its configuration: no copy is written")
     made: list[Edit] = []
 
     def write(into: Path) -> None:
@@ -31,23 +33,20 @@ def repair(folder: Path, out: Path) -> list[Edit]:
                 shutil.copytree(path, into / path.name)
             else:
                 _link(path.resolve(), into / path.name)
-        for _ in range(_ROUNDS):
-            edits = _edits(checked(ModelFiles(into), spoken=True))
-            for edit in edits:
+        rounds = chain([edits], (_edits(into) for _ in range(_ROUNDS)))
+        for some in takewhile(bool, rounds):
+            for edit in some:
                 _apply(into, edit)
-            made.extend(edit for edit in edits if edit not in made)
-            if not edits:
-                break
+            made.extend(edit for edit in some if edit not in made)
 
-    if not _edits(checked(ModelFiles(folder), spoken=True)):
-        raise UserError(f"nothing in {folder} can be mended by its configuration: no copy is written")
     runfolder.make_whole(out.absolute(), write)
     return made
 
 
-def _edits(findings: Sequence[Finding]) -> list[Edit]:
+def _edits(folder: Path) -> list[Edit]:
     edits: list[Edit] = []
-    edits += (edit for finding in findings for edit in finding.edits if edit not in edits)
+    for finding in examine(folder, whole=False).findings:
+        edits += (edit for edit in finding.edits if edit not in edits)
     return edits
 
 

@@ -25,25 +25,25 @@ class FolderReport:
         return [finding for finding in self.findings if finding.severity == "fault"]
 
 
-def checked(files: ModelFiles, *, whole: bool = False, spoken: bool = False) -> list[Finding]:
-    """The findings in a folder's files. With `whole` all weights are read, with `spoken` the template is tried."""
+def checked(files: ModelFiles, *, whole: bool = False) -> list[Finding]:
+    """The findings in a folder's files, but for the trial of the template. With `whole` all weights are read."""
     return [
         *files.unreadable,
         *tensors.findings(files, whole=whole),
         *special_tokens.findings(files),
         *limits.findings(files),
-        *(turns.findings(files) if spoken else ()),
     ]
 
 
-def examine(folder: Path) -> FolderReport:
-    """The report on a model folder. Raises UserError for a folder without config.json."""
+def examine(folder: Path, *, whole: bool = True) -> FolderReport:
+    """The report on a model folder; with `whole` all its weights are read. Raises UserError for a folder without
+    config.json."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} is no model folder: give one with a config.json")
     files = ModelFiles(folder)
-    found = checked(files, whole=True, spoken=True)
-    found.sort(key=lambda finding: finding.severity != "fault")
-    return FolderReport(folder, tuple(found), turns.speech(files))
+    speech, more = turns.spoken(files)
+    found = sorted([*checked(files, whole=whole), *more], key=lambda finding: finding.severity != "fault")
+    return FolderReport(folder, tuple(found), speech)
 
 
 def check_before_training(folder: Path) -> None:

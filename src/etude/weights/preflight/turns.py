@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,26 +25,18 @@ class Speech:
     thoughts: str = ""
 
 
-def findings(files: ModelFiles) -> Iterator[Finding]:
-    """What is wrong with the template."""
-    trial = _tried(files)
-    if trial is not None and isinstance(trial, Finding):
-        yield trial
-    elif trial is not None and trial[1]:
-        yield Finding("tools", "note", trial[1])
-
-
-def speech(files: ModelFiles) -> Speech:
-    """The dialect and the thoughts of a folder, by its template."""
+def spoken(files: ModelFiles) -> tuple[Speech, list[Finding]]:
+    """How a folder's model speaks, by its template's round trip, and what is wrong with the template."""
     trial = _tried(files)
     if trial is None or isinstance(trial, Finding):
-        return Speech()
-    renderer, _ = trial
+        return Speech(), [] if trial is None else [trial]
+    renderer, why = trial
+    notes = [Finding("tools", "note", why)] if why else []
     if files.template is None or not isinstance(renderer, ChatRenderer):
-        return Speech(renderer.dialect)
+        return Speech(renderer.dialect), notes
     most = renderer.calls_per_turn
     calls = {None: "any number of calls a turn", 0: "no calls of tools"}.get(most, f"{most} call a turn")
-    return Speech(renderer.dialect, calls, _thoughts(files.template))
+    return Speech(renderer.dialect, calls, _thoughts(files.template)), notes
 
 
 def _tried(files: ModelFiles) -> tuple[Renderer, str] | Finding | None:
