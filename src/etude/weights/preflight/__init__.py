@@ -5,11 +5,11 @@
     tensors           indices, layers, embeddings, numbers
     limits            context and defaults of sampling
     turns             the template's round trip, tools and thoughts
-    report, mending   all findings of a folder, those before training, and the mended copy
+    folder_report, mending   all findings of a folder, those before training, and the mended copy
 
 A fault is what goes wrong in an engine or a trainer; a note is what makers ship on purpose. No torch here.
 """
 
 # pyright: reportUnusedImport=false
+from etude.weights.preflight.folder_report import FolderReport, check_before_training, examine
 from etude.weights.preflight.mending import repair
-from etude.weights.preflight.report import FolderReport, check_before_training, examine

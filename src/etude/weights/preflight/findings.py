@@ -25,7 +25,7 @@ Severity = Literal["fault", "note"]
 
 
 @dataclass(frozen=True)
-class Edit:
+class ConfigEdit:
     """A new value in a JSON file, at a path of keys and indices; None removes it. Without a path it is the whole text
     of the file."""
 
@@ -43,18 +43,18 @@ class Edit:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong in a model folder, in one sentence. `edits` mend it. `stops`: etude itself would train, serve or
-    write something wrong, so that no stage begins."""
+    """A fault or a note of a model folder, in one sentence. `edits` mend it. `stops`: etude itself would train or
+    publish something wrong, so that no stage begins."""
 
     name: str
     severity: Severity
     sentence: str
-    edits: tuple[Edit, ...] = ()
+    edits: tuple[ConfigEdit, ...] = ()
     stops: bool = False
 
 
 @dataclass(frozen=True)
-class Stored:
+class HeaderEntry:
     """A tensor in a safetensors file; `start` and `stop` are its bytes there."""
 
     file: Path
@@ -72,9 +72,9 @@ class ModelFiles:
         self.folder = folder
         self.unreadable: list[Finding] = []
         self.config = self._json(CONFIG, stops=True)
-        self.generation = self._json(GENERATION, stops=True, edits=(Edit(GENERATION, (), "{}\n"),))
+        self.generation = self._json(GENERATION, stops=True, edits=(ConfigEdit(GENERATION, (), "{}\n"),))
         self.tokenizer_config = self._json(TOKENIZER_CONFIG, stops=True)
-        self.special_map = self._json(SPECIAL_MAP, edits=(Edit(SPECIAL_MAP, (), "{}\n"),))
+        self.special_map = self._json(SPECIAL_MAP, edits=(ConfigEdit(SPECIAL_MAP, (), "{}\n"),))
         self.tokenizer = self._tokenizer()
         self.template = self._template()
         self.tensors = self._tensors()
@@ -88,21 +88,21 @@ class ModelFiles:
         """A value of the text model, else of the whole configuration."""
         return self.text.get(key, self.config.get(key))
 
-    def edits_of_config(self, key: str, value: Any) -> tuple[Edit, ...]:
+    def edits_of_config(self, key: str, value: Any) -> tuple[ConfigEdit, ...]:
         """The edits that set a key of config.json, wherever it stands."""
         nested = self.text is not self.config
         paths = [("text_config", key)] if nested and key in self.text else []
         return tuple(
-            Edit(CONFIG, path, value) for path in [*paths, *([(key,)] if key in self.config or not paths else [])]
+            ConfigEdit(CONFIG, path, value) for path in [*paths, *([(key,)] if key in self.config or not paths else [])]
         )
 
-    def edits_of_template(self, source: str) -> tuple[Edit, ...]:
+    def edits_of_template(self, source: str) -> tuple[ConfigEdit, ...]:
         """The edits that give the folder another chat template, where readers of either kind look for it."""
         held = self.tokenizer_config.get("chat_template")
-        also = () if held is None else (Edit(TOKENIZER_CONFIG, ("chat_template",), source),)
-        return (Edit(TEMPLATE, (), source), *also)
+        also = () if held is None else (ConfigEdit(TOKENIZER_CONFIG, ("chat_template",), source),)
+        return (ConfigEdit(TEMPLATE, (), source), *also)
 
-    def edits_of_bundled(self) -> tuple[Edit, ...]:
+    def edits_of_bundled(self) -> tuple[ConfigEdit, ...]:
         """The edits that take the bundled chat template, if the model marks turns as it does."""
         begin, end = "<|im_start|>", "<|im_end|>"
         ids = self.ids(self.of_config("eos_token_id"), self.generation.get("eos_token_id"))
@@ -125,12 +125,12 @@ class ModelFiles:
         return {} if self.tokenizer is None else self.tokenizer.get_vocab(with_added_tokens=True)
 
     @cached_property
-    def embedding(self) -> Stored | None:
+    def embedding(self) -> HeaderEntry | None:
         """The tensor of input embeddings."""
         ends = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "embeddings.weight")
         names = sorted((n for n in self.tensors if n.endswith(ends) and "vision" not in n), key=len)
-        found = self.tensors[names[0]] if names else None
-        return found if found is not None and len(found.shape) == 2 else None
+        first = self.tensors[names[0]] if names else None
+        return first if first is not None and len(first.shape) == 2 else None
 
     @property
     def rows(self) -> int | None:
@@ -145,7 +145,7 @@ class ModelFiles:
             ids.extend(as_list(value) or (value,))
         return [each for each in ids if each is not None and each != []]
 
-    def _json(self, name: str, *, stops: bool = False, edits: Sequence[Edit] = ()) -> dict[str, Any]:
+    def _json(self, name: str, *, stops: bool = False, edits: Sequence[ConfigEdit] = ()) -> dict[str, Any]:
         try:
             return read_json(self.folder / name)
         except UserError as e:
@@ -168,14 +168,14 @@ class ModelFiles:
             self.unreadable.append(Finding("template", "fault", str(e), self.edits_of_bundled()))
             return None
 
-    def _tensors(self) -> dict[str, Stored]:
-        tensors: dict[str, Stored] = {}
+    def _tensors(self) -> dict[str, HeaderEntry]:
+        tensors: dict[str, HeaderEntry] = {}
         try:
             for file in shards(self.folder):
                 check_safetensors(file)
             for file, name, about in headers(self.folder):
                 start, stop = (offset + _data_begins(file) for offset in about["data_offsets"])
-                tensors[name] = Stored(file, tuple(about["shape"]), about["dtype"], start, stop)
+                tensors[name] = HeaderEntry(file, tuple(about["shape"]), about["dtype"], start, stop)
         except (UserError, OSError) as e:
             self.unreadable.append(Finding("files", "fault", str(e), stops=True))
         return tensors

@@ -10,7 +10,7 @@ from etude.weights.preflight.findings import (
     CONFIG,
     GENERATION,
     TOKENIZER_CONFIG,
-    Edit,
+    ConfigEdit,
     Finding,
     ModelFiles,
     as_object,
@@ -32,7 +32,7 @@ _GREEDY = ("temperature", "top_p", "top_k", "min_p")  # without effect where not
 
 
 def findings(files: ModelFiles) -> Iterator[Finding]:
-    """What is wrong with the context and with the defaults of sampling."""
+    """Faults and notes of the context and of the defaults of sampling."""
     yield from _context(files)
     yield from _scaling(files)
     yield from _sampling(files)
@@ -55,7 +55,7 @@ def _context(files: ModelFiles) -> Iterator[Finding]:
             "fault",
             f"{TOKENIZER_CONFIG} has model_max_length = {known:,} and the model {most:,} positions: stock engines and "
             "trainers cut texts at the former",
-            (Edit(TOKENIZER_CONFIG, ("model_max_length",), most),),
+            (ConfigEdit(TOKENIZER_CONFIG, ("model_max_length",), most),),
         )
     elif most is not None and known is not None and known > most:
         yield Finding(
@@ -97,7 +97,7 @@ def _sampling(files: ModelFiles) -> Iterator[Finding]:
             "generation-config",
             "fault",
             f"{GENERATION} has {name} = {held[name]!r}, which must be {_SAMPLING[name][1]}",
-            (Edit(GENERATION, (name,), None),),
+            (ConfigEdit(GENERATION, (name,), None),),
         )
     changing = {n: v for n, v in held.items() if right[n] and _SAMPLING[n][2] and v not in _SAMPLING[n][2]}
     if files.generation.get("do_sample") is False and (idle := [name for name in _GREEDY if name in changing]):
@@ -106,7 +106,7 @@ def _sampling(files: ModelFiles) -> Iterator[Finding]:
             "fault",
             f"{GENERATION} has do_sample = false beside {idle[0]} = {changing[idle[0]]}: engines differ in which they "
             "obey, and trainers refuse to save it",
-            (Edit(GENERATION, ("do_sample",), True),),
+            (ConfigEdit(GENERATION, ("do_sample",), True),),
         )
     elif changing:
         shown = ", ".join(f"{name} = {value}" for name, value in changing.items())

@@ -11,13 +11,14 @@ from typing import Any
 
 from etude import runfolder
 from etude.errors import UserError
-from etude.weights.preflight.findings import Edit, as_object
-from etude.weights.preflight.report import examine
+from etude.weights.preflight.findings import ConfigEdit, as_object
+from etude.weights.preflight.folder_report import examine
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _ROUNDS = 4  # an edit may show what another one must mend
 
 
-def repair(folder: Path, out: Path) -> list[Edit]:
+def repair(folder: Path, out: Path) -> list[ConfigEdit]:
     """Writes `out`: the model folder with all that can be mended, whole or not at all. Weights are links to the same
     files, or copies on another disk. Returns the edits. Raises UserError if `out` exists, or if nothing can be
     mended."""
@@ -25,14 +26,14 @@ def repair(folder: Path, out: Path) -> list[Edit]:
         raise UserError(f"{out} exists already: name a new folder for the mended copy")
     if not (edits := _edits(folder)):
         raise UserError(f"nothing in {folder} can be mended by its configuration: no copy is written")
-    made: list[Edit] = []
+    made: list[ConfigEdit] = []
 
     def write(into: Path) -> None:
         for path in sorted(folder.iterdir()):
             if path.is_dir():
-                shutil.copytree(path, into / path.name)
+                shutil.copytree(path, into / path.name, copy_function=_link)
             else:
-                _link(path.resolve(), into / path.name)
+                _link(path, into / path.name)
         rounds = chain([edits], (_edits(into) for _ in range(_ROUNDS)))
         for some in takewhile(bool, rounds):
             for edit in some:
@@ -43,24 +44,25 @@ def repair(folder: Path, out: Path) -> list[Edit]:
     return made
 
 
-def _edits(folder: Path) -> list[Edit]:
-    edits: list[Edit] = []
+def _edits(folder: Path) -> list[ConfigEdit]:
+    edits: list[ConfigEdit] = []
     for finding in examine(folder, whole=False).findings:
         edits += (edit for edit in finding.edits if edit not in edits)
     return edits
 
 
-def _link(source: Path, target: Path) -> None:
-    """A second name of weights, a copy of all else. Both can be changed without the other, since files are replaced."""
-    if source.suffix == ".safetensors":
+def _link(source: Path | str, target: Path | str) -> None:
+    """A second name of weights, a copy of all else, which may be edited."""
+    whole = Path(source).resolve()
+    if whole.suffix in _WEIGHTS:
         try:
-            return os.link(source, target)
+            return os.link(whole, target)
         except OSError:  # another disk
             pass
-    shutil.copyfile(source, target)
+    shutil.copyfile(whole, target)
 
 
-def _apply(folder: Path, edit: Edit) -> None:
+def _apply(folder: Path, edit: ConfigEdit) -> None:
     path = folder / edit.file
     if not edit.path:
         path.write_text(edit.value, encoding="utf-8")

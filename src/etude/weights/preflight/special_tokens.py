@@ -22,7 +22,7 @@ from etude.weights.preflight.findings import (
     SPECIAL_MAP,
     TOKENIZER,
     TOKENIZER_CONFIG,
-    Edit,
+    ConfigEdit,
     Finding,
     ModelFiles,
     as_list,
@@ -70,7 +70,7 @@ def turn_ends(files: ModelFiles) -> TurnEnds:
 
 
 def findings(files: ModelFiles) -> Iterator[Finding]:
-    """What is wrong with the special tokens."""
+    """Faults and notes of the special tokens."""
     if files.tokenizer is None:
         return
     ends = turn_ends(files)
@@ -103,14 +103,14 @@ def _named(files: ModelFiles, ends: TurnEnds) -> Iterator[Finding]:
                 "fault",
                 f"{TOKENIZER_CONFIG} names {kind} {token!r} and {SPECIAL_MAP} {other!r}: engines read the one or the "
                 "other",
-                (Edit(SPECIAL_MAP, (kind,), token),),
+                (ConfigEdit(SPECIAL_MAP, (kind,), token),),
             )
 
 
-def _naming(files: ModelFiles, kind: str, token: str | None) -> tuple[Edit, ...]:
+def _naming(files: ModelFiles, kind: str, token: str | None) -> tuple[ConfigEdit, ...]:
     """The edits that name a token in both configurations of the tokenizer."""
-    also = (Edit(SPECIAL_MAP, (kind,), token),) if kind in files.special_map else ()
-    return (Edit(TOKENIZER_CONFIG, (kind,), token), *also)
+    also = (ConfigEdit(SPECIAL_MAP, (kind,), token),) if kind in files.special_map else ()
+    return (ConfigEdit(TOKENIZER_CONFIG, (kind,), token), *also)
 
 
 def _ids(files: ModelFiles) -> Iterator[Finding]:
@@ -124,7 +124,7 @@ def _ids(files: ModelFiles) -> Iterator[Finding]:
             own = files.vocabulary.get(files.token(kind) or "")
             kept = [each for each in ids if each not in wrong] or ([] if own is None else [own])
             value = None if not kept else kept if len(kept) > 1 else kept[0]
-            edits = files.edits_of_config(key, value) if file == CONFIG else (Edit(file, (key,), value),)
+            edits = files.edits_of_config(key, value) if file == CONFIG else (ConfigEdit(file, (key,), value),)
             yield Finding(
                 "token-ids",
                 "fault",
@@ -142,7 +142,7 @@ def _ids(files: ModelFiles) -> Iterator[Finding]:
             "fault",
             f"{TOKENIZER_CONFIG} gives {shown[wrong[0]]!r} the id {wrong[0]}, and {TOKENIZER} the id "
             f"{files.vocabulary[shown[wrong[0]]]}",
-            (Edit(TOKENIZER_CONFIG, ("added_tokens_decoder",), right),),
+            (ConfigEdit(TOKENIZER_CONFIG, ("added_tokens_decoder",), right),),
         )
 
 
@@ -192,14 +192,14 @@ def _end(files: ModelFiles, ends: TurnEnds) -> Iterator[Finding]:
         )
 
 
-def _ending(files: ModelFiles, wanted: list[str], stops: list[int]) -> tuple[Edit, ...]:
+def _ending(files: ModelFiles, wanted: list[str], stops: list[int]) -> tuple[ConfigEdit, ...]:
     """The edits by which every reader ends a turn at the wanted tokens; special tokens that ended it before stay."""
     ids = [files.vocabulary[name] for name in dict.fromkeys(wanted) if name in files.vocabulary]
     if not ids:
         return ()
     kept = [each for each in stops if each in files.added and each not in ids]
     both = [*ids, *kept]
-    edits = (Edit(GENERATION, ("eos_token_id",), both if len(both) > 1 else both[0]),)
+    edits = (ConfigEdit(GENERATION, ("eos_token_id",), both if len(both) > 1 else both[0]),)
     if files.of_config("eos_token_id") is not None:
         edits += files.edits_of_config("eos_token_id", ids[0])
     return edits + _naming(files, "eos_token", wanted[0])
@@ -209,7 +209,7 @@ def _pad(files: ModelFiles, ends: TurnEnds) -> Iterator[Finding]:
     """Padding that has no embedding, or that stock trainers cannot tell from the end of a turn."""
     spare = _spare(files, ends)
     number = None if spare is None else files.vocabulary[spare]
-    generated = (Edit(GENERATION, ("pad_token_id",), number),) if "pad_token_id" in files.generation else ()
+    generated = (ConfigEdit(GENERATION, ("pad_token_id",), number),) if "pad_token_id" in files.generation else ()
     edits = (*files.edits_of_config("pad_token_id", number), *generated, *_naming(files, "pad_token", spare))
     rows = files.rows
     for file, value in ((CONFIG, files.of_config("pad_token_id")), (GENERATION, files.generation.get("pad_token_id"))):
@@ -223,8 +223,8 @@ def _pad(files: ModelFiles, ends: TurnEnds) -> Iterator[Finding]:
             )
             return
     named = files.token("pad_token")
-    pads = {named} | {files.tokenizer.id_to_token(each) for each in files.ids(files.of_config("pad_token_id"))
-                      if files.tokenizer is not None}  # fmt: skip
+    numbers = files.ids(files.of_config("pad_token_id"))
+    pads = {named} | {files.tokenizer.id_to_token(each) for each in numbers if files.tokenizer is not None}
     if shared := ({ends.last, ends.inner} - {""}) & pads:
         yield Finding(
             "pad-token",
@@ -258,7 +258,7 @@ def _bos(files: ModelFiles) -> Iterator[Finding]:
             "doubled-bos",
             "fault",
             f"the tokenizer puts {bos!r} before a text twice ({TOKENIZER}, post_processor)",
-            (Edit(TOKENIZER, ("post_processor",), _once(files, bos)),),
+            (ConfigEdit(TOKENIZER, ("post_processor",), _once(files, bos)),),
         )
     try:
         text = "" if files.template is None else files.template.render([USER], generate=True)
@@ -303,7 +303,7 @@ def _once(files: ModelFiles, bos: str) -> Any:
     return made
 
 
-def _template_once(files: ModelFiles, bos: str) -> tuple[Edit, ...]:
+def _template_once(files: ModelFiles, bos: str) -> tuple[ConfigEdit, ...]:
     """The edits that take one of two beginnings out of the template; none if its conversations would change else."""
     assert files.template is not None
     source, right = files.template.source, files.template.render([USER], generate=True).replace(bos, "", 1)
@@ -330,10 +330,14 @@ def _flags(files: ModelFiles, ends: TurnEnds) -> Iterator[Finding]:
     if not plain:
         return
     rows = read_json(files.folder / TOKENIZER).get("added_tokens", [])
-    edits = [Edit(TOKENIZER, ("added_tokens", i, "special"), True) for i, row in enumerate(rows) if row["id"] in plain]
+    edits = [
+        ConfigEdit(TOKENIZER, ("added_tokens", i, "special"), True) for i, row in enumerate(rows) if row["id"] in plain
+    ]
     decoder = as_object(files.tokenizer_config.get("added_tokens_decoder"))
     edits += [
-        Edit(TOKENIZER_CONFIG, ("added_tokens_decoder", key, "special"), True) for key in decoder if int(key) in plain
+        ConfigEdit(TOKENIZER_CONFIG, ("added_tokens_decoder", key, "special"), True)
+        for key in decoder
+        if int(key) in plain
     ]
     yield Finding(
         "special-tokens",

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from etude.models import INDEX
-from etude.weights.preflight.findings import CONFIG, Edit, Finding, ModelFiles, Stored, is_number, listed
+from etude.weights.preflight.findings import CONFIG, ConfigEdit, Finding, HeaderEntry, ModelFiles, is_number, listed
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^(?:output|head)\.")
-_EXPONENTS = {"BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00), "F32": (np.uint32, 0x7F800000),
-              "F64": (np.uint64, 0x7FF0000000000000)}  # fmt: skip
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+    "F32": (np.uint32, 0x7F800000),
+    "F64": (np.uint64, 0x7FF0000000000000),
+}
 _BLOCK = 1 << 24  # numbers read at a time
 _SAMPLED = 128  # rows of two matrices that are compared where not all are
 
 
 def findings(files: ModelFiles, *, whole: bool) -> Iterator[Finding]:
-    """What is wrong with the stored tensors. With `whole` all numbers are read, else some hundred rows at most."""
+    """Faults of the stored tensors. With `whole` all numbers are read, else some hundred rows at most."""
     if not files.tensors:
         return
     yield from _index(files)
@@ -42,7 +47,7 @@ def _index(files: ModelFiles) -> Iterator[Finding]:
             "index",
             "fault",
             f"{INDEX} does not name the tensors that are in the files ({listed(wrong)})",
-            (Edit(INDEX, ("weight_map",), right),),
+            (ConfigEdit(INDEX, ("weight_map",), right),),
             stops=True,
         )
 
@@ -61,7 +66,7 @@ def _layers(files: ModelFiles) -> Iterator[Finding]:
 
 
 def _embedding(files: ModelFiles) -> Iterator[Finding]:
-    stored, size, width = files.embedding, files.of_config("vocab_size"), files.of_config("hidden_size")
+    stored, size = files.embedding, files.of_config("vocab_size")
     if stored is None:
         return
     if is_number(size) and size != stored.shape[0]:
@@ -70,14 +75,6 @@ def _embedding(files: ModelFiles) -> Iterator[Finding]:
             "fault",
             f"{CONFIG} says vocab_size = {size}, and the embeddings have {stored.shape[0]} rows",
             files.edits_of_config("vocab_size", stored.shape[0]),
-            stops=True,
-        )
-    if is_number(width) and width != stored.shape[1] and "embedding_size" not in files.text:
-        yield Finding(
-            "tensors",
-            "fault",
-            f"{CONFIG} says hidden_size = {width}, and the embeddings have {stored.shape[1]} columns: put the "
-            "configuration of this model back",
             stops=True,
         )
     most = max(files.vocabulary.values(), default=-1)
@@ -118,7 +115,7 @@ def _tied(files: ModelFiles, whole: bool) -> Iterator[Finding]:
         )
 
 
-def _same(one: Stored, other: Stored, whole: bool) -> bool:
+def _same(one: HeaderEntry, other: HeaderEntry, whole: bool) -> bool:
     """Whether two matrices have the same values, by all rows or by some of each part."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
@@ -143,7 +140,7 @@ def _finite(files: ModelFiles) -> Iterator[Finding]:
         )
 
 
-def _all_finite(stored: Stored) -> bool:
+def _all_finite(stored: HeaderEntry) -> bool:
     if stored.dtype not in _EXPONENTS:  # integers, and FP8, whose scales are checked
         return True
     kind, exponent = _EXPONENTS[stored.dtype]
@@ -155,7 +152,7 @@ def _all_finite(stored: Stored) -> bool:
     return True
 
 
-def _bytes(stored: Stored, start: int, size: int) -> np.ndarray:
+def _bytes(stored: HeaderEntry, start: int, size: int) -> np.ndarray:
     """Bytes of a tensor from `start` on, at most `size`."""
     with stored.file.open("rb") as f:
         f.seek(stored.start + start)

@@ -13,7 +13,7 @@ from etude.weights.preflight.findings import CONFIG, Finding, ModelFiles
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What the files of a model folder say: findings, faults first, and how the model speaks."""
+    """The files of a model folder, as they were read: findings, faults first, and how the model speaks."""
 
     folder: Path
     findings: tuple[Finding, ...]
@@ -42,8 +42,8 @@ def examine(folder: Path, *, whole: bool = True) -> FolderReport:
         raise UserError(f"{folder} is no model folder: give one with a config.json")
     files = ModelFiles(folder)
     speech, more = turns.spoken(files)
-    found = sorted([*checked(files, whole=whole), *more], key=lambda finding: finding.severity != "fault")
-    return FolderReport(folder, tuple(found), speech)
+    ordered = sorted([*checked(files, whole=whole), *more], key=lambda finding: finding.severity != "fault")
+    return FolderReport(folder, tuple(ordered), speech)
 
 
 def check_before_training(folder: Path) -> None:
