@@ -118,8 +118,11 @@ def _check_model(folder: Path) -> None:
     """The preflight of a model folder that is there already. Raises UserError."""
     from etude.weights.preflight import check_before_training
 
-    if (folder / "config.json").is_file():
-        check_before_training(folder)
+    try:
+        if (folder / "config.json").is_file():
+            check_before_training(folder)
+    except ModuleNotFoundError as e:
+        print(f"no preflight: this installation has no {e.name}", file=sys.stderr)
 
 
 def _print_memory(config: RLConfig) -> None:

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from etude.config import CHAT_TEMPLATES
 from etude.errors import UserError
 from etude.models import check_safetensors, headers, shards
 from etude.renderers import ChatTemplate, load_template, load_tokenizer, read_json, template_source
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
@@ -119,6 +120,12 @@ class ModelFiles:
         """The tokenizer's added tokens by id."""
         return {} if self.tokenizer is None else self.tokenizer.get_added_tokens_decoder()
 
+    @property
+    def decoder(self) -> dict[str, Any]:
+        """The added tokens that tokenizer_config.json names, by their ids as texts."""
+        held = as_object(self.tokenizer_config.get("added_tokens_decoder"))
+        return {number: token for number, token in held.items() if number.isdecimal() and isinstance(token, dict)}
+
     @cached_property
     def vocabulary(self) -> Mapping[str, int]:
         """Ids of all tokens by name."""
@@ -130,7 +137,7 @@ class ModelFiles:
         ends = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "embeddings.weight")
         names = sorted((n for n in self.tensors if n.endswith(ends) and "vision" not in n), key=len)
         first = self.tensors[names[0]] if names else None
-        return first if first is not None and len(first.shape) == 2 else None
+        return first if first is not None and len(first.shape) == 2 and all(first.shape) else None
 
     @property
     def rows(self) -> int | None:
@@ -164,8 +171,9 @@ class ModelFiles:
             return None
         try:
             return load_template(self.folder)
-        except (UserError, UnicodeDecodeError) as e:
-            self.unreadable.append(Finding("template", "fault", str(e), self.edits_of_bundled()))
+        except (UserError, UnicodeDecodeError, TypeError) as e:
+            edits = () if self.unreadable else self.edits_of_bundled()
+            self.unreadable.append(Finding("template", "fault", str(e), edits))
             return None
 
     def _tensors(self) -> dict[str, HeaderEntry]:

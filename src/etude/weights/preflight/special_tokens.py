@@ -131,7 +131,7 @@ def _ids(files: ModelFiles) -> Iterator[Finding]:
                 f"{file} has {key} = {listed(wrong)}, an id that no token of the tokenizer has",
                 edits,
             )
-    decoder = as_object(files.tokenizer_config.get("added_tokens_decoder"))
+    decoder = files.decoder
     shown = {number: content(token) or "" for number, token in decoder.items()}
     wrong = [number for number, name in shown.items() if files.vocabulary.get(name, int(number)) != int(number)]
     if wrong:
@@ -333,7 +333,7 @@ def _flags(files: ModelFiles, ends: TurnEnds) -> Iterator[Finding]:
     edits = [
         ConfigEdit(TOKENIZER, ("added_tokens", i, "special"), True) for i, row in enumerate(rows) if row["id"] in plain
     ]
-    decoder = as_object(files.tokenizer_config.get("added_tokens_decoder"))
+    decoder = files.decoder
     edits += [
         ConfigEdit(TOKENIZER_CONFIG, ("added_tokens_decoder", key, "special"), True)
         for key in decoder

@@ -41,7 +41,7 @@ def spoken(files: ModelFiles) -> tuple[Speech, list[Finding]]:
 
 def _tried(files: ModelFiles) -> tuple[Renderer, str] | Finding | None:
     """The folder's renderer, and the reason why it cannot call tools; or a finding; None where files are unreadable."""
-    if files.tokenizer is None or any(finding.name == "template" for finding in files.unreadable):
+    if files.unreadable:
         return None
     try:
         return renderer_for(files.folder), ""
