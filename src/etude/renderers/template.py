@@ -158,7 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> Any:
-    return value["content"] if isinstance(value, dict) else value
+    return value.get("content") if isinstance(value, dict) else value
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

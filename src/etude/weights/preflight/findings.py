@@ -132,6 +132,11 @@ class ModelFiles:
         return {} if self.tokenizer is None else self.tokenizer.get_vocab(with_added_tokens=True)
 
     @cached_property
+    def names(self) -> Mapping[int, str]:
+        """Names of all tokens by id."""
+        return {number: name for name, number in self.vocabulary.items()}
+
+    @cached_property
     def embedding(self) -> HeaderEntry | None:
         """The tensor of input embeddings."""
         ends = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "embeddings.weight")

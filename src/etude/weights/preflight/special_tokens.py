@@ -154,7 +154,7 @@ def _end(files: ModelFiles, ends: TurnEnds) -> Iterator[Finding]:
     }
     where = GENERATION if by_file[GENERATION] else CONFIG
     stops = [each for each in by_file[where] if is_number(each)]
-    names = [files.tokenizer.id_to_token(each) for each in stops] if files.tokenizer else []
+    names = [files.names.get(each) for each in stops]
     ordinary = [name for each, name in zip(stops, names, strict=True) if name is not None and each not in files.added]
     wanted = [end for end in (ends.last, ends.inner) if end]
     if ends.text and not wanted:
@@ -224,7 +224,7 @@ def _pad(files: ModelFiles, ends: TurnEnds) -> Iterator[Finding]:
             return
     named = files.token("pad_token")
     numbers = files.ids(files.of_config("pad_token_id"))
-    pads = {named} | {files.tokenizer.id_to_token(each) for each in numbers if files.tokenizer is not None}
+    pads = {named} | {files.names.get(each) for each in numbers if is_number(each)}
     if shared := ({ends.last, ends.inner} - {""}) & pads:
         yield Finding(
             "pad-token",
