@@ -41,7 +41,7 @@ NAME_ROOMS = 2  # that have a file of the same name
 UNFORMATTED = 60  # tables whose columns ruff would not keep
 DATA = "audit/packs/"  # programs of attackers, and what they attack
 PARTICIPLES = {"told", "said", "found", "given", "asked"}  # they name no thing: report, message, matches, options
-FIELDS = {"given", "said"}  # of episodes in ledgers, and of the rows of `etude doctor models --json`
+FIELDS = {"given", "said"}  # of episodes in ledgers, and of the rows of `etude doctor model --json`
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:

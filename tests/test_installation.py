@@ -102,7 +102,7 @@ LACKING = {
     "export run -o out": "play",
     "doctor mismatch run": "serve",
     "doctor replay run": "serve",
-    "doctor models": "serve",
+    "doctor model": "serve",
     "doctor sandbox": "serve",
     "live serve live.toml": "live",
     "live key list live.toml": "live",

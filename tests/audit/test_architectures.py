@@ -1,20 +1,23 @@
 """The table of architectures: what it says of right models, and that no planted mistake passes in silence."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from etude.audit.architectures import page, table
-from etude.audit.architectures.families import _SIZES, FAMILIES
+from etude.audit.architectures.families import _SIZES, FAMILIES, make
 from etude.cli.main import main
 from etude.errors import UserError
 from etude.models import block_attention, experts, support
 from etude.models.head import Head, head_of
 from etude.trainer.rl import execution
+from tests.helpers.sound_folders import edit
 from tests.renderers.families import FAMILIES as TEMPLATES
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -23,9 +26,9 @@ NANO = Path(__file__).parents[2] / "models/nano"
 
 
 def doctor(*words):
-    """The exit code of `etude doctor models`."""
+    """The exit code of `etude doctor model`."""
     with pytest.raises(SystemExit) as ended:
-        main(["doctor", "models", *words])
+        main(["doctor", "model", *words])
     return ended.value.code
 
 
@@ -49,12 +52,29 @@ def test_right_models_are_exact_and_the_others_refused_by_name():
 
 def test_a_folder_of_ones_own(capsys):
     assert doctor(str(NANO), "--json") == 0
-    line, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert {use: cell["state"] for use, cell in line["cells"].items()} == dict.fromkeys(table.USES, "exact") | {
-        "vLLM": "not run"
-    }
-    assert line["cells"]["tools"]["said"] == "compact"
-    assert last == {"families": 1, "exact": 1, "refused": 0, "silent": 0}
+    made = json.loads(capsys.readouterr().out)
+    assert {use: cell["state"] for use, cell in made["cells"].items()} == dict.fromkeys(table.MEASURED, "exact")
+    assert (made["ok"], made["findings"], made["dialect"]) == (True, [], "compact")
+
+
+def test_a_model_that_does_not_load_is_a_fault(tmp_path, capsys):
+    """Headers do not tell which tensors the class wants."""
+    folder = shutil.copytree(make(BY_NAME["Qwen3"], tmp_path / "made"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for file in NANO.glob("*token*"):
+        shutil.copy(file, folder)
+    edit(
+        folder,
+        "tokenizer.json",
+        {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2}, "merges": []}},
+    )
+    assert doctor(str(folder), "--json") == 1
+    made = json.loads(capsys.readouterr().out)
+    (loading,) = [finding for finding in made["findings"] if finding["name"] == "loading"]
+    assert "1 missing keys, e.g. model.layers.1.mlp.up_proj.weight" in loading["sentence"]
+    assert "cells" not in made
 
 
 def test_the_page_takes_the_table_of_families_alone(tmp_path, capsys):
@@ -85,7 +105,7 @@ THOUSANDTHS = {
 
 @pytest.mark.parametrize("where", THOUSANDTHS)
 def test_a_mistake_of_a_thousandth_is_no_noise(where):
-    examined = table._Examined(NANO)
+    examined = table.Examined(NANO)
     assert examined.cell("rows").state == "exact"
     THOUSANDTHS[where](examined.ours)
     assert examined.cell("rows").state == "silent"
@@ -95,7 +115,7 @@ def test_the_bound_follows_the_noise_of_the_model(tmp_path):
     """Larger logits have more noise: a constant that fits the one model alarms on the other."""
     bounds = []
     for scale in (1, 4):
-        examined = table._Examined(NANO)
+        examined = table.Examined(NANO)
         examined.truth(examined.rows)
         examined._theirs.get_output_embeddings().weight.data.mul_(scale)
         bounds.append(examined.limit)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.audit.architectures.table import _Examined
+from etude.audit.architectures.table import Examined
 from etude.config import LoraConfig, TrainerConfig
 from etude.errors import UserError
 from etude.inference.engine.engine import Engine
@@ -63,8 +63,8 @@ TOOL = {
 }
 
 
-class Real(_Examined):
-    """What `etude doctor models` measures a model with, and a text in its tokens."""
+class Real(Examined):
+    """What `etude doctor model` measures a model with, and a text in its tokens."""
 
     def ids(self, text: str) -> list[int]:
         return load_tokenizer(self.folder).encode(text, add_special_tokens=False).ids

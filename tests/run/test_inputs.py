@@ -1,6 +1,8 @@
 """What a run refuses of its model before any process starts."""
 
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,15 @@ from etude.run.inputs import check_inputs
 from tests.helpers.mixtures import TINY
 from tests.helpers.tiny_models import save_random_model
 
+SIZE = 4096  # tokens of nano, whose tokenizer the folders have
 BY_TYPE = {family.model_type: family for family in FAMILIES}
 SAID = {
     "gemma2": "caps the scores of attention .* train another model",
     "lfm2": "conv, which carry a state .* use inference.engine",
 }
+
+
+random_folder = partial(save_random_model, vocab_size=SIZE)
 
 
 def config(folder, **tables):
@@ -36,14 +42,15 @@ def refused(folder, **tables):
 
 @pytest.mark.parametrize("model_type", SAID)
 def test_what_the_configuration_tells(tmp_path, model_type):
-    folder = make(BY_TYPE[model_type], tmp_path / "m")
+    family = BY_TYPE[model_type]
+    folder = make(replace(family, options=family.options | {"vocab_size": SIZE}), tmp_path / "m")
     with pytest.raises(UserError, match=SAID[model_type]) as refused:
         check_inputs(config(folder))
     assert str(refused.value).startswith(f"{folder}: {model_type} ")
 
 
 def test_an_architecture_that_transformers_does_not_know(tmp_path):
-    folder = save_random_model(tmp_path / "m", "llama")
+    folder = random_folder(tmp_path / "m", "llama")
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"llama"', '"tidal_llama"'))
     with pytest.raises(UserError, match="tidal_llama"):
@@ -53,7 +60,7 @@ def test_an_architecture_that_transformers_does_not_know(tmp_path):
 def test_a_context_beyond_the_cache(tmp_path):
     """3 layers of 2 heads of 64 numbers are 3 KB a token in float32; the CPU's cache has an eighth of the memory at
     most unless it is given."""
-    model = save_random_model(tmp_path, "qwen3")
+    model = random_folder(tmp_path, "qwen3")
     said = refused(model, rollout={"context": 400}, inference={"cache_mb": 1})
     assert "rollout.context = 400 tokens needs 2 MB of an engine's cache" in said
     assert "rollout.context = 90000000 tokens needs 263672 MB" in refused(model, rollout={"context": 90_000_000})
@@ -61,7 +68,7 @@ def test_a_context_beyond_the_cache(tmp_path):
 
 
 def test_engines_that_share_a_device_are_given_their_memory(tmp_path):
-    model = save_random_model(tmp_path, "qwen3")
+    model = random_folder(tmp_path, "qwen3")
     for tables in ({"trainer": {"device": "cuda"}}, {"inference": {"servers": 2}}):
         inference = {"device": "cuda"} | tables.get("inference", {})
         assert "inference.cache_mb is not given" in refused(model, **tables | {"inference": inference})
@@ -71,7 +78,7 @@ def test_engines_that_share_a_device_are_given_their_memory(tmp_path):
 
 @pytest.mark.parametrize("key", ["trainer", "inference"])
 def test_a_device_that_is_not_there(tmp_path, key):
-    model = save_random_model(tmp_path, "qwen3")
+    model = random_folder(tmp_path, "qwen3")
     for device in ("nonsense", "meta", "cuda:99"):
         said = refused(
             model, **{key: {"device": device}}, **({"inference": {"cache_mb": 64}} if key == "trainer" else {})
@@ -85,7 +92,7 @@ TOOLS = "tests.helpers.boxed_functions"
 def test_tools_of_the_users(tmp_path):
     from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
 
-    compact, tokenizer = save_random_model(tmp_path / "compact", "qwen3"), hermes_tokenizer()
+    compact, tokenizer = random_folder(tmp_path / "compact", "qwen3"), hermes_tokenizer()
     chat = save_random_model(tmp_path / "chat", "qwen3", vocab_size=tokenizer.get_vocab_size())
     write_model(chat, tokenizer, TEMPLATE)
 
@@ -119,7 +126,7 @@ def test_tools_of_the_users(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
-    folder = config(save_random_model(tmp_path, "qwen3"))
+    folder = config(random_folder(tmp_path, "qwen3"))
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"has no tokenizer.json"):
         check_inputs(folder)
@@ -127,7 +134,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("kind", ["docker", "podman"])
 def test_boxes_of_containers_decide_all_hidden_tests(tmp_path, kind):
-    sandbox, model = {"type": kind, "image": "i"}, save_random_model(tmp_path, "qwen3")
+    sandbox, model = {"type": kind, "image": "i"}, random_folder(tmp_path, "qwen3")
     (tmp_path / "library").mkdir()
     (tmp_path / "library/pyproject.toml").write_text("{}")
     package = {"repository": "pydash==8.1.0", "sha256": "0" * 64}
@@ -136,13 +143,13 @@ def test_boxes_of_containers_decide_all_hidden_tests(tmp_path, kind):
 
 
 def test_a_type_that_engines_would_round(tmp_path):
-    model = save_random_model(tmp_path, "qwen3", dtype=torch.float32)
+    model = random_folder(tmp_path, "qwen3", dtype=torch.float32)
     said = refused(model, inference={"dtype": "bfloat16"})
     assert "is stored in float32, and engines that compute in bfloat16 would round its versions" in said
 
 
 def test_what_only_the_live_loop_has(tmp_path):
-    model = save_random_model(tmp_path, "qwen3")
+    model = random_folder(tmp_path, "qwen3")
     assert "it is for `etude live train`" in refused(model, trainer={"baseline": "given"})
     assert "name a folder" in refused(model, distill={"teacher": "self"})
     assert "nowhere" in refused(model, distill={"teacher": str(tmp_path / "nowhere")})

@@ -1,4 +1,4 @@
-"""`etude doctor [CHECK]`: checks of this machine, of a run, of models, of the sandbox, and of boxes' realism."""
+"""`etude doctor [CHECK]`: checks of this machine, of a run, of a model, of the sandbox, and of boxes' realism."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     replay = check("replay", "repeat the episodes of a run, and compare them token by token")
     replay.add_argument("folder", type=Path, help="run folder")
     replay.add_argument("episode", nargs="*", help="as GROUP-MEMBER-ATTEMPT, e.g. 3-1-0; default: all in the ledger")
-    models = check("models", "which architectures are computed exactly, and what is said of the others")
-    models.add_argument(
+    model = check("model", "what is wrong with a model folder, and how exactly it is computed")
+    model.add_argument(
         "folder",
-        nargs="*",
-        help="HF folders, run folders, GGUF files, or names of models; default: a table of known families",
+        nargs="?",
+        help="HF folder, run folder, GGUF file, or the name of a model; default: a table of known families",
     )
-    add_flags(models, ModelConfig, ("chat_template",))
-    models.add_argument("--docs", type=Path, metavar="FILE", help="write the table of families into this page")
+    model.add_argument("--repair", type=Path, metavar="DIR", help="write a mended copy of the folder, and check that")
+    add_flags(model, ModelConfig, ("chat_template",))
+    model.add_argument("--docs", type=Path, metavar="FILE", help="write the table of families into this page")
     by_name = "folders with tokenizer and chat template, by the names of the families' templates"
-    models.add_argument("--templates", type=Path, metavar="DIR", help=by_name)
+    model.add_argument("--templates", type=Path, metavar="DIR", help=by_name)
     _add_sandbox(check("sandbox", "run the attack suite on this machine"))
     _add_parity(check("parity", "whether boxes can be told from production machines"))
 
@@ -48,19 +49,25 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             return reports.show_mismatch(arguments.folder, as_json=arguments.json)
         case "replay":
             return reports.show_replay(arguments.folder, arguments.episode, as_json=arguments.json)
-        case "models":
-            template = getattr(arguments, "chat_template", None)
-            if template is not None and not arguments.folder:
-                raise UserError("--chat-template is for models that you name: give their folders or names, too")
-            folders = [model_folder(name, template) for name in arguments.folder]
-            return reports.show_models(
-                folders, as_json=arguments.json, docs=arguments.docs, templates=arguments.templates
-            )
+        case "model":
+            return _model(arguments)
         case "sandbox":
             return _sandbox(arguments)
         case "parity":
             return _parity(arguments)
     return reports.show_machine(as_json=arguments.json)
+
+
+def _model(arguments: argparse.Namespace) -> int:
+    template = getattr(arguments, "chat_template", None)
+    if arguments.folder is None:
+        if template is not None or arguments.repair is not None:
+            raise UserError("--chat-template and --repair are for one model: name its folder, too")
+        return reports.show_families(as_json=arguments.json, docs=arguments.docs, templates=arguments.templates)
+    if arguments.docs is not None or arguments.templates is not None:
+        raise UserError("--docs and --templates are for the table of known families: give no folder with them.")
+    folder = model_folder(arguments.folder, template)
+    return reports.show_model(folder, arguments.repair, as_json=arguments.json)
 
 
 def _add_sandbox(attacks: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from etude.errors import UserError
 from etude.evals import Estimate
 
 if TYPE_CHECKING:
@@ -84,20 +83,40 @@ def show_replay(run: Path, names: Sequence[str], *, as_json: bool) -> int:
     return 0 if exact == len(replays) else 1
 
 
-def show_models(
-    folders: Sequence[Path], *, as_json: bool, docs: Path | None = None, templates: Path | None = None
-) -> int:
-    """Prints the table of known families, or of model folders; exit code 1 if a computation is wrong without an error.
-    Raises UserError."""
+def show_model(folder: Path, repaired: Path | None, *, as_json: bool) -> int:
+    """Prints the check of a model folder, or of its mended copy `repaired`, which is written; exit code 1 if anything
+    is wrong. Raises UserError."""
+    from etude.audit.model_check import check_model
+    from etude.weights.preflight import repair
+
+    edits = [] if repaired is None else [str(edit) for edit in repair(folder, repaired)]
+    check = check_model(folder if repaired is None else repaired)
+    summary = check.summary()
+    if as_json:
+        print(json.dumps(summary | {"repaired": edits}))
+        return int(not summary["ok"])
+    for edit in edits:
+        print(f"mended  {edit}")
+    speech = check.report.speech
+    shown = {"dialect": ", ".join(filter(None, (speech.dialect, speech.calls))), "thoughts": speech.thoughts}
+    print(_model_line(check.row) if check.row is not None else check.report.folder.name)
+    for name, text in shown.items():
+        print(f"  {name:15} {text or '-'}")
+    for finding in summary["findings"]:
+        mended = " (--repair DIR mends it)" if finding["edits"] else ""
+        print(f"{finding['severity']:5}  {finding['name']}: {finding['sentence']}{mended}")
+    notes = len(summary["findings"]) - sum(finding["severity"] == "fault" for finding in summary["findings"])
+    print(f"{check.faults} fault{'s' * (check.faults != 1)}, {notes} note{'s' * (notes != 1)}")
+    return int(not summary["ok"])
+
+
+def show_families(*, as_json: bool, docs: Path | None = None, templates: Path | None = None) -> int:
+    """Prints the table of known families; exit code 1 if a computation is wrong without an error. Raises UserError."""
     from etude.audit.architectures import page
     from etude.audit.architectures import table as architectures
 
-    if folders and (docs is not None or templates is not None):
-        raise UserError("--docs and --templates are for the table of known families: give no folder with them.")
     made = []
-    for row in (
-        (architectures.examine(f.name, f) for f in folders) if folders else architectures.rows(templates=templates)
-    ):
+    for row in architectures.rows(templates=templates):
         made.append(row)
         print(json.dumps(asdict(row)) if as_json else _model_line(row), flush=True)
     counts = architectures.summary(made)

@@ -39,6 +39,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", type=Path, nargs="+", required=True, metavar="SUITE", help=suites)
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout")
     add_flags(parser, EvalConfig, ("samples", "max_tasks"))
+    ready = "also say whether RL can begin with the model: which tasks teach, what the model does at all"
+    parser.add_argument("--readiness", action="store_const", const=True, help=ready)
     parser.add_argument("--seed", type=int, help="of the episodes (default: that of a run that is measured, or 0)")
     parser.add_argument("--against", metavar="MODEL", help="a second model: paired difference, second minus first")
     add_sandbox(parser, "that of a run or TOML among the suites, else of the model's run, else namespaces")
@@ -118,6 +120,11 @@ _RULES = (
         ("sandbox",),
         (_Mode.FOLDERS, _Mode.CHAT_API, _Mode.EDITS),
         "--sandbox is for tasks with boxes, and --suite retrieval has none",
+    ),
+    _Rule(
+        ("readiness",),
+        (_Mode.FOLDERS, _Mode.CHAT_API),
+        "--readiness is for task datasets, whose samples RL compares",
     ),
     _Rule(
         ("key_file", "temperature"),
@@ -238,7 +245,7 @@ def _measure_tasks(
         for model in models:
             if not isinstance(model, Remote) and measurement.renderer(model).dialect == "compact":
                 raise UserError(f"{model} speaks the compact dialect, which has its own tools: drop {flag}")
-    evaluate_models(models, measurement, engine, as_json=arguments.json)
+    evaluate_models(models, measurement, engine, as_json=arguments.json, with_readiness=arguments.readiness is not None)
 
 
 def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:

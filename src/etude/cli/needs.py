@@ -14,7 +14,7 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
     "export": ("play",),
     "tasks fast-apply": ("apply",),
     "doctor mismatch": ("serve",),
-    "doctor models": ("serve",),
+    "doctor model": ("serve",),
     "doctor replay": ("serve",),
     "doctor sandbox": ("serve",),
     "weights": ("serve",),

@@ -102,6 +102,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         from etude.sandbox.backends.choose import check_sandbox
 
         check_sandbox(config.sandbox)
+        _check_model(Path(config.model.path))
         if not config.tasks.of_repositories:
             from etude.run.parts import part_of
 
@@ -111,6 +112,17 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
 
     arguments.interrupted = f"`etude train --resume {folder}` continues the run"
     train_rl(config, folder, resume=arguments.resume, toml=toml)
+
+
+def _check_model(folder: Path) -> None:
+    """The preflight of a model folder that is there already. Raises UserError."""
+    from etude.weights.preflight import check_before_training
+
+    try:
+        if (folder / "config.json").is_file():
+            check_before_training(folder)
+    except ModuleNotFoundError as e:
+        print(f"no preflight: this installation has no {e.name}", file=sys.stderr)
 
 
 def _print_memory(config: RLConfig) -> None:
@@ -154,7 +166,8 @@ def _finetune(
     config: Any = with_models(validate(kinds[stage], data, where))
     folder = folder or OUTPUTS / config.name
     if arguments.dry_run:
-        return print(config.model_dump_json(indent=2))
+        print(config.model_dump_json(indent=2), flush=True)
+        return None if (path := getattr(config.model, "path", None)) is None else _check_model(path)
     from etude.dashboard import LiveView
     from etude.trainer.finetune import applied_edits, pretrain
 

@@ -4,6 +4,7 @@ The room plays episodes through rollout and requests answers from engines. It st
 runs.
 """
 
+from etude.evals.readiness import readiness_of
 from etude.evals.sequential import (
     LookPlan,
     accounts_per_arm,

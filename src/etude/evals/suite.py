@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 RETRIES = 2  # of an episode lost to infrastructure
 KS = (1, 2, 4, 8)
+SHARES = {
+    "undo": ("undo",),
+    "tests run": ("tests_run",),
+    "searches": ("calls/grep", "calls/search"),
+    "malformed calls": ("malformed",),
+    "cut turns": ("truncated",),
+}
+"""Behaviours whose share of episodes is counted, and the figures of an episode that show them."""
 BEHAVIOUR = ("turns", "tests_run", "edits", "edit_errors", "malformed", "undo", "sampled_tokens")
 
 Attempt = Callable[[Task, int, int, int, int], Awaitable[Episode]]  # task, task index, sample, attempt, seed
@@ -56,6 +64,7 @@ class EvalResult(Record, frozen=True):
      "behaviour": {"turns": 3.1, "tests_run": 1.9, ...},        means per counted episode
      "tokens": {"prompt": 81200, "cached": 64000, "sampled": 900},  of all; prompts are counted by chat APIs alone
      "repositories": {"pydash-8.1.0": {"mean": 0.2, ...}, ...},  pass@1 of each, if there are several
+     "shares": {"undo": 0.03, ...},                             of counted episodes, in which it occurs
      "version": 40}                                             weights of a run that were measured; else null
     """
 
@@ -72,6 +81,7 @@ class EvalResult(Record, frozen=True):
     behaviour: dict[str, float]
     tokens: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     repositories: dict[str, Estimate] = msgspec.field(default_factory=dict[str, Estimate])
+    shares: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     version: int | None = None
 
     @property
@@ -268,6 +278,10 @@ def _summary(
         behaviour={name: sum(_behaviour(e, name) for e in counted) / len(counted) for name in BEHAVIOUR},
         tokens={name: int(sum(_tokens(e, name) for e in counted)) for name in ("prompt", "cached", "sampled")},
         repositories=_by_repository(measured, seed),
+        shares={
+            name: sum(any(e.metrics.get(figure, 0) > 0 for figure in figures) for e in counted) / len(counted)
+            for name, figures in SHARES.items()
+        },
     )
 
 

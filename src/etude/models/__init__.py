@@ -7,7 +7,16 @@ room imports neither `trainer` nor `inference`.
 """
 
 from etude.models.devices import check_device
-from etude.models.files import check_folder, expert_layers, is_gguf, size_of
+from etude.models.files import (
+    INDEX,
+    check_folder,
+    check_safetensors,
+    expert_layers,
+    headers,
+    is_gguf,
+    shards,
+    size_of,
+)
 from etude.models.gguf import gguf_folder
 
 PUBLIC = (

@@ -41,10 +41,9 @@ def shards(root: Path) -> list[Path]:
     """The safetensors files of a folder. Raises UserError for a damaged index."""
     if (root / INDEX).is_file():
         try:
-            names = set(json.loads((root / INDEX).read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError):
+            return [root / name for name in sorted({*json.loads((root / INDEX).read_text())["weight_map"].values()})]
+        except (ValueError, KeyError, AttributeError, TypeError):
             raise UserError(f"{root / INDEX} is damaged: fetch the model again") from None
-        return [root / name for name in sorted(names)]
     return [root / "model.safetensors"]
 
 

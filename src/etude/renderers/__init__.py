@@ -36,7 +36,8 @@ from etude.renderers.compact import CompactRenderer, is_compact
 from etude.renderers.dialects import DIALECTS
 from etude.renderers.notes import note_place
 from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS, named
-from etude.renderers.template import ChatTemplate, load_template, read_json, with_chat_template
+from etude.renderers.template import ChatTemplate, load_template, read_json, template_source, with_chat_template
+from etude.renderers.trial import thought_tags
 
 PUBLIC = ("",)
 
@@ -65,7 +66,7 @@ def renderer_for(
     template = load_template(model_dir).with_variables(chat_template_kwargs or {})
     # The tokens at which the model ends a turn, by its generation configuration.
     ids = read_json(model_dir / "generation_config.json").get("eos_token_id")
-    eos_ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    eos_ids = [each for each in (ids if isinstance(ids, list) else [ids]) if isinstance(each, int)]
     return ChatRenderer(tokenizer, template, eos_ids, dialect, tools=tools)
 
 

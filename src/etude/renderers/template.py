@@ -53,8 +53,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = now.strftime
         try:
-            self._template = environment.from_string(source)
-            self._known = jinja2.meta.find_undeclared_variables(environment.parse(source)) - _OURS
+            parsed = environment.parse(source)
+            self._known = jinja2.meta.find_undeclared_variables(parsed) - _OURS
+            self._template = environment.from_string(parsed)
         except jinja2.TemplateError as e:
             raise UserError(
                 f"The chat template of {name} is not valid ({e}); give another with --chat-template."
@@ -77,6 +78,11 @@ class ChatTemplate:
         other = copy(self)
         other._kwargs = self._kwargs | dict(chat_template_kwargs)
         return other
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names of its variables besides the messages, the tools and the tokens."""
+        return frozenset(self._known)
 
     @property
     def eos_token(self) -> str:
@@ -110,7 +116,7 @@ def load_template(folder: Path) -> ChatTemplate:
 def with_chat_template(folder: Path, template: str) -> Path:
     """A folder in the user's cache with the files of a model folder as links and another chat template: a Jinja file,
     or the name of a bundled one. A missing `folder` is returned unchanged. Raises UserError for a missing template."""
-    source, own = _source(template), "chat_template.jinja"
+    source, own = template_source(template), "chat_template.jinja"
     if not folder.is_dir():
         return folder
     files = sorted(path for path in folder.absolute().iterdir() if path.is_file() and path.name != own)
@@ -126,7 +132,8 @@ def with_chat_template(folder: Path, template: str) -> Path:
     return made
 
 
-def _source(template: str) -> str:
+def template_source(template: str) -> str:
+    """The text of a template: a Jinja file, or the name of a bundled one. Raises UserError."""
     path = TEMPLATES / f"{template}.jinja" if template in CHAT_TEMPLATES else Path(template)
     try:
         return path.read_text(encoding="utf-8")
@@ -151,7 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> Any:
-    return value["content"] if isinstance(value, dict) else value
+    return value.get("content") if isinstance(value, dict) else value
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

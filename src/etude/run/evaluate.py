@@ -38,7 +38,7 @@ from etude.config import (
 )
 from etude.dashboard import CLOCKED, LiveView
 from etude.errors import UserError
-from etude.evals import EvalResult, compare, evaluate
+from etude.evals import EvalResult, compare, evaluate, readiness_of
 from etude.grading import open_sandbox
 from etude.harness import ChatAPI, EngineModel, Toolset, check_context, import_tools
 from etude.protocol.backends import ChatClient, ChatModel, EngineClient, check_reachable
@@ -152,12 +152,23 @@ class Measurement:
 
 
 def evaluate_models(
-    models: Sequence[Path | Remote], measurement: Measurement, inference: EngineConfig, *, as_json: bool
+    models: Sequence[Path | Remote],
+    measurement: Measurement,
+    inference: EngineConfig,
+    *,
+    as_json: bool,
+    with_readiness: bool = False,
 ) -> None:
-    """Prints pass rates with 95 % intervals, and the paired difference of two models. Raises UserError."""
+    """Prints pass rates with 95 % intervals, and the paired difference of two models; on request whether RL can begin
+    with each. Raises UserError."""
+    if with_readiness and measurement.options.samples < 2:
+        raise UserError("--readiness compares the samples of a task: give --samples of 2 or more")
     results = measure_models(models, measurement, inference)
+    ready = [readiness_of(result) for result in results] if with_readiness else []
     for model, result in zip(models, results, strict=True):
         _show(model, result)
+    for each in ready:
+        print(each.text)
     difference = compare(results[0], results[1]).difference if len(results) == 2 else None
     if difference is not None:
         print(f"second minus first: {difference.points}")
@@ -166,7 +177,8 @@ def evaluate_models(
             {"model": str(model), **msgspec.to_builtins(result, str_keys=True)}
             for model, result in zip(models, results, strict=True)
         ]
-        print(json.dumps({"results": measured, "paired_diff": msgspec.to_builtins(difference)}))
+        also = {"readiness": msgspec.to_builtins(ready, str_keys=True)} if with_readiness else {}
+        print(json.dumps({"results": measured, "paired_diff": msgspec.to_builtins(difference)} | also))
 
 
 def measure_models(

@@ -22,6 +22,7 @@ from etude.sandbox.backends.choose import check_sandbox
 from etude.tasks import build_dataset, check_operators
 from etude.tasks.foreign import build_foreign, find_folders
 from etude.weights import read_private_key, read_public_key
+from etude.weights.preflight import check_before_training
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,6 +37,7 @@ def check_inputs(config: RLConfig) -> None:
 
     tasks = config.tasks
     check_folder(Path(config.model.path))
+    check_before_training(Path(config.model.path))
     renderer = renderer_of(config)
     say_dropped(renderer)  # or what is wrong with tokenizer and template
     check_python(config.inference)

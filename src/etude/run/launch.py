@@ -20,7 +20,7 @@ from etude.config import RLConfig
 from etude.config.secrets import ledger_password
 from etude.dashboard import LiveView, RunReport, duration, final_table
 from etude.errors import UserError
-from etude.evals import EvalResult, evaluate
+from etude.evals import EvalResult, evaluate, readiness_of
 from etude.grading import open_sandbox
 from etude.ledger import BlobDamaged, Ledger, get_blob
 from etude.processes import Child
@@ -237,6 +237,8 @@ async def _evaluate_and_train(run: Run, view: LiveView, started: float, builder:
     first = swap_seconds(config) + start_seconds(config.inference, config.model.path)
     await wait_for_version(run, max(0, last_version(run.weights)), seconds=first)
     before = await _evaluate(run, view, "before") if config.eval.before else None
+    if before is not None and any(len(task.passed) > 1 for task in before.tasks):
+        print(f"etude: {readiness_of(before).verdict}", file=sys.stderr)
     pids = {child.log.stem: child.popen.pid for child in run.children}
     if run.sandbox.zygote_pid is not None:
         pids["zygote"] = run.sandbox.zygote_pid

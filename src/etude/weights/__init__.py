@@ -8,6 +8,7 @@
     relay, coordinator, service      the small servers of a cluster
     retention, audit, export         removal of unneeded objects, checks, and versions as model folders
     adapters, runs                   versions of adapters (LoRA), and the models of runs by name
+    preflight/                       checks of a model folder, and its mended copy
     flip_law                         the share of weights that a step will change
 
 The codec is `ulpd`, which imports nothing else of etude. Imports models, store and records. `content.load` reads a
@@ -26,6 +27,7 @@ PUBLIC = (
     "content",
     "export",
     "payloads",
+    "preflight",
     "publisher",
     "ranks",
     "receiver",

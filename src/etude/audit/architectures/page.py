@@ -10,7 +10,7 @@ from pathlib import Path
 from etude.audit.architectures.table import ModelRow
 from etude.errors import UserError
 
-BEGIN, END = "<!-- table: etude doctor models --docs docs/models.md --templates DIR -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- table: etude doctor model --docs docs/models.md --templates DIR -->", "<!-- end of the table -->"
 COLUMNS = {
     "rows": "trainer rows",
     "shared prompts": "shared prompts",

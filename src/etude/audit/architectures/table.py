@@ -84,16 +84,17 @@ def summary(table: Sequence[ModelRow]) -> dict[str, int]:
 
 def examine(name: str, folder: Path, uses: Sequence[str] = USES) -> ModelRow:
     """The row of a Hugging Face folder. Raises UserError for a folder that holds no model."""
-    config = load_config(folder)
-    model_type = config.get_text_config().model_type
-    examined = _Examined(folder)
-    cells = {}
-    for use in uses:
-        cells[use] = tools(folder) if use == "tools" else examined.cell(use)
-    return ModelRow(name, model_type, cells)
+    return measured(name, Examined(folder), uses)
 
 
-class _Examined:
+def measured(name: str, examined: Examined, uses: Sequence[str]) -> ModelRow:
+    """The row of a folder that has been opened, and whose model may be loaded already."""
+    folder = examined.folder
+    cells = {use: tools(folder) if use == "tools" else examined.cell(use) for use in uses}
+    return ModelRow(name, examined.config.get_text_config().model_type, cells)
+
+
+class Examined:
     """A folder, its model as ours and as transformers', and rows of ids with their right log-probabilities."""
 
     def __init__(self, folder: Path) -> None:

@@ -39,6 +39,7 @@ from etude.records import Episode, Outcome, StepRecord
 from etude.renderers import renderer_for
 from etude.store import Store, open_store
 from etude.weights import manifests, read_manifest, with_models
+from etude.weights.preflight import check_before_training
 
 KL = 1e-3
 """Weight of the KL to version 0 for recipes without a KL, so that no window leads far from version 0."""
@@ -154,6 +155,7 @@ def _create(config: LiveConfig, folder: Path) -> None:
     control = open_store(config.clusters[0].store)
     now, recipe = served(control), live_run(config)
     base = Path(config.folder) / f"base-{now.live[:16]}"
+    check_before_training(Path(recipe.model.path))
     if not base.exists():
         base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         export(control, now.version, Path(recipe.model.path), base)

@@ -30,6 +30,7 @@ from etude.models.loading import load_model
 from etude.models.segments import Graph, Node
 from etude.trainer.finetune.config import OptimConfig
 from etude.trainer.head import token_logprobs
+from etude.weights.preflight import check_before_training
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,9 @@ _KEPT_ENDS = (".model", ".tiktoken")
 
 def load(folder: Path, config: OptimConfig) -> PreTrainedModel:
     """The model of a folder on the device, in the types of its files. Raises UserError for a folder that cannot be
-    loaded, or whose context is shorter than a row."""
+    loaded, that the preflight refuses, or whose context is shorter than a row."""
     check(folder)
+    check_before_training(folder)
     context = json.loads((folder / "config.json").read_text())
     most = (context.get("text_config") or context).get("max_position_embeddings")
     if most is not None and config.length > most:
