@@ -29,7 +29,7 @@ pytestmark = pytest.mark.release  # with `make device`, in processes of its own
 
 TOLERANCE = 2e-5
 SECOND = f"{NAME}:1"
-DECODE_SYNCS = 1  # of a step that decodes: the log-probabilities of all its rows come to the host together
+DECODE_SYNCS = 1  # of a step that decodes: the draws of all its rows come to the host together
 
 
 @pytest.fixture
@@ -51,8 +51,12 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_versions(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return store_of_two_versions(moe, tmp_path_factory.mktemp("weights"))
+
+
+def store_of_two_versions(moe: Path, folder: Path) -> Store:
     """A store with versions 0 and 1."""
-    store = open_store(str(tmp_path_factory.mktemp("weights")))
+    store = open_store(str(folder))
     publisher = Publisher(store, 8)
     tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(moe)).items()}
     for version in range(2):
@@ -175,9 +179,17 @@ def test_the_host_waits_once_in_a_step_that_decodes(device: Device, folder: Path
 
 
 def waits(device: Device, folder: Path) -> None:
+    """Rows of all kinds: greedy, nuclei, parameters that change logits, most probable tokens."""
     engine = engine_on(device.name, folder)
-    for number in range(3):
-        engine.submit(Request(ids=prompt(number, 20 + number), max_tokens=20, seed=number))
+    kinds = (
+        {},
+        {"temperature": 0.0},
+        {"top_p": 0.9, "params": SamplingParams(top_logprobs=3)},
+        {"temperature": 0.7, "params": SamplingParams(top_k=5, min_p=0.01, logit_bias={3: 2.0}, bad_words=((8,),))},
+        {"params": SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1, allowed=tuple(range(7, 90)))},
+    )
+    for number, options in enumerate(kinds):
+        engine.submit(Request(ids=prompt(number, 20 + number), max_tokens=20, seed=number, **options))
     engine.step()
     for _ in range(3):
         device.syncs.clear()

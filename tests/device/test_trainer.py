@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,9 +35,12 @@ Played = tuple[RLConfig, list[list[Episode]], tuple[int, int] | None]
 
 @pytest.fixture(scope="module", params=["qwen3", "moe"])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    return played_by(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def played_by(kind: str, folder: Path) -> Played:
     """Configuration of a run, two groups that its engine sampled, and the shape of recorded experts."""
-    kind = request.param
-    run, config = new_run(tmp_path_factory.mktemp(kind), kind, trainer={"lr": 1e-3, "warmup_steps": 0})
+    run, config = new_run(folder, kind, trainer={"lr": 1e-3, "warmup_steps": 0})
     publish_versions(run, config, 1, {})
     _, tensors = load(open_store(str(run / "weights")), 0)
     engine = engine_of(config, tensors, 0)
@@ -139,7 +143,8 @@ def test_adapters(device: Device, played: Played) -> None:
     host, expected = stepped(played, "cpu", lora=lora)
     there, optimizer = stepped(played, device.name, lora=lora)
     assert there["optim/grad_norm"] == pytest.approx(host["optim/grad_norm"], rel=2e-4)
-    assert isinstance(optimizer, AdapterAdamW) and isinstance(expected, AdapterAdamW)
+    assert isinstance(optimizer, AdapterAdamW)
+    assert isinstance(expected, AdapterAdamW)
     for name, weight in optimizer.adapters.live().items():
         base = optimizer.adapters.base()[name].to("cpu").float()
         assert not torch.equal(weight.detach().to("cpu").float(), base), name
