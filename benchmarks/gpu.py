@@ -39,6 +39,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE = 15.0  # seconds between a step's deadline, at which it is interrupted, and its end
+ELSEWHERE = 5.0  # times as long for steps and command on a device that is no GPU
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ class Setting:
     wheels: Path | None = None
 
     @property
+    def patience(self) -> float:
+        """Times the seconds of steps and commands."""
+        return 1.0 if self.on_gpu else ELSEWHERE
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the device is one of CUDA."""
         return self.device.startswith("cuda")
@@ -102,7 +108,8 @@ def machine(setting: Setting) -> dict[str, Any]:
         "python": platform.python_version(), "cores": len(os.sched_getaffinity(0)), "gib": round(pages / 2**30, 1),
         "compiler": compiler(), "torch": version("torch"), "transformers": version("transformers"),
         "triton": version("triton"), "vllm": vllm(), "packages_missing": packages_missing(),
-        "packages_older": packages_older(), "refused": refused(),
+        "packages_of_those_missing": packages_of_those_missing(), "packages_older": packages_older(),
+        "refused": refused(),
     }  # fmt: skip
     if figures["torch"] and setting.on_gpu:
         import torch
@@ -136,6 +143,20 @@ def missing(step: Step, setting: Setting) -> str:
 def packages_missing() -> list[str]:
     """What etude[train] needs and is not installed beside this Python."""
     return [name for name in _wanted() if not version(name)]
+
+
+def packages_of_those_missing() -> list[str]:
+    """What packages of etude[train], and theirs in turn, ask for and is not installed; torch's own apart, which a
+    system may have in other ways. The steps run nevertheless."""
+    seen, ahead = set[str](), [name for name in _wanted() if name != "torch" and version(name)]
+    while ahead:
+        for line in importlib.metadata.requires(ahead.pop()) or []:
+            name, _, marker = line.partition(";")
+            found = re.match(r"[\w.-]+", name)
+            if found and not marker and found[0] not in {*seen, "torch"}:
+                seen.add(found[0])
+                ahead += [found[0]] if version(found[0]) else []
+    return sorted(name for name in seen if not version(name))
 
 
 def packages_older() -> list[str]:
@@ -241,14 +262,15 @@ def inside(command: Command, steps: list[Step], setting: Setting, events: int, e
         raise Late
 
     signal.signal(signal.SIGALRM, late)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     for step in steps:
         room = end - time.monotonic()
         if os.getppid() != parent:
             return
-        if room < step.seconds / 2:
+        if room < step.seconds * setting.patience / 2:
             tell({"step": step.name, "status": "skipped", "why": f"{max(room, 0):.0f} s are left", "seconds": 0.0})
             continue
-        seconds = min(step.seconds, room)
+        seconds = min(step.seconds * setting.patience, room)
         tell({"step": step.name, "deadline": seconds})
         result = _tried(command, step, setting, seconds)
         tell(result)
@@ -290,15 +312,15 @@ class Lines:
     """The file of results."""
 
     def __init__(self, command: str, out: Path) -> None:
-        self._command, self._file = command, (out / "gpu.jsonl").open("a")
-        self.failed = False
+        self._command, self._path, self.failed = command, out / "gpu.jsonl", False
 
     def add(self, result: dict[str, Any]) -> None:
         """Writes and prints a line at once."""
         result = {"command": self._command, "figures": {}, **result}
-        self._file.write(json.dumps(result) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._path.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         self.failed |= result["status"] in ("failed", "late")
         told = " ".join(filter(None, [result["why"], json.dumps(result["figures"]) if result["figures"] else ""]))
         print(f"{result['step']:19} {result['status']:8} {result['seconds']:6.1f} s  {told}", flush=True)
@@ -320,9 +342,7 @@ def supervised(name: str, steps: list[Step], setting: Setting, seconds: float) -
         try:
             done = _followed(read, lines.add, end, steps[0].name)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            ended = process.wait()
+            ended = _ended(process)
             os.close(read)
         if done.running:
             why = done.why or f"its process ended with {ended}"
@@ -331,6 +351,18 @@ def supervised(name: str, steps: list[Step], setting: Setting, seconds: float) -
         over = {*done.over, done.running}
         steps = [step for step in steps if step.name not in over]
     return not lines.failed
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """The status of a process that is asked to end, so that it ends the runs it has begun, and is then killed."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    with suppress(subprocess.TimeoutExpired):
+        process.terminate()
+        process.wait(3.0)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 @dataclass
@@ -400,7 +432,9 @@ def main() -> int:
         inside(command, steps, setting, arguments.inside, arguments.end)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return int(not supervised(arguments.command, steps, setting, arguments.seconds or command.seconds))
+    return int(
+        not supervised(arguments.command, steps, setting, arguments.seconds or command.seconds * setting.patience)
+    )
 
 
 if __name__ == "__main__":
