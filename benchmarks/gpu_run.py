@@ -57,7 +57,7 @@ prompts = 4
 group = 8
 turns = 1
 tokens = 32
-context = 256
+context = 512
 [trainer]
 steps = {steps}
 lr = 1e-3

@@ -16,6 +16,7 @@ from etude.inference.engine.loading import load_engine
 from etude.inference.engine.requests import Request
 from etude.inference.engine.sampling_params import SamplingParams
 from etude.inference.server.weights import WeightWatcher
+from etude.models import gemm
 from etude.models.loading import load_model, named_tensors
 from etude.records import Generation
 from etude.store import Store, open_store
@@ -162,6 +163,15 @@ def test_scores(device: Device, moe: Path) -> None:
         found.append(future.result(0)[1])
     assert found[0].log_probs == pytest.approx(found[1].log_probs, abs=TOLERANCE)
     assert found[0].ranks.tolist() == found[1].ranks.tolist()
+
+
+def test_a_narrow_head_is_multiplied_in_parts(device: Device) -> None:
+    """Logits of bfloat16 factors are float32. Tolerance: sums of 64 terms of size 1."""
+    noise = torch.Generator().manual_seed(1)
+    hidden_SD, weight_VD = (torch.randn(rows, 64, generator=noise).bfloat16() for rows in (3, 2**14 + 5))
+    found = gemm.head(hidden_SD.to(device.name), weight_VD.to(device.name)).to("cpu")
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), hidden_SD.double() @ weight_VD.double().T, atol=1e-4)
 
 
 def test_deterministic_mode_runs_one_request_at_a_time(device: Device, moe: Path) -> None:
