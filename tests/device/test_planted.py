@@ -66,7 +66,7 @@ OTHERS = (
     # memory that nobody has written
     ("inference.engine.cache", "torch.zeros(shape, dtype=dtype", "torch.empty(shape, dtype=dtype", "answers"),
     # values that are read before they have arrived
-    ("inference.engine.device_sampling", "torch.cat(found).cpu()", 'torch.cat(found).to("cpu", non_blocking=True)',
+    ("inference.engine.device_sampling", "torch.cat(columns).cpu()", 'torch.cat(columns).to("cpu", non_blocking=True)',
      "answers"),
     ("weights.snapshots", '"cpu", copy=True)', '"cpu", copy=True, non_blocking=True)', "published"),
     ("trainer.rl.reference", '"cpu", copy=True)', '"cpu", copy=True, non_blocking=True)', "gspo"),

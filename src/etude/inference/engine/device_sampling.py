@@ -46,7 +46,7 @@ def pick(
     else the one of the random number in [0, 1) among the tokens that `top_p_N` keeps."""
     kinds = np.where(greedy_N, 0, np.where(top_p_N < 1.0, 2, 1))
     order = np.argsort(kinds, kind="stable")
-    given_N2 = torch.from_numpy(np.stack([top_p_N, uniform_N], 1).astype(np.float64)[order]).to(log_probs_NV.device)
+    draw_N2 = torch.from_numpy(np.stack([top_p_N, uniform_N], 1).astype(np.float64)[order]).to(log_probs_NV.device)
     sorted_N = torch.from_numpy(order).to(log_probs_NV.device)
     parts, first = [], 0
     for kind in range(3):
@@ -54,13 +54,13 @@ def pick(
         for start in range(first, end, _ROWS):
             some = slice(start, min(start + _ROWS, end))
             rows_NV = log_probs_NV if len(order) == some.stop - some.start else log_probs_NV[sorted_N[some]]
-            parts.append(_greedy(rows_NV) if kind == 0 else _drawn(rows_NV, given_N2[some], nucleus=kind == 2))
+            parts.append(_greedy(rows_NV) if kind == 0 else _drawn(rows_NV, draw_N2[some], nucleus=kind == 2))
         first = end
-    found = [torch.cat(parts).flatten()]
+    columns = [torch.cat(parts).flatten()]
     if top_M:
         values_MK, ids_MK = log_probs_NV[torch.tensor(top_M).to(log_probs_NV.device)].topk(K)
-        found += [ids_MK.double().flatten(), values_MK.double().flatten()]
-    flat = torch.cat(found).cpu().numpy()
+        columns += [ids_MK.double().flatten(), values_MK.double().flatten()]
+    flat = torch.cat(columns).cpu().numpy()
     picked_N5, tops_2MK = flat[: 5 * len(order)].reshape(-1, 5), flat[5 * len(order) :].reshape(2, len(top_M), K)
     picked_N5 = picked_N5[np.argsort(order)]
     ids_N, mass_N, floor_N = picked_N5[:, 0].astype(np.int64), picked_N5[:, 3], picked_N5[:, 4]
@@ -78,9 +78,9 @@ def _greedy(log_probs_NV: Tensor) -> Tensor:
     return torch.cat([ids_N1.double(), best_N2[:, :1].double(), margin_N1.double(), one_N1, 0 * one_N1], 1)
 
 
-def _drawn(log_probs_NV: Tensor, given_N2: Tensor, *, nucleus: bool) -> Tensor:
-    """Rows of `Picked`, float64 [N, 5]; `given_N2` are top-p and random numbers."""
-    top_p_N1, uniform_N1 = given_N2[:, :1], given_N2[:, 1:]
+def _drawn(log_probs_NV: Tensor, draw_N2: Tensor, *, nucleus: bool) -> Tensor:
+    """Rows of `Picked`, float64 [N, 5]; `draw_N2` are top-p and random numbers."""
+    top_p_N1, uniform_N1 = draw_N2[:, :1], draw_N2[:, 1:]
     probs_NV = log_probs_NV.exp()
     units_NV = (probs_NV.double() * _UNITS).long()
     floor_N1 = torch.zeros_like(units_NV[:, :1], dtype=torch.int32)
