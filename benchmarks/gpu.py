@@ -63,14 +63,14 @@ class Command:
 
 COMMANDS = {
     "parts": Command("benchmarks.gpu_parts", 455.0, (
-        Step("versions", 30), Step("digests", 40), Step("flex", 75, real_gpu=True), Step("merged-bits", 30),
-        Step("publish-follow", 60), Step("model", 60), Step("exact", 60), Step("rows", 60), Step("packed", 60),
-        Step("streaming", 60), Step("update", 45), Step("activations", 75), Step("engine-exact", 45),
+        Step("versions", 30), Step("digests", 90), Step("flex", 75, real_gpu=True), Step("merged-bits", 30),
+        Step("publish-follow", 90), Step("model", 75), Step("exact", 60), Step("rows", 60), Step("packed", 60),
+        Step("streaming", 60), Step("update", 45), Step("activations", 75), Step("engine-exact", 60),
         Step("engine-1", 30), Step("engine-16", 30), Step("engine-64", 40), Step("engine-64-one-long", 60),
         Step("sampling", 40), Step("k2", 30), Step("head", 30),
     )),
-    "run": Command("benchmarks.gpu_run", 225.0, (
-        Step("versions", 30), Step("folder", 60), Step("rl-adapters", 100), Step("resume", 100), Step("swap", 45),
+    "run": Command("benchmarks.gpu_run", 218.0, (
+        Step("versions", 30), Step("folder", 90), Step("rl-adapters", 100), Step("resume", 100), Step("swap", 45),
         Step("smollm2", 60), Step("sft", 75), Step("smollm2-rl", 90), Step("deterministic", 120),
         Step("rl-vllm", 150, real_gpu=True, vllm=True),
     )),
