@@ -192,3 +192,15 @@ def test_a_writer_killed_in_the_middle_leaves_no_part_of_an_object(tmp_path, dur
     assert len(keys) >= 8
     assert {Path(folder, key).stat().st_size for key in keys} == {4 << 20}
     assert all(key.split("/")[1].isdigit() for key in keys), "what was left half-written is not listed"
+
+
+def test_a_fork_that_would_wait_for_ever_is_refused(tmp_path):
+    store = open_store(str(tmp_path / "store"))
+    store.put("a", b"1")
+    if (pid := os.fork()) == 0:
+        try:
+            store.put("b", b"2")
+        except AssertionError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

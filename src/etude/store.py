@@ -128,12 +128,15 @@ class Store:
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:
+        user = _users.setdefault("first", os.getpid())
+        assert user == os.getpid(), "a store was used before this process was forked: start a fresh process"
         try:
             yield
         except (BaseError, OSError) as e:
             raise UserError(f"cannot {verb} {key} in {self.url}: {first_line(e)}; {ADVICE}") from e
 
 
+_users: dict[str, int] = {}  # the first process that used a store; obstore's threads are missing in its forks
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 ADVICE = "check that it is reachable, writable and not full"
 

@@ -32,7 +32,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "fakegpu"
 aten = torch.ops.aten
@@ -61,6 +61,14 @@ _UNORDERED = {
 _late_reads: list[Callable[[], object]] = []  # of the host's memory, by copies to the device
 _late_writes: list[Callable[[], object]] = []  # to the host's memory
 _syncs: Counter[str] = Counter()
+
+
+class Backend(_DummyBackendModule):
+    """What `torch.fakegpu` is. An exception in a backward pass, which runs on the device's thread, ends the process."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Activation checkpointing asks for it."""
+        return [torch.bfloat16]
 
 
 class DeviceError(RuntimeError):
@@ -209,7 +217,7 @@ def _host(x: Any) -> Any:
 
 @cache
 def _register() -> list[torch.library.Library]:
-    _setup_privateuseone_for_python_backend(NAME)
+    _setup_privateuseone_for_python_backend(NAME, Backend())
     everything, copies = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(_run, "PrivateUse1")
     # PyTorch has one for all backends, which would go before a fallback and needs memory to copy to.

@@ -16,6 +16,7 @@ from etude.inference.engine.loading import load_engine
 from etude.inference.engine.requests import Request
 from etude.inference.engine.sampling_params import SamplingParams
 from etude.inference.server.weights import WeightWatcher
+from etude.models import gemm
 from etude.models.loading import load_model, named_tensors
 from etude.records import Generation
 from etude.store import Store, open_store
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.release  # with `make device`, in processes of its own
 
 TOLERANCE = 2e-5
 SECOND = f"{NAME}:1"
-DECODE_SYNCS = 1  # of a step that decodes: the log-probabilities of all its rows come to the host together
+DECODE_SYNCS = 1  # of a step that decodes: the draws of all its rows come to the host together
 
 
 @pytest.fixture
@@ -51,8 +52,12 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_versions(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return store_of_two_versions(moe, tmp_path_factory.mktemp("weights"))
+
+
+def store_of_two_versions(moe: Path, folder: Path) -> Store:
     """A store with versions 0 and 1."""
-    store = open_store(str(tmp_path_factory.mktemp("weights")))
+    store = open_store(str(folder))
     publisher = Publisher(store, 8)
     tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(moe)).items()}
     for version in range(2):
@@ -160,6 +165,15 @@ def test_scores(device: Device, moe: Path) -> None:
     assert found[0].ranks.tolist() == found[1].ranks.tolist()
 
 
+def test_a_narrow_head_is_multiplied_in_parts(device: Device) -> None:
+    """Logits of bfloat16 factors are float32. Tolerance: sums of 64 terms of size 1."""
+    noise = torch.Generator().manual_seed(1)
+    hidden_SD, weight_VD = (torch.randn(rows, 64, generator=noise).bfloat16() for rows in (3, 2**14 + 5))
+    found = gemm.head(hidden_SD.to(device.name), weight_VD.to(device.name)).to("cpu")
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), hidden_SD.double() @ weight_VD.double().T, atol=1e-4)
+
+
 def test_deterministic_mode_runs_one_request_at_a_time(device: Device, moe: Path) -> None:
     """On a device passes are not batch-invariant; the bits of an answer still depend on nothing beside it."""
     requests = [Request(ids=prompt(number, 20), max_tokens=4, seed=number) for number in range(3)]
@@ -175,9 +189,17 @@ def test_the_host_waits_once_in_a_step_that_decodes(device: Device, folder: Path
 
 
 def waits(device: Device, folder: Path) -> None:
+    """Rows of all kinds: greedy, nuclei, parameters that change logits, most probable tokens."""
     engine = engine_on(device.name, folder)
-    for number in range(3):
-        engine.submit(Request(ids=prompt(number, 20 + number), max_tokens=20, seed=number))
+    kinds = (
+        {},
+        {"temperature": 0.0},
+        {"top_p": 0.9, "params": SamplingParams(top_logprobs=3)},
+        {"temperature": 0.7, "params": SamplingParams(top_k=5, min_p=0.01, logit_bias={3: 2.0}, bad_words=((8,),))},
+        {"params": SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1, allowed=tuple(range(7, 90)))},
+    )
+    for number, options in enumerate(kinds):
+        engine.submit(Request(ids=prompt(number, 20 + number), max_tokens=20, seed=number, **options))
     engine.step()
     for _ in range(3):
         device.syncs.clear()

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from etude.audit.rescoring import set_weights
-from etude.config import LossConfig, RLConfig
-from etude.models.loading import load_model
+from etude.config import LoraConfig, LossConfig, RLConfig
 from etude.records import Episode
 from etude.store import open_store
-from etude.trainer.optimizer import MasterAdamW, for_policy
+from etude.trainer.lora import AdapterAdamW
+from etude.trainer.optimizer import MasterAdamW
 from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.presets import loss_preset
-from etude.trainer.rl.process import use_deterministic_algorithms
-from etude.trainer.rl.reference import Reference
+from etude.trainer.rl.process import make_learner, use_deterministic_algorithms
 from etude.trainer.rl.step import Learner, train_step
-from etude.trainer.rl.value import Critic
 from etude.weights.content import load
 from tests.device.conftest import Device
 from tests.device.fakegpu import NAME
@@ -30,47 +30,54 @@ pytestmark = pytest.mark.release  # with `make device`, in processes of its own
 
 SYNCS = 45
 
-Played = tuple[RLConfig, dict[str, torch.Tensor], list[list[Episode]], tuple[int, int] | None]
+Played = tuple[RLConfig, list[list[Episode]], tuple[int, int] | None]
 
 
 @pytest.fixture(scope="module", params=["qwen3", "moe"])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """Configuration and weights of a run, two groups that its engine sampled, and the shape of recorded experts."""
-    kind = request.param
-    run, config = new_run(tmp_path_factory.mktemp(kind), kind, trainer={"lr": 1e-3, "warmup_steps": 0})
+    return played_by(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def played_by(kind: str, folder: Path) -> Played:
+    """Configuration of a run, two groups that its engine sampled, and the shape of recorded experts."""
+    run, config = new_run(folder, kind, trainer={"lr": 1e-3, "warmup_steps": 0})
     publish_versions(run, config, 1, {})
     _, tensors = load(open_store(str(run / "weights")), 0)
     engine = engine_of(config, tensors, 0)
     groups = [play(engine, number, routes=kind == "moe") for number in (1, 2)]
-    return config, tensors, groups, (2, 2) if kind == "moe" else None
+    return config, groups, (2, 2) if kind == "moe" else None
+
+
+def configured(played: Played, device: str, loss: dict[str, object] | None = None, **trainer: object) -> RLConfig:
+    options = {"trainer": played[0].trainer.model_copy(update={**trainer, "device": device}),
+               "rollout": played[0].rollout.model_copy(update={"prompts": 2}),
+               "loss": LossConfig.model_validate(loss or {})}  # fmt: skip
+    return played[0].model_copy(update=options)
 
 
 def stepped(
     played: Played, device: str, loss: dict[str, object] | None = None, **trainer: object
 ) -> tuple[dict[str, float], MasterAdamW]:
-    """Metrics of a step on `device`, and the optimizer after it."""
-    config, tensors, groups, routes = played
-    options = {"trainer": config.trainer.model_copy(update={**trainer, "device": device}),
-               "rollout": config.rollout.model_copy(update={"prompts": 2}),
-               "loss": LossConfig.model_validate(loss or {})}  # fmt: skip
-    config = config.model_copy(update=options)
-    model = load_model(config.model.path, device=device)
-    set_weights(model, {name: tensor.to(device) for name, tensor in tensors.items()})
-    optimizer = for_policy(model, config.trainer)
-    preset = loss_preset(config.loss)
-    reference = Reference(load_model(config.model.path, device=device)) if preset.kl_beta else None
-    critic = Critic(model) if preset.advantage == "value" else None
-    batch = make_batch((), groups, advantage=preset.advantage, routes=routes if config.trainer.router_replay else None)
-    result = train_step(Learner(model, optimizer, reference, critic), batch, config, 0, 0.0)
+    """Metrics of a step on `device`, and the optimizer after it; the learner is that of the trainer's process."""
+    config = configured(played, device, loss, **trainer)
+    learner = make_learner(config)
+    return step_of(learner, config, played), learner.optimizer
+
+
+def step_of(learner: Learner, config: RLConfig, played: Played) -> dict[str, float]:
+    _, groups, routes = played
+    advantage = loss_preset(config.loss).advantage
+    batch = make_batch((), groups, advantage=advantage, routes=routes if config.trainer.router_replay else None)
+    result = train_step(learner, batch, config, 0, 0.0)
     assert result.verdict.trains
-    return result.metrics, optimizer
+    return result.metrics
 
 
 @pytest.mark.parametrize("execution", ["rows", "packed", "streaming", "recompute"])
 def test_a_step(device: Device, played: Played, execution: str) -> None:
     """Tolerance 2e-4: float32 sums in another order, as between executions on the host."""
     cut = {"execution": execution, "micro_tokens": 100 if execution in ("streaming", "recompute") else 8192}
-    replay = {"router_replay": played[3] is not None}
+    replay = {"router_replay": played[2] is not None}
     host, expected = stepped(played, "cpu", **cut, **replay)
     there, optimizer = stepped(played, device.name, **cut, **replay)
     assert there.keys() == host.keys()
@@ -81,18 +88,68 @@ def test_a_step(device: Device, played: Played, execution: str) -> None:
         assert torch.allclose(tensor.cpu().float(), expected.state()[name].float(), rtol=2e-2, atol=2e-4), name
 
 
-@pytest.mark.parametrize("options", [
-    {"activation_checkpointing": True},
-    {"activation_checkpointing": True, "offload_activations": True, "offload_optimizer": True},
-])  # fmt: skip
-def test_memory_options(device: Device, played: Played, options: dict[str, object]) -> None:
-    """The same gradients, whatever waits in the host's memory or is computed again: tolerance as above."""
-    plain, _ = stepped(played, device.name)
-    saved, optimizer = stepped(played, device.name, **options)
-    assert saved["optim/grad_norm"] == pytest.approx(plain["optim/grad_norm"], rel=2e-4)
-    state = {name: tensor for name, tensor in optimizer.state().items() if not name.startswith("step/")}
-    places = {tensor.device.type for tensor in state.values()}
-    assert places == ({"cpu"} if "offload_optimizer" in options else {device.type})
+@contextmanager
+def saved_bytes() -> Iterator[Counter[str]]:
+    """Bytes that autograd keeps for backward passes, parameters apart, by kind of device."""
+    kept: Counter[str] = Counter()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.device.type] += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+MEMORY = {
+    "kept": {},
+    "computed again": {"activation_checkpointing": True},
+    "on the host": {"activation_checkpointing": True, "offload_activations": True, "offload_optimizer": True},
+}
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "adapters"])
+def test_memory_options(device: Device, played: Played, lora: LoraConfig | None) -> None:
+    """The same gradients, whatever waits in the host's memory or is computed again (tolerance as above), and fewer
+    bytes on the device for each option. Where layers keep their input alone, hooks around the step see nothing else of
+    them; inputs that wait on the host are seen by no hook but `save_on_cpu`'s."""
+    norms, on_device = dict[str, float](), dict[str, int]()
+    for name, options in MEMORY.items():
+        config = configured(played, device.name, lora=lora, execution="rows", **options)
+        learner = make_learner(config)
+        with saved_bytes() as kept:
+            norms[name] = step_of(learner, config, played)["optim/grad_norm"]
+        on_device[name] = kept[device.type]
+        offloaded = "offload_optimizer" in options
+        state = learner.optimizer.state()
+        places = {t.device.type for n, t in state.items() if not n.startswith("step/")}
+        if isinstance(learner.optimizer, AdapterAdamW):
+            places |= {t.device.type for t in learner.optimizer.adapters.base().values()}
+        assert places == ({"cpu"} if offloaded else {device.type}), name
+    assert norms["computed again"] == pytest.approx(norms["kept"], rel=2e-4)
+    assert norms["on the host"] == pytest.approx(norms["kept"], rel=2e-4)
+    text = AutoConfig.from_pretrained(played[0].model.path)
+    four_per_token = sum(len(segment.ids) for group in played[1] for episode in group for segment in episode.segments)
+    inputs = text.num_hidden_layers * text.hidden_size * four_per_token  # ids are bytes of int32; inputs are float32
+    assert on_device["computed again"] < 0.5 * on_device["kept"]
+    saved = on_device["computed again"] - on_device["on the host"]
+    assert saved == pytest.approx(inputs, rel=0.1), "the inputs of all layers"
+
+
+def test_adapters(device: Device, played: Played) -> None:
+    """A step on adapters, and the weights that follow them. Tolerances as above."""
+    lora = LoraConfig(rank=4, alpha=8.0)
+    host, expected = stepped(played, "cpu", lora=lora)
+    there, optimizer = stepped(played, device.name, lora=lora)
+    assert there["optim/grad_norm"] == pytest.approx(host["optim/grad_norm"], rel=2e-4)
+    assert isinstance(optimizer, AdapterAdamW)
+    assert isinstance(expected, AdapterAdamW)
+    for name, weight in optimizer.adapters.live().items():
+        base = optimizer.adapters.base()[name].to("cpu").float()
+        assert not torch.equal(weight.detach().to("cpu").float(), base), name
+        theirs = expected.adapters.live()[name].detach()
+        assert torch.allclose(weight.detach().to("cpu"), theirs, rtol=2e-2, atol=2e-4), name
 
 
 @pytest.mark.parametrize("preset", ["ppo", "gspo"])
@@ -120,7 +177,7 @@ def deterministic() -> Iterator[None]:
 
 def test_a_deterministic_step(device: Device, played: Played) -> None:
     """A step takes no function that PyTorch has no deterministic algorithm for, and repeats its bits."""
-    options = {"execution": "rows", "router_replay": played[3] is not None}
+    options = {"execution": "rows", "router_replay": played[2] is not None}
     with deterministic():
         runs = [stepped(played, device.name, **options) for _ in range(2)]
     (metrics, first), (again, second) = runs
@@ -133,5 +190,8 @@ def test_the_host_waits_for_few_values(device: Device, played: Played) -> None:
     must not grow with tokens or layers."""
     if device.type != NAME:
         pytest.skip("the stand-in counts")
-    stepped(played, device.name)
+    config = configured(played, device.name)
+    learner = make_learner(config)
+    device.syncs.clear()
+    step_of(learner, config, played)
     assert sum(device.syncs.values()) <= SYNCS, device.syncs

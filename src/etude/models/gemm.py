@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from etude.models import batch_invariant
+from etude.models.head import product as head_product
 
 FEW = 16  # up to so many rows a walk through the weights is faster,
 _FEWER = 6  # for more than `_SERIAL` weights
@@ -102,7 +103,10 @@ def gated(act: nn.Module, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI:
 
 
 def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits [S, V] in float32: those of `batch_invariant.head`, except for the order of sums."""
+    """Logits [S, V] in float32: those of `batch_invariant.head`, except for the order of sums. A device has the
+    trainer's product, so a narrow head needs no copy in float32 there."""
+    if hidden_SD.device.type != "cpu":
+        return head_product(hidden_SD, weight_VD)
     if takes(hidden_SD, weight_VD, torch.bfloat16):
         return widened(hidden_SD, weight_VD)
     return product(hidden_SD, weight_VD) if takes(hidden_SD, weight_VD) else batch_invariant.head(hidden_SD, weight_VD)

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from etude.models import batch_invariant
+
+_WIDENED = 2**14  # rows of a narrow head
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,20 @@ def head_of(model: Any) -> Head:
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return Head(embeddings.weight, getattr(embeddings, "bias", None), scale, float(cap) if cap else None)
+
+
+def product(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
+    """h W^T, [S, V] in float32, without gradients; a narrow weight is never widened as a whole."""
+    if weight_VD.dtype == torch.float32:
+        return batch_invariant.head(hidden_SD, weight_VD)
+    hidden_SD = hidden_SD.float()
+    product_SV = hidden_SD.new_empty(len(hidden_SD), len(weight_VD))
+    for rows in row_blocks(weight_VD):
+        product_SV[:, rows] = F.linear(hidden_SD, weight_VD[rows].float())
+    return product_SV
+
+
+def row_blocks(weight_VD: Tensor) -> list[slice]:
+    """Rows of a head that are computed with at a time: all in float32, else as many as are widened."""
+    size = len(weight_VD) if weight_VD.dtype == torch.float32 else _WIDENED
+    return [slice(first, min(first + size, len(weight_VD))) for first in range(0, len(weight_VD), size)]

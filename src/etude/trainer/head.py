@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from etude.models import batch_invariant
-from etude.models.head import Head
+from etude.models.head import Head, product, row_blocks
 
 CHUNK = 1024  # positions
 ENTROPY_STRIDE = 16  # exact enough for a mean over some thousand tokens; entropies of all take a tenth of the step
-_WIDENED = 2**14  # rows of a narrow head that are widened to float32 at a time
 
 
 def token_logprobs(
@@ -52,22 +50,6 @@ def token_logprobs(
     if (order[1:] < order[:-1]).any():
         logprobs_M = torch.empty_like(logprobs_M).index_copy(0, there[2], logprobs_M)
     return logprobs_M, entropy_E
-
-
-def product(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-    """h W^T, [C, V] in float32, without gradients; a narrow weight is never widened as a whole."""
-    if weight_VD.dtype == torch.float32:
-        return batch_invariant.head(hidden_CD, weight_VD)
-    hidden_CD = hidden_CD.float()
-    product_CV = hidden_CD.new_empty(len(hidden_CD), len(weight_VD))
-    for rows in _blocks(weight_VD):
-        product_CV[:, rows] = F.linear(hidden_CD, weight_VD[rows].float())
-    return product_CV
-
-
-def _blocks(weight_VD: Tensor) -> list[slice]:
-    size = len(weight_VD) if weight_VD.dtype == torch.float32 else _WIDENED
-    return [slice(first, min(first + size, len(weight_VD))) for first in range(0, len(weight_VD), size)]
 
 
 def _plain(head: Head, hidden_SD: Tensor, of_M: Tensor, target_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -151,9 +133,9 @@ class _Chunks(torch.autograd.Function):
                 grad_CV = _of_product(ctx.plan, product(hidden_SD[rows], weight_VD), bias_V, grad_bias, *tokens)
             own_CD = hidden_SD[rows].float()
             if grad_hidden is not None:
-                grad_hidden[rows] = sum(grad_CV[:, block] @ weight_VD[block].float() for block in _blocks(weight_VD))
+                grad_hidden[rows] = sum(grad_CV[:, block] @ weight_VD[block].float() for block in row_blocks(weight_VD))
             if grad_weight is not None:
-                for block in _blocks(weight_VD):
+                for block in row_blocks(weight_VD):
                     grad_weight[block].addmm_(grad_CV[:, block].t(), own_CD)
             del grad_CV  # free it before the next chunk's is made
         return grad_hidden, grad_weight, grad_bias, None, None, None

@@ -16,7 +16,7 @@ from etude.inference.engine.counters import Counters
 from etude.inference.engine.forward import PromptScores, cost_curve, logits_of, score
 from etude.inference.engine.requests import RunningSequence, SequenceStates
 from etude.inference.engine.sampling import MARGIN, sample
-from etude.inference.engine.sampling_params import TopLogprobs
+from etude.inference.engine.sampling_params import NothingAllowed, TopLogprobs
 from etude.inference.engine.scheduler import ScheduledBatch
 from etude.inference.engine.speculation import Speculation, accepted_length
 from etude.models import batch_invariant
@@ -129,6 +129,7 @@ class Runner:
             position_N[sampled_S] + 1,
             top_S,
         )
+        _fail_without_tokens(sequences, count_R, logits_SV, draws.log_probs_N)
         self._force(slot_S, position_N[sampled_S] + 1, logits_SV, *draws[:2])
         return Drawn(sequences, drafts, count_R, *draws)
 
@@ -251,3 +252,13 @@ class Runner:
                 self._counters.accepted_tokens += max(int(emitted_R[i]) - 1, 0)
         self._counters.draft_passes += 1
         return emitted_R
+
+
+def _fail_without_tokens(
+    sequences: list[RunningSequence], count_R: np.ndarray, logits_SV: Tensor, log_probs_S: np.ndarray
+) -> None:
+    """Fails the sequences whose parameters exclude every token, which a draw that is no number may mean."""
+    for sequence, start in zip(sequences, (np.cumsum(count_R) - count_R).tolist(), strict=True):
+        params = sequence.request.params
+        if not np.isfinite(log_probs_S[start]) and params.changes_draws and (logits_SV[start] == -torch.inf).all():
+            sequence.fail(NothingAllowed("its sampling parameters exclude every token"))

@@ -106,7 +106,7 @@ class SamplingParams:
         self, logits_V: Tensor, ids: np.ndarray, prompt: int, temperature: float, stop: tuple[int, ...]
     ) -> None:
         """Change the float32 logits [V] of the token that follows `ids`, whose first `prompt` tokens were not sampled.
-        `stop` are the ids that end the answer. Raises NothingAllowed."""
+        `stop` are the ids that end the answer. The host does not wait for the logits' device."""
         sampled = ids[prompt:]
         if self.allowed is not None:
             kept = torch.full_like(logits_V, -math.inf)
@@ -126,11 +126,9 @@ class SamplingParams:
             self._follow_grammar(logits_V)
         if temperature > 0.0:
             if self.min_p > 0.0:
-                logits_V[logits_V < logits_V.max() + temperature * math.log(self.min_p)] = -math.inf
+                logits_V.masked_fill_(logits_V < logits_V.max() + temperature * math.log(self.min_p), -math.inf)
             if 0 < self.top_k < len(logits_V):
-                logits_V[logits_V < logits_V.topk(self.top_k).values[-1]] = -math.inf
-        if logits_V.max() == -math.inf:
-            raise NothingAllowed("its sampling parameters exclude every token")
+                logits_V.masked_fill_(logits_V < logits_V.topk(self.top_k).values[-1], -math.inf)
 
     def _penalise(self, logits_V: Tensor, ids: np.ndarray, sampled: np.ndarray) -> None:
         if self.repetition_penalty != 1.0:  # Keskar et al., CTRL (arXiv 1909.05858), section 4.1; prompts count
@@ -148,7 +146,7 @@ class SamplingParams:
         bits = np.frombuffer(self.grammar.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, bitorder="little", count=min(len(logits_V), 8 * len(bits))).astype(bool)
         allowed = np.pad(allowed, (0, len(logits_V) - len(allowed)))  # embeddings may have more rows than tokens
-        logits_V[torch.from_numpy(~allowed).to(logits_V.device)] = -math.inf
+        logits_V.masked_fill_(torch.from_numpy(~allowed).to(logits_V.device), -math.inf)
 
     def consume(self, ids: list[int], stop: tuple[int, ...]) -> bool:
         """Advance in the grammar by sampled tokens. Returns whether it ends with them. Raises ValueError for a token
@@ -176,7 +174,11 @@ def top_logprobs(log_probs_V: np.ndarray, count: int, floor: float, shift: float
     to each, to renormalise over a nucleus."""
     count = min(count, len(log_probs_V))
     best = np.argpartition(-log_probs_V, count - 1)[:count]
-    best = best[np.lexsort((best, -log_probs_V[best]))]
-    return [
-        (int(i), float(log_probs_V[i] + shift)) for i in best if log_probs_V[i] >= floor and log_probs_V[i] > -np.inf
-    ]
+    return listed(best, log_probs_V[best], count, floor, shift)
+
+
+def listed(ids_K: np.ndarray, log_probs_K: np.ndarray, count: int, floor: float, shift: float) -> TopLogprobs:
+    """`top_logprobs` of the most probable tokens, at least `count` of them, in any order."""
+    order = np.lexsort((ids_K, -log_probs_K))[:count]
+    pairs = zip(ids_K[order].tolist(), log_probs_K[order], strict=True)
+    return [(i, float(value + shift)) for i, value in pairs if value >= floor and value > -np.inf]

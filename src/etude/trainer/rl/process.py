@@ -148,7 +148,7 @@ class Trainer:
         self._waited = 0.0  # seconds for checkpoints, since the last version
         self._line = run / "metrics.next.json"  # of the version in publication
         self.ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name)
-        self.learner = _learner(config)
+        self.learner = make_learner(config)
         model = self.learner.model
         self.routes = router_replay.shape(model) if config.trainer.router_replay else None
         self.checked: set[str] | None = set() if config.trainer.self_check else None
@@ -439,8 +439,9 @@ def guard_metrics(verdict: GuardVerdict, record: StepRecord) -> dict[str, float]
     }
 
 
-def _learner(config: RLConfig) -> Learner:
-    """The model of the run with its optimizer, and the reference, value head and teacher that its loss needs."""
+def make_learner(config: RLConfig) -> Learner:
+    """The model of the run with its optimizer, and the reference, value head and teacher that its loss needs. Raises
+    UserError for a model that does not fit its devices, or would not be computed exactly."""
     options, preset = config.trainer, loss_preset(config.loss)
     if options.device != "cpu" and (refusal := memory_table(config).refusal()):
         raise UserError(f"{refusal} (trainer.device_memory_gb overrides the detected size)")
