@@ -93,17 +93,17 @@ batch = 8
 
 def folder(setting: Setting, figures: Figures) -> None:
     """The model of the following steps, made on the device."""
-    figures["bytes"] = sum(path.stat().st_size for path in _folder(setting).iterdir())
+    figures["bytes"] = sum(path.stat().st_size for path in random_folder(setting).iterdir())
 
 
 def rl_adapters(setting: Setting, figures: Figures) -> None:
     """A run of etude's engine and trainer on the device, with adapters."""
-    _published(setting, figures, "rl-adapters", _folder(setting), tables=ADAPTERS)
+    _published(setting, figures, "rl-adapters", random_folder(setting), tables=ADAPTERS)
 
 
 def resume(setting: Setting, figures: Figures) -> None:
     """The same run, killed after its first optimizer step, goes on."""
-    _published(setting, figures, "resume", _folder(setting), tables=ADAPTERS, killed=True)
+    _published(setting, figures, "resume", random_folder(setting), tables=ADAPTERS, killed=True)
 
 
 def swap(setting: Setting, figures: Figures) -> None:
@@ -172,7 +172,7 @@ def deterministic(setting: Setting, figures: Figures) -> None:
     digests = []
     for number in (1, 2):
         name = f"deterministic-{number}"
-        digests.append(_published(setting, figures, name, _folder(setting), "--deterministic"))
+        digests.append(_published(setting, figures, name, random_folder(setting), "--deterministic"))
     if digests[0] != digests[1]:
         raise RuntimeError(f"two runs published different bits: {digests}")
 
@@ -180,7 +180,7 @@ def deterministic(setting: Setting, figures: Figures) -> None:
 def rl_vllm(setting: Setting, figures: Figures) -> None:
     """Adapters with vLLM as the engine, on the trainer's GPU."""
     lines = f'engine = "vllm"\nargs = {json.dumps(["--gpu-memory-utilization", "0.3", "--enforce-eager"])}'
-    _published(setting, figures, "rl-vllm", _folder(setting), tables=ADAPTERS, inference=lines)
+    _published(setting, figures, "rl-vllm", random_folder(setting), tables=ADAPTERS, inference=lines)
 
 
 def clean() -> None:
@@ -195,7 +195,8 @@ def _shape(setting: Setting) -> PretrainedConfig:
     return Qwen3Config(**SMALL, vocab_size=4096, tie_word_embeddings=True, max_position_embeddings=4096)
 
 
-def _folder(setting: Setting) -> Path:
+def random_folder(setting: Setting) -> Path:
+    """A folder of random weights in that shape, with a tokenizer."""
     return _made(setting, "model-small" if setting.small else "model", _shape(setting))
 
 

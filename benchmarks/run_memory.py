@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu import Setting
-from benchmarks.gpu import _model_folder as model_folder
+from benchmarks.gpu_run import random_folder
 from etude.cli.overlays import read_toml
 from etude.config import RLConfig, validate
 from etude.trainer.rl.memory_table import GIB, memory_table
@@ -70,7 +70,7 @@ def main() -> int:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     path = out / "run.toml"
-    path.write_text(RUN.format(model=str(model_folder(Setting("cpu", arguments.small, out)))))
+    path.write_text(RUN.format(model=str(random_folder(Setting("cpu", arguments.small, out)))))
     table = memory_table(validate(RLConfig, read_toml(path, [], []), str(path)))
     root = Path(__file__).resolve().parent.parent
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}

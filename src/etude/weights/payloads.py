@@ -11,15 +11,18 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import blake3
 import httpx2
-from torch import Tensor
 
 from etude.protocol import bearer, own_token
 from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
 from etude.weights.manifest import Trust, read_manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FOLDER = "the model folder"
 PIECE = 8 * 2**20
