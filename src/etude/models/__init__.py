@@ -7,7 +7,7 @@ room imports neither `trainer` nor `inference`.
 """
 
 from etude.models.devices import check_device
-from etude.models.files import check_folder, expert_layers, is_gguf
+from etude.models.files import check_folder, expert_layers, is_gguf, is_quantised
 from etude.models.gguf import gguf_folder
 
 PUBLIC = (
@@ -16,6 +16,7 @@ PUBLIC = (
     "attention_kernel",
     "batch_invariant",
     "block_attention",
+    "dequantise",
     "document_spans",
     "dtypes",
     "experts",
@@ -28,4 +29,5 @@ PUBLIC = (
     "router_replay",
     "segments",
     "support",
+    "text_models",
 )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
 
 import blake3
 import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -22,7 +20,8 @@ from transformers.utils import logging as transformers_logging
 from etude.errors import UserError, first_line
 from etude.models import attention, experts
 from etude.models.dtypes import restore_buffers
-from etude.models.files import check_folder
+from etude.models.files import check_config, check_folder
+from etude.models.text_models import auto_class, keep_text
 
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "use_cache")
 
@@ -34,15 +33,17 @@ def load_model(
     stored in a narrower type are widened exactly, and buffers stored in float32 stay so. Raises UserError for a folder
     that is missing, incomplete or damaged, or whose architecture transformers does not support."""
     root = Path(path)
-    check_folder(root)
+    config = load_config(root)
     transformers_logging.disable_progress_bar()
     try:
-        model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+        model, info = auto_class(config).from_pretrained(
             root,
+            config=config,
             dtype=dtype,
             attn_implementation=attention.NAME,
             experts_implementation=experts.NAME,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as e:
@@ -53,17 +54,27 @@ def load_model(
             count = len(info[problem])
             raise UserError(f"{root} does not fit its config.json: {count} {problem.replace('_', ' ')}, e.g. {name}")
     restore_buffers(root, model)
-    return model.to(device).eval()
+    return keep_text(model).to(device).eval()
 
 
 def load_config(path: Path | str) -> PretrainedConfig:
-    """The configuration of a Hugging Face folder. Raises UserError for an architecture that transformers lacks."""
-    root = Path(path)
-    check_folder(root)
+    """The configuration of a complete Hugging Face folder. Raises UserError as `load_model` does."""
+    check_folder(Path(path))
+    return read_config(Path(path))
+
+
+def read_config(root: Path) -> PretrainedConfig:
+    """The configuration of a folder, whose weights may be missing. Raises UserError for one that is damaged, or of an
+    architecture that transformers lacks. Code in the folder is never run."""
+    written = check_config(root)
     try:
-        return AutoConfig.from_pretrained(root, local_files_only=True)
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"{root} cannot be loaded: {first_line(e)}") from e
+        return AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+    except Exception as e:  # any kind: the values are a user's, the checks transformers'
+        kind = written["model_type"]
+        if isinstance(written.get("auto_map"), dict):
+            why = f"{kind} needs code of its own (auto_map), which is never run: give an architecture of transformers"
+            raise UserError(f"{root}: {why}") from e
+        raise UserError(f"{root / 'config.json'} is no configuration of {kind} ({first_line(e)})") from e
 
 
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
@@ -72,7 +83,7 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     if not (root / "tokenizer.json").is_file() and not (root / "tokenizer_config.json").is_file():
         raise UserError(f"{root} has no tokenizer.json: give the folder of a model with its tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(root, local_files_only=True)
+        return AutoTokenizer.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"the tokenizer in {root} cannot be loaded: {first_line(e)}") from e
 

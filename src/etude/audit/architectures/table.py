@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from etude.audit.architectures.families import FAMILIES, Family, make
 from etude.config import EngineConfig
@@ -24,7 +24,9 @@ from etude.errors import RunFailed, UserError
 from etude.inference.engine.loading import load_engine
 from etude.inference.engine.requests import Request
 from etude.models import router_replay, support
+from etude.models.key_values import positions
 from etude.models.loading import load_config, load_model
+from etude.models.text_models import auto_class
 from etude.renderers import renderer_for
 from etude.trainer.rl import trial
 
@@ -98,7 +100,7 @@ class _Examined:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, load_config(folder)
-        self.rows = support.trial_rows(self.config.get_text_config().vocab_size, _SEED)
+        self.rows = support.trial_rows(self.config, _SEED, positions(self.config))
         self._ours: PreTrainedModel | None = None
         self._theirs: Any = None
 
@@ -111,9 +113,13 @@ class _Examined:
     def truth(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities [T - 1] of each row by transformers alone."""
         if self._theirs is None:
-            self._theirs = AutoModelForCausalLM.from_pretrained(
-                self.folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-            ).eval()
+            self._theirs = (
+                auto_class(self.config)
+                .from_pretrained(
+                    self.folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+                )
+                .eval()
+            )
         log_probs = []
         for row in rows:
             ids_1T = torch.from_numpy(np.asarray(row, np.int64))[None]
