@@ -54,7 +54,8 @@ def load_model(
             count = len(info[problem])
             raise UserError(f"{root} does not fit its config.json: {count} {problem.replace('_', ' ')}, e.g. {name}")
     restore_buffers(root, model)
-    return keep_text(model).to(device).eval()
+    keep_text(model)
+    return model.to(device).eval()
 
 
 def load_config(path: Path | str) -> PretrainedConfig:

@@ -151,12 +151,16 @@ def refused(model: PreTrainedModel, use: Use, error: Exception) -> str:
     return f"{name} does not fit ({first_line(error)}); {_lacks(use)}: {_ADVICE[use]}"
 
 
-def trial_rows(config: PretrainedConfig, seed: int = 0, most: int = 2**31, lengths: Sequence[int] = _ROWS) -> Rows:
-    """Rows of random ids for a trial: of different `lengths`, at most `most` tokens each, with a common prefix. Ids
-    that stand for images or sound in a multimodal model are left out."""
-    noise = np.random.default_rng(seed)
+def text_ids(config: PretrainedConfig) -> np.ndarray:
+    """The ids of a vocabulary but those that stand for images or sound, which a multimodal class replaces."""
     media = [v for k, v in config.to_dict().items() if _MEDIA.search(k) and isinstance(v, int)]
-    known = np.setdiff1d(np.arange(config.get_text_config().vocab_size), media)
+    return np.setdiff1d(np.arange(config.get_text_config().vocab_size), media)
+
+
+def trial_rows(config: PretrainedConfig, seed: int = 0, most: int = 2**31, lengths: Sequence[int] = _ROWS) -> Rows:
+    """Rows of random ids for a trial: of different `lengths`, at most `most` tokens each, with a common
+    prefix."""
+    noise, known = np.random.default_rng(seed), text_ids(config)
     ids = known[noise.integers(0, len(known), (len(lengths), max(lengths)))]
     ids[:, :_COMMON] = ids[0, :_COMMON]
     return [row[: min(length, most)] for row, length in zip(ids, lengths, strict=True)]

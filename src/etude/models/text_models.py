@@ -29,17 +29,16 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForMultimodalLM if known else AutoModelForCausalLM
 
 
-def keep_text(model: PreTrainedModel) -> PreTrainedModel:
+def keep_text(model: PreTrainedModel) -> None:
     """Drops the parts of a multimodal model that a pass over text does not read, in place."""
     if not is_multimodal(model.config):
-        return model
+        return
     kept = {id(part) for part in (model.get_decoder(), model.get_output_embeddings())}
     holders = [model] if model.base_model is model else [model, model.base_model]
     for holder in holders:
         for name, part in list(holder.named_children()):
             if kept.isdisjoint(id(inner) for inner in part.modules()):
                 setattr(holder, name, None)
-    return model
 
 
 def tensors_beside(root: Path, model: PreTrainedModel) -> dict[str, Tensor]:

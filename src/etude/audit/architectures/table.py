@@ -172,9 +172,12 @@ class _Examined:
             raise UserError(reason)
         config = EngineConfig(dtype="float32", cache_mb=16, documents_mb=1, speculate=False, prefill_tokens=16)
         engine = load_engine(self.folder, config, routes=routes)
-        first = 0 if routes else None
+        first, known, forced = 0 if routes else None, support.text_ids(self.config), ()
+        if len(known) < self.config.get_text_config().vocab_size:  # what is sampled must not stand for an image
+            forced = tuple(np.random.default_rng(_SEED).choice(known, _SAMPLED).tolist())
         requests = [
-            Request(ids=row.tolist(), max_tokens=_SAMPLED, seed=i, routes_from=first) for i, row in enumerate(self.rows)
+            Request(ids=row.tolist(), max_tokens=_SAMPLED, seed=i, routes_from=first, forced=forced)
+            for i, row in enumerate(self.rows)
         ]
         running = [engine.submit(request) for request in requests]
         while not all(sequence.future.done() for sequence in running):
