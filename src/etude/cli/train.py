@@ -15,6 +15,7 @@ from etude.cli.overlays import configuration_text, read_toml, split_overlays
 from etude.config import LiveConfig, RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
+from etude.models import check_present
 from etude.renderers import read_json
 from etude.weights import with_models
 
@@ -106,11 +107,21 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
             from etude.run.parts import part_of
 
             part_of(config.tasks, None, config.rollout.budget())
+        _check_models(config)
         return _print_memory(config)
     from etude.run.launch import train_rl
 
     arguments.interrupted = f"`etude train --resume {folder}` continues the run"
     train_rl(config, folder, resume=arguments.resume, toml=toml)
+
+
+def _check_models(config: Any) -> None:
+    """Raises UserError for a damaged folder of a model or teacher. Weights may be missing: a run may be planned here
+    for another machine."""
+    named = getattr(config.model, "path", None), getattr(getattr(config, "distill", None), "teacher", None)
+    for path in named:
+        if path not in (None, "self"):
+            check_present(Path(path))
 
 
 def _print_memory(config: RLConfig) -> None:
@@ -119,8 +130,6 @@ def _print_memory(config: RLConfig) -> None:
         from etude.trainer.rl.memory_table import memory_table
     except ModuleNotFoundError as e:
         return print(f"no memory table: this installation has no {e.name}", file=sys.stderr)
-    if not (Path(config.model.path) / "config.json").is_file():
-        raise UserError(f"{config.model.path} has no config.json: give the path of a Hugging Face model folder")
     table = memory_table(config)
     print(table.text(), file=sys.stderr)
     if refusal := table.refusal():
@@ -154,7 +163,8 @@ def _finetune(
     config: Any = with_models(validate(kinds[stage], data, where))
     folder = folder or OUTPUTS / config.name
     if arguments.dry_run:
-        return print(config.model_dump_json(indent=2))
+        print(config.model_dump_json(indent=2))
+        return _check_models(config)
     from etude.dashboard import LiveView
     from etude.trainer.finetune import applied_edits, pretrain
 

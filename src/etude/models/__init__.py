@@ -7,7 +7,7 @@ room imports neither `trainer` nor `inference`.
 """
 
 from etude.models.devices import check_device
-from etude.models.files import check_folder, expert_layers, is_gguf, is_quantised
+from etude.models.files import check_folder, check_present, expert_layers, is_gguf, is_quantised
 from etude.models.gguf import gguf_folder
 
 PUBLIC = (

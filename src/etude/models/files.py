@@ -28,6 +28,14 @@ def check_folder(root: Path) -> None:
         raise UserError(f"{root} {why}")
 
 
+def check_present(root: Path) -> None:
+    """`check_folder` for what is there: weights may be missing altogether, as where a run is planned for another
+    machine."""
+    check_config(root)
+    if any(root.glob("*.safetensors")) or any(root.glob("*.bin")) or (root / INDEX).is_file():
+        check_folder(root)
+
+
 def check_config(root: Path) -> dict[str, Any]:
     """The object in a folder's config.json. Raises UserError unless it names the type of a model."""
     if not root.is_dir():

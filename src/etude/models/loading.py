@@ -44,13 +44,14 @@ def load_model(
             experts_implementation=experts.NAME,
             local_files_only=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # these are refused below
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as e:
-        raise UserError(f"{root} cannot be loaded as a causal language model: {first_line(e)}") from e
+    except Exception as e:  # any kind: the values are a user's, the checks transformers'
+        raise UserError(f"{root} cannot be loaded as a causal language model: {_why(e)}") from e
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if info.get(problem):
-            name = sorted(str(key) for key in info[problem])[0]
+            name = sorted(key if isinstance(key, str) else str(key[0]) for key in info[problem])[0]
             count = len(info[problem])
             raise UserError(f"{root} does not fit its config.json: {count} {problem.replace('_', ' ')}, e.g. {name}")
     restore_buffers(root, model)
@@ -75,7 +76,13 @@ def read_config(root: Path) -> PretrainedConfig:
         if isinstance(written.get("auto_map"), dict):
             why = f"{kind} needs code of its own (auto_map), which is never run: give an architecture of transformers"
             raise UserError(f"{root}: {why}") from e
-        raise UserError(f"{root / 'config.json'} is no configuration of {kind} ({first_line(e)})") from e
+        raise UserError(f"{root / 'config.json'} is no configuration of {kind} ({_why(e)})") from e
+
+
+def _why(error: Exception) -> str:
+    """An error of transformers on one line."""
+    text = f"{error} is not known" if isinstance(error, KeyError) else str(error) or type(error).__name__
+    return " ".join(text.split())[:300]
 
 
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:

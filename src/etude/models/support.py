@@ -56,6 +56,8 @@ _KINDS = {
     "chunked_attention": _CHUNKS,
     "sliding_attention": _WINDOW,
 }
+_SEES = "is an encoder, whose tokens see those behind them: give a causal language model"
+_CAUSAL = re.compile(r"CausalLM|LMHead")
 _NOISY = re.compile(r"dropout|pdrop|jitter|layerdrop")
 _PLAIN = {"full_attention", "attention", "mlp", "moe"}
 _REFUSED: dict[Use, set[str]] = {
@@ -92,6 +94,10 @@ def refusal(config: PretrainedConfig, use: Use) -> str:
     if config.is_encoder_decoder:
         return f"{config.model_type} is an encoder-decoder: give a decoder, a causal language model"
     text = config.get_text_config()
+    named = config.architectures or []
+    encoder = getattr(text, "is_decoder", None) is False and named and not any(_CAUSAL.search(name) for name in named)
+    if encoder or getattr(text, "use_bidirectional_attention", None) is True:
+        return f"{text.model_type} {_SEES}"
     # A model whose rows cannot be computed cannot share prompts, either.
     needed: tuple[Use, ...] = ("rows", use) if use == "shared prompts" else (use,)
     for each in needed:
@@ -200,8 +206,10 @@ def _tried(model: PreTrainedModel, use: Use, ours: LogProbs, rows: Rows) -> str:
     except FAILURES as e:
         return f"{name} has no forward pass to compare with ({first_line(e)}); {_lacks(use)}: {_ADVICE[use]}"
     seen = min(_COMMON, *map(len, rows)) - 1
-    if not distance([row[:seen] for row in truth[1:]], [truth[0][:seen]] * (len(rows) - 1)) <= LIMIT_NARROW:
-        return f"{name} sees tokens behind a position: give a causal language model"
+    if not distance([row[:seen] for row in truth[1:]], [truth[0][:seen]] * (len(rows) - 1)) <= (
+        LIMIT_NARROW if narrow else LIMIT
+    ):
+        return f"{name} {_SEES}"
     try:
         with torch.no_grad():
             log_probs = [np.asarray(row) for row in ours(rows)]

@@ -36,8 +36,10 @@ from etude.trainer.head import token_logprobs
 log = logging.getLogger(__name__)
 
 Packing = Literal["isolated", "crossing", "none"]
-_KEPT = ("tokenizer", "preprocessor_config", "processor_config", "video_preprocessor_config", "chat_template", "additional_chat_templates", "special_tokens", "added_tokens", "vocab", "merges",
-         "LICENSE")  # fmt: skip
+_KEPT = (
+    "tokenizer", "chat_template", "additional_chat_templates", "special_tokens", "added_tokens", "vocab", "merges",
+    "preprocessor_config", "processor_config", "video_preprocessor_config", "LICENSE",
+)  # fmt: skip
 _KEPT_ENDS = (".model", ".tiktoken")
 
 
