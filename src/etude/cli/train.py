@@ -7,6 +7,7 @@ import json
 import logging
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,10 @@ def _check_models(config: Any) -> None:
     for path in named:
         if path not in (None, "self"):
             check_present(Path(path))
+            with suppress(ModuleNotFoundError):  # this installation reads no models
+                from etude.models.loading import read_config
+
+                read_config(Path(path))
 
 
 def _print_memory(config: RLConfig) -> None:

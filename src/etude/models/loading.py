@@ -9,11 +9,13 @@ import blake3
 import torch
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    __version__,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -68,14 +70,13 @@ def load_config(path: Path | str) -> PretrainedConfig:
 def read_config(root: Path) -> PretrainedConfig:
     """The configuration of a folder, whose weights may be missing. Raises UserError for one that is damaged, or of an
     architecture that transformers lacks. Code in the folder is never run."""
-    written = check_config(root)
+    kind, remote = (written := check_config(root))["model_type"], written.get("auto_map")
+    if kind not in CONFIG_MAPPING:
+        own = f"needs code of its own (auto_map), which is never run: give a model of transformers {__version__}"
+        raise UserError(f"{root}: {kind} {own if remote else f'is no model of transformers {__version__}'}")
     try:
         return AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # any kind: the values are a user's, the checks transformers'
-        kind = written["model_type"]
-        if isinstance(written.get("auto_map"), dict):
-            why = f"{kind} needs code of its own (auto_map), which is never run: give an architecture of transformers"
-            raise UserError(f"{root}: {why}") from e
         raise UserError(f"{root / 'config.json'} is no configuration of {kind} ({_why(e)})") from e
 
 
@@ -90,6 +91,8 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     root = Path(path)
     if not (root / "tokenizer.json").is_file() and not (root / "tokenizer_config.json").is_file():
         raise UserError(f"{root} has no tokenizer.json: give the folder of a model with its tokenizer")
+    if (root / "config.json").is_file():
+        read_config(root)
     try:
         return AutoTokenizer.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as e:
