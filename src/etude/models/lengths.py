@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-_NAMES = ("sliding_window", "sliding_window_size", "window_size", "attention_window", "floor_scale")
 _ROPE = "original_max_position_embeddings"
+_NAMES = ("sliding_window", "sliding_window_size", "window_size", "attention_window", "floor_scale", _ROPE)
 _Place = tuple[Any, str, int]
 
 
@@ -37,14 +37,22 @@ def _places(owners: list[Any]) -> list[_Place]:
 
 @contextmanager
 def shortened(model: PreTrainedModel, to: int) -> Iterator[None]:
-    """A context in which no length is above `to` tokens, in configurations and layers."""
+    """A context in which no length is above `to` tokens, in configurations and layers. Rotary frequencies that were
+    computed meanwhile are forgotten afterwards."""
     parts = {id(o): o for m in (model, *model.modules()) for o in (m, getattr(m, "config", None)) if o is not None}
     places = _places(list(parts.values()))
+    rotary = [m for m in model.modules() if any(name.endswith("inv_freq") for name in m._buffers)]
+    states = [(m, dict(vars(m)), {n: (b, b.clone()) for n, b in m._buffers.items() if b is not None}) for m in rotary]
     try:
         for owner, name, length in places:
             _set(owner, name, min(length, to))
         yield
     finally:
+        for module, state, buffers in states:
+            vars(module).clear()
+            vars(module).update(state)
+            for name, (buffer, values) in buffers.items():
+                module._buffers[name] = buffer.copy_(values)
         for owner, name, length in places:
             _set(owner, name, length)
 

@@ -58,6 +58,7 @@ _KINDS = {
 }
 _SEES = "is an encoder, whose tokens see those behind them: give a causal language model"
 _CAUSAL = re.compile(r"CausalLM|LMHead")
+_OTHER_HEADS = ("classifier", "summary")
 _NOISY = re.compile(r"dropout|pdrop|jitter|layerdrop")
 _PLAIN = {"full_attention", "attention", "mlp", "moe"}
 _REFUSED: dict[Use, set[str]] = {
@@ -135,7 +136,11 @@ def say_noise(model: PreTrainedModel) -> None:
     """Prints a note if the configuration has dropout or noise of routers. Stages train in evaluation mode, the model
     that is served: noise would move the log-probabilities of what was sampled by some tenths of a nat."""
     text = model.config.get_text_config().to_dict()
-    keys = [k for k, v in sorted(text.items()) if _NOISY.search(k) and isinstance(v, int | float) and v > 0]
+    keys = [
+        k
+        for k, v in sorted(text.items())
+        if _NOISY.search(k) and not k.startswith(_OTHER_HEADS) and isinstance(v, int | float) and v > 0
+    ]
     if keys:
         print(f"note: trained as it is served, without {', '.join(keys)} of config.json", file=sys.stderr, flush=True)
 
