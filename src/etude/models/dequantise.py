@@ -35,7 +35,7 @@ def plan(root: Path) -> dict[str, str] | None:
     """The quantised tensors of a folder by name, each with the name of its scales; None if one has none, or none is
     quantised."""
     names = {name: about for _, name, about in headers(root)}
-    found: dict[str, str] = {}
+    scale_of: dict[str, str] = {}
     for name, about in names.items():
         if about["dtype"].startswith("F8_E4M3") and not name.endswith(_SCALES):
             scale = next((name + end for end in _SCALES if name + end in names), None)
@@ -45,10 +45,10 @@ def plan(root: Path) -> dict[str, str] | None:
             continue
         if scale not in names:
             return None
-        found[name] = scale
-    left = set(names) - set(found) - set(found.values())
+        scale_of[name] = scale
+    left = set(names) - set(scale_of) - set(scale_of.values())
     strange = [name for name in left if names[name]["dtype"] not in FLOATS | {"I64", "BOOL"}]
-    return found if found and not strange else None
+    return scale_of if scale_of and not strange else None
 
 
 def write(root: Path, scales: dict[str, str], into: Path) -> None:

@@ -65,8 +65,8 @@ def _check_files(root: Path) -> None:
     counts = {int(match[1]) for file in files if (match := re.search(r"-of-(\d{5})\.safetensors$", file.name))}
     if counts and counts != {len(files)}:
         raise UserError(f"{root / INDEX} names {len(files)} of {max(counts)} files: fetch the model again")
-    found = {name for _, name, _ in headers(root)}
-    lost = sorted(json.loads((root / INDEX).read_bytes())["weight_map"].keys() - found)
+    present = {name for _, name, _ in headers(root)}
+    lost = sorted(json.loads((root / INDEX).read_bytes())["weight_map"].keys() - present)
     if lost:
         raise UserError(f"{root} lacks {len(lost)} tensors of its index, e.g. {lost[0]}: fetch the model again")
 

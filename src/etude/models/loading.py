@@ -82,6 +82,8 @@ def read_config(root: Path) -> PretrainedConfig:
 
 def _why(error: Exception) -> str:
     """An error of transformers on one line."""
+    if isinstance(error, KeyError) and error.args == (attention.NAME,):
+        return "its attention cannot be replaced by ours"
     text = f"{error} is not known" if isinstance(error, KeyError) else str(error) or type(error).__name__
     return " ".join(text.split())[:300]
 

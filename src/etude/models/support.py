@@ -180,11 +180,11 @@ def trial_rows(config: PretrainedConfig, seed: int = 0, most: int = 2**31, lengt
 def long_rows(model: PreTrainedModel, seed: int = 0, most: int = 2**31) -> tuple[int, Rows]:
     """Rows that are longer than the model's lengths (`lengths`), or than the number of tokens that is returned if these
     are longer. No rows for a model without lengths, and for one whose trial would take more than some seconds."""
-    found = [length for length in lengths(model.config) if length > _SHORT]
+    beyond = [length for length in lengths(model.config) if length > _SHORT]
     size = sum(p.numel() for p in model.parameters())
-    if not found or (model.device.type == "cpu" and size > _LARGE):
+    if not beyond or (model.device.type == "cpu" and size > _LARGE):
         return 0, []
-    reach = min(max(found), max(_SECOND, min(_REACH, _TOKENS // size)))
+    reach = min(max(beyond), max(_SECOND, min(_REACH, _TOKENS // size)))
     rows = trial_rows(model.config, seed, most, (reach + 9, reach + 23))
     return reach, rows if min(map(len, rows)) > reach else []
 

@@ -64,11 +64,12 @@ def described(engine: Engine) -> str:
 
 
 def trial(engine: Engine) -> str:
-    """The first difference between the engine and transformers' own forward pass, or "". The trial runs three rows of
+    """The first difference between the engine and transformers' own forward pass, or "". The trial runs rows of
     different lengths, their prompts cut into chunks, their other tokens decoded beside each other. The engine must not
     run yet, and is as new afterwards."""
 
     def ours(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        engine.scheduler.forget()  # keys of other lengths
         if engine.runner.speculation is not None:
             _ = engine.runner.speculation.curve  # measured now: its passes may fail
         scored = [engine.score(row.tolist(), decoded=True) for row in rows]
