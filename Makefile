@@ -127,7 +127,7 @@ agents: .venv/agents/installed
 
 .venv/agents/installed: .venv/installed
 	$(BIN)/python -m venv .venv/agents
-	.venv/agents/bin/python -m pip install --quiet "mini-swe-agent==2.4.6" "litellm==1.106.2" "anthropic==2.12.0" mcp
+	.venv/agents/bin/python -m pip install --quiet "mini-swe-agent==2.4.6" "litellm==1.110.2" "anthropic==2.14.0" mcp
 	touch $@
 
 # Harbor, which reads task folders in a test; it needs a newer Python.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.audit.architectures.families import FAMILIES, build, make
+from etude.audit.architectures.families import FAMILIES, Family, build, make
 from etude.config import EngineConfig
 from etude.errors import UserError
 from etude.inference.engine.engine import Engine
@@ -108,6 +108,13 @@ def test_the_path_of_accelerators_is_exact(name):
     (generation,) = run(engine, request)
     expected = support.plain_log_probs(model, np.array(request.ids + generation.ids))[69:]
     np.testing.assert_allclose(generation.logprobs, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [100, 2000])
+def test_windows_longer_than_the_first_rows_of_the_trial_are_served(window, tmp_path):
+    """Keys of one length of windows must not be taken for those of another."""
+    folder = make(Family("window", "mistral", {"sliding_window": window}), tmp_path / "m")
+    check(load_engine(folder, EngineConfig(cache_mb=16)).model)
 
 
 def test_a_window_in_bfloat16():

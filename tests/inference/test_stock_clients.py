@@ -1,5 +1,5 @@
 """Clients as they are published, against a server of the nano model: openai in the environment of the tests, the others
-in one of their own (`make agents`), because litellm wants an older openai."""
+in one of their own (`make agents`)."""
 
 import json
 import os

@@ -82,20 +82,71 @@ def test_a_layer_that_ignores_the_layout_is_found(tmp_path):
     assert "differs from transformers" in support.trial(model, "shared prompts", packed(model))
 
 
-def test_windows_longer_than_the_trial_are_tried(monkeypatch):
+def small(model_type, **options):
+    """A small random model, whose attention matters, with our attention."""
     config = AutoConfig.for_model(
-        "mistral", vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, sliding_window=200, initializer_range=0.3,
+        model_type, vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="etude").eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="etude").eval()
+
+
+@pytest.mark.parametrize("least", [0, 65], ids=["any window", "beyond 64 tokens"])
+@pytest.mark.parametrize("window", [200, 4096])
+def test_windows_longer_than_the_trial_are_tried(window, least, monkeypatch):
+    model = small("mistral", sliding_window=window)
     assert support.trial(model, "shared prompts", packed(model)) == ""
     right = block_attention.tiles
-    monkeypatch.setattr(
-        block_attention, "tiles", lambda graph, above, window=None: right(graph, above, window and window + 1)
-    )
+
+    def off_by_one(graph, above, window=None):
+        return right(graph, above, window + 1 if window and window >= least else window)
+
+    monkeypatch.setattr(block_attention, "tiles", off_by_one)
     assert "differs from transformers" in support.trial(model, "shared prompts", packed(model))
-    assert model.config.sliding_window == 200
+    assert model.config.sliding_window == window
+
+
+def test_rotary_frequencies_of_long_rows_are_tried():
+    """LongRoPE: other frequencies in rows beyond the original length."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 100,
+        "short_factor": [1.0] * 8, "long_factor": [3.0] * 8,
+    }  # fmt: skip
+    model = small("phi3", rope_parameters=rope, original_max_position_embeddings=100, max_position_embeddings=400)
+    right, table = rows_of(model), model.config.rope_parameters
+
+    def short_frequencies_alone(rows):
+        kept, table["original_max_position_embeddings"] = table["original_max_position_embeddings"], 400
+        try:
+            return right(rows)
+        finally:
+            table["original_max_position_embeddings"] = kept
+
+    assert support.trial(model, "rows", right) == ""
+    assert "differs from transformers" in support.trial(model, "rows", short_frequencies_alone)
+    assert table["original_max_position_embeddings"] == 100
+    assert not hasattr(model.model.rotary_emb, "long_inv_freq")  # nothing of the shorter lengths is kept
+
+
+def test_rows_fit_short_contexts_and_the_memory_of_large_models(tmp_path):
+    model = small("mistral", sliding_window=200, max_position_embeddings=24)
+    lengths = []
+
+    def counted(rows):
+        lengths.extend(map(len, rows))
+        return rows_of(model)(rows)
+
+    assert support.trial(model, "rows", counted) == ""
+    assert lengths == [24, 20, 24]  # and no row that would cross 200
+    assert support.long_rows(small("mistral", sliding_window=4096))[0] == 256
+    assert support.long_rows(small("llama")) == (0, [])
+
+
+def test_what_sees_behind_itself_is_no_causal_model(tmp_path):
+    model = small("gemma3_text", use_bidirectional_attention=True, head_dim=16, layer_types=["full_attention"] * 2)
+    said = "gemma3_text is an encoder, whose tokens see those behind them: give a causal language model"
+    assert support.refusal(model.config, "rows") == support.trial(model, "rows", rows_of(model)) == said
 
 
 def test_logits_of_an_unknown_form_are_refused(tmp_path):

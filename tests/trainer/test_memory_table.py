@@ -163,4 +163,4 @@ def test_a_dry_run_without_a_model_folder_is_refused_as_the_run_is(tmp_path, cap
     with pytest.raises(SystemExit) as stop:
         main.main(["train", str(tmp_path / "a.toml"), "--dry-run", "--model.path", str(tmp_path / "none")])
     assert stop.value.code == 2
-    assert "none has no config.json" in capsys.readouterr().err
+    assert "none is not a folder" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from etude.audit.architectures.families import FAMILIES, make
 from etude.errors import UserError
@@ -35,7 +36,7 @@ def test_layers_with_a_state_are_trained_row_by_row(tmp_path, capsys):
     )
     with pytest.raises(UserError, match="prompts cannot be shared exactly"):
         allowed(model, "packed")
-    rows = trial_rows(97, seed=3)
+    rows = trial_rows(AutoConfig.for_model("llama", vocab_size=97), seed=3)
     # 1e-4: a state is carried along the row, in another order of sums
     assert distance(log_probs(model, "rows", rows), [plain_log_probs(model, row) for row in rows]) <= 1e-4
 
@@ -67,7 +68,15 @@ def test_gradients_of_windows_sinks_and_latent_attention(tmp_path, model_type):
     """Every execution has those of rows, and rows those of transformers' eager attention. 1e-5 of the largest entry:
     float32, other orders of sums; measured up to 2e-6."""
     model = load_model(make(BY_TYPE[model_type], tmp_path / "m"))
-    tokens = TokenRows(*zip(*((row, np.arange(1, len(row))) for row in trial_rows(97, seed=4)), strict=True))
+    tokens = TokenRows(
+        *zip(
+            *(
+                (row, np.arange(1, len(row)))
+                for row in trial_rows(AutoConfig.for_model("llama", vocab_size=97), seed=4)
+            ),
+            strict=True,
+        )
+    )
     for execution in ("packed", "streaming", "recompute"):
         check(model, tokens, execution)  # raises beyond 1e-5
 

@@ -97,7 +97,7 @@ def diagnose(run: Path, *, pieces: int = 24) -> Diagnosis:
     model = load_model(config.model.path, dtype=getattr(torch, config.trainer.dtype), device=config.trainer.device)
     experts = shape(model) if routers(model) else None
     replays = config.trainer.router_replay and experts is not None
-    for cause, sentence in _exact(episodes, model.config.vocab_size, replays):
+    for cause, sentence in _exact(episodes, model.config.get_text_config().vocab_size, replays):
         return Diagnosis(cause, sentence, ACTIONS[cause])
     published = {m.version: m for m in manifests(weights)}
     pieces_tried = [p for e in reversed(episodes) for p in _pieces(e, experts) if p.version in published][:pieces]

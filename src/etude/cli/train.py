@@ -15,6 +15,7 @@ from etude.cli.overlays import configuration_text, read_toml, split_overlays
 from etude.config import LiveConfig, RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
+from etude.models import check_present
 from etude.renderers import read_json
 from etude.weights import with_models
 
@@ -102,11 +103,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         from etude.sandbox.backends.choose import check_sandbox
 
         check_sandbox(config.sandbox)
-        _check_model(Path(config.model.path))
         if not config.tasks.of_repositories:
             from etude.run.parts import part_of
 
             part_of(config.tasks, None, config.rollout.budget())
+        _check_models(config)
         return _print_memory(config)
     from etude.run.launch import train_rl
 
@@ -114,15 +115,23 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     train_rl(config, folder, resume=arguments.resume, toml=toml)
 
 
-def _check_model(folder: Path) -> None:
-    """The preflight of a model folder that is there already. Raises UserError."""
-    from etude.weights.preflight import check_before_training
+def _check_models(config: Any) -> None:
+    """Raises UserError for a damaged folder of a model or teacher, and after the preflight. Weights may be missing: a
+    run may be planned here for another machine."""
+    named = getattr(config.model, "path", None), getattr(getattr(config, "distill", None), "teacher", None)
+    for path in named:
+        if path in (None, "self"):
+            continue
+        check_present(Path(path))
+        try:
+            from etude.models.loading import read_config
+            from etude.weights.preflight import check_before_training
 
-    try:
-        if (folder / "config.json").is_file():
-            check_before_training(folder)
-    except ModuleNotFoundError as e:
-        print(f"no preflight: this installation has no {e.name}", file=sys.stderr)
+            read_config(Path(path))
+            if path == named[0]:
+                check_before_training(Path(path))
+        except ModuleNotFoundError as e:
+            print(f"no preflight: this installation has no {e.name}", file=sys.stderr)
 
 
 def _print_memory(config: RLConfig) -> None:
@@ -131,8 +140,6 @@ def _print_memory(config: RLConfig) -> None:
         from etude.trainer.rl.memory_table import memory_table
     except ModuleNotFoundError as e:
         return print(f"no memory table: this installation has no {e.name}", file=sys.stderr)
-    if not (Path(config.model.path) / "config.json").is_file():
-        raise UserError(f"{config.model.path} has no config.json: give the path of a Hugging Face model folder")
     table = memory_table(config)
     print(table.text(), file=sys.stderr)
     if refusal := table.refusal():
@@ -167,7 +174,7 @@ def _finetune(
     folder = folder or OUTPUTS / config.name
     if arguments.dry_run:
         print(config.model_dump_json(indent=2), flush=True)
-        return None if (path := getattr(config.model, "path", None)) is None else _check_model(path)
+        return _check_models(config)
     from etude.dashboard import LiveView
     from etude.trainer.finetune import applied_edits, pretrain
 

@@ -10,10 +10,12 @@ from etude.models.devices import check_device
 from etude.models.files import (
     INDEX,
     check_folder,
+    check_present,
     check_safetensors,
     expert_layers,
     headers,
     is_gguf,
+    is_quantised,
     shards,
     size_of,
 )
@@ -25,6 +27,7 @@ PUBLIC = (
     "attention_kernel",
     "batch_invariant",
     "block_attention",
+    "dequantise",
     "document_spans",
     "dtypes",
     "experts",
@@ -37,4 +40,5 @@ PUBLIC = (
     "router_replay",
     "segments",
     "support",
+    "text_models",
 )

@@ -59,7 +59,7 @@ def is_on() -> bool:
 def possible(model: Any) -> bool:
     """Whether the mode supports the model: on the CPU, in float32, full attention without sinks, plain experts, keys as
     wide as values."""
-    one, config, shape = next(model.parameters()), model.config, configured(model.config)
+    one, config, shape = next(model.parameters()), model.config.get_text_config(), configured(model.config)
     kinds, window = getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
     sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     if set(kinds) - {"full_attention"} or (window and not kinds) or sinks:

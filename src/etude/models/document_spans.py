@@ -192,6 +192,7 @@ def token_bytes(config: PretrainedConfig, itemsize: int) -> int:
 def config_refusal(config: PretrainedConfig) -> str:
     """The reason why documents cannot be placed exactly in models of this configuration; "" if only a trial can
     decide."""
+    config = config.get_text_config()
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if others:
         return f"this model has layers of the kind {others[0]}, which see by distance or carry a state"
@@ -210,7 +211,7 @@ def refusal(model: PreTrainedModel) -> str:
         return why
     try:
         same = _rotates_alike(model)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
         reason = first_line(e)
         return f"keys before rotation cannot be taken from this model ({reason})"
     return "" if same else "this model does not rotate the keys of all layers in the one way that is known"
@@ -220,7 +221,7 @@ def refusal(model: PreTrainedModel) -> str:
 def _rotates_alike(model: PreTrainedModel) -> bool:
     """Whether our rotated keys equal those of the model, in every layer."""
     rotation = Rotation(model)
-    document = empty_document(model, [i % model.config.vocab_size for i in range(_PROBED)])
+    document = empty_document(model, [i % model.config.get_text_config().vocab_size for i in range(_PROBED)])
     compute(model, rotation, [(document, _PROBED)])
     angles, kept, device = rotation.angles(_PROBED), CausalLayout(), document.keys_LKnD.device
     ids_1n = torch.from_numpy(document.ids_n).to(device)[None]
@@ -231,4 +232,4 @@ def _rotates_alike(model: PreTrainedModel) -> bool:
         # Broken weights (not a number) are reported by the engine, not here.
         if difference > _SLACK * expected.abs().max():
             return False
-    return len(kept.keys) == model.config.num_hidden_layers
+    return len(kept.keys) == model.config.get_text_config().num_hidden_layers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -108,17 +108,22 @@ def restore_buffers(root: Path, model: PreTrainedModel) -> None:
                 buffer.data = f.get_tensor(tensor.name).view(buffer.shape).to(buffer.device)
 
 
-def _by_live_name(root: Path, model: PreTrainedModel) -> dict[str, StoredTensor]:
-    """The stored tensor for each of the model's tensors, by transformers' names after loading. If several become one
-    tensor, the one of the widest type."""
+def live_names(root: Path, model: PreTrainedModel) -> Iterator[tuple[StoredTensor, str]]:
+    """Each stored tensor of a folder, with its name in the loaded model; its own name if the model lacks it."""
     live: dict[str, Any] = model.state_dict()
     transforms: list[Any] = getattr(model, "_weight_conversions", None) or []
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    sources: dict[str, StoredTensor] = {}
     for tensor in stored(root):
         name = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, live)[0]
-        name = name if name in live else tensor.name
+        yield tensor, name if name in live else tensor.name
+
+
+def _by_live_name(root: Path, model: PreTrainedModel) -> dict[str, StoredTensor]:
+    """The stored tensor for each of the model's tensors, by transformers' names after loading. If several become one
+    tensor, the one of the widest type."""
+    sources: dict[str, StoredTensor] = {}
+    for tensor, name in live_names(root, model):
         other = sources.get(name)
         if tensor.dtype is not None and (other is None or other.dtype != torch.float32):
             sources[name] = tensor

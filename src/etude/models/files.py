@@ -12,22 +12,85 @@ from typing import Any
 from etude.errors import UserError, first_line
 
 INDEX = "model.safetensors.index.json"
+FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def check_folder(root: Path) -> None:
-    """Raise UserError unless `root` has a config.json and complete safetensors files."""
+    """Raise UserError unless `root` has a configuration and complete safetensors files without quantisation."""
+    written = check_config(root)
+    if not (root / INDEX).is_file() and not (root / "model.safetensors").is_file():
+        pickles = sorted(file.name for file in root.glob("*.bin"))
+        if pickles:
+            raise UserError(f"{root} has its weights in {pickles[0]}, a pickle, which is never read: give safetensors")
+        raise UserError(f"{root} has no model.safetensors: give the path of a Hugging Face model folder")
+    _check_files(root)
+    if why := quantised(root, written):
+        raise UserError(f"{root} {why}")
+
+
+def check_present(root: Path) -> None:
+    """`check_folder` for what is there: weights may be missing altogether, as where a run is planned for another
+    machine."""
+    check_config(root)
+    if any(root.glob("*.safetensors")) or any(root.glob("*.bin")) or (root / INDEX).is_file():
+        check_folder(root)
+
+
+def check_config(root: Path) -> dict[str, Any]:
+    """The object in a folder's config.json. Raises UserError unless it names the type of a model."""
     if not root.is_dir():
         raise UserError(f"{root} is not a folder: give the path of a Hugging Face model folder")
-    if not (root / "config.json").is_file():
+    if (root / "adapter_config.json").is_file():
+        raise UserError(f"{root} holds adapters (LoRA): merge them into their model, and give the merged folder")
+    file = root / "config.json"
+    if not file.is_file():
         raise UserError(f"{root} has no config.json: give the path of a Hugging Face model folder")
     try:
-        json.loads((root / "config.json").read_text())
-    except ValueError as e:
-        raise UserError(f"{root / 'config.json'} is not valid JSON: {e}") from None
-    if not (root / INDEX).is_file() and not (root / "model.safetensors").is_file():
-        raise UserError(f"{root} has no model.safetensors: give the path of a Hugging Face model folder")
+        written = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{file} is not valid JSON: {first_line(e)}") from None
+    if not isinstance(written, dict) or not isinstance(written.get("model_type"), str):
+        raise UserError(f"{file} names no model_type: give the path of a Hugging Face model folder")
+    return written
+
+
+def _check_files(root: Path) -> None:
+    """Raise UserError for files that are damaged or missing, tensors of the index that they lack, and an index of fewer
+    files than their names count."""
     for shard in shards(root):
         check_safetensors(shard)
+    if not (root / INDEX).is_file():
+        return
+    files = shards(root)
+    counts = {int(match[1]) for file in files if (match := re.search(r"-of-(\d{5})\.safetensors$", file.name))}
+    if counts and counts != {len(files)}:
+        raise UserError(f"{root / INDEX} names {len(files)} of {max(counts)} files: fetch the model again")
+    present = {name for _, name, _ in headers(root)}
+    lost = sorted(json.loads((root / INDEX).read_bytes())["weight_map"].keys() - present)
+    if lost:
+        raise UserError(f"{root} lacks {len(lost)} tensors of its index, e.g. {lost[0]}: fetch the model again")
+
+
+def quantised(root: Path, written: dict[str, Any]) -> str:
+    """The reason why the weights of a folder cannot be computed with, if they are quantised; "" if they are not."""
+    about = written.get("quantization_config") or (written.get("text_config") or {}).get("quantization_config")
+    kinds = {about["dtype"] for _, _, about in headers(root)}
+    narrow = sorted(kind for kind in kinds if kind[0] == "F" and kind not in FLOATS)
+    if not about and not narrow:
+        return ""
+    method = [str(about["quant_method"])] if isinstance(about, dict) and about.get("quant_method") else []
+    name = ", ".join([*method, *narrow]) or "by its config.json"
+    return f"is quantised ({name}), and such weights are not computed with: give the folder without quantisation"
+
+
+def is_quantised(root: Path) -> bool:
+    """Whether `root` is a complete folder whose weights are quantised."""
+    try:
+        written = check_config(root)
+        _check_files(root)
+        return bool(quantised(root, written))
+    except UserError:  # said where the folder is read
+        return False
 
 
 def is_gguf(path: Path) -> bool:
@@ -41,7 +104,10 @@ def shards(root: Path) -> list[Path]:
     """The safetensors files of a folder. Raises UserError for a damaged index."""
     if (root / INDEX).is_file():
         try:
-            return [root / name for name in sorted({*json.loads((root / INDEX).read_text())["weight_map"].values()})]
+            names = set(json.loads((root / INDEX).read_bytes())["weight_map"].values())
+            if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
+                raise ValueError
+            return [root / name for name in sorted(names)]
         except (ValueError, KeyError, AttributeError, TypeError):
             raise UserError(f"{root / INDEX} is damaged: fetch the model again") from None
     return [root / "model.safetensors"]

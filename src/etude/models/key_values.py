@@ -57,6 +57,11 @@ def configured(config: PretrainedConfig) -> KeyValueShape:
     return KeyValueShape(config.num_hidden_layers, heads, size, size)
 
 
+def positions(config: PretrainedConfig) -> int:
+    """The most tokens of a sequence, by a configuration; 2^31 if it names no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
 @torch.inference_mode()
 def measured(model: PreTrainedModel) -> KeyValueShape:
     """The shape measured in a pass over one token. Raises ValueError if layers differ, or if some keep no keys."""

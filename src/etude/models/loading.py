@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
 
 import blake3
 import torch
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    __version__,
 )
 from transformers.utils import logging as transformers_logging
 
 from etude.errors import UserError, first_line
 from etude.models import attention, experts
 from etude.models.dtypes import restore_buffers
-from etude.models.files import check_folder
+from etude.models.files import check_config, check_folder
+from etude.models.text_models import auto_class, keep_text
 
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "use_cache")
 
@@ -34,36 +35,57 @@ def load_model(
     stored in a narrower type are widened exactly, and buffers stored in float32 stay so. Raises UserError for a folder
     that is missing, incomplete or damaged, or whose architecture transformers does not support."""
     root = Path(path)
-    check_folder(root)
+    config = load_config(root)
     transformers_logging.disable_progress_bar()
     try:
-        model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+        model, info = auto_class(config).from_pretrained(
             root,
+            config=config,
             dtype=dtype,
             attn_implementation=attention.NAME,
             experts_implementation=experts.NAME,
             local_files_only=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # these are refused below
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as e:
-        raise UserError(f"{root} cannot be loaded as a causal language model: {first_line(e)}") from e
+    except Exception as e:  # any kind: the values are a user's, the checks transformers'
+        raise UserError(f"{root} cannot be loaded as a causal language model: {_why(e)}") from e
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if info.get(problem):
-            name = sorted(str(key) for key in info[problem])[0]
+            name = sorted(key if isinstance(key, str) else str(key[0]) for key in info[problem])[0]
             count = len(info[problem])
             raise UserError(f"{root} does not fit its config.json: {count} {problem.replace('_', ' ')}, e.g. {name}")
     restore_buffers(root, model)
+    keep_text(model)
     return model.to(device).eval()
 
 
 def load_config(path: Path | str) -> PretrainedConfig:
-    """The configuration of a Hugging Face folder. Raises UserError for an architecture that transformers lacks."""
-    root = Path(path)
-    check_folder(root)
+    """The configuration of a complete Hugging Face folder. Raises UserError as `load_model` does."""
+    check_folder(Path(path))
+    return read_config(Path(path))
+
+
+def read_config(root: Path) -> PretrainedConfig:
+    """The configuration of a folder, whose weights may be missing. Raises UserError for one that is damaged, or of an
+    architecture that transformers lacks. Code in the folder is never run."""
+    kind, remote = (written := check_config(root))["model_type"], written.get("auto_map")
+    if kind not in CONFIG_MAPPING:
+        own = f"needs code of its own (auto_map), which is never run: give a model of transformers {__version__}"
+        raise UserError(f"{root}: {kind} {own if remote else f'is no model of transformers {__version__}'}")
     try:
-        return AutoConfig.from_pretrained(root, local_files_only=True)
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"{root} cannot be loaded: {first_line(e)}") from e
+        return AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+    except Exception as e:  # any kind: the values are a user's, the checks transformers'
+        raise UserError(f"{root / 'config.json'} is no configuration of {kind} ({_why(e)})") from e
+
+
+def _why(error: Exception) -> str:
+    """An error of transformers on one line."""
+    if isinstance(error, KeyError) and error.args == (attention.NAME,):
+        return "its attention cannot be replaced by ours"
+    text = f"{error} is not known" if isinstance(error, KeyError) else str(error) or type(error).__name__
+    return " ".join(text.split())[:300]
 
 
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
@@ -71,8 +93,10 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     root = Path(path)
     if not (root / "tokenizer.json").is_file() and not (root / "tokenizer_config.json").is_file():
         raise UserError(f"{root} has no tokenizer.json: give the folder of a model with its tokenizer")
+    if (root / "config.json").is_file():
+        read_config(root)
     try:
-        return AutoTokenizer.from_pretrained(root, local_files_only=True)
+        return AutoTokenizer.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"the tokenizer in {root} cannot be loaded: {first_line(e)}") from e
 

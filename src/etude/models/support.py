@@ -13,6 +13,8 @@ scale of their own, keys of another size. Code that loads a model calls both.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -26,6 +28,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from etude.errors import first_line
 from etude.models.head import head_of
+from etude.models.key_values import positions
+from etude.models.lengths import lengths, shortened
 
 Use = Literal["rows", "shared prompts", "engine"]
 USES: tuple[Use, ...] = get_args(Use)
@@ -52,6 +56,10 @@ _KINDS = {
     "chunked_attention": _CHUNKS,
     "sliding_attention": _WINDOW,
 }
+_SEES = "is an encoder, whose tokens see those behind them: give a causal language model"
+_CAUSAL = re.compile(r"CausalLM|LMHead")
+_OTHER_HEADS = ("classifier", "summary")
+_NOISY = re.compile(r"dropout|pdrop|jitter|layerdrop")
 _PLAIN = {"full_attention", "attention", "mlp", "moe"}
 _REFUSED: dict[Use, set[str]] = {
     "rows": {_SELECTS, _CHUNKS},
@@ -70,7 +78,12 @@ FAILURES = (AttributeError, KeyError, IndexError, TypeError, ValueError, Runtime
 """The errors of a model whose kind is not supported."""
 _ROWS = (27, 20, 38)  # tokens of the trial's rows
 _COMMON = 18  # length of their common prefix
-_WINDOW_TRIED = 8
+_SHORT, _SECOND, _REACH = 8, 72, 256  # tokens: lengths of a short row; the least and the most that a long row crosses
+_TOKENS, _LARGE = 20_000_000_000, 2_000_000_000  # parameters times tokens of a long row; parameters, on a CPU
+_MEDIA = re.compile(r"^(image|video|audio|vision|boi|eoi|boa|eoa)\w*token\w*$|^(boi|eoi|boa|eoa)_")
+
+Rows = list[np.ndarray]
+"""Token ids [T] of each row."""
 
 LogProbs = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
 """Rows of token ids [T] -> for each, float log-probabilities [T - 1] of its ids after the first, at temperature 1."""
@@ -82,6 +95,10 @@ def refusal(config: PretrainedConfig, use: Use) -> str:
     if config.is_encoder_decoder:
         return f"{config.model_type} is an encoder-decoder: give a decoder, a causal language model"
     text = config.get_text_config()
+    named = config.architectures or []
+    encoder = getattr(text, "is_decoder", None) is False and named and not any(_CAUSAL.search(name) for name in named)
+    if encoder or getattr(text, "use_bidirectional_attention", None) is True:
+        return f"{text.model_type} {_SEES}"
     # A model whose rows cannot be computed cannot share prompts, either.
     needed: tuple[Use, ...] = ("rows", use) if use == "shared prompts" else (use,)
     for each in needed:
@@ -115,6 +132,19 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     return sorted(kinds)
 
 
+def say_noise(model: PreTrainedModel) -> None:
+    """Prints a note if the configuration has dropout or noise of routers. Stages train in evaluation mode, the model
+    that is served: noise would move the log-probabilities of what was sampled by some tenths of a nat."""
+    text = model.config.get_text_config().to_dict()
+    keys = [
+        k
+        for k, v in sorted(text.items())
+        if _NOISY.search(k) and not k.startswith(_OTHER_HEADS) and isinstance(v, int | float) and v > 0
+    ]
+    if keys:
+        print(f"note: trained as it is served, without {', '.join(keys)} of config.json", file=sys.stderr, flush=True)
+
+
 def _lacks(use: Use) -> str:
     return {
         "rows": "our trainer does not compute it",
@@ -132,30 +162,59 @@ def refused(model: PreTrainedModel, use: Use, error: Exception) -> str:
     return f"{name} does not fit ({first_line(error)}); {_lacks(use)}: {_ADVICE[use]}"
 
 
-def trial_rows(vocab_size: int, seed: int = 0) -> list[np.ndarray]:
-    """Rows of random ids for a trial: three of different lengths with a common prefix."""
-    noise = np.random.default_rng(seed)
-    ids = noise.integers(0, vocab_size, (len(_ROWS), max(_ROWS)))
+def text_ids(config: PretrainedConfig) -> np.ndarray:
+    """The ids of a vocabulary but those that stand for images or sound, which a multimodal class replaces."""
+    media = [v for k, v in config.to_dict().items() if _MEDIA.search(k) and isinstance(v, int)]
+    return np.setdiff1d(np.arange(config.get_text_config().vocab_size), media)
+
+
+def trial_rows(config: PretrainedConfig, seed: int = 0, most: int = 2**31, lengths: Sequence[int] = _ROWS) -> Rows:
+    """Rows of random ids for a trial: of different `lengths`, at most `most` tokens each, with a common
+    prefix."""
+    noise, known = np.random.default_rng(seed), text_ids(config)
+    ids = known[noise.integers(0, len(known), (len(lengths), max(lengths)))]
     ids[:, :_COMMON] = ids[0, :_COMMON]
-    return [row[:length] for row, length in zip(ids, _ROWS, strict=True)]
+    return [row[: min(length, most)] for row, length in zip(ids, lengths, strict=True)]
 
 
-def trial(model: PreTrainedModel, use: Use, ours: LogProbs, *, seed: int = 0) -> str:
+def long_rows(model: PreTrainedModel, seed: int = 0, most: int = 2**31) -> tuple[int, Rows]:
+    """Rows that are longer than the model's lengths (`lengths`), or than the number of tokens that is returned if these
+    are longer. No rows for a model without lengths, and for one whose trial would take more than some seconds."""
+    beyond = [length for length in lengths(model.config) if length > _SHORT]
+    size = sum(p.numel() for p in model.parameters())
+    if not beyond or (model.device.type == "cpu" and size > _LARGE):
+        return 0, []
+    reach = min(max(beyond), max(_SECOND, min(_REACH, _TOKENS // size)))
+    rows = trial_rows(model.config, seed, most, (reach + 9, reach + 23))
+    return reach, rows if min(map(len, rows)) > reach else []
+
+
+def trial(model: PreTrainedModel, use: Use, ours: LogProbs, *, seed: int = 0, most: int | None = None) -> str:
     """The reason why the log-probabilities of `ours` differ from those of transformers' own forward pass, with its
-    eager attention and experts, on three short rows; "" if they agree. An error in `ours` is a reason, too. The
-    sentence names the model and gives advice. Windows are narrowed meanwhile, to be shorter than the rows; afterwards
-    the model is as before."""
-    with _narrow_windows(model):
-        return _tried(model, use, ours, seed)
+    eager attention and experts, on three short rows and, in models with windows and other lengths, on two longer ones;
+    "" if they agree. An error in `ours` is a reason, too. The sentence names the model and gives advice. Lengths are
+    shortened meanwhile, so that rows cross them; afterwards the model is as before. `most` bounds the tokens of a
+    row."""
+    most = min(most or 2**31, positions(model.config))
+    reach, rows = long_rows(model, seed, most)
+    for shortest, tried in ((_SHORT, trial_rows(model.config, seed, most)), (reach, rows)):
+        with shortened(model, shortest):
+            if tried and (why := _tried(model, use, ours, tried)):
+                return why
+    return ""
 
 
-def _tried(model: PreTrainedModel, use: Use, ours: LogProbs, seed: int) -> str:
+def _tried(model: PreTrainedModel, use: Use, ours: LogProbs, rows: Rows) -> str:
     name, narrow = model.config.get_text_config().model_type, model.dtype != torch.float32
-    rows = trial_rows(model.config.get_text_config().vocab_size, seed)
     try:
         truth = [_reference(model, row) for row in rows]
     except FAILURES as e:
         return f"{name} has no forward pass to compare with ({first_line(e)}); {_lacks(use)}: {_ADVICE[use]}"
+    seen = min(_COMMON, *map(len, rows)) - 1
+    if not distance([row[:seen] for row in truth[1:]], [truth[0][:seen]] * (len(rows) - 1)) <= (
+        LIMIT_NARROW if narrow else LIMIT
+    ):
+        return f"{name} {_SEES}"
     try:
         with torch.no_grad():
             log_probs = [np.asarray(row) for row in ours(rows)]
@@ -247,24 +306,6 @@ def plain(model: PreTrainedModel, attention: str = "eager") -> Iterator[None]:
     finally:
         for config, name, value in kept:
             setattr(config, name, value)
-
-
-@contextmanager
-def _narrow_windows(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which sliding windows have `_WINDOW_TRIED` tokens, in configurations and layers."""
-    owners: dict[int, Any] = {
-        id(o): o for m in (model, *model.modules()) for o in (m, getattr(m, "config", None)) if o is not None
-    }
-    windows: list[tuple[Any, int]] = [
-        (o, w) for o in owners.values() if isinstance(w := getattr(o, "sliding_window", None), int)
-    ]
-    try:
-        for owner, window in windows:
-            owner.sliding_window = min(window, _WINDOW_TRIED)
-        yield
-    finally:
-        for owner, window in windows:
-            owner.sliding_window = window
 
 
 @torch.no_grad()

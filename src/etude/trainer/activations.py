@@ -24,8 +24,8 @@ from etude.models import batch_invariant, experts, router_replay
 
 
 def checkpoint_activations(model: PreTrainedModel, *, offload: bool = False) -> None:
-    """Makes layers keep only their input in training mode; with `offload` in the host's memory, pinned where that
-    speeds up copies. Raises UserError for a model whose layers transformers cannot compute again."""
+    """Makes layers keep only their input, also in evaluation mode; with `offload` in the host's memory, pinned where
+    that speeds up copies. Raises UserError for a model whose layers transformers cannot compute again."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         what = type(model).__name__
@@ -34,7 +34,7 @@ def checkpoint_activations(model: PreTrainedModel, *, offload: bool = False) -> 
         # No layer draws random numbers, so their state need not be saved; fetching it from the device takes time.
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
         layer._gradient_checkpointing_func = partial(_on_host, again) if offload else again
-        layer.gradient_checkpointing = True
+        layer.gradient_checkpointing = layer.training = True  # its parts stay in evaluation mode
 
 
 def _on_host(again: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:

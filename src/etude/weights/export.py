@@ -19,6 +19,7 @@ from etude.models import check_folder
 from etude.models.dtypes import main_dtype
 from etude.models.loading import load_model, model_id, named_tensors
 from etude.models.lora import DOWN, adapted_layers
+from etude.models.text_models import is_multimodal, tensors_beside
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.adapters import load_live
@@ -88,6 +89,8 @@ def export_adapters(store: Store, version: int, base: Path, out: Path, trust: Tr
 
 def _targets(model: PreTrainedModel, layers: list[str]) -> list[str]:
     """Short names of the layers if these select no others, else the layers' full names."""
+    if is_multimodal(model.config):  # its other parts have layers of the same names
+        return layers
     short = sorted({name.rpartition(".")[2] for name in layers})
     try:
         return short if adapted_layers(model, short) == layers else layers
@@ -163,7 +166,8 @@ def _write(model: PreTrainedModel, base: Path, out: Path) -> None:
     partial = out.with_name(f".{out.name}.incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        model.save_pretrained(partial)  # pyright: ignore[reportUnknownMemberType]
+        state = model.state_dict() | tensors_beside(base, model)
+        model.save_pretrained(partial, state_dict=state)  # pyright: ignore[reportUnknownMemberType]
         for file in base.iterdir():
             weights = file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")
             history = file.name in ("README.md", "corpus.json") or file.suffix == ".jsonl"  # of the base

@@ -18,7 +18,7 @@ import msgspec
 from etude import runfolder
 from etude.config import RLConfig, Section, bundled_model, find_model, pretrained
 from etude.errors import UserError
-from etude.models import is_gguf
+from etude.models import is_gguf, is_quantised
 from etude.renderers import with_chat_template
 from etude.store import Store, open_store
 
@@ -73,7 +73,12 @@ def with_models(config: Any) -> Any:
 
 
 def _whole(folder: Path) -> Path:
-    """`folder`, or the folder made from it: of a pretrained model that was not fetched yet, or of a GGUF file."""
+    """`folder`, or the folder made from it: of a pretrained model that was not fetched yet, of a GGUF file, or of
+    quantised weights."""
+    if is_quantised(folder):
+        from etude.models.dequantise import plain_folder
+
+        return plain_folder(folder)
     if (folder / "config.json").is_file() or not (pretrained(folder) or is_gguf(folder)):
         return folder
     from etude.models import gguf_folder

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from etude.audit.architectures.families import FAMILIES, Family, make
 from etude.config import EngineConfig
@@ -24,7 +24,9 @@ from etude.errors import RunFailed, UserError
 from etude.inference.engine.loading import load_engine
 from etude.inference.engine.requests import Request
 from etude.models import router_replay, support
+from etude.models.key_values import positions
 from etude.models.loading import load_config, load_model
+from etude.models.text_models import auto_class
 from etude.renderers import renderer_for
 from etude.trainer.rl import trial
 
@@ -99,7 +101,7 @@ class Examined:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, load_config(folder)
-        self.rows = support.trial_rows(self.config.get_text_config().vocab_size, _SEED)
+        self.rows = support.trial_rows(self.config, _SEED, positions(self.config))
         self._ours: PreTrainedModel | None = None
         self._theirs: Any = None
 
@@ -112,9 +114,13 @@ class Examined:
     def truth(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities [T - 1] of each row by transformers alone."""
         if self._theirs is None:
-            self._theirs = AutoModelForCausalLM.from_pretrained(
-                self.folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-            ).eval()
+            self._theirs = (
+                auto_class(self.config)
+                .from_pretrained(
+                    self.folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+                )
+                .eval()
+            )
         log_probs = []
         for row in rows:
             ids_1T = torch.from_numpy(np.asarray(row, np.int64))[None]
@@ -167,9 +173,12 @@ class Examined:
             raise UserError(reason)
         config = EngineConfig(dtype="float32", cache_mb=16, documents_mb=1, speculate=False, prefill_tokens=16)
         engine = load_engine(self.folder, config, routes=routes)
-        first = 0 if routes else None
+        first, known, forced = 0 if routes else None, support.text_ids(self.config), ()
+        if len(known) < self.config.get_text_config().vocab_size:  # what is sampled must not stand for an image
+            forced = tuple(np.random.default_rng(_SEED).choice(known, _SAMPLED).tolist())
         requests = [
-            Request(ids=row.tolist(), max_tokens=_SAMPLED, seed=i, routes_from=first) for i, row in enumerate(self.rows)
+            Request(ids=row.tolist(), max_tokens=_SAMPLED, seed=i, routes_from=first, forced=forced)
+            for i, row in enumerate(self.rows)
         ]
         running = [engine.submit(request) for request in requests]
         while not all(sequence.future.done() for sequence in running):

@@ -34,6 +34,7 @@ from etude.inference.engine.requests import Request, RunningSequence, check_sequ
 from etude.inference.engine.runner import Runner
 from etude.inference.engine.scheduler import Scheduler
 from etude.models import batch_invariant
+from etude.models.key_values import positions
 from etude.protocol import Client, asking
 from etude.records import Generation
 
@@ -106,14 +107,14 @@ class Engine:
         self.batch_invariant = deterministic and batch_invariant.possible(model)
         self.serial = deterministic and not self.batch_invariant  # one request at a time
         self.counters = Counters()
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size = model.config.get_text_config().vocab_size
         self.scheduler = Scheduler(
             model,
             self.config,
             self.counters,
             serial=self.serial,
             routes=routes,
-            max_length=min(max_length or 2**31, model.config.max_position_embeddings),
+            max_length=min(max_length or 2**31, positions(model.config)),
         )
         self.cache, self.documents = self.scheduler.cache, self.scheduler.documents
         self.max_length = self.cache.max_length

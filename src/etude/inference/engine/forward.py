@@ -127,7 +127,7 @@ def _measure(model: PreTrainedModel, cache: PagedCache, largest: int) -> CostCur
     context = max(0, min(_CONTEXT, cache.max_length - largest))
     scratch = _scratch(cache, context + largest)
     table = np.arange(scratch.num_pages, dtype=np.int32)[None]
-    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, context + largest)
+    ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, context + largest)
 
     def run(size: int) -> None:
         position_N = np.arange(context, context + size)

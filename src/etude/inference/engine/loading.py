@@ -14,6 +14,7 @@ from etude.inference.engine.cache import CacheTooSmall
 from etude.inference.engine.engine import Engine
 from etude.models import check_device, support
 from etude.models.dtypes import computed_dtype
+from etude.models.key_values import positions
 from etude.models.loading import load_config, load_model
 
 _CHUNK = 7  # prompt tokens of a pass in the trial
@@ -38,7 +39,7 @@ def load_engine(
     try:
         engine = Engine(model, config, max_length=max_length, deterministic=deterministic, routes=routes)
         if max_length is not None:
-            engine.cache.check_holds(min(max_length, model.config.max_position_embeddings))
+            engine.cache.check_holds(min(max_length, positions(model.config)))
     except CacheTooSmall as e:
         raise UserError(
             f"{e}: raise cache_mb (--cache-mb of `etude serve`, inference.cache_mb of a run), or shorten the context"
@@ -63,11 +64,12 @@ def described(engine: Engine) -> str:
 
 
 def trial(engine: Engine) -> str:
-    """The first difference between the engine and transformers' own forward pass, or "". The trial runs three rows of
+    """The first difference between the engine and transformers' own forward pass, or "". The trial runs rows of
     different lengths, their prompts cut into chunks, their other tokens decoded beside each other. The engine must not
     run yet, and is as new afterwards."""
 
     def ours(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        engine.scheduler.forget()  # keys of other lengths
         if engine.runner.speculation is not None:
             _ = engine.runner.speculation.curve  # measured now: its passes may fail
         scored = [engine.score(row.tolist(), decoded=True) for row in rows]
@@ -78,7 +80,7 @@ def trial(engine: Engine) -> str:
         return [np.array(future.result(0)[1]) for future in scored]
 
     with engine.scheduler.chunks_of(_CHUNK):
-        why = support.trial(engine.model, "engine", ours)
+        why = support.trial(engine.model, "engine", ours, most=engine.max_length)
     engine.scheduler.forget()
     engine.counters.reset()
     return why

@@ -36,6 +36,7 @@ from etude.inference.server.token_routes import TokenRoutes
 from etude.inference.server.weights import WeightWatcher
 from etude.models.dtypes import published_dtypes, round_to
 from etude.models.kernels import BLOCK
+from etude.models.key_values import positions
 from etude.models.loading import model_id
 from etude.protocol import (
     JSON,
@@ -119,7 +120,7 @@ def _warm_up(engine: Engine) -> None:
 
 def context_line(engine: Engine) -> str:
     """A line with the longest context, and its bound."""
-    whole, cache = engine.model.config.max_position_embeddings, engine.cache
+    whole, cache = positions(engine.model.config), engine.cache
     line = f"context: {engine.max_length} tokens of prompt and answer"
     if engine.max_length < whole:
         held = cache.num_pages * cache.page_bytes / 2**20

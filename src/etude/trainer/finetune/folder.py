@@ -26,8 +26,10 @@ from etude.errors import UserError, first_line
 from etude.models import attention, check_folder, dtypes, experts, support
 from etude.models.attention import SegmentLayout
 from etude.models.head import head_of
-from etude.models.loading import load_model
+from etude.models.key_values import positions
+from etude.models.loading import load_config, load_model
 from etude.models.segments import Graph, Node
+from etude.models.text_models import tensors_beside
 from etude.trainer.finetune.config import OptimConfig
 from etude.trainer.head import token_logprobs
 from etude.weights.preflight import check_before_training
@@ -35,8 +37,10 @@ from etude.weights.preflight import check_before_training
 log = logging.getLogger(__name__)
 
 Packing = Literal["isolated", "crossing", "none"]
-_KEPT = ("tokenizer", "chat_template", "additional_chat_templates", "special_tokens", "added_tokens", "vocab", "merges",
-         "LICENSE")  # fmt: skip
+_KEPT = (
+    "tokenizer", "chat_template", "additional_chat_templates", "special_tokens", "added_tokens", "vocab", "merges",
+    "preprocessor_config", "processor_config", "video_preprocessor_config", "LICENSE",
+)  # fmt: skip
 _KEPT_ENDS = (".model", ".tiktoken")
 
 
@@ -45,9 +49,7 @@ def load(folder: Path, config: OptimConfig) -> PreTrainedModel:
     loaded, that the preflight refuses, or whose context is shorter than a row."""
     check(folder)
     check_before_training(folder)
-    context = json.loads((folder / "config.json").read_text())
-    most = (context.get("text_config") or context).get("max_position_embeddings")
-    if most is not None and config.length > most:
+    if config.length > (most := positions(load_config(folder))):
         raise UserError(f"{folder} has a context of {most} tokens: lower trainer.length to it")
     own = dtypes.main_dtype(folder)
     if config.lora is not None and config.dtype != "float32" and own not in (torch.float32, torch.bfloat16):
@@ -55,9 +57,11 @@ def load(folder: Path, config: OptimConfig) -> PreTrainedModel:
     if config.lora is not None and config.dtype == "bfloat16" and own == torch.float32:
         raise UserError('adapters leave weights as they are, and trainer.dtype = "bfloat16" would round them: drop it')
     try:
-        return load_model(folder, dtype=own, device=config.device)
+        model = load_model(folder, dtype=own, device=config.device)
     except (RuntimeError, AssertionError) as e:  # no such device, or too little memory
         raise UserError(f"{folder} cannot be loaded on trainer.device = {config.device!r}: {first_line(e)}") from e
+    support.say_noise(model)
+    return model
 
 
 def check(folder: Path) -> None:
@@ -184,7 +188,7 @@ def save(
         state[name] = made[place]
     dtype = max(made.values(), key=lambda tensor: tensor.numel()).dtype
     try:
-        model.save_pretrained(part, state_dict=state)
+        model.save_pretrained(part, state_dict=state | tensors_beside(tokenizer, model))
         written = json.loads((part / "config.json").read_text())
         written["dtype"] = str(dtype).removeprefix("torch.")
         (part / "config.json").write_text(json.dumps(written, indent=2) + "\n")

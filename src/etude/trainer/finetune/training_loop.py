@@ -58,7 +58,7 @@ class StageRun:
     """The output folder of a stage, the folder of its tokenizer, and the limits of this run. `types` are the types of
     saved weights, by name; bfloat16 by default. `resume` continues from the saved state; `stop_after` ends after that
     many steps in all, with the state saved and the schedule unfinished, like a preempted run. `seed` is that of
-    dropout, if the model has it; `show` receives the progress."""
+    adapters; `show` receives the progress."""
 
     output: Path
     tokenizer: Path
@@ -108,7 +108,7 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
 def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: StageRun) -> PreTrainedModel:
     output = run.output
     torch.set_num_threads(config.threads)
-    model.train()
+    model.eval()  # the model that is served: without dropout and noise of routers
     optimizer = optimizer_of(model, config, run.types, run.seed)
     if config.activation_checkpointing:
         checkpoint_activations(model)
@@ -125,9 +125,7 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
 
     def checkpoint() -> None:
         elapsed = record.elapsed()
-        model.eval()
         record.write({"step": steps, "time": elapsed} | work.evaluate())
-        model.train()
         types = dict.fromkeys(model.state_dict(), torch.bfloat16) | dict(run.types)
         folder.save(output / "checkpoint", model, _masters(optimizer), types, run.tokenizer)
         writer.start(steps, checkpoints.parts_of(optimizer.state()), about={"elapsed": str(elapsed)})

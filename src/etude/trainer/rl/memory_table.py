@@ -22,15 +22,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from etude.config import RLConfig
-from etude.errors import UserError
 from etude.models import attention
 from etude.models.dtypes import computed_dtype
 from etude.models.head import head_of
 from etude.models.key_values import cache_mb, configured, cpu_cache_mb
+from etude.models.loading import read_config
+from etude.models.text_models import auto_class, keep_text
 from etude.trainer.activations import checkpoint_activations
 from etude.trainer.head import token_logprobs
 from etude.trainer.lora import Adapters
@@ -174,25 +175,20 @@ def _host_bytes() -> float:
 
 
 def _sizes_of(path: str, dtype: str) -> PreTrainedModel:
-    """The model of a folder's config.json on the meta device, in training mode."""
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{path} has no config.json: give the path of a Hugging Face model folder")
-    try:
-        return on_meta(AutoConfig.from_pretrained(folder, local_files_only=True), getattr(torch, dtype))
-    except (OSError, ValueError, KeyError, RuntimeError) as e:
-        raise UserError(f"{folder / 'config.json'} is no causal language model of transformers: {e}") from None
+    """The model of a folder's config.json on the meta device."""
+    return on_meta(read_config(Path(path)), getattr(torch, dtype))
 
 
 def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a configuration on the meta device, in training mode, for `activation_bytes`."""
+    """The causal language model of a configuration on the meta device, for `activation_bytes`."""
     with torch.device("meta"):
-        model = cast(Any, AutoModelForCausalLM).from_config(
+        model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attention.NAME, experts_implementation=_SIZES
         )
+    keep_text(model)
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
-    return model.train()
+    return model.eval()
 
 
 def _states(config: RLConfig, model: PreTrainedModel, adapters: Adapters | None, device: str) -> list[Term]:

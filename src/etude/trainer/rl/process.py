@@ -43,7 +43,7 @@ from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.ledger import Ledger, get_blob
-from etude.models import router_replay
+from etude.models import router_replay, support
 from etude.models.batch_invariant import possible
 from etude.models.dtypes import published_dtypes
 from etude.models.loading import load_model, model_id
@@ -446,10 +446,10 @@ def make_learner(config: RLConfig) -> Learner:
     if options.device != "cpu" and (refusal := memory_table(config).refusal()):
         raise UserError(f"{refusal} (trainer.device_memory_gb overrides the detected size)")
     model = load_model(config.model.path, dtype=getattr(torch, options.dtype), device=options.device)
-    model.train()
-    execution = allowed(model, "rows" if config.deterministic else options.execution)
+    support.say_noise(model)
     if options.activation_checkpointing:
         checkpoint_activations(model, offload=options.offload_activations)
+    execution = allowed(model, "rows" if config.deterministic else options.execution)
     reference = Reference(model) if preset.kl_beta else None
     teacher = None
     if config.distill is not None and config.distill.teacher != "self":
