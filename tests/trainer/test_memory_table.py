@@ -144,6 +144,20 @@ def test_offload_moves_bytes_to_the_host(tmp_path):
     assert plain.needed("cuda:0") - away.needed("cuda:0") >= inputs + states
 
 
+def test_the_host_is_checked_where_the_devices_are(tmp_path, monkeypatch):
+    """Also with a configured size of the device. On a machine without the device the table is of another one."""
+    folder = folder_of(tmp_path, SHAPES["Qwen3-4B"])
+    trainer = {"device": "cuda", "dtype": "bfloat16", "device_memory_gb": 80.0, "offload_optimizer": True}
+    config = config_of(folder, trainer=trainer | {"activation_checkpointing": True}, rollout={"context": 8192})
+    monkeypatch.setattr("etude.trainer.rl.memory_table._host_bytes", lambda: 24.0 * GIB)
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        table = memory_table(config)
+        assert table.limits["cuda:0"] == 80 * GIB
+        assert ("host needs" in table.refusal()) == there == ("host" in table.limits)
+        assert ("this machine has no cuda:0: the table is of another" in table.text()) != there
+
+
 def test_a_dry_run_without_a_model_folder_is_refused_as_the_run_is(tmp_path, capsys):
     (tmp_path / "a.toml").write_text('[tasks]\nrepository = "x"\n')
     with pytest.raises(SystemExit) as stop:

@@ -64,6 +64,7 @@ class MemoryTable:
     terms: tuple[Term, ...]
     limits: dict[str, float]
     time: str = ""  # least time of a step; "" without a GPU
+    absent: str = ""  # a device of the run that this machine lacks: the table is of another machine
 
     def needed(self, device: str) -> float:
         """Bytes of all terms of a device."""
@@ -78,6 +79,8 @@ class MemoryTable:
             limit = self.limits.get(device)
             of = "" if limit is None else f" of {limit / GIB:.1f}"
             lines.append(f"{device} needs {self.needed(device) / GIB:.1f}{of} GB")
+        if self.absent:
+            lines.append(f"this machine has no {self.absent}: the table is of another, whose host is not checked")
         return "\n".join([*lines, self.time] if self.time else lines)
 
     def refusal(self) -> str:
@@ -112,10 +115,14 @@ def memory_table(config: RLConfig) -> MemoryTable:
     for device in {trainer, *([engines] if servers else [])} - {"host"}:
         count = (device == trainer) + (device == engines) * servers
         terms.append(Term(device, f"driver and libraries of {count} process{'es' * (count > 1)}", count * _CONTEXT))
-    devices = {trainer, engines}
+    devices = {trainer, *([engines] if servers else [])}
+    absent = next((d for d in sorted(devices) if d.startswith("cuda") and not torch.cuda.is_available()), "")
     ordered = sorted(terms, key=lambda t: (t.device == "host", t.device))
     time = "" if trainer == "host" else _time(config, model)
-    return MemoryTable(tuple(ordered), _limits(devices, config.trainer.device_memory_gb), time)
+    limits = _limits(devices, config.trainer.device_memory_gb)
+    if not absent and (here := _host_bytes()):
+        limits["host"] = here
+    return MemoryTable(tuple(ordered), limits, time, absent)
 
 
 def _time(config: RLConfig, model: PreTrainedModel) -> str:
@@ -147,15 +154,13 @@ def _device(name: str) -> str:
 
 
 def _limits(devices: set[str], configured_gb: float | None) -> dict[str, float]:
-    """Bytes of each device. The host's own memory counts only if none is configured."""
+    """Bytes of each device but the host."""
     limits: dict[str, float] = {}
     for device in sorted(devices - {"host"}):
         if configured_gb is not None:
             limits[device] = configured_gb * GIB
         elif device.startswith("cuda") and torch.cuda.is_available():
             limits[device] = torch.cuda.mem_get_info(device)[1]
-    if configured_gb is None and (here := _host_bytes()):
-        limits["host"] = here
     return limits
 
 
