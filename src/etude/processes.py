@@ -90,14 +90,14 @@ class Child:
         return self.end() if self.exit_code else None
 
     def end(self) -> str:
-        """One sentence about a process that is gone: how it ended, and the reason in its log, else the log's name."""
+        """One sentence about a process that is gone: how it ended, and the reason in its log if there is one."""
         code = self.exit_code
         assert code is not None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         if -code in (signal.SIGKILL, signal.SIGTERM):  # of which a process says nothing
             return f"the {self.name} {how}"
         said = self.reason(self.log.read_text(errors="replace")) if self.log.exists() else ""
-        return f"the {self.name} {how}" + (f": {said[:300].removeprefix('etude: ')}" if said else f"; see {self.log}")
+        return f"the {self.name} {how}" + (f": {said[:300].removeprefix('etude: ')}" if said else "")
 
     def stop(self, seconds: float) -> None:
         """SIGTERM, then SIGKILL after `seconds`."""
@@ -142,7 +142,7 @@ def wait_for_file(path: Path, child: Child, seconds: float) -> str:
         if path.exists():
             return path.read_text()
         if child.exit_code is not None:
-            raise UserError(child.end())
+            raise UserError(f"{child.end()}; see {child.log}")
         time.sleep(0.05)
     raise UserError(f"the {child.name} was not ready after {seconds:.0f} seconds; see {child.log}")
 

@@ -143,6 +143,7 @@ def test_servers_that_do_not_follow_the_store_are_brought_to_the_newest_version(
     async def play() -> None:
         watched = Watched(monkeypatch, published=4)
         watched.servers.follows = False
+        watched.servers.version[A] = -1  # as a server begins
         await wait_for_version(watched.run, 4)
         assert watched.servers.brought == [(A, 4), (B, 4)]
         assert watched.run.progress.served == 4
@@ -171,9 +172,9 @@ def test_servers_that_do_not_follow_the_store_are_brought_to_the_newest_version(
 
 def test_one_dead_process_of_several_engines_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
-        watched = Watched(monkeypatch)
+        watched, died = Watched(monkeypatch), lambda: "it was killed"
         children = [
-            SimpleNamespace(name="inference server", exit_code=None, log="LOG", failure=lambda: "it was killed")
+            SimpleNamespace(name="inference server", exit_code=None, log="LOG", failure=died, end=died)
             for _ in range(2)
         ]
         trainer = SimpleNamespace(name="trainer", exit_code=0, log="LOG", failure=lambda: None)

@@ -113,6 +113,11 @@ class InferenceConfig(EngineConfig):
         return len(self.urls) or self.servers
 
     @property
+    def vllm_cache_mb(self) -> float:
+        """MB for keys and values of a server of vLLM on the CPU; on a GPU it takes a share."""
+        return self.cache_mb or 4096.0
+
+    @property
     def devices(self) -> tuple[str, ...]:
         """The device of each server that the run starts. Those of vLLM have a GPU each, from `device` on."""
         if self.urls:

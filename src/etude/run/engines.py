@@ -27,7 +27,6 @@ from etude.store import write_durably
 
 START_SECONDS = 180.0
 VLLM_START_SECONDS = 1800.0  # it may compile first
-VLLM_CPU_CACHE_MB = 4096.0  # on the CPU, unless inference.cache_mb says another size
 WORKER = "etude.inference.vllm.worker.WorkerExtension"
 
 
@@ -138,7 +137,7 @@ def _visible(device: str) -> str:
 def vllm_arguments(config: RLConfig, port: int) -> list[str]:
     """The module and arguments of a vLLM server of the run."""
     inference = config.inference
-    share, cache = inference.gpu_memory_utilization, int((inference.cache_mb or VLLM_CPU_CACHE_MB) * 2**20)
+    share, cache = inference.gpu_memory_utilization, int(inference.vllm_cache_mb * 2**20)
     options = {
         "--host": "127.0.0.1",
         "--port": port,
@@ -166,7 +165,7 @@ def _free_port() -> int:
 def _wait_for_health(child: processes.Child, url: str, deadline: float) -> None:
     while time.monotonic() < deadline:
         if child.exit_code is not None:
-            raise UserError(child.end())
+            raise UserError(f"{child.end()}; see {child.log}")
         try:
             if httpx2.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200:
                 return

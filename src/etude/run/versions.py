@@ -88,7 +88,7 @@ async def _ask(run: Run) -> None:
 
 def _fault(state: EngineState) -> str:
     if state.child is not None and state.child.exit_code is not None:
-        return f"{state.child.failure() or 'its process has ended'}; see {state.child.log}"
+        return f"{state.child.end()}; see {state.child.log}"
     silent = time.monotonic() - state.unanswered if state.unanswered else 0.0
     if silent > SILENT_SECONDS:
         return f"has not answered for {silent:.0f} s ({state.trouble or 'no answer yet'})"
@@ -116,7 +116,7 @@ async def _bring(run: Run) -> None:
         if state.bringing is not None and state.bringing.done():
             state.bringing.result()  # a UserError
             state.bringing = None
-    waiting = [state for state in run.engines.states if state.bringing is None and state.version >= 0]
+    waiting = [state for state in run.engines.states if state.bringing is None and state.health is not None]
     if not waiting:
         return
     least = min(state.version for state in waiting)

@@ -33,7 +33,7 @@ def described(inference: InferenceConfig) -> str:
     try:
         return f"engine: vLLM {vllm_version(inference)}, in {vllm_python(inference)}"
     except UserError as e:
-        return f"engine: vLLM, which this machine lacks: {e}"
+        return f"engine: vLLM; missing here: {e}"
 
 
 def vllm_version(inference: InferenceConfig) -> str:
