@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from etude.cli import doctor_reports as reports
@@ -37,6 +38,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--docs", type=Path, metavar="FILE", help="write the table of families into this page")
     by_name = "folders with tokenizer and chat template, by the names of the families' templates"
     models.add_argument("--templates", type=Path, metavar="DIR", help=by_name)
+    with_vllm = "a Python that has vLLM, whose column is then measured, a minute a model; default: $ETUDE_VLLM_PYTHON"
+    models.add_argument("--vllm", metavar="PYTHON", default=os.environ.get("ETUDE_VLLM_PYTHON"), help=with_vllm)
     _add_sandbox(check("sandbox", "run the attack suite on this machine"))
     _add_parity(check("parity", "whether boxes can be told from production machines"))
 
@@ -54,7 +57,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
                 raise UserError("--chat-template is for models that you name: give their folders or names, too")
             folders = [model_folder(name, template) for name in arguments.folder]
             return reports.show_models(
-                folders, as_json=arguments.json, docs=arguments.docs, templates=arguments.templates
+                folders,
+                as_json=arguments.json,
+                docs=arguments.docs,
+                templates=arguments.templates,
+                vllm=arguments.vllm,
             )
         case "sandbox":
             return _sandbox(arguments)

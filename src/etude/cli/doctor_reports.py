@@ -85,18 +85,29 @@ def show_replay(run: Path, names: Sequence[str], *, as_json: bool) -> int:
 
 
 def show_models(
-    folders: Sequence[Path], *, as_json: bool, docs: Path | None = None, templates: Path | None = None
+    folders: Sequence[Path],
+    *,
+    as_json: bool,
+    docs: Path | None = None,
+    templates: Path | None = None,
+    vllm: str | None = None,
 ) -> int:
     """Prints the table of known families, or of model folders; exit code 1 if a computation is wrong without an error.
-    Raises UserError."""
+    `vllm` is a Python that has vLLM. Raises UserError."""
     from etude.audit.architectures import page
     from etude.audit.architectures import table as architectures
+    from etude.config import InferenceConfig
+    from etude.run.vllm_environment import check_python
 
     if folders and (docs is not None or templates is not None):
         raise UserError("--docs and --templates are for the table of known families: give no folder with them.")
+    if vllm:
+        check_python(InferenceConfig(engine="vllm", python=vllm))
     made = []
     for row in (
-        (architectures.examine(f.name, f) for f in folders) if folders else architectures.rows(templates=templates)
+        (architectures.examine(f.name, f, vllm=vllm) for f in folders)
+        if folders
+        else architectures.rows(templates=templates, vllm=vllm)
     ):
         made.append(row)
         print(json.dumps(asdict(row)) if as_json else _model_line(row), flush=True)
