@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from etude.audit.architectures import page, table, vllm_column
-from etude.audit.architectures.families import _SIZES, FAMILIES
+from etude.audit.architectures.families import _SIZES, FAMILIES, make
 from etude.cli.main import main
 from etude.errors import UserError
 from etude.models import block_attention, experts, support
@@ -93,9 +93,10 @@ def on_vllm(monkeypatch):
             vllm_column._move(model)  # as the version in the store
             ids = [list(range(5)) * 2 + [7, 8] for _ in rows]
             whole = vllm_column._truth(model, [np.array([*row, *more]) for row, more in zip(rows, ids, strict=True)])
+            ends = [(row[-12:] + wrong).tolist() for row in whole]
             sampled = [
-                Generation(i, (row[-12:] + wrong).tolist(), [0] * 12, "length")
-                for i, row in zip(ids, whole, strict=True)
+                Generation(ids=i, logprobs=end, versions=[0] * 12, finish_reason="length")
+                for i, end in zip(ids, ends, strict=True)
             ]
             return vllm_column._Answers(before, vllm_column._truth(model, rows), sampled)
 
@@ -105,14 +106,16 @@ def on_vllm(monkeypatch):
     return cell
 
 
-def test_vllm_is_exact_wrong_or_refuses(on_vllm):
-    assert on_vllm(NANO, 0.0) == table.Cell("exact", 0.0)
-    wrong = on_vllm(NANO, 0.3)
+def test_vllm_is_exact_wrong_or_refuses(on_vllm, tmp_path):
+    folder = make(BY_NAME["Qwen3"], tmp_path)
+    right = on_vllm(folder, 0.0)
+    assert (right.state, right.error) == ("exact", pytest.approx(0.0, abs=1e-6))
+    wrong = on_vllm(folder, 0.3)
     assert (wrong.state, wrong.error) == ("silent", pytest.approx(0.3, abs=1e-6))
     said = UserError(
         "the inference server exited with code 1: ValueError: it has heads of 33; see /tmp/x/inference-0.log"
     )
-    assert on_vllm(NANO, said) == table.Cell("refused", None, "qwen3_moe ValueError: it has heads of 33")
+    assert on_vllm(folder, said) == table.Cell("refused", None, "qwen3 ValueError: it has heads of 33")
 
 
 def test_the_page_keeps_what_vllm_was_measured_to_do():
