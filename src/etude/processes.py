@@ -96,8 +96,8 @@ class Child:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         if -code in (signal.SIGKILL, signal.SIGTERM):  # of which a process says nothing
             return f"the {self.name} {how}"
-        said = self.reason(self.log.read_text(errors="replace")) if self.log.exists() else ""
-        return f"the {self.name} {how}" + (f": {said[:300].removeprefix('etude: ')}" if said else "")
+        reason = self.reason(self.log.read_text(errors="replace")) if self.log.exists() else ""
+        return f"the {self.name} {how}" + (f": {reason[:300].removeprefix('etude: ')}" if reason else "")
 
     def stop(self, seconds: float) -> None:
         """SIGTERM, then SIGKILL after `seconds`."""

@@ -103,8 +103,8 @@ class InferenceConfig(EngineConfig):
             raise ValueError('gpu_memory_utilization is for a GPU: with device = "cpu", cache_mb sets vLLM\'s memory')
         if not self.on_cpu and "cache_mb" in changed:
             raise ValueError("cache_mb is what gpu_memory_utilization leaves to vLLM on a GPU: set that, and drop it")
-        given = (word.partition("=")[0].replace("_", "-") for word in self.args)
-        if wrong := [name for name in given if name in _OF_THE_RUN]:
+        names = (word.partition("=")[0].replace("_", "-") for word in self.args)
+        if wrong := [name for name in names if name in _OF_THE_RUN]:
             raise ValueError(f"args has {wrong[0]}, which the run gives: set {_OF_THE_RUN[wrong[0]]}")
 
     @property

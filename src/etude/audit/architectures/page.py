@@ -54,7 +54,7 @@ def with_known(table: Sequence[ModelRow], text: str) -> list[ModelRow]:
     lines = [line.strip(" |").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     place = lines[0].index(COLUMNS["vLLM"]) if lines and COLUMNS["vLLM"] in lines[0] else None
     known = {} if place is None else {line[0]: line[place] for line in lines[1:]}
-    notes = {n: " ".join(said.split()) for n, said in re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", text, re.M)}
+    notes = {n: " ".join(note.split()) for n, note in re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", text, re.M)}
 
     def cell(row: ModelRow) -> Cell:
         shown = known.get(f"{row.name} (`{row.model_type}`)", "")

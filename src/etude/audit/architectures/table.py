@@ -209,10 +209,10 @@ class _Examined:
     def _on_vllm(self) -> Cell:
         if self._python is None:
             return Cell("not run", None, "--vllm or $ETUDE_VLLM_PYTHON names a Python that has vLLM")
-        found = vllm_column.measure(self.folder, self._python)
-        if found.said:
-            return Cell("refused", None, f"{self.config.get_text_config().model_type} {found.said}")
-        return Cell("exact" if found.error <= found.limit else "silent", found.error)
+        measured = vllm_column.measure(self.folder, self._python)
+        if measured.refusal:
+            return Cell("refused", None, f"{self.config.get_text_config().model_type} {measured.refusal}")
+        return Cell("exact" if measured.error <= measured.limit else "silent", measured.error)
 
 
 def tools(folder: Path) -> Cell:

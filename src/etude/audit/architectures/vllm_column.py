@@ -21,8 +21,8 @@ from etude.config import RLConfig
 from etude.errors import UserError
 from etude.models import support
 from etude.models.loading import load_model, named_tensors
+from etude.protocol import GenerateRequest
 from etude.protocol.backends import EngineClient, EngineError
-from etude.protocol.wire import GenerateRequest
 from etude.records import Generation
 from etude.run.engines import backend_of, engine_token, start_engines
 from etude.store import open_store
@@ -41,7 +41,7 @@ class Measured:
 
     error: float = 0.0
     limit: float = 0.0
-    said: str = ""
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def measure(folder: Path, python: str, seed: int = 1) -> Measured:
         try:
             answers = _answers(_run(folder, python), Path(name), rows)
         except (UserError, EngineError) as e:
-            return Measured(said=_WHERE.sub("", str(e)).replace(name, "STORE"))
+            return Measured(refusal=_WHERE.sub("", str(e)).replace(name, "STORE"))
     whole = [np.array([*row, *g.ids]) for row, g in zip(rows, answers.sampled, strict=True)]
     after, ends = _truth(model, rows), [row[-_SAMPLED:] for row in _truth(model, whole)]
     pairs = (
@@ -109,13 +109,13 @@ def _answers(run: RLConfig, place: Path, rows: list[np.ndarray]) -> _Answers:
     token = engine_token()
     children, (url,) = start_engines(place, run, place, token)
     try:
-        return asyncio.run(_asked(EngineClient([url], token, backend_of(place, run)), url, rows))
+        return asyncio.run(_conversation(EngineClient([url], token, backend_of(place, run)), url, rows))
     finally:
         for child in children:
             child.stop(10)
 
 
-async def _asked(client: EngineClient, url: str, rows: list[np.ndarray]) -> _Answers:
+async def _conversation(client: EngineClient, url: str, rows: list[np.ndarray]) -> _Answers:
     ids = [row.tolist() for row in rows]
 
     async def scores() -> list[np.ndarray]:
