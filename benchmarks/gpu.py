@@ -285,7 +285,7 @@ def rl_adapters(setting: Setting) -> dict[str, Any]:
 
 def rl_on_vllm(setting: Setting) -> dict[str, Any]:
     """The same with vLLM as the engine, on the trainer's GPU."""
-    lines = f'engine = "vllm"\nargs = {json.dumps(["--gpu-memory-utilization", "0.3", "--enforce-eager"])}'
+    lines = 'engine = "vllm"\ngpu_memory_utilization = 0.3\nargs = ["--enforce-eager"]'
     return _versions(_published(setting, "rl-vllm", inference=lines), STEPS_OF_A_RUN)
 
 
