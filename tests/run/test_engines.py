@@ -150,7 +150,7 @@ def test_a_dry_run_names_the_engine_or_what_is_missing(tmp_path: Path, monkeypat
     python = python_with(tmp_path, "0.33.1")
     assert described(config(inference=on_gpu | {"python": python}).inference) == f"engine: vLLM 0.33.1, in {python}"
     on_cpu = config(inference={"engine": "vllm", "python": python}).inference
-    assert described(on_cpu).endswith("has vLLM for GPUs: inference.device = 'cpu' needs another build")
+    assert described(on_cpu).endswith("has vLLM 0.33.1 for GPUs: inference.device = 'cpu' needs another build")
     urls = config(inference={"engine": "vllm", "urls": ["http://a:1"]}).inference
     assert described(urls) == "engine: vllm, at http://a:1 (inference.urls)"
 

@@ -53,7 +53,9 @@ def vllm_version(inference: InferenceConfig) -> str:
         raise UserError(f"{python} has vLLM {version}: etude needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}")
     if inference.on_cpu != build.startswith("cpu"):
         kind = "GPUs" if inference.on_cpu else "CPUs"
-        raise UserError(f"{python} has vLLM for {kind}: inference.device = {inference.device!r} needs another build")
+        raise UserError(
+            f"{python} has vLLM {version} for {kind}: inference.device = {inference.device!r} needs another build"
+        )
     return version
 
 

@@ -41,6 +41,7 @@ GIB = 2**30
 _CONTEXT = 1.0 * GIB  # of a process on a GPU: driver, libraries, workspaces of products; usually 0.5 to 1
 _NARROW, _WIDE, _READS = 989e12, 67e12, 3.35e12  # H100 SXM: products in bfloat16 and float32, bytes read; per second
 _USED = 0.4  # usual share of these limits in the training of large models
+_CHANGED = 0.03  # share of the elements that a version changes; measured: up to 0.028 at lr 1e-5 (docs/results.md)
 _NARROWER = 'set trainer.dtype = "bfloat16"'
 _SIZES = "etude-sizes"  # name of an experts function with only the sizes of ours
 # The beginnings of the terms' names, and the keys of the configuration that their bytes follow from.
@@ -63,6 +64,7 @@ _KEYS = {
     "keys and values": "trainer.execution, trainer.micro_tokens",
     "vLLM, ": "inference.gpu_memory_utilization, trainer.device_memory_gb",
     "two versions": "inference.servers",
+    "changes of a version": "trainer.lr, inference.servers",
     "weights of the engines": "model.path, inference.dtype, inference.servers",
     "cache of the engines": "inference.cache_mb, inference.servers",
     "an engine's pass": "inference.max_batch, inference.prefill_tokens",
@@ -393,6 +395,8 @@ def _engines(config: RLConfig, model: PreTrainedModel) -> list[Term]:
         Term(device, cached, inference.servers * cache, other),
         Term(device, "an engine's pass", inference.servers * work, "lower inference.max_batch"),
     ]
+    if device != "host":
+        terms.append(_staged(device, inference.servers * count))
     if config.rollout.documents:
         documents = inference.servers * inference.documents_mb * 2**20
         terms.append(Term(device, "documents of the engines", documents, "lower inference.documents_mb"))
@@ -421,10 +425,15 @@ def _vllm(config: RLConfig, model: PreTrainedModel, devices: Sequence[str], para
                     f"{weights / GIB:.1f} GB of weights, not one context of {context:,} tokens fits; raise it"
                 )
         advice = "lower inference.gpu_memory_utilization, or give it another inference.device"
-        terms.append(Term(device, name, taken, advice))
+        terms += [Term(device, name, taken, advice), _staged(device, parameters)]
     if config.trainer.lora is None:
         terms.append(Term("host", "two versions of the engines' weights", len(devices) * 2 * weights))
     return terms
+
+
+def _staged(device: str, parameters: int) -> Term:
+    """A version that an engine on a GPU is about to take: position and value of each changed element."""
+    return Term(device, "changes of a version", _CHANGED * (8 + 2) * parameters)
 
 
 class _Sizes:
