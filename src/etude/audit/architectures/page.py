@@ -39,7 +39,7 @@ def markdown(table: Sequence[ModelRow]) -> str:
                 sentence = _NUMBERS.sub("", sentence)
                 shown.append(f"no ({sentences.setdefault(sentence, len(sentences) + 1)})")
             elif use == "tools":
-                shown.append(f"`{cell.said}`" if cell.state == "exact" else cell.said)
+                shown.append(f"`{cell.said}`" if cell.state == "exact" else _WORDS[cell.state])
             else:
                 shown.append(_WORDS[cell.state])
         lines.append(f"| {row.name} (`{row.model_type}`) | {' | '.join(shown)} |")
