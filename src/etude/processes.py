@@ -99,6 +99,12 @@ class Child:
         reason = self.reason(self.log.read_text(errors="replace")) if self.log.exists() else ""
         return f"the {self.name} {how}" + (f": {reason[:300].removeprefix('etude: ')}" if reason else "")
 
+    def ends(self, seconds: float) -> bool:
+        """Whether the process ends within so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(seconds)
+        return self.exit_code is not None
+
     def stop(self, seconds: float) -> None:
         """SIGTERM, then SIGKILL after `seconds`."""
         if self.popen.poll() is None:

@@ -23,6 +23,7 @@ SWAP_SECONDS = {"etude": 120.0, "vllm": 1800.0}  # from a version's manifest to 
 SILENT_SECONDS = 30.0  # after which an engine is lost
 REFUSED = 3  # failed updates in a row, after which an engine is lost
 CHECK_SECONDS = 300.0
+DYING_SECONDS = 10.0  # that a server takes to end after a failure; its log says more than its answer
 _PATIENCE = 1.0  # seconds that `observe_versions` waits for reports
 SUMMED = ("running", "waiting", "generated_tokens")  # figures of all engines together
 
@@ -157,7 +158,11 @@ async def check_engines(run: Run) -> None:
             async with asyncio.timeout(CHECK_SECONDS):
                 await run.engines.client.check(state.url)
                 health = await run.engines.client.health(state.url) if run.config.rollout.documents else {}
-        except (EngineError, TimeoutError) as e:
+        except (EngineError, TimeoutError, UserError) as e:
+            if state.child is not None and await asyncio.to_thread(state.child.ends, DYING_SECONDS):
+                raise UserError(f"{state.child.end()}; see {state.child.log}") from None
+            if isinstance(e, UserError):
+                raise
             raise UserError(f"{state.url} cannot be used: {e or 'it does not answer'}") from None
         if refusal := health.get("documents", {}).get("refusal"):
             raise UserError(f"{refusal}: set rollout.documents to false")

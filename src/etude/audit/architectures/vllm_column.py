@@ -31,6 +31,7 @@ from etude.weights.publisher import Publisher
 _CONTEXT = 128
 _SAMPLED = 12
 _SECONDS = 600.0  # that a request may take
+_DYING = 10.0  # that a server takes to end after a failure; its log says more than its answer
 _NOISE = 4.0  # times the difference of transformers' own two attentions, as in a trial
 _WHERE = re.compile(r"; see \S+$|http://\S+ |the inference server exited with code \d+: ")
 
@@ -64,7 +65,7 @@ def measure(folder: Path, python: str, seed: int = 1) -> Measured:
         try:
             answers = _answers(_run(folder, python), Path(name), rows)
         except (UserError, EngineError) as e:
-            return Measured(refusal=_WHERE.sub("", str(e)).replace(name, "STORE"))
+            return Measured(refusal=_WHERE.sub("", str(e)).replace(f"follow {name}/weights", "be updated in vLLM"))
     whole = [np.array([*row, *g.ids]) for row, g in zip(rows, answers.sampled, strict=True)]
     after, ends = _truth(model, rows), [row[-_SAMPLED:] for row in _truth(model, whole)]
     pairs = (
@@ -110,6 +111,10 @@ def _answers(run: RLConfig, place: Path, rows: list[np.ndarray]) -> _Answers:
     children, (url,) = start_engines(place, run, place, token)
     try:
         return asyncio.run(_conversation(EngineClient([url], token, backend_of(place, run)), url, rows))
+    except (UserError, EngineError):
+        if children[0].ends(_DYING):
+            raise UserError(children[0].end()) from None
+        raise
     finally:
         for child in children:
             child.stop(10)
