@@ -11,7 +11,7 @@ from etude.errors import RunFailed, UserError
 from etude.protocol.backends.client import EngineClient, EngineError, EngineLost
 from etude.run import versions
 from etude.run.state import EngineRecord, Engines, EngineState, Progress, Run, check_processes
-from etude.run.versions import observe_versions, wait_for_version
+from etude.run.versions import check_engines, observe_versions, wait_for_version
 
 A, B = "http://a", "http://b"
 
@@ -168,6 +168,25 @@ def test_servers_that_do_not_follow_the_store_are_brought_to_the_newest_version(
 
     asyncio.run(refuse())
     assert "is not brought to version 4 yet: its payload is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", [EngineError("failed (500)"), UserError("it cannot play")], ids=type)
+def test_a_server_that_dies_of_its_test_says_why(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(ends: bool) -> None:
+        watched = Watched(monkeypatch)
+
+        async def check(url: str) -> None:
+            raise fault
+
+        watched.client.check = check  # type: ignore[method-assign]
+        for state in watched.engines.states:
+            state.child = SimpleNamespace(ends=lambda _: ends, end=lambda: "its log says why", log="LOG")  # type: ignore[assignment]
+        await check_engines(watched.run)
+
+    with pytest.raises(UserError, match="its log says why; see LOG"):
+        asyncio.run(play(ends=True))
+    with pytest.raises(UserError, match=str(fault.args[0]).replace("(", r"\(").replace(")", r"\)")):
+        asyncio.run(play(ends=False))
 
 
 def test_one_dead_process_of_several_engines_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
