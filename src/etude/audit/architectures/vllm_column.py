@@ -33,7 +33,7 @@ _SAMPLED = 12
 _SECONDS = 600.0  # that a request may take
 _DYING = 10.0  # that a server takes to end after a failure; its log says more than its answer
 _NOISE = 4.0  # times the difference of transformers' own two attentions, as in a trial
-_WHERE = re.compile(r"; see \S+$|http://\S+ |the inference server exited with code \d+: ")
+_WHERE = re.compile(r"; see \S+$|http://\S+ |the inference server exited with code \d+: |etude\.errors\.UserError: ")
 
 
 @dataclass(frozen=True)
