@@ -179,7 +179,7 @@ def deterministic(setting: Setting, figures: Figures) -> None:
 
 def rl_vllm(setting: Setting, figures: Figures) -> None:
     """Adapters with vLLM as the engine, on the trainer's GPU."""
-    lines = f'engine = "vllm"\nargs = {json.dumps(["--gpu-memory-utilization", "0.3", "--enforce-eager"])}'
+    lines = 'engine = "vllm"\ngpu_memory_utilization = 0.3\nargs = ["--enforce-eager"]'
     _published(setting, figures, "rl-vllm", random_folder(setting), tables=ADAPTERS, inference=lines)
 
 

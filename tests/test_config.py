@@ -48,7 +48,10 @@ def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
             ["--deterministic", "true", "--rollout.staleness", "0", '--sandbox.egress=["a.example"]'],
             "deterministic = true cannot ask the network",
         ),
-        (["--inference.engine", "vllm", "--inference.cache_mb", "9"], "cache_mb is an option of etude's engine"),
+        (
+            ["--inference.engine", "vllm", "--inference.documents_mb", "9"],
+            "documents_mb is an option of etude's engine",
+        ),
         (["--inference.engine", "vllm", "--inference.dtype", "float32"], "vllm serves the published tensors"),
         (["--inference.engine", "vllm", "--rollout.documents", "true"], "vllm computes no documents"),
         (["--inference.engine", "vllm", "--rollout.temperature", "0.001"], "rollout.temperature below 0.01 needs"),

@@ -35,8 +35,13 @@ def test_failures_say_how_and_why(module, tmp_path):
     child = processes.start(
         "worker", [module("bad", "import sys; sys.exit('etude: the port is in use')")], tmp_path / "log"
     )
-    child.popen.wait(20)
+    assert child.ends(20)
     assert child.failure() == "the worker exited with code 1: the port is in use"
+    aborted = processes.start(
+        "worker", [module("aborts", "import os; print('out of memory', flush=True); os.abort()")], tmp_path / "third"
+    )
+    aborted.popen.wait(20)
+    assert aborted.failure() == "the worker was killed by SIGABRT: out of memory"
     killed = processes.start("worker", [module("dies", "import os; os.kill(os.getpid(), 9)")], tmp_path / "other")
     killed.popen.wait(20)
     assert killed.failure() == "the worker was killed by SIGKILL"
@@ -47,6 +52,7 @@ def test_waiting_for_a_child_ends_when_it_dies_or_the_deadline_passes(module, tm
     with pytest.raises(UserError, match="exited with code 3"):
         processes.wait_for_file(tmp_path / "never", dead, 20)
     slow = processes.start("worker", [module("slow", "import time; time.sleep(60)")], tmp_path / "log")
+    assert not slow.ends(0.01)
     with pytest.raises(UserError, match="not ready after 0 seconds"):
         processes.wait_for_file(tmp_path / "never", slow, 0.1)
     slow.stop(5)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +78,7 @@ class Child:
     name: str
     popen: subprocess.Popen[bytes]
     log: Path
+    reason: Callable[[str], str] = last_line  # of its end, from its log
 
     @property
     def exit_code(self) -> int | None:
@@ -86,12 +87,23 @@ class Child:
 
     def failure(self) -> str | None:
         """One sentence if the process is gone for another reason than having finished, else None."""
+        return self.end() if self.exit_code else None
+
+    def end(self) -> str:
+        """One sentence about a process that is gone: how it ended, and the reason in its log if there is one."""
         code = self.exit_code
-        if code is None or code == 0:
-            return None
+        assert code is not None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        last = last_line(self.log.read_text(errors="replace")) if self.log.exists() else ""
-        return f"the {self.name} {how}" + (f": {last[:300].removeprefix('etude: ')}" if last and code > 0 else "")
+        if -code in (signal.SIGKILL, signal.SIGTERM):  # of which a process says nothing
+            return f"the {self.name} {how}"
+        reason = self.reason(self.log.read_text(errors="replace")) if self.log.exists() else ""
+        return f"the {self.name} {how}" + (f": {reason[:300].removeprefix('etude: ')}" if reason else "")
+
+    def ends(self, seconds: float) -> bool:
+        """Whether the process ends within so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(seconds)
+        return self.exit_code is not None
 
     def stop(self, seconds: float) -> None:
         """SIGTERM, then SIGKILL after `seconds`."""
@@ -112,6 +124,7 @@ def start(
     *,
     holds: Sequence[int] = (),
     python: str = sys.executable,
+    reason: Callable[[str], str] = last_line,
 ) -> Child:
     """Starts `python -m argv...` with both outputs in `log`. The child dies with the thread that called this. It keeps
     the descriptors `holds` open, and with them their locks. Another `python` must find this module, too. The working
@@ -125,7 +138,7 @@ def start(
             env={**os.environ, **(env or {})},
             pass_fds=holds,
         )
-    return Child(name, popen, log)
+    return Child(name, popen, log, reason)
 
 
 def wait_for_file(path: Path, child: Child, seconds: float) -> str:
@@ -135,7 +148,7 @@ def wait_for_file(path: Path, child: Child, seconds: float) -> str:
         if path.exists():
             return path.read_text()
         if child.exit_code is not None:
-            raise UserError(child.failure() or f"the {child.name} ended before it was ready; see {child.log}")
+            raise UserError(f"{child.end()}; see {child.log}")
         time.sleep(0.05)
     raise UserError(f"the {child.name} was not ready after {seconds:.0f} seconds; see {child.log}")
 

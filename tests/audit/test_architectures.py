@@ -4,19 +4,23 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from etude.audit.architectures import page, table
+from etude.audit.architectures import page, table, vllm_column
 from etude.audit.architectures.families import _SIZES, FAMILIES, make
 from etude.cli.main import main
 from etude.errors import UserError
 from etude.models import block_attention, experts, support
 from etude.models.head import Head, head_of
+from etude.models.loading import load_model
+from etude.records import Generation
 from etude.trainer.rl import execution
+from tests.helpers import vllm_server
 from tests.helpers.sound_folders import edit
 from tests.renderers.families import FAMILIES as TEMPLATES
 
@@ -92,6 +96,70 @@ def scaled(find):
         tensor.data.mul_(1.001)
 
     return plant
+
+
+@pytest.fixture
+def on_vllm(monkeypatch):
+    """A model in a vLLM that answers what transformers computes, with an error of so many nats, or an exception."""
+
+    def cell(folder, wrong):
+        model = load_model(folder, dtype=torch.bfloat16)
+
+        def answers(run, place, rows):
+            if isinstance(wrong, Exception):
+                raise wrong
+            assert run.inference.python == "PYTHON"
+            before = vllm_column._truth(model, rows)
+            vllm_column._move(model)  # as the version in the store
+            ids = [list(range(5)) * 2 + [7, 8] for _ in rows]
+            whole = vllm_column._truth(model, [np.array([*row, *more]) for row, more in zip(rows, ids, strict=True)])
+            ends = [(row[-12:] + wrong).tolist() for row in whole]
+            sampled = [
+                Generation(ids=i, logprobs=end, versions=[0] * 12, finish_reason="length")
+                for i, end in zip(ids, ends, strict=True)
+            ]
+            return vllm_column._Answers(before, vllm_column._truth(model, rows), sampled)
+
+        monkeypatch.setattr(vllm_column, "_answers", answers)
+        return table.examine("nano", folder, ("vLLM",), "PYTHON").cells["vLLM"]
+
+    return cell
+
+
+def test_vllm_is_exact_wrong_or_refuses(on_vllm, tmp_path):
+    folder = make(BY_NAME["Qwen3"], tmp_path)
+    right = on_vllm(folder, 0.0)
+    assert (right.state, right.error) == ("exact", pytest.approx(0.0, abs=1e-6))
+    wrong = on_vllm(folder, 0.3)
+    assert (wrong.state, wrong.error) == ("silent", pytest.approx(0.3, abs=1e-6))
+    said = UserError(
+        "the inference server exited with code 1: ValueError: it has heads of 33; see /tmp/x/inference-0.log"
+    )
+    assert on_vllm(folder, said) == table.Cell("refused", None, "qwen3 ValueError: it has heads of 33")
+
+
+def test_the_page_keeps_what_vllm_was_measured_to_do():
+    def row(name, cell):
+        none = table.Cell("none")
+        return table.ModelRow(name, "qwen3", dict.fromkeys(page.COLUMNS, none) | {"vLLM": cell})
+
+    sentence = (
+        "qwen3 ValueError: it has heads of 33, and this is said at such a length that a line of the page is too short"
+    )
+    measured = [row("A", table.Cell("exact", 1e-3)), row("B", table.Cell("refused", None, sentence))]
+    absent = [row(name, table.Cell("not run")) for name in "ABC"]
+    older = page.markdown(measured)
+    kept = page.with_known(absent, older)
+    assert [r.cells["vLLM"] for r in kept] == [table.Cell("exact"), measured[1].cells["vLLM"], absent[2].cells["vLLM"]]
+    assert page.markdown(kept[:2]) == older
+    assert page.with_known(absent, "no table") == absent
+    assert page.with_known(measured, page.markdown(absent)) == measured
+
+
+@vllm_server.on_vllm
+def test_a_family_on_the_real_vllm():
+    (row,) = table.rows([BY_NAME["Qwen3"]], ["vLLM"], vllm=vllm_server.PYTHON)
+    assert row.cells["vLLM"].state == "exact", row
 
 
 THOUSANDTHS = {
@@ -207,7 +275,7 @@ def test_dialects_of_the_families_own_templates(templates):
         line = next(line for line in text.splitlines() if line.startswith(f"| {family.name} (`"))
         shown = line.rsplit("|", 2)[1].strip()
         if not family.template:
-            assert shown == "no template"
+            assert shown == "-"
             continue
         cell = table.tools(templates / family.template)
         if dialect := expected[family.template].dialect:
@@ -231,5 +299,5 @@ def test_the_whole_table_and_its_page(templates, capsys):
         for line in lines
     ]
     shown = DOCS.read_text().partition(page.BEGIN)[2].partition(page.END)[0].strip()
-    assert page.markdown(made) == shown, f"stale: {page.BEGIN}"
+    assert page.markdown(page.with_known(made, shown)) == shown, f"stale: {page.BEGIN}"
     assert torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""A real vLLM server for tests. Needs an environment with vLLM 0.32 (docs/weights.md); takes minutes to start."""
+"""A real vLLM server for tests. Needs an environment with vLLM 0.32 (`make vllm`); takes minutes to start."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ START_SECONDS = float(os.environ.get("ETUDE_VLLM_START_SECONDS", "900"))
 needs_vllm = [
     pytest.mark.vllm,
     pytest.mark.release,
-    pytest.mark.skipif(PYTHON is None, reason="ETUDE_VLLM_PYTHON names no Python with vLLM (docs/weights.md)"),
+    pytest.mark.skipif(PYTHON is None, reason="ETUDE_VLLM_PYTHON names no Python with vLLM (make vllm)"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""etude's drafts in a real vLLM server. Needs an environment with vLLM 0.32 (docs/weights.md); takes minutes."""
+"""etude's drafts in a real vLLM server. Needs an environment with vLLM 0.32 (`make vllm`); takes minutes."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A real vLLM server follows a store. Needs an environment with vLLM 0.32 (docs/weights.md); takes minutes."""
+"""A real vLLM server follows a store. Needs an environment with vLLM 0.32 (`make vllm`); takes minutes."""
 
 import json
 import threading

@@ -11,7 +11,7 @@ from etude.errors import RunFailed, UserError
 from etude.protocol.backends.client import EngineClient, EngineError, EngineLost
 from etude.run import versions
 from etude.run.state import EngineRecord, Engines, EngineState, Progress, Run, check_processes
-from etude.run.versions import observe_versions, wait_for_version
+from etude.run.versions import check_engines, observe_versions, wait_for_version
 
 A, B = "http://a", "http://b"
 
@@ -143,6 +143,7 @@ def test_servers_that_do_not_follow_the_store_are_brought_to_the_newest_version(
     async def play() -> None:
         watched = Watched(monkeypatch, published=4)
         watched.servers.follows = False
+        watched.servers.version[A] = -1  # as a server begins
         await wait_for_version(watched.run, 4)
         assert watched.servers.brought == [(A, 4), (B, 4)]
         assert watched.run.progress.served == 4
@@ -169,11 +170,30 @@ def test_servers_that_do_not_follow_the_store_are_brought_to_the_newest_version(
     assert "is not brought to version 4 yet: its payload is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fault", [EngineError("failed (500)"), UserError("it cannot play")], ids=type)
+def test_a_server_that_dies_of_its_test_says_why(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(ends: bool) -> None:
+        watched = Watched(monkeypatch)
+
+        async def check(url: str) -> None:
+            raise fault
+
+        watched.client.check = check  # type: ignore[method-assign]
+        for state in watched.engines.states:
+            state.child = SimpleNamespace(ends=lambda _: ends, end=lambda: "its log says why", log="LOG")  # type: ignore[assignment]
+        await check_engines(watched.run)
+
+    with pytest.raises(UserError, match="its log says why; see LOG"):
+        asyncio.run(play(ends=True))
+    with pytest.raises(UserError, match=str(fault.args[0]).replace("(", r"\(").replace(")", r"\)")):
+        asyncio.run(play(ends=False))
+
+
 def test_one_dead_process_of_several_engines_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
-        watched = Watched(monkeypatch)
+        watched, died = Watched(monkeypatch), lambda: "it was killed"
         children = [
-            SimpleNamespace(name="inference server", exit_code=None, log="LOG", failure=lambda: "it was killed")
+            SimpleNamespace(name="inference server", exit_code=None, log="LOG", failure=died, end=died)
             for _ in range(2)
         ]
         trainer = SimpleNamespace(name="trainer", exit_code=0, log="LOG", failure=lambda: None)

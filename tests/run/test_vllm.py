@@ -1,6 +1,6 @@
 """Whole runs whose engine is vLLM: on the fake that speaks its protocol, and on the real one (docs/serving.md).
 
-The real ones need an environment with vLLM 0.32 and take minutes: `ETUDE_VLLM_PYTHON=.../python pytest -m vllm`.
+The real ones need an environment with vLLM 0.32 and take minutes: `make vllm`.
 """
 
 import asyncio
@@ -88,8 +88,7 @@ def test_a_run_on_vllm_outlives_the_killing_of_a_server(tmp_path, monkeypatch):
     """Three steps, O = 1, two servers, one of which is killed in the middle of its turns."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ON_CPU)]))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    args = '\nargs = ["--enforce-eager", "--max-num-batched-tokens", "512"]\nservers = 2\n'
+    args = '\ncache_mb = 1024\nargs = ["--enforce-eager", "--max-num-batched-tokens", "512"]\nservers = 2\n'
     options = ["--trainer.router_replay", "true", "--trainer.dtype", "bfloat16"]
     process = start(tmp_path, *options, config=ASYNCHRONOUS + VLLM + args)
     logs = tmp_path / "outputs/run/logs/latest"

@@ -11,6 +11,7 @@ from etude.cli import main
 from etude.cli.overlays import read_toml
 from etude.config import RLConfig, validate
 from etude.config.sections import bundled
+from etude.errors import UserError
 from etude.models.head import head_of
 from etude.models.loading import load_model
 from etude.trainer.activations import checkpoint_activations
@@ -18,6 +19,7 @@ from etude.trainer.head import token_logprobs
 from etude.trainer.rl.memory import LiveBytes
 from etude.trainer.rl.memory_table import GIB, _sizes_of, activation_bytes, head_bytes, memory_table
 from tests.helpers.tiny_models import random_model, save_random_model
+from tests.helpers.vllm_environment import python_with
 
 QWEN3 = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2560, "intermediate_size": 9728,
@@ -73,18 +75,23 @@ def test_the_head_is_that_of_a_real_pass(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3-8B"])
-def test_recipes_for_one_gpu_fit_from_the_configuration_alone(tmp_path, name, capsys):
+def test_recipes_for_one_gpu_fit_from_the_configuration_alone(tmp_path, name, capsys, monkeypatch):
     """`--dry-run` in a folder with config.json and nothing else; weights are counted as the model card counts them."""
     folder, recipe = folder_of(tmp_path, SHAPES[name]), bundled(f"recipes/{name.lower()}-1x80g.toml")
+    python = python_with(tmp_path / "env", "0.32.0")
+    monkeypatch.setenv("ETUDE_VLLM_PYTHON", python)
     with pytest.raises(SystemExit) as stop:
         main.main(["train", str(recipe), "--dry-run", "--model.path", str(folder)])
     assert not stop.value.code
     printed = capsys.readouterr()
     assert json.loads(printed.out)["model"]["path"] == str(folder)
-    assert "of 79.0 GB" in printed.err
+    assert "of 79.0 GB, most for vLLM, " in printed.err
+    assert printed.err.startswith(f"engine: vLLM 0.32.0, in {python}\n")
+    assert "  inference.gpu_memory_utilization, trainer.device_memory_gb\n" in printed.err
     assert " s of training and " in printed.err
     data = read_toml(recipe, ["--model.path", str(folder)], [])
     table = memory_table(validate(RLConfig, data, "recipe"))
+    assert all(term.keys for term in table.terms), "each figure says what it follows from"
     (weights,) = (term for term in table.terms if term.name == "weights of the trainer")
     assert weights.bytes / 2 == pytest.approx(BILLIONS[name], rel=0.01)
     assert 0.8 * 79 * GIB < table.needed("cuda:0") < 79 * GIB, "neither too much, nor most of the GPU idle"
@@ -123,12 +130,17 @@ def test_engines_of_others_take_a_share_or_nothing(tmp_path):
         return {t.name: t.bytes / GIB for t in table.terms if t.device == "cuda:0"}
 
     vllm = {"engine": "vllm", "device": "cuda"}
-    assert terms(**vllm)["vllm, 90% of the device"] == pytest.approx(72)
-    told = terms(**vllm, args=["--gpu-memory-utilization", "0.35"])
-    assert told["vllm, 35% of the device"] == pytest.approx(28)
+    tokens = (0.35 * 80 * GIB - 2 * BILLIONS["Qwen3-4B"]) / (36 * 8 * 128 * 2 * 2)
+    told = terms(**vllm, gpu_memory_utilization=0.35)
+    ((name, share),) = ((name, share) for name, share in told.items() if name.startswith("vLLM, 35% of the device"))
+    assert share == pytest.approx(28)
+    assert int(name.split()[-2].replace(",", "")) == pytest.approx(tokens, rel=0.01)
     assert "driver and libraries of 2 processes" in told
+    assert "driver and libraries of 1 process" in terms(**vllm | {"device": "cuda:1"}, servers=2)
+    with pytest.raises(UserError, match=r"= 0.09 is 7.2 GB of cuda:0: beside 7.5 GB of weights, not one context of"):
+        terms(**vllm, gpu_memory_utilization=0.09)
     elsewhere = terms(engine="vllm", urls=["http://host:8000"])
-    assert not [name for name in elsewhere if "vllm" in name or "engines" in name]
+    assert not [name for name in elsewhere if "vLLM" in name or "engines" in name]
     assert "driver and libraries of 1 process" in elsewhere
 
 

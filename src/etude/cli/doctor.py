@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from etude.cli import doctor_reports as reports
@@ -38,6 +39,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--docs", type=Path, metavar="FILE", help="write the table of families into this page")
     by_name = "folders with tokenizer and chat template, by the names of the families' templates"
     model.add_argument("--templates", type=Path, metavar="DIR", help=by_name)
+    with_vllm = "a Python that has vLLM: the table's column is then measured, a minute a family; or $ETUDE_VLLM_PYTHON"
+    model.add_argument("--vllm", metavar="PYTHON", help=with_vllm)
     _add_sandbox(check("sandbox", "run the attack suite on this machine"))
     _add_parity(check("parity", "whether boxes can be told from production machines"))
 
@@ -63,9 +66,12 @@ def _model(arguments: argparse.Namespace) -> int:
     if arguments.folder is None:
         if template is not None or arguments.repair is not None:
             raise UserError("--chat-template and --repair are for one model: name its folder, too")
-        return reports.show_families(as_json=arguments.json, docs=arguments.docs, templates=arguments.templates)
-    if arguments.docs is not None or arguments.templates is not None:
-        raise UserError("--docs and --templates are for the table of known families: give no folder with them.")
+        vllm = arguments.vllm or os.environ.get("ETUDE_VLLM_PYTHON")
+        return reports.show_families(
+            as_json=arguments.json, docs=arguments.docs, templates=arguments.templates, vllm=vllm
+        )
+    if (arguments.docs or arguments.templates or arguments.vllm) is not None:
+        raise UserError("--docs, --templates and --vllm are for the table of known families: give no folder with them.")
     folder = model_folder(arguments.folder, template)
     return reports.show_model(folder, arguments.repair, as_json=arguments.json)
 

@@ -110,13 +110,20 @@ def show_model(folder: Path, repaired: Path | None, *, as_json: bool) -> int:
     return int(not summary["ok"])
 
 
-def show_families(*, as_json: bool, docs: Path | None = None, templates: Path | None = None) -> int:
-    """Prints the table of known families; exit code 1 if a computation is wrong without an error. Raises UserError."""
+def show_families(
+    *, as_json: bool, docs: Path | None = None, templates: Path | None = None, vllm: str | None = None
+) -> int:
+    """Prints the table of known families; exit code 1 if a computation is wrong without an error. `vllm` is a Python
+    that has vLLM. Raises UserError."""
     from etude.audit.architectures import page
     from etude.audit.architectures import table as architectures
+    from etude.config import InferenceConfig
+    from etude.run.vllm_environment import check_python
 
+    if vllm:
+        check_python(InferenceConfig(engine="vllm", python=vllm))
     made = []
-    for row in architectures.rows(templates=templates):
+    for row in architectures.rows(templates=templates, vllm=vllm):
         made.append(row)
         print(json.dumps(asdict(row)) if as_json else _model_line(row), flush=True)
     counts = architectures.summary(made)

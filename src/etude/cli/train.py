@@ -135,7 +135,11 @@ def _check_models(config: Any) -> None:
 
 
 def _print_memory(config: RLConfig) -> None:
-    """The memory table, on stderr. Raises UserError for a run that does not fit its devices."""
+    """The engine of the run and the memory table, on stderr. Raises UserError for a run that does not fit its devices.
+    What the engine lacks is told: another machine may have it."""
+    from etude.run.vllm_environment import described
+
+    print(described(config.inference), file=sys.stderr)
     try:
         from etude.trainer.rl.memory_table import memory_table
     except ModuleNotFoundError as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -43,6 +44,14 @@ class EngineConfig(Section):
 
 
 Engine = Literal["etude", "vllm"]
+_OF_THE_RUN = {
+    "--gpu-memory-utilization": "inference.gpu_memory_utilization",
+    "--kv-cache-memory-bytes": "inference.cache_mb",
+    "--max-num-seqs": "inference.max_batch",
+    "--max-model-len": "rollout.context",
+    "--model": "model.path",
+    "--port": "inference.port",
+}
 
 
 class InferenceConfig(EngineConfig):
@@ -59,6 +68,7 @@ class InferenceConfig(EngineConfig):
         gt=0,
     )
     python: str | None = option(None, "Python with vLLM; none: $ETUDE_VLLM_PYTHON")
+    gpu_memory_utilization: float = option(0.92, "share of its GPU's memory that a server of vLLM takes", gt=0, le=1)
     args: tuple[str, ...] = option((), "further arguments of vLLM's server")
 
     @pydantic.model_validator(mode="before")
@@ -74,15 +84,17 @@ class InferenceConfig(EngineConfig):
     def _options_belong_to_the_engine(self) -> InferenceConfig:
         fields = type(self).model_fields
         changed = [name for name in fields if getattr(self, name) != fields[name].default]
-        of_etude = {"threads", "prefill_tokens", "cache_mb", "documents_mb", "speculate"}
-        of_others = {"python", "args"}
-        of_starting = {"servers", "port", "start_seconds", "python", "args"}
+        of_etude = {"threads", "prefill_tokens", "documents_mb", "speculate"}
+        of_others = {"python", "args", "gpu_memory_utilization"}
+        of_starting = {"servers", "port", "start_seconds", *of_others}
         if self.engine != "etude" and (wrong := [name for name in changed if name in of_etude]):
             raise ValueError(f"{wrong[0]} is an option of etude's engine: for {self.engine}, give its own with args")
         if self.engine == "etude" and (wrong := [name for name in changed if name in of_others]):
             raise ValueError(f'{wrong[0]} is not an option of etude\'s engine: set engine = "vllm", or leave it out')
         if self.urls and (wrong := [name for name in changed if name in of_starting]):
             raise ValueError(f"urls are servers that others have started: drop {wrong[0]}")
+        if self.engine == "vllm":
+            self._check_vllm(changed)
         if self.engine != "etude" and self.dtype != "bfloat16":
             raise ValueError(f"{self.engine} serves the published tensors, which are bfloat16: drop dtype")
         if wrong := [url for url in self.urls if not re.fullmatch(r"https?://[^/@\s]+/?", url)]:
@@ -91,10 +103,35 @@ class InferenceConfig(EngineConfig):
             raise ValueError("urls name a server twice")
         return self
 
+    def _check_vllm(self, changed: Sequence[str]) -> None:
+        """Raises ValueError for memory that is not that of the device, and for arguments that the run gives itself."""
+        if self.on_cpu and "gpu_memory_utilization" in changed:
+            raise ValueError('gpu_memory_utilization is for a GPU: with device = "cpu", cache_mb sets vLLM\'s memory')
+        if not self.on_cpu and "cache_mb" in changed:
+            raise ValueError("cache_mb is what gpu_memory_utilization leaves to vLLM on a GPU: set that, and drop it")
+        names = (word.partition("=")[0].replace("_", "-") for word in self.args)
+        if wrong := [name for name in names if name in _OF_THE_RUN]:
+            raise ValueError(f"args has {wrong[0]}, which the run gives: set {_OF_THE_RUN[wrong[0]]}")
+
     @property
     def count(self) -> int:
         """The number of servers in the run."""
         return len(self.urls) or self.servers
+
+    @property
+    def vllm_cache_mb(self) -> float:
+        """MB for keys and values of a server of vLLM on the CPU; on a GPU it takes a share."""
+        return self.cache_mb or 4096.0
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of each server that the run starts. Those of vLLM have a GPU each, from `device` on."""
+        if self.urls:
+            return ()
+        if self.engine == "etude" or self.on_cpu:
+            return (self.device,) * self.servers
+        kind, _, first = self.device.partition(":")
+        return tuple(f"{kind}:{int(first or 0) + number}" for number in range(self.servers))
 
 
 class WeightSource(Section):

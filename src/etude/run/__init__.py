@@ -5,4 +5,4 @@ import the room. `api` trains and measures from Python, `launch` trains, `evalua
 renderers and contexts, for audits too.
 """
 
-PUBLIC = ("api", "engines", "evaluate", "inputs", "launch", "parts", "traces")
+PUBLIC = ("api", "engines", "evaluate", "inputs", "launch", "parts", "traces", "vllm_environment")

@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +18,11 @@ import httpx2
 import etude
 from etude import processes
 from etude.config import InferenceConfig, RLConfig, ServerConfig, WeightSource
-from etude.errors import UserError, last_line
+from etude.errors import UserError
 from etude.models import size_of
 from etude.protocol import TOKEN_VARIABLE, new_token, own_token
-from etude.protocol.backends import OLDEST_VLLM, EngineBackend, EtudeBackend, VllmBackend, WeightsOf
+from etude.protocol.backends import EngineBackend, EtudeBackend, VllmBackend, WeightsOf
+from etude.run.vllm_environment import reason_of, vllm_python
 from etude.runfolder import PRIVATE
 from etude.store import write_durably
 
@@ -58,7 +58,8 @@ def start_engines(
 ) -> tuple[list[processes.Child], list[str]]:
     """Starts the inference servers of a run with the API key `token`; returns their processes and URLs once all answer.
     With inference.urls there are no processes. Raises UserError if a server does not answer. The servers keep the
-    descriptors `holds` open."""
+    descriptors `holds` open. Start the trainer afterwards: vLLM measures its device, and refuses to start unless its
+    share is free, and to go on if the free memory grows meanwhile."""
     inference, children = config.inference, list[processes.Child]()
     if inference.urls:
         return children, list(inference.urls)
@@ -97,34 +98,6 @@ def backend_of(folder: Path, config: RLConfig) -> EngineBackend:
     return VllmBackend(name, weights, context=config.rollout.context, expert_layers=layers)
 
 
-def check_python(inference: InferenceConfig) -> None:
-    """Raises UserError unless servers of vLLM can be started: inference.python must have a vLLM that is new enough."""
-    if inference.engine == "etude" or inference.urls:
-        return
-    python = _python(inference)
-    code = "import importlib.metadata as m; print(m.version('vllm'))"
-    try:
-        output = subprocess.run(
-            [python, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as e:
-        why = last_line(getattr(e, "stderr", None) or str(e))
-        raise UserError(f"{python} has no vllm ({why}): name another with inference.python") from None
-    version = output.strip().split("+")[0]
-    if tuple(map(int, version.split(".")[:2])) < OLDEST_VLLM:
-        raise UserError(f"{python} has vLLM {version}: etude needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}")
-
-
-def _python(inference: InferenceConfig) -> str:
-    python = inference.python or os.environ.get("ETUDE_VLLM_PYTHON")
-    if not python:
-        raise UserError(
-            'inference.engine = "vllm" needs a Python that has it: set inference.python or $ETUDE_VLLM_PYTHON, or give '
-            "the inference.urls of servers that run"
-        )
-    return python
-
-
 def _start_vllm(
     config: RLConfig, logs: Path, token: str, holds: Sequence[int], children: list[processes.Child]
 ) -> list[str]:
@@ -146,11 +119,12 @@ def _start_vllm(
         }
         if config.trainer.router_replay:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # this runner returns experts
-        if inference.device.startswith("cuda"):
-            env["CUDA_VISIBLE_DEVICES"] = str(int(inference.device.partition(":")[2] or 0) + number)
+        if not inference.on_cpu:
+            env["CUDA_VISIBLE_DEVICES"] = _visible(inference.devices[number])
         log = logs / f"inference-{number}.log"
-        words, python = vllm_arguments(config, port), _python(inference)
-        children.append(processes.start("inference server", words, log, env, holds=holds, python=python))
+        words, python = vllm_arguments(config, port), vllm_python(inference)
+        child = processes.start("inference server", words, log, env, holds=holds, python=python, reason=reason_of)
+        children.append(child)
         urls.append(f"http://127.0.0.1:{port}")
     seconds = start_seconds(inference, config.model.path)
     deadline = time.monotonic() + seconds
@@ -159,15 +133,28 @@ def _start_vllm(
     return urls
 
 
+def _visible(device: str) -> str:
+    """The GPU of a server in CUDA_VISIBLE_DEVICES. The numbers of a configuration are those of the GPUs that this
+    process sees. Raises UserError for one that it does not see."""
+    number, seen = int(device.partition(":")[2] or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = None if seen is None else seen.split(",")
+    if names is not None and number >= len(names):
+        raise UserError(f"an inference server needs {device}, and CUDA_VISIBLE_DEVICES = {seen} has {len(names)}")
+    return str(number) if names is None else names[number]
+
+
 def vllm_arguments(config: RLConfig, port: int) -> list[str]:
     """The module and arguments of a vLLM server of the run."""
     inference = config.inference
+    share, cache = inference.gpu_memory_utilization, int(inference.vllm_cache_mb * 2**20)
     options = {
         "--host": "127.0.0.1",
         "--port": port,
         "--dtype": inference.dtype,
         "--max-model-len": config.rollout.context,
         "--max-num-seqs": inference.max_batch,
+        # On a CPU the share would be one of the whole machine's memory.
+        **({"--kv-cache-memory-bytes": cache} if inference.on_cpu else {"--gpu-memory-utilization": share}),
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
         "--worker-extension-cls": WORKER,
@@ -187,7 +174,7 @@ def _free_port() -> int:
 def _wait_for_health(child: processes.Child, url: str, deadline: float, seconds: float) -> None:
     while time.monotonic() < deadline:
         if child.exit_code is not None:
-            raise UserError(child.failure() or f"the {child.name} ended before it was ready; see {child.log}")
+            raise UserError(f"{child.end()}; see {child.log}")
         try:
             if httpx2.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200:
                 return

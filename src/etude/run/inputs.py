@@ -16,8 +16,8 @@ from etude.ledger import parse_database_url
 from etude.models import check_device, check_folder
 from etude.renderers import Renderer, named, say_dropped
 from etude.rollout import TaskPart, Taskset, check_agent, custom_component, dataset_part, foreign_refusal
-from etude.run.engines import check_python
 from etude.run.parts import built_beside, part_of, profiles_of, renderer_of, source_part, taskset_of
+from etude.run.vllm_environment import check_python
 from etude.sandbox.backends.choose import check_sandbox
 from etude.tasks import build_dataset, check_operators
 from etude.tasks.foreign import build_foreign, find_folders

@@ -142,7 +142,7 @@ def check_processes(run: Run) -> None:
     for child in run.children:
         if child.exit_code is None or (child.exit_code == 0 and child.name in ENDING):
             continue
-        why = child.failure() or f"the {child.name} ended by itself; see {child.log}"
+        why = child.failure() or f"{child.end()}; see {child.log}"
         engine = next((state for state in run.engines.states if state.child is child), None)
         if engine is not None and (engine.lost or run.engines.lose(engine, why)):
             continue

@@ -27,6 +27,7 @@ SWAP_SECONDS_A_GB = 30.0  # more of it for each GB of the model
 SILENT_SECONDS = 30.0  # after which an engine is lost
 REFUSED = 3  # failed updates in a row, after which an engine is lost
 CHECK_SECONDS = 300.0
+DYING_SECONDS = 10.0  # that a server takes to end after a failure; its log says more than its answer
 _PATIENCE = 1.0  # seconds that `observe_versions` waits for reports
 SUMMED = ("running", "waiting", "generated_tokens")  # figures of all engines together
 
@@ -92,7 +93,7 @@ async def _ask(run: Run) -> None:
 
 def _fault(state: EngineState) -> str:
     if state.child is not None and state.child.exit_code is not None:
-        return f"{state.child.failure() or 'its process has ended'}; see {state.child.log}"
+        return f"{state.child.end()}; see {state.child.log}"
     silent = time.monotonic() - state.unanswered if state.unanswered else 0.0
     if silent > SILENT_SECONDS:
         return f"has not answered for {silent:.0f} s ({state.trouble or 'no answer yet'})"
@@ -120,7 +121,7 @@ async def _bring(run: Run) -> None:
         if state.bringing is not None and state.bringing.done():
             state.bringing.result()  # a UserError
             state.bringing = None
-    waiting = [state for state in run.engines.states if state.bringing is None and state.version >= 0]
+    waiting = [state for state in run.engines.states if state.bringing is None and state.health is not None]
     if not waiting:
         return
     least = min(state.version for state in waiting)
@@ -171,7 +172,11 @@ async def check_engines(run: Run) -> None:
             async with asyncio.timeout(CHECK_SECONDS):
                 await run.engines.client.check(state.url)
                 health = await run.engines.client.health(state.url) if run.config.rollout.documents else {}
-        except (EngineError, TimeoutError) as e:
+        except (EngineError, TimeoutError, UserError) as e:
+            if state.child is not None and await asyncio.to_thread(state.child.ends, DYING_SECONDS):
+                raise UserError(f"{state.child.end()}; see {state.child.log}") from None
+            if isinstance(e, UserError):
+                raise
             raise UserError(f"{state.url} cannot be used: {e or 'it does not answer'}") from None
         if refusal := health.get("documents", {}).get("refusal"):
             raise UserError(f"{refusal}: set rollout.documents to false")

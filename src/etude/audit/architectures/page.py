@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from etude.audit.architectures.table import ModelRow
+from etude.audit.architectures.table import Cell, ModelRow
 from etude.errors import UserError
 
 BEGIN, END = "<!-- table: etude doctor model --docs docs/models.md --templates DIR -->", "<!-- end of the table -->"
@@ -15,6 +16,7 @@ COLUMNS = {
     "rows": "trainer rows",
     "shared prompts": "shared prompts",
     "engine": "engine",
+    "vLLM": "vLLM",
     "replay": "replay",
     "tools": "tools",
 }
@@ -37,7 +39,7 @@ def markdown(table: Sequence[ModelRow]) -> str:
                 sentence = _NUMBERS.sub("", sentence)
                 shown.append(f"no ({sentences.setdefault(sentence, len(sentences) + 1)})")
             elif use == "tools":
-                shown.append(f"`{cell.said}`" if cell.state == "exact" else cell.said)
+                shown.append(f"`{cell.said}`" if cell.state == "exact" else _WORDS[cell.state])
             else:
                 shown.append(_WORDS[cell.state])
         lines.append(f"| {row.name} (`{row.model_type}`) | {' | '.join(shown)} |")
@@ -46,11 +48,29 @@ def markdown(table: Sequence[ModelRow]) -> str:
     return "\n".join([*lines, "", *notes])
 
 
+def with_known(table: Sequence[ModelRow], text: str) -> list[ModelRow]:
+    """The rows with the cells of vLLM that `text`, an older table, has, in place of those that were not measured: they
+    take a server and a minute each."""
+    lines = [line.strip(" |").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    place = lines[0].index(COLUMNS["vLLM"]) if lines and COLUMNS["vLLM"] in lines[0] else None
+    known = {} if place is None else {line[0]: line[place] for line in lines[1:]}
+    notes = {n: " ".join(note.split()) for n, note in re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", text, re.M)}
+
+    def cell(row: ModelRow) -> Cell:
+        shown = known.get(f"{row.name} (`{row.model_type}`)", "")
+        if row.cells["vLLM"].state != "not run" or shown in ("", _WORDS["not run"]):
+            return row.cells["vLLM"]
+        note = notes.get(shown.removeprefix("no (").removesuffix(")"))
+        return Cell("exact") if note is None else Cell("refused", None, f"{row.model_type} {note}")
+
+    return [replace(row, cells=row.cells | {"vLLM": cell(row)}) for row in table]
+
+
 def write(page: Path, table: Sequence[ModelRow]) -> None:
     """Puts the table in place of the one in the page. Raises UserError for a page without the marks."""
     text = page.read_text("utf-8") if page.is_file() else ""
     head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    older, end, tail = rest.partition(END)
     if not begin or not end:
         raise UserError(f"{page} has no place for the table: it stands between {BEGIN} and {END}")
-    page.write_text(f"{head}{BEGIN}\n{markdown(table)}\n{END}{tail}", "utf-8")
+    page.write_text(f"{head}{BEGIN}\n{markdown(with_known(table, older))}\n{END}{tail}", "utf-8")

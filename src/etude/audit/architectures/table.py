@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from etude.audit.architectures import vllm_column
 from etude.audit.architectures.families import FAMILIES, Family, make
 from etude.config import EngineConfig
 from etude.errors import RunFailed, UserError
@@ -65,13 +66,16 @@ class ModelRow:
 
 
 def rows(
-    families: Sequence[Family] = FAMILIES, uses: Sequence[str] = USES, templates: Path | None = None
+    families: Sequence[Family] = FAMILIES,
+    uses: Sequence[str] = USES,
+    templates: Path | None = None,
+    vllm: str | None = None,
 ) -> Iterator[ModelRow]:
     """The rows of small random models, made in a temporary folder one after the other. `templates` holds folders with
-    tokenizer and chat template, by the names of the families' templates."""
+    tokenizer and chat template, by the names of the families' templates; `vllm` is a Python that has vLLM."""
     for family in families:
         with tempfile.TemporaryDirectory(prefix="etude-models-") as folder:
-            row = examine(family.name, make(family, Path(folder) / family.model_type), uses)
+            row = examine(family.name, make(family, Path(folder) / family.model_type), uses, vllm)
         if "tools" in uses and templates is not None and family.template:
             row.cells["tools"] = tools(templates / family.template)
         yield row
@@ -84,9 +88,9 @@ def summary(table: Sequence[ModelRow]) -> dict[str, int]:
     return {"families": len(table)} | {name: verdicts[name] for name in ("exact", "refused", "silent")}
 
 
-def examine(name: str, folder: Path, uses: Sequence[str] = USES) -> ModelRow:
+def examine(name: str, folder: Path, uses: Sequence[str] = USES, vllm: str | None = None) -> ModelRow:
     """The row of a Hugging Face folder. Raises UserError for a folder that holds no model."""
-    return measured(name, Examined(folder), uses)
+    return measured(name, Examined(folder, vllm), uses)
 
 
 def measured(name: str, examined: Examined, uses: Sequence[str]) -> ModelRow:
@@ -99,8 +103,8 @@ def measured(name: str, examined: Examined, uses: Sequence[str]) -> ModelRow:
 class Examined:
     """A folder, its model as ours and as transformers', and rows of ids with their right log-probabilities."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.config = folder, load_config(folder)
+    def __init__(self, folder: Path, vllm: str | None = None) -> None:
+        self.folder, self.config, self._python = folder, load_config(folder), vllm
         self.rows = support.trial_rows(self.config, _SEED, positions(self.config))
         self._ours: PreTrainedModel | None = None
         self._theirs: Any = None
@@ -136,7 +140,7 @@ class Examined:
             "shared prompts": lambda: self._trained("shared prompts", ("packed", "streaming")),
             "engine": self._served,
             "replay": self._replayed,
-            "vLLM": _vllm,
+            "vLLM": self._on_vllm,
         }
         try:
             return measures[use]()
@@ -212,9 +216,13 @@ class Examined:
         lost = 1 - replay.kept
         return cell if not lost else Cell("silent", cell.error, f"{lost:.1%} of the recorded experts were not taken")
 
-
-def _vllm() -> Cell:
-    return Cell("not run", None, "no vLLM is started by this command")
+    def _on_vllm(self) -> Cell:
+        if self._python is None:
+            return Cell("not run", None, "--vllm or $ETUDE_VLLM_PYTHON names a Python that has vLLM")
+        measured = vllm_column.measure(self.folder, self._python)
+        if measured.refusal:
+            return Cell("refused", None, f"{self.config.get_text_config().model_type} {measured.refusal}")
+        return Cell("exact" if measured.error <= measured.limit else "silent", measured.error)
 
 
 def tools(folder: Path) -> Cell:

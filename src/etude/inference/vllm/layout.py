@@ -104,7 +104,8 @@ def _load(
     except UserError:
         raise
     except Exception as e:  # loaders raise various errors for unknown names and shapes
-        raise UserError(f"the model that is served does not load these weights ({type(e).__name__}: {e})") from e
+        why = str(e).partition(". ")[0]  # then vLLM lists all names
+        raise UserError(f"the model that is served does not load these weights ({type(e).__name__}: {why})") from e
 
 
 def _runs(name: str, source: torch.Tensor, there: torch.Tensor) -> Iterator[Run]:

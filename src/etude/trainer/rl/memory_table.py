@@ -11,9 +11,8 @@ model on PyTorch's meta device, forward and backward, where tensors have sizes a
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +42,36 @@ GIB = 2**30
 _CONTEXT = 1.0 * GIB  # of a process on a GPU: driver, libraries, workspaces of products; usually 0.5 to 1
 _NARROW, _WIDE, _READS = 989e12, 67e12, 3.35e12  # H100 SXM: products in bfloat16 and float32, bytes read; per second
 _USED = 0.4  # usual share of these limits in the training of large models
-_SHARE = "--gpu-memory-utilization"  # of vLLM
+_CHANGED = 0.03  # share of the elements that a version changes; measured: up to 0.028 at lr 1e-5 (docs/results.md)
 _NARROWER = 'set trainer.dtype = "bfloat16"'
 _SIZES = "etude-sizes"  # name of an experts function with only the sizes of ours
+# The beginnings of the terms' names, and the keys of the configuration that their bytes follow from.
+_KEYS = {
+    "weights of the trainer": "model.path, trainer.dtype",
+    "gradients of the self-check": "trainer.self_check",
+    "gradients": "model.path, trainer.lora",
+    "master weights": "trainer.lora, trainer.offload_optimizer",
+    "a bucket": "trainer.offload_optimizer",
+    "published weights": "trainer.lora",
+    "checkpoint": "trainer.lora",
+    "weights of the KL reference": "loss",
+    "self-check": "trainer.self_check",
+    "base of the adapted layers": "trainer.lora.targets, trainer.offload_optimizer",
+    "adapters": "trainer.lora.rank",
+    "base and sums": "trainer.lora, inference.servers",
+    "activations": "trainer.micro_tokens, rollout.context, trainer.activation_checkpointing",
+    "inputs of layers": "trainer.offload_activations, trainer.micro_tokens",
+    "head": "trainer.micro_tokens, rollout.tokens",
+    "keys and values": "trainer.execution, trainer.micro_tokens",
+    "vLLM, ": "inference.gpu_memory_utilization, trainer.device_memory_gb",
+    "held and next version": "inference.servers",
+    "changes of a version": "trainer.lr, inference.servers",
+    "weights of the engines": "model.path, inference.dtype, inference.servers",
+    "cache of the engines": "inference.cache_mb, inference.servers",
+    "an engine's pass": "inference.max_batch, inference.prefill_tokens",
+    "documents": "inference.documents_mb",
+    "driver": "trainer.device, inference.device",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +82,11 @@ class Term:
     name: str
     bytes: float
     advice: str = ""
+
+    @property
+    def keys(self) -> str:
+        """The keys of the configuration that the bytes follow from."""
+        return next((keys for name, keys in _KEYS.items() if self.name.startswith(name)), "")
 
 
 @dataclass(frozen=True)
@@ -74,12 +105,14 @@ class MemoryTable:
     def text(self) -> str:
         """The table, a line per term and two per device."""
         devices = list(dict.fromkeys(term.device for term in self.terms))
-        lines = []
+        lines = ["memory in GB of 2^30 bytes, and the keys that it follows from; docs/memory.md says how"]
         for device in devices:
-            lines += [f"{t.name:44}{t.bytes / GIB:9.2f} GB" for t in self.terms if t.device == device and t.bytes]
+            terms = [t for t in self.terms if t.device == device and t.bytes]
+            lines += [f"{t.name:44}{t.bytes / GIB:9.2f} GB  {t.keys}".rstrip() for t in terms]
             limit = self.limits.get(device)
             of = "" if limit is None else f" of {limit / GIB:.1f}"
-            lines.append(f"{device} needs {self.needed(device) / GIB:.1f}{of} GB")
+            most = max(terms, key=lambda t: t.bytes)
+            lines.append(f"{device} needs {self.needed(device) / GIB:.1f}{of} GB, most for {most.name}")
         if self.absent:
             lines.append(f"this machine has no {self.absent}: the table is of another, whose host is not checked")
         return "\n".join([*lines, self.time] if self.time else lines)
@@ -103,24 +136,20 @@ class MemoryTable:
 
 def memory_table(config: RLConfig) -> MemoryTable:
     """The table of a run. Raises UserError for a model folder without a configuration that transformers supports."""
-    trainer, engines = _device(config.trainer.device), _device(config.inference.device)
+    trainer, engines = _device(config.trainer.device), [_device(name) for name in config.inference.devices]
     model = _sizes_of(config.model.path, config.trainer.dtype)
     lora = config.trainer.lora
     adapters = None if lora is None else Adapters(model, lora, dict.fromkeys(model.state_dict(), model.dtype))
-    terms = [
-        *_states(config, model, adapters, trainer),
-        *_pass(config, model, trainer),
-        *_engines(config, model, engines),
-    ]
-    servers = 0 if config.inference.urls else config.inference.servers
-    for device in {trainer, *([engines] if servers else [])} - {"host"}:
-        count = (device == trainer) + (device == engines) * servers
-        terms.append(Term(device, f"driver and libraries of {count} process{'es' * (count > 1)}", count * _CONTEXT))
-    devices = {trainer, *([engines] if servers else [])}
+    terms = [*_states(config, model, adapters, trainer), *_pass(config, model, trainer), *_engines(config, model)]
+    devices = Counter([trainer, *engines])
+    for device, count in devices.items():
+        if device != "host":
+            name = f"driver and libraries of {count} process{'es' * (count > 1)}"
+            terms.append(Term(device, name, count * _CONTEXT))
     absent = next((d for d in sorted(devices) if d.startswith("cuda") and not torch.cuda.is_available()), "")
     ordered = sorted(terms, key=lambda t: (t.device == "host", t.device))
     time = "" if trainer == "host" else _time(config, model)
-    limits = _limits(devices, config.trainer.device_memory_gb)
+    limits = _limits(set(devices), config.trainer.device_memory_gb)
     if not absent and (here := _host_bytes()):
         limits["host"] = here
     return MemoryTable(tuple(ordered), limits, time, absent)
@@ -345,18 +374,15 @@ def _engine_dtype(config: RLConfig) -> torch.dtype:
     return computed_dtype(config.inference.dtype, config.inference.device, Path(config.model.path))
 
 
-def _engines(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term]:
+def _engines(config: RLConfig, model: PreTrainedModel) -> list[Term]:
     inference, text = config.inference, model.config.get_text_config()
-    if inference.urls:  # on other devices
+    devices = [_device(name) for name in inference.devices]
+    if not devices:  # others have started them, on other devices
         return []
-    if inference.engine != "etude" and device != "host":
-        share = _share(inference.args)
-        limit = _limits({device}, config.trainer.device_memory_gb).get(device, 0.0)
-        name = f"{inference.engine}, {share:.0%} of the device"
-        advice = f"lower it with inference.args ({_SHARE}), or give it another inference.device"
-        return [Term(device, name, inference.servers * share * limit, advice)]
-    size = _engine_dtype(config).itemsize
     count = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    if inference.engine == "vllm":
+        return _vllm(config, model, devices, count)
+    size, device = _engine_dtype(config).itemsize, devices[0]
     shape, context = configured(text), config.rollout.context
     per_token = shape.elements * (4 if inference.on_cpu else size)  # the CPU's kernel keeps float32
     least = cpu_cache_mb(shape, context) if inference.on_cpu else cache_mb(shape, context, size)
@@ -370,19 +396,43 @@ def _engines(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term
         Term(device, cached, inference.servers * cache, other),
         Term(device, "an engine's pass", inference.servers * work, "lower inference.max_batch"),
     ]
+    if device != "host":
+        terms.append(_staged(device, inference.servers * count))
     if config.rollout.documents:
         documents = inference.servers * inference.documents_mb * 2**20
         terms.append(Term(device, "documents of the engines", documents, "lower inference.documents_mb"))
     return terms
 
 
-def _share(arguments: Sequence[str]) -> float:
-    """The share of a device that vLLM takes: by its arguments, else its default."""
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    for name, value in itertools.pairwise(words):
-        if name == _SHARE and re.fullmatch(r"0?\.\d+|1(\.0*)?", value):
-            return float(value)
-    return 0.9
+def _vllm(config: RLConfig, model: PreTrainedModel, devices: Sequence[str], parameters: int) -> list[Term]:
+    """vLLM on a GPU takes its share: weights, passes, graphs, and for keys and values what is left. Raises UserError
+    for a share that leaves less than one context."""
+    inference, context, terms = config.inference, config.rollout.context, list[Term]()
+    share, limits = inference.gpu_memory_utilization, _limits(set(devices), config.trainer.device_memory_gb)
+    weights, per_token = 2 * parameters, 2 * configured(model.config.get_text_config()).elements
+    for device in devices:
+        if device == "host":
+            cache = inference.vllm_cache_mb * 2**20
+            terms.append(Term(device, "weights of the engines", weights))
+            terms.append(Term(device, "cache of the engines", cache, "lower inference.cache_mb"))
+            continue
+        taken, name = share * limits.get(device, 0.0), f"vLLM, {share:.0%} of the device"
+        if taken:
+            tokens = int((taken - weights) // per_token)
+            name += f", <= {tokens:,} tokens"
+            if tokens < context:
+                raise UserError(
+                    f"inference.gpu_memory_utilization = {share:g} is {taken / GIB:.1f} GB of {device}: beside "
+                    f"{weights / GIB:.1f} GB of weights, not one context of {context:,} tokens fits; raise it"
+                )
+        advice = "lower inference.gpu_memory_utilization, or give it another inference.device"
+        terms += [Term(device, name, taken, advice), _staged(device, parameters)]
+    return terms
+
+
+def _staged(device: str, parameters: int) -> Term:
+    """A version that an engine on a GPU is about to take: position and value of each changed element."""
+    return Term(device, "changes of a version", _CHANGED * (8 + 2) * parameters)
 
 
 class _Sizes:
