@@ -25,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from etude.config import RLConfig
+from etude.errors import UserError
 from etude.models import attention
 from etude.models.dtypes import computed_dtype
 from etude.models.head import head_of
