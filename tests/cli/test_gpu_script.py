@@ -130,7 +130,7 @@ def test_its_configurations_are_valid(monkeypatch, tmp_path, device):
         raise KeyError
 
     monkeypatch.setattr(gpu_run, "_work", lambda: tmp_path)
-    monkeypatch.setattr(gpu_run, "_folder", lambda _: tmp_path / "model")
+    monkeypatch.setattr(gpu_run, "random_folder", lambda _: tmp_path / "model")
     monkeypatch.setattr(gpu_run, "_etude", etude)
     for step in ("rl_adapters", "smollm2_rl", "deterministic", *(["rl_vllm"] if device == "cuda" else [])):
         with pytest.raises(KeyError):

@@ -86,7 +86,7 @@ def test_recipes_for_one_gpu_fit_from_the_configuration_alone(tmp_path, name, ca
     printed = capsys.readouterr()
     assert json.loads(printed.out)["model"]["path"] == str(folder)
     assert "of 79.0 GB, most for vLLM, " in printed.err
-    assert printed.err.startswith(f"engine: vLLM 0.32.0, in {python}\n")
+    assert f"engine: vLLM 0.32.0, in {python}\n" in printed.err
     assert "  inference.gpu_memory_utilization, trainer.device_memory_gb\n" in printed.err
     assert " s of training and " in printed.err
     data = read_toml(recipe, ["--model.path", str(folder)], [])
@@ -152,7 +152,8 @@ def test_offload_moves_bytes_to_the_host(tmp_path):
         memory_table(config_of(folder, trainer=trainer | more, rollout={"context": 8192})) for more in ({}, both)
     )
     inputs, states = 36 * 8192 * 2560 * 2, 12 * BILLIONS["Qwen3-4B"]
-    assert away.needed("host") - plain.needed("host") == pytest.approx(inputs + states, rel=0.01)
+    # The states take the place of their copy, which waits there for the disk.
+    assert away.needed("host") - plain.needed("host") == pytest.approx(inputs, rel=0.01)
     assert plain.needed("cuda:0") - away.needed("cuda:0") >= inputs + states
 
 

@@ -13,6 +13,7 @@ from etude.models.files import (
     check_present,
     check_safetensors,
     expert_layers,
+    has_weights,
     headers,
     is_gguf,
     is_quantised,

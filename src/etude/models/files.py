@@ -32,8 +32,13 @@ def check_present(root: Path) -> None:
     """`check_folder` for what is there: weights may be missing altogether, as where a run is planned for another
     machine."""
     check_config(root)
-    if any(root.glob("*.safetensors")) or any(root.glob("*.bin")) or (root / INDEX).is_file():
+    if has_weights(root):
         check_folder(root)
+
+
+def has_weights(root: Path) -> bool:
+    """Whether a folder has files of weights, of any format, or an index."""
+    return any(root.glob("*.safetensors")) or any(root.glob("*.bin")) or (root / INDEX).is_file()
 
 
 def check_config(root: Path) -> dict[str, Any]:

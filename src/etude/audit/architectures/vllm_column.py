@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from etude.config import RLConfig
 from etude.errors import UserError
 from etude.models import support
+from etude.models.key_values import positions
 from etude.models.loading import load_model, named_tensors
 from etude.protocol import GenerateRequest
 from etude.protocol.backends import EngineClient, EngineError
@@ -57,7 +58,7 @@ class _Answers:
 def measure(folder: Path, python: str, seed: int = 1) -> Measured:
     """Measures the model of a Hugging Face folder in a server of vLLM, by the Python that has it."""
     model = load_model(folder, dtype=torch.bfloat16)
-    rows = support.trial_rows(model.config.get_text_config().vocab_size, seed)
+    rows = support.trial_rows(model.config, seed, positions(model.config))
     with tempfile.TemporaryDirectory(prefix="etude-vllm-") as name:
         before = _truth(model, rows)
         _move(model)

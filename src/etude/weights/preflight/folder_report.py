@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import UserError
+from etude.models import has_weights
 from etude.weights.preflight import limits, special_tokens, tensors, turns
 from etude.weights.preflight.findings import CONFIG, Finding, ModelFiles
 
@@ -50,6 +51,8 @@ def check_before_training(folder: Path) -> None:
     """Reads the small files and the headers of the weights before a stage begins. Faults that etude is not concerned
     by, and notes, are printed once. Raises UserError for a fault that would spoil the run."""
     findings = checked(ModelFiles(folder))
+    if not has_weights(folder):  # of a run that is planned for another machine; a stage has refused it before
+        findings = [finding for finding in findings if finding.name != "files"]
     for finding in findings:
         if finding.stops:
             cure = " --repair DIR` mends it in a copy" if finding.edits else "` says more"
