@@ -23,7 +23,7 @@ COLUMNS = {
 # Figures of a trial, which differ between machines.
 _NUMBERS = re.compile(r" by \S+ nats in its trial, where \S+ are allowed")
 _TEMPLATE = re.compile(r"^The chat template of \S+ ")
-_WORDS = {"exact": "exact", "silent": "**WRONG**", "none": "-", "not run": "not run"}
+_WORDS = {"exact": "exact", "silent": "**WRONG**", "none": "-", "not run": "-"}
 
 
 def markdown(table: Sequence[ModelRow]) -> str:
