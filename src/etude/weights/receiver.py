@@ -24,7 +24,7 @@ from etude.protocol import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.adapters import Base, base_schema, load_live
-from etude.weights.content import Content, Tensors, content_of, read_content, replay_chunk, rounded
+from etude.weights.content import Content, Folder, Tensors, content_of, read_content, replay_chunk, rounded
 from etude.weights.manifest import ManifestRefused, Trust, key, published_versions
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.repair import Repaired, RepairSource, RepairUnavailable, repair_chunk
@@ -370,11 +370,19 @@ def materialise(store: Store, version: int, tensors: Tensors, trust: Trust | Non
     return manifest
 
 
-def update_to(store: Store, held: int, version: int, tensors: Tensors, trust: Trust | None = None) -> PolicyVersion:
-    """Brings `tensors`, which hold version `held`, to another version by the cheapest path. Raises UserError."""
+def update_to(
+    store: Store,
+    held: int,
+    version: int,
+    tensors: Tensors,
+    trust: Trust | None = None,
+    folder: Folder | None = None,
+) -> PolicyVersion:
+    """Brings `tensors`, which hold version `held`, to another version by the cheapest path; see `load_content`. Raises
+    UserError."""
     grid = chunk_grid.schema_of(tensors)
     content = rounded(tensors, grid)
-    manifest, staged = content_of(PayloadSource(store, trust=trust), version, held, content)
+    manifest, staged = content_of(PayloadSource(store, trust=trust, folder=folder), version, held, content)
     _put(store, manifest, staged, tensors)
     return manifest
 
