@@ -81,6 +81,7 @@ def test_templates_tell_whether_a_thought_is_open(compact: Renderer, hermes: Ren
 @pytest.mark.parametrize(("keys", "why"), [
     ({"tokens": 400, "thinking_budget": 400}, "leaves nothing of the 400 tokens of a turn"),
     ({"tokens": 400, "turn_tokens": 100, "thinking_budget": 200}, "or raise rollout.turn_tokens"),
+    ({"tokens": 900, "context": 4096, "thinking_budget": 600, "summarise_at": 2048}, "or raise rollout.summary_tokens"),
     ({"tokens": 400, "thinking_budget": 100, "agent": {"command": "x"}}, "is for the built-in loop"),
 ])  # fmt: skip
 def test_budgets_of_thoughts_that_cannot_be(keys: dict[str, object], why: str) -> None:
