@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -107,17 +108,20 @@ def test_a_full_copy_ends_the_need_of_the_folder(store: Store, folder: Path) -> 
 
 def test_damaged_tensors_are_read_again_from_the_folder(store: Store, folder: Path) -> None:
     made, tensors = published(store, folder), live(folder)
-    receiver = Receiver(store, tensors, PayloadSource(store, folder=lambda: folder_tensors(folder)))
+    reads: list[Path] = []
+    source = PayloadSource(store, folder=lambda: reads.append(folder) or folder_tensors(folder))
+    receiver = Receiver(store, tensors, source)
     receiver.advance(lambda version, apply: apply())
-    name = "model.norm.weight"
-    tensors[name][3] += 1
-    damaged = receiver.scrub(1.0)
-    assert len(damaged) == 1
     held = receiver._held
     assert held is not None
-    held.bits[name].setflags(write=True)
-    held.bits[name][3] ^= 1  # the image, too
+    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+        tensors[name][3] += 1
+        held.bits[name].setflags(write=True)
+        held.bits[name][3] ^= 1  # the image, too
+    damaged = receiver.scrub(1.0)
+    assert len(damaged) == 2
     receiver.write_repair(receiver.find_repair(damaged))
+    assert len(reads) == 1, "once for all chunks"
     assert same(tensors, made[STEPS])
 
 
@@ -154,6 +158,7 @@ def test_folders_of_several_types_are_read_exactly(folder: Path, tmp_path: Path,
     Publisher(store, of_folder=True).publish(0, tensors, (), {}, last=True)
     assert same(load(store, 0, lambda: folder_tensors(mixed))[1], tensors)
     export(store, 0, mixed, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
     assert same({name: t.to(types[name]) for name, t in folder_tensors(tmp_path / "out").items()}, tensors)
     if computed == torch.float32:
         with pytest.raises(DamagedVersion, match="in float32 there, here in bfloat16: start the engine with dtype"):

@@ -47,10 +47,11 @@ def export(store: Store, version: int, base: Path, out: Path, trust: Trust | Non
     exact = exact_dtype(base)
     model = load_model(base, dtype=exact)
     manifest = materialise(store, version, named_tensors(model), trust)
-    if exact != (main := main_dtype(base)):  # several types: each tensor in its published one
+    if exact != main_dtype(base):  # several types: each tensor in its published one
         published = base_schema(store, manifest).types
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.data = tensor.data.to(published.get(name, main))
+            if name in published:
+                tensor.data = tensor.data.to(published[name])
     _write(model, base, out)
     return manifest
 
