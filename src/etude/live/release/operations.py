@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -36,9 +36,6 @@ from etude.live.release.stores import StoreState, bring, prepare, store_states
 from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.weights import newest_manifest, read_manifest
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 DEADLINE = 60.0
 """Seconds in which a cluster's servers must serve a new target; later they get no requests."""
@@ -71,7 +68,7 @@ class ReleaseSite:
         """Whether any cluster has servers for a canary."""
         return any(cluster.canary_urls for cluster in self.config.clusters)
 
-    def base(self) -> Mapping[str, Tensor]:
+    def base(self) -> Mapping[str, Any]:
         """The tensors of the model that the versions began with. Raises UserError."""
         from etude.weights import model_folder
         from etude.weights.export import folder_tensors
