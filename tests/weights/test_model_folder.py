@@ -177,5 +177,6 @@ def test_an_anchor_is_several_objects(store: Store, folder: Path, monkeypatch: p
     assert same(load(store, 0)[1], tensors)
     assert audit(store, Trust()).problems == ()
     store.delete(parts[1].key)
+    assert (audit(store, Trust()).rebuilt, len(audit(store, Trust()).problems)) == (False, 1)
     with pytest.raises(UserError, match=f"{parts[1].key} is gone"):
         load(store, 0)
