@@ -274,6 +274,7 @@ class Turn(Record, frozen=True, kw_only=True):
     results: tuple[str, ...]
     seconds_model: float
     seconds_tools: float
+    continued: bool = False  # it ended at the budget of thoughts, and the next one is its rest
 
 
 class GivenAdvantage(Record, frozen=True, kw_only=True):

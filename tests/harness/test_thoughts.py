@@ -45,8 +45,21 @@ def test_a_long_thought_is_closed_and_the_turn_goes_on(hermes: Renderer, hermes_
     assert hermes.text(ids[end:start].tolist()) == "\n</think>\n\n"
     assert not mask[end:start].any()
     assert policy.prompts[1] == ids[:start].tolist()
+    assert [turn.continued for turn in draft.turns] == [True, False, False]
+    assert draft.turns[0].text.endswith("\n</think>\n\n")
     replayed = play(hermes, RecordedPolicy(draft.segments), sampling=sampling)
     assert replayed.segments == draft.segments
+
+
+def test_a_thought_that_spends_the_budget_is_a_cut_turn(hermes: Renderer, hermes_folder: Path) -> None:
+    policy = Scripted([Speaker(hermes_folder).encode("<think>" + "so " * 200)])
+    draft = play(hermes, policy, budget=spend({"tokens": 100}), sampling=Sampling(thinking_budget=100, max_tokens=150))
+    assert (draft.stop_reason, draft.metrics["truncated"], draft.metrics.get("thoughts_closed")) == (
+        StopReason.TOKENS,
+        1,
+        None,
+    )
+    assert [turn.continued for turn in draft.turns] == [False]
 
 
 @pytest.mark.parametrize("text", ["<think>so</think>" + " so" * 200, "so " * 200])
@@ -68,6 +81,7 @@ def test_templates_tell_whether_a_thought_is_open(compact: Renderer, hermes: Ren
 @pytest.mark.parametrize(("keys", "why"), [
     ({"tokens": 400, "thinking_budget": 400}, "leaves nothing of the 400 tokens of a turn"),
     ({"tokens": 400, "turn_tokens": 100, "thinking_budget": 200}, "or raise rollout.turn_tokens"),
+    ({"tokens": 900, "context": 4096, "thinking_budget": 600, "summarise_at": 2048}, "or raise rollout.summary_tokens"),
     ({"tokens": 400, "thinking_budget": 100, "agent": {"command": "x"}}, "is for the built-in loop"),
 ])  # fmt: skip
 def test_budgets_of_thoughts_that_cannot_be(keys: dict[str, object], why: str) -> None:

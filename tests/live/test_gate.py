@@ -19,10 +19,12 @@ from etude.evals.suite import EvalResult, TaskResult
 from etude.live.log import journal
 from etude.live.log.accounts import Accounts, new_blob, open_blobs, seal
 from etude.live.log.privacy import plant
-from etude.live.log.records import ReleaseStage, TurnContent
+from etude.live.log.records import Arm, Release, ReleaseStage, TurnContent
 from etude.live.release import operations
 from etude.live.release.gate import GatePart, compare_paired, integrity, play_gate, read_report
 from etude.live.release.player import Answer, Player, compare_answers
+from etude.live.release.releases import StoreTarget
+from etude.live.release.stores import bring
 from etude.records import StepRecord
 from etude.renderers import renderer_for
 from etude.store import open_store
@@ -181,6 +183,27 @@ def test_integrity_finds_what_is_wrong(two: Site, tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
     assert "altered" in integrity(drifted, key).reason
+
+
+def test_a_run_whose_versions_begin_with_its_model_folder_is_released(
+    two: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate and the stores of the clusters read the folder; what the servers get is whole."""
+    monkeypatch.setattr(operations.ReleaseSite, "base", lambda self: FIRST)
+    publisher, after = Publisher(open_store(str(two.trained)), of_folder=True), nudged(FIRST, 2)
+    publisher.publish(0, FIRST, (), {})
+    publisher.publish(1, after, (), {}, last=True)
+    found = operations.candidate(two.site, str(two.trained), 1)
+    assert "not at hand here" in integrity(found, None).reason
+    assert integrity(found, None, two.site.base).passed
+    release = Release(
+        number=1, store=found.store, version=1, manifest=found.manifest.digest, parent=None, anchor=None, report=None,
+        window=None, at=0,
+    )  # fmt: skip
+    target = StoreTarget("one", Arm.CONTROL, str(two.trained.parent / "cluster"), (), release, 0)
+    assert bring([target], None, two.site.base) == {}
+    held = load(open_store(target.store), 0)[1]
+    assert all(torch.equal(held[name], after[name]) for name in after)
 
 
 def test_costs_are_bounded() -> None:

@@ -139,6 +139,17 @@ def test_effort_weighs_tokens_by_kind_calls_and_turns() -> None:
     assert effort(one, weights) == pytest.approx(expected)
 
 
+def test_a_turn_whose_thought_was_closed_is_one_turn_of_effort() -> None:
+    """Its two parts count as a turn, and as the tokens of the call behind; the thought may open in the prompt."""
+    weights = LengthCost(thinking=1, calling=10, final=100, output=0, calls=0, turns=1e6)
+    one = played(20, 8, 5, texts=("so so\n</think>\n\n", "call", "done"))
+    first, *rest = one.turns
+    one = msgspec.structs.replace(one, turns=(msgspec.structs.replace(first, continued=True, calls=()), *rest))
+    share = len("so so\n</think>") / len(first.text)
+    expected = 20 * (share + 10 * (1 - share)) + 80 + 500 + 2e6
+    assert effort(one, weights) == pytest.approx(expected)
+
+
 def test_components_are_recorded_and_add_up() -> None:
     config = RewardConfig(
         refused_edits=0.2,

@@ -74,6 +74,17 @@ def test_the_head_is_that_of_a_real_pass(tmp_path):
     assert head_bytes(_sizes_of(str(folder), "float32"), 1500) == pytest.approx(live.peak, rel=0.02)
 
 
+@pytest.mark.parametrize(("stored", "computed", "width"), [
+    ("bfloat16", "float32", 2), ("float32", "bfloat16", 2), ("float32", "float32", 4), ("float16", "float32", 2),
+])  # fmt: skip
+def test_versions_have_the_types_in_which_they_are_published(tmp_path, stored, computed, width):
+    config = config_of(folder_of(tmp_path, SHAPES["Qwen3-4B"] | {"dtype": stored}), trainer={"dtype": computed})
+    sizes = {term.name: term.bytes for term in memory_table(config).terms}
+    gradients = sizes["gradients"]
+    assert sizes["published weights"] == 2 * width / 4 * gradients
+    assert sizes["held and next version of the engines"] == sizes["published weights"] * config.inference.servers
+
+
 @pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3-8B"])
 def test_recipes_for_one_gpu_fit_from_the_configuration_alone(tmp_path, name, capsys, monkeypatch):
     """`--dry-run` in a folder with config.json and nothing else; weights are counted as the model card counts them."""

@@ -5,11 +5,14 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.records import StepRecord
 from etude.store import open_store
@@ -73,6 +76,18 @@ def run(trained, tmp_path):
     folder, config, saved = trained
     shutil.copytree(folder, tmp_path / "run")
     return tmp_path / "run", config, saved
+
+
+def test_a_model_folder_that_was_altered_is_refused(tmp_path):
+    """Engines begin with the folder, so none would ever hold a version of the run again."""
+    folder, config = new_run(tmp_path, weights={})
+    Trainer(folder)
+    file = Path(config.model.path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] += 0.125
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"model are not those that the run began with: restore the folder"):
+        Trainer(folder)
 
 
 def test_a_resumed_trainer_has_every_bit_of_the_one_before(run, capfd):

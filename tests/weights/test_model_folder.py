@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from etude.errors import UserError
+from etude.models.dtypes import published_dtypes
 from etude.models.loading import load_model, named_tensors
 from etude.store import Store, open_store
 from etude.weights import Trust, manifests, publisher
 from etude.weights.audit import audit
 from etude.weights.content import load
-from etude.weights.export import export, folder_tensors
+from etude.weights.export import advance, export, folder_tensors, publish_folder
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
@@ -40,8 +44,8 @@ def published(store: Store, folder: Path, steps: int = STEPS, anchors: int = 200
         if version:
             tensors = {name: tensor + (torch.rand_like(tensor) < 0.01) * tensor / 8 for name, tensor in tensors.items()}
         publisher.publish(version, tensors, (), {}, last=version == steps)
+        publisher.finish_anchor()
         versions.append(tensors)
-    publisher.finish_anchor()
     return versions
 
 
@@ -104,17 +108,20 @@ def test_a_full_copy_ends_the_need_of_the_folder(store: Store, folder: Path) -> 
 
 def test_damaged_tensors_are_read_again_from_the_folder(store: Store, folder: Path) -> None:
     made, tensors = published(store, folder), live(folder)
-    receiver = Receiver(store, tensors, PayloadSource(store, folder=lambda: folder_tensors(folder)))
+    reads: list[Path] = []
+    source = PayloadSource(store, folder=lambda: reads.append(folder) or folder_tensors(folder))
+    receiver = Receiver(store, tensors, source)
     receiver.advance(lambda version, apply: apply())
-    name = "model.norm.weight"
-    tensors[name][3] += 1
-    damaged = receiver.scrub(1.0)
-    assert len(damaged) == 1
     held = receiver._held
     assert held is not None
-    held.bits[name].setflags(write=True)
-    held.bits[name][3] ^= 1  # the image, too
+    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+        tensors[name][3] += 1
+        held.bits[name].setflags(write=True)
+        held.bits[name][3] ^= 1  # the image, too
+    damaged = receiver.scrub(1.0)
+    assert len(damaged) == 2
     receiver.write_repair(receiver.find_repair(damaged))
+    assert len(reads) == 1, "once for all chunks"
     assert same(tensors, made[STEPS])
 
 
@@ -126,12 +133,36 @@ def test_readers_name_the_folder(store: Store, folder: Path, tmp_path: Path) -> 
     assert (audit(store, Trust()).rebuilt, audit(store, Trust()).problems) == (False, ())
     whole = audit(store, Trust(), folder=lambda: folder_tensors(folder))
     assert (whole.rebuilt, whole.problems) == (True, ())
+    assert advance(store, tmp_path / "out", 3, tmp_path / "back", began=lambda: folder_tensors(folder)) == STEPS
+    assert same(folder_tensors(tmp_path / "back"), made[3])
     assert collect_garbage(store, prune=True, grace=0).keys == ()
     again = Publisher(store, of_folder=True)
     last = manifests(store)[-1]
     again.resume(last, made[STEPS])
     again.publish(STEPS + 1, made[0], (), {}, last=True)
     assert same(load(store, STEPS + 1, lambda: folder_tensors(folder))[1], made[0])
+    publish_folder(store, tmp_path / "back", base=lambda: folder_tensors(folder))
+    assert same(load(store, STEPS + 2, lambda: folder_tensors(folder))[1], made[3])
+
+
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+def test_folders_of_several_types_are_read_exactly(folder: Path, tmp_path: Path, computed: torch.dtype) -> None:
+    """Norms in float32 beside matrices in bfloat16: a run in float32 publishes both as they are."""
+    mixed = shutil.copytree(folder, tmp_path / "mixed")
+    file = mixed / "model.safetensors"
+    wide = {name: t.float() + 1e-3 if "norm" in name else t for name, t in load_file(file).items()}
+    save_file(wide, file, {"format": "pt"})
+    model, store = load_model(mixed, dtype=computed), open_store(str(tmp_path / "weights"))
+    types = published_dtypes(mixed, model, computed)
+    tensors = {name: tensor.to(types[name]) for name, tensor in named_tensors(model).items()}
+    Publisher(store, of_folder=True).publish(0, tensors, (), {}, last=True)
+    assert same(load(store, 0, lambda: folder_tensors(mixed))[1], tensors)
+    export(store, 0, mixed, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    assert same({name: t.to(types[name]) for name, t in folder_tensors(tmp_path / "out").items()}, tensors)
+    if computed == torch.float32:
+        with pytest.raises(DamagedVersion, match="in float32 there, here in bfloat16: start the engine with dtype"):
+            Receiver(store, live(mixed)).poll()
 
 
 def test_an_anchor_is_several_objects(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,5 +177,6 @@ def test_an_anchor_is_several_objects(store: Store, folder: Path, monkeypatch: p
     assert same(load(store, 0)[1], tensors)
     assert audit(store, Trust()).problems == ()
     store.delete(parts[1].key)
+    assert (audit(store, Trust()).rebuilt, len(audit(store, Trust()).problems)) == (False, 1)
     with pytest.raises(UserError, match=f"{parts[1].key} is gone"):
         load(store, 0)

@@ -29,6 +29,7 @@ from etude.weights import (
     read_private_key,
     read_public_key,
     rl_config,
+    with_models,
 )
 from etude.weights.retention import collect_garbage
 
@@ -67,11 +68,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     diff = based(action("diff", "show what changed between two versions, tensor by tensor", json=True))
     diff.add_argument("a", type=int, help="version to compare")
     diff.add_argument("b", type=int, help="version to compare it with")
-    apply = trusting(action("apply", "bring a model folder that holds one version to another by the fewest bytes"))
+    text = "bring a model folder that holds one version to another by the fewest bytes"
+    apply = based(trusting(action("apply", text)))
     apply.add_argument("folder", help="HF folder, run folder, GGUF file, or the name of a model")
     apply.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     apply.add_argument("--version", type=int, help="default: the newest")
-    publish = action("publish", "publish the weights of a model folder as the next version", json=True)
+    publish = based(action("publish", "publish the weights of a model folder as the next version", json=True))
     publish.add_argument("folder", help="HF folder, run folder, GGUF file, or the name of a model")
     publish.add_argument("--key", type=Path, help="private key to sign with")
     fetch = trusting(action("fetch", "write a version as a model folder"))
@@ -183,11 +185,12 @@ def _base(arguments: argparse.Namespace) -> Callable[[], dict[str, Any]] | None:
     """Reads the tensors of --base, or of the model of the run folder around the store; None without both."""
     from etude.weights.export import folder_tensors
 
-    base = arguments.base
+    base, config = arguments.base, None
     if base is None and "://" not in arguments.store:
         config = rl_config(Path(arguments.store).absolute().parent)
-        base = None if config is None else config.model.path
-    return None if base is None else lambda: folder_tensors(model_folder(base))
+    if base is None and config is None:
+        return None
+    return lambda: folder_tensors(model_folder(base or with_models(config).model.path))
 
 
 def apply(arguments: argparse.Namespace) -> int:
@@ -199,7 +202,7 @@ def apply(arguments: argparse.Namespace) -> int:
     folder = model_folder(arguments.folder)
     trust = _trust(arguments, folder)
     with bar() as progress:
-        held = export.advance(store, folder, version, arguments.output, trust, progress)
+        held = export.advance(store, folder, version, arguments.output, trust, progress, _base(arguments))
     print(f"{arguments.folder} holds version {held}; {arguments.output} holds version {version}")
     return 0
 
@@ -213,7 +216,7 @@ def publish(arguments: argparse.Namespace) -> int:
     check_folder(folder)  # before the store is made
     with bar() as progress:
         progress("publish", 0, 1)
-        manifest = export.publish_folder(open_store(arguments.store, durable=True), folder, key)
+        manifest = export.publish_folder(open_store(arguments.store, durable=True), folder, key, _base(arguments))
     if arguments.json:
         print(json.dumps(_row(manifest)))
     else:

@@ -111,6 +111,11 @@ class RolloutConfig(Section):
                 f"rollout.thinking_budget = {budget} leaves nothing of the {turn} tokens of a turn: lower it, or raise "
                 f"rollout.{'turn_tokens' if turn < self.tokens else 'tokens'}"
             )
+        if budget is not None and self.summarise_at and budget >= self.summary_tokens:
+            raise ValueError(
+                f"rollout.thinking_budget = {budget} leaves nothing of the {self.summary_tokens} tokens of a summary: "
+                "lower it, or raise rollout.summary_tokens"
+            )
         if budget is not None and self.agent is not None:
             raise ValueError("rollout.thinking_budget is for the built-in loop: drop it, or rollout.agent")
         return self

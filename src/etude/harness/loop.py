@@ -329,13 +329,18 @@ class _EngineTurns(_Turns):
         its thought is open, tokens that close the thought follow with mask 0; then comes the rest. Raises _BudgetSpent
         or Aborted."""
         first = min(self._sampling.thinking_budget or max_tokens, max_tokens)
-        generation = await self._sample(first)
+        self._generation = generation = await self._sample(first)
         if generation.finish_reason == "length" and len(generation.ids) == first < max_tokens:
             self._next = closing = self._renderer.end_of_thought(generation.ids)
+            try:
+                rest = await self._sample(max_tokens - first)
+            except _BudgetSpent:
+                self._ended(cut=True)
+                raise
             self._tools.metrics["thoughts_closed"] += bool(closing)
-            rest = await self._sample(max_tokens - first)
-            generation = msgspec.structs.replace(rest, ids=[*generation.ids, *closing, *rest.ids])
-        self._generation = generation
+            text = self.turns[-2].text + self._renderer.text(closing)
+            self.turns[-2] = msgspec.structs.replace(self.turns[-2], text=text, continued=True)
+            self._generation = generation = msgspec.structs.replace(rest, ids=[*generation.ids, *closing, *rest.ids])
         self._ended(generation.finish_reason == "length")
         return generation
 

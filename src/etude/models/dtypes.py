@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,12 @@ def main_dtype(root: Path) -> torch.dtype:
         if tensor.dtype is not None:
             counts[tensor.dtype] += tensor.elements
     return max(counts, key=lambda dtype: counts[dtype], default=torch.bfloat16)
+
+
+def exact_dtype(root: Path) -> torch.dtype:
+    """The narrowest type that represents all weights of a folder."""
+    types = {tensor.dtype for tensor in stored(root) if tensor.dtype is not None}
+    return reduce(torch.promote_types, types or {torch.bfloat16})
 
 
 def computed_dtype(dtype: str, device: str, root: Path) -> torch.dtype:

@@ -66,7 +66,11 @@ class Renderer(Protocol):
     dialect: str  # "compact", or a name of `dialects.DIALECTS`
     digest: str  # blake3 of the tokenizer and template; two processes that exchange ids must agree on it
     stop_ids: tuple[int, ...]  # ids that end a turn
-    thinks: bool  # whether thoughts have tags, so that an open one can be closed
+
+    @property
+    def thinks(self) -> bool:
+        """Whether thoughts have tags, so that an open one can be closed."""
+        ...
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Ids of a conversation, ending with the generation prompt. Raises ValueError for an unknown role."""

@@ -20,7 +20,8 @@ from etude.grading.cheats import has_violation
 from etude.records import MAX_REWARD, Budget, Episode, Outcome, StopReason
 
 MAX_BEHAVIOUR_COST = 0.5  # of all behaviours together
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+# Some templates open the thought before the turn.
+_THINKING = re.compile(r"(?:<think>|\A(?=(?:(?!<think>).)*</think>)).*?(?:</think>|\Z)", re.DOTALL)
 
 
 def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episode:
@@ -79,15 +80,18 @@ def length_cost(x: float, config: LengthCost) -> float:
 def effort(episode: Episode, weights: LengthCost) -> float:
     """x: the weighted sum of an episode's tokens by kind, its tool calls and its turns. Thinking and answer are not
     apart in the tokens: a turn's sampled tokens are divided by the shares of its text."""
-    x = weights.turns * len(episode.turns) + weights.calls * sum(len(turn.calls) for turn in episode.turns)
+    whole = [turn for turn in episode.turns if not turn.continued]
+    x = weights.turns * len(whole) + weights.calls * sum(len(turn.calls) for turn in whole)
     counts: list[int] = []  # sampled tokens of each turn
     for segment in episode.segments:
         mask_T = segment.arrays()[1]
         ends = [*segment.turn_starts[1:], len(mask_T)]
         counts += [int(mask_T[a:b].sum()) for a, b in zip(segment.turn_starts, ends, strict=True)]
-    for turn, sampled in zip(episode.turns, counts, strict=False):  # a turn cut off by the clock has tokens but no text
+    # A turn cut off by the clock has tokens but no text.
+    for number, (turn, sampled) in enumerate(zip(episode.turns, counts, strict=False)):
         thought = sum(map(len, _THINKING.findall(turn.text))) / max(len(turn.text), 1)
-        rest = weights.calling if turn.calls else weights.final
+        acting = next((later for later in episode.turns[number:] if not later.continued), turn)
+        rest = weights.calling if acting.calls else weights.final
         x += sampled * (thought * weights.thinking + (1 - thought) * rest)
     for segment in episode.segments:
         x += weights.output * int((segment.arrays()[1][segment.prompt_length :] == 0).sum())

@@ -76,8 +76,8 @@ def audit(
         checked, size = checked + 1, size + len(data)
         why = _fault(data, kind, number, part, chunks[schema])
         problems += [f"version {number}: {part.key} {why}"] if why else []
-    rebuilt = bool(chosen) and (folder is not None or bool(chosen[-1].anchor.parts))
-    if rebuilt and not problems:
+    rebuilt = bool(chosen) and not problems and (folder is not None or bool(chosen[-1].anchor.parts))
+    if rebuilt:
         try:
             load(store, chosen[-1].version, folder)
         except UserError as e:

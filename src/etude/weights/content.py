@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -70,7 +69,7 @@ def load_content(
 
 def rounded(tensors: Tensors, grid: Schema) -> Content:
     """The content of these tensors in the published types, on memory of its own. Raises ValueError if names or shapes
-    differ from the schema's."""
+    differ from the schema's, or if a tensor is narrower than its published type."""
     here, there = {n: tuple(t.shape) for n, t in tensors.items()}, {s.name: s.shape for s in grid.tensors}
     if here != there:
         name = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))[0]
@@ -78,6 +77,11 @@ def rounded(tensors: Tensors, grid: Schema) -> Content:
     arrays: dict[str, Bits] = {}
     for spec in grid.tensors:
         tensor, dtype = tensors[spec.name].detach(), getattr(torch, spec.dtype)
+        if tensor.dtype != dtype and torch.promote_types(tensor.dtype, dtype) == dtype:
+            raise ValueError(
+                f"{spec.name} is in {spec.dtype} there, here in {str(tensor.dtype).removeprefix('torch.')}: start the "
+                f"engine with dtype {spec.dtype} (inference.dtype of a run, --dtype of `etude serve`)"
+            )
         narrow = tensor.to(dtype) if tensor.is_floating_point() else tensor
         arrays[spec.name] = bits(narrow.clone() if narrow is tensor else narrow)
     return Content(grid, arrays, codec.digests(grid, arrays))
@@ -139,10 +143,12 @@ def _of_folder(source: PayloadSource, grid: Schema, version: int) -> Content:
     weights = "is the weights of the model folder that the run began with"
     if source.folder is None:
         raise BrokenObject(version, FOLDER, f"{weights}, which are not at hand here: name that folder")
-    first, content = source.manifest(version), None
-    with suppress(ValueError):
+    first = source.manifest(version)
+    try:
         content = rounded(source.folder(), grid)
-    if content is None or first is None or digest_text(codec.model_digest(content.digests)) != first.digest:
+    except ValueError as e:
+        raise BrokenObject(version, FOLDER, f"{weights}, and the weights here are others: {e}") from None
+    if first is None or digest_text(codec.model_digest(content.digests)) != first.digest:
         raise BrokenObject(version, FOLDER, f"{weights}, and the weights here are others: give that folder")
     return content
 

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from etude.errors import UserError
 from etude.models import check_folder
-from etude.models.dtypes import main_dtype
+from etude.models.dtypes import exact_dtype, main_dtype
 from etude.models.loading import load_model, model_id, named_tensors
 from etude.models.lora import DOWN, adapted_layers
 from etude.models.text_models import is_multimodal, tensors_beside
 from etude.records import PolicyVersion
 from etude.store import Store
-from etude.weights.adapters import load_live
-from etude.weights.content import load
+from etude.weights.adapters import base_schema, load_live
+from etude.weights.content import Folder, load
 from etude.weights.manifest import Trust, newest_manifest, published_versions, read_manifest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import materialise, update_to
@@ -34,8 +34,8 @@ Progress = Callable[[str, int, int], None]
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a model folder by the names of a version's. Raises UserError."""
-    return named_tensors(load_model(folder, dtype=main_dtype(folder)))
+    """The exact tensors of a model folder by the names of a version's. Raises UserError."""
+    return named_tensors(load_model(folder, dtype=exact_dtype(folder)))
 
 
 def export(store: Store, version: int, base: Path, out: Path, trust: Trust | None = None) -> PolicyVersion:
@@ -44,8 +44,14 @@ def export(store: Store, version: int, base: Path, out: Path, trust: Trust | Non
     would write. Raises UserError if it exists, or if the version is missing, damaged, not trusted or of another
     model."""
     _refuse_existing(out)
-    model = load_model(base, dtype=main_dtype(base))
+    exact = exact_dtype(base)
+    model = load_model(base, dtype=exact)
     manifest = materialise(store, version, named_tensors(model), trust)
+    if exact != main_dtype(base):  # several types: each tensor in its published one
+        published = base_schema(store, manifest).types
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in published:
+                tensor.data = tensor.data.to(published[name])
     _write(model, base, out)
     return manifest
 
@@ -55,7 +61,7 @@ def export_adapters(store: Store, version: int, base: Path, out: Path, trust: Tr
     modules). `base` is the model folder that the run began with. Raises UserError as `export` does, or if the version
     holds whole weights."""
     _refuse_existing(out)
-    model = load_model(base, dtype=main_dtype(base))
+    model = load_model(base, dtype=exact_dtype(base))
     manifest, _ = load_live(store, version, named_tensors(model), trust)
     if isinstance(manifest.adapted, msgspec.UnsetType):
         raise UserError(f"version {version} of {store.url} holds whole weights, no adapters: fetch those")
@@ -105,10 +111,12 @@ def advance(
     out: Path,
     trust: Trust | None = None,
     progress: Progress = lambda stage, done, total: None,
+    began: Folder | None = None,
 ) -> int:
     """Writes `out`: the weights of the folder `base`, which holds some version, brought to `version`. Returns the
-    version in `base`. Reads only the payloads between the two, or an anchor if that is less. Raises UserError if `base`
-    holds no published version."""
+    version in `base`. Reads only the payloads between the two, or an anchor if that is less; an earlier version may
+    need the model folder that the run began with, which `began` reads. Raises UserError if `base` holds no published
+    version."""
     _refuse_existing(out)
     if (manifest := read_manifest(store, version)) is not None and not isinstance(manifest.adapted, msgspec.UnsetType):
         raise UserError(
@@ -118,16 +126,19 @@ def advance(
     model = load_model(base, dtype=main_dtype(base))
     tensors = named_tensors(model)
     held = _held(store, weights_digest(tensors, schema_of(tensors).types), progress)
-    update_to(store, held, version, tensors, trust)
+    update_to(store, held, version, tensors, trust, began)
     _write(model, base, out)
     return held
 
 
-def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = None) -> PolicyVersion:
-    """Publishes the weights of a Hugging Face folder as the next version, as a delta if a version exists. Raises
-    UserError if the newest version is damaged, AlreadyPublished if another writer is faster."""
+def publish_folder(
+    store: Store, folder: Path, key: Ed25519PrivateKey | None = None, base: Folder | None = None
+) -> PolicyVersion:
+    """Publishes the weights of a Hugging Face folder as the next version, as a delta if a version exists. `base` reads
+    the model folder that a run's versions begin with. Raises UserError if the newest version is damaged,
+    AlreadyPublished if another writer is faster."""
     check_folder(folder)
-    tensors = folder_tensors(folder)
+    tensors = named_tensors(load_model(folder, dtype=main_dtype(folder)))
     try:
         last = newest_manifest(store)
     except ValueError as e:
@@ -138,7 +149,7 @@ def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = N
             f"{store.url} holds versions of adapters, after which no whole weights come: name another store"
         )
     if last is not None:
-        publisher.resume(last, load(store, last.version)[1])
+        publisher.resume(last, load(store, last.version, base)[1])
         publisher.finish_anchor()
     return publisher.publish(last.version + 1 if last else 0, tensors, (), {}, last=True)
 

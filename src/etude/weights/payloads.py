@@ -166,10 +166,10 @@ class PayloadSource:
         self.folder = folder
         self._relay = relay.rstrip("/") if relay else None
 
-    def beginning_with(self, tensors: Mapping[str, Tensor]) -> PayloadSource:
-        """The same source with these tensors as those of the model folder."""
+    def beginning_with(self, folder: Callable[[], Mapping[str, Tensor]] | None) -> PayloadSource:
+        """The same source with another reader of the model folder."""
         other = copy(self)
-        other.folder = lambda: tensors
+        other.folder = folder
         return other
 
     def manifest(self, version: int) -> PolicyVersion | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, cast
 
 import httpx2
@@ -24,7 +25,7 @@ from etude.protocol import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.adapters import Base, base_schema, load_live
-from etude.weights.content import Content, Tensors, content_of, read_content, replay_chunk, rounded
+from etude.weights.content import Content, Folder, Tensors, content_of, read_content, replay_chunk, rounded
 from etude.weights.manifest import ManifestRefused, Trust, key, published_versions
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.repair import Repaired, RepairSource, RepairUnavailable, repair_chunk
@@ -172,7 +173,7 @@ class Receiver:
         if not numbers:
             return None
         # Before the first version, the live tensors are those of the folder that the engine has loaded.
-        source = self._source.beginning_with(self._live.tensors) if self._held is None else self._source
+        source = self._source.beginning_with(lambda: self._live.tensors) if self._held is None else self._source
         manifest, published = read_content(source, numbers[-1], self.version, self._published)
         try:
             self._source.trust.accept(manifest)
@@ -320,7 +321,8 @@ class Receiver:
         return not self._holds(held, number) or not held.is_right(number, held.chunk(number))
 
     def _repair_sources(self, held: Content) -> list[RepairSource]:
-        version = self.version
+        version, folder = self.version, self._source.folder
+        source = self._source.beginning_with(folder and cache(folder))  # read once for all chunks
 
         def peer(url: str, number: int) -> Bits:
             try:
@@ -336,13 +338,13 @@ class Receiver:
 
         def replayed(number: int) -> Bits:
             try:
-                return replay_chunk(self._source, version, held, number)
+                return replay_chunk(source, version, held, number)
             except DamagedVersion as e:
                 raise RepairUnavailable(str(e)) from None
 
         def loaded(number: int) -> Bits:
             try:
-                whole = PayloadSource(self._store, folder=self._source.folder)
+                whole = PayloadSource(self._store, folder=source.folder)
                 return read_content(whole, version, -1, None)[1].chunk(number)
             except DamagedVersion as e:
                 raise RepairUnavailable(str(e)) from None
@@ -370,11 +372,19 @@ def materialise(store: Store, version: int, tensors: Tensors, trust: Trust | Non
     return manifest
 
 
-def update_to(store: Store, held: int, version: int, tensors: Tensors, trust: Trust | None = None) -> PolicyVersion:
-    """Brings `tensors`, which hold version `held`, to another version by the cheapest path. Raises UserError."""
+def update_to(
+    store: Store,
+    held: int,
+    version: int,
+    tensors: Tensors,
+    trust: Trust | None = None,
+    folder: Folder | None = None,
+) -> PolicyVersion:
+    """Brings `tensors`, which hold version `held`, to another version by the cheapest path; see `load_content`. Raises
+    UserError."""
     grid = chunk_grid.schema_of(tensors)
     content = rounded(tensors, grid)
-    manifest, staged = content_of(PayloadSource(store, trust=trust), version, held, content)
+    manifest, staged = content_of(PayloadSource(store, trust=trust, folder=folder), version, held, content)
     _put(store, manifest, staged, tensors)
     return manifest
 

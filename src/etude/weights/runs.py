@@ -64,8 +64,8 @@ def with_models(config: Any) -> Any:
             folder = with_chat_template(folder, template)
         if origin is not None and folder != Path(value):
             raise UserError(
-                f"{value} is gone from the cache, and {origin} with {template} makes another folder now: put back the "
-                "model and the chat template that the run began with"
+                f"{value} is gone from the cache, and {origin}{f' with {template}' if template else ''} makes another "
+                "folder now: put back the files that the run began with"
             )
         made = {"origin": type(value)(first)} if folder != first and "origin" in type(part).model_fields else {}
         changed[table] = part.model_copy(update={key: type(value)(folder)} | made)

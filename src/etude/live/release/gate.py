@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import blake3
 import msgspec
@@ -33,6 +33,9 @@ from etude.live.release.releases import ReleaseState
 from etude.records import PolicyVersion, Record
 from etude.store import open_store
 from etude.tasks import load_dataset
+
+if TYPE_CHECKING:
+    from etude.weights.content import Folder
 
 DISCORDANT = 0.1
 """The assumed share of tasks that only one of two equal versions passes, with one sample each."""
@@ -108,7 +111,7 @@ def play_gate(
         window=version.window,
         at=0,
     )
-    parts = [integrity(version, site.key)]
+    parts = [integrity(version, site.key, site.base)]
     if parts[0].passed and incumbent is not None:
         assert anchor is not None
         for suite in config.suites:
@@ -176,14 +179,15 @@ def read_report(release: Release, key: Path | None) -> GateReport:
 # --- integrity --------------------------------------------------------------------------------------------------------
 
 
-def integrity(version: ReleaseCandidate, key: Path | None) -> GatePart:
-    """Whether the version is complete, signed and finite, and its step within the trainer's guards."""
+def integrity(version: ReleaseCandidate, key: Path | None, base: Folder | None = None) -> GatePart:
+    """Whether the version is complete, signed and finite, and its step within the trainer's guards. `base` reads the
+    model folder that a run's versions begin with."""
     from etude.weights import Trust, read_private_key
     from etude.weights.content import load_content
 
     trust = Trust(read_private_key(key).public_key()) if key is not None else None
     try:
-        manifest, content = load_content(open_store(version.store), version.manifest.version, trust)
+        manifest, content = load_content(open_store(version.store), version.manifest.version, trust, base)
     except UserError as e:
         return GatePart(name="integrity", passed=False, reason=str(e))
     for spec in content.schema.tensors:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,13 @@ class ReleaseSite:
     def has_canary(self) -> bool:
         """Whether any cluster has servers for a canary."""
         return any(cluster.canary_urls for cluster in self.config.clusters)
+
+    def base(self) -> Mapping[str, Any]:
+        """The tensors of the model that the versions began with. Raises UserError."""
+        from etude.weights import model_folder
+        from etude.weights.export import folder_tensors
+
+        return folder_tensors(model_folder(self.config.gate.base))
 
     def read(self) -> ReleaseLog:
         """The log of releases."""
@@ -270,7 +277,7 @@ def _stage_reason(decision: CanaryDecision) -> str:
 
 def _follow(site: ReleaseSite) -> None:
     """Brings every store to its target by the rows; failed stores are left to the next tick."""
-    for target, why in bring(site.targets(), site.key).items():
+    for target, why in bring(site.targets(), site.key, site.base).items():
         _log.warning("the %s store of cluster %s does not follow: %s", target.arm, target.cluster, why)
 
 
@@ -341,7 +348,7 @@ def _after(log: ReleaseLog, bad: ReleaseState, good: ReleaseState, number: int) 
 def _prepared(site: ReleaseSite, targets: Sequence[StoreTarget]) -> list[Callable[[], int]]:
     def one(target: StoreTarget) -> Callable[[], int] | None:
         try:
-            return prepare(target, site.key)
+            return prepare(target, site.key, site.base)
         except UserError as e:
             _log.warning("the %s store of cluster %s is away: %s", target.arm, target.cluster, e)
             return None
@@ -392,11 +399,11 @@ def drill(site: ReleaseSite, say: Callable[[str], None]) -> list[tuple[str, floa
     )
     if before is None:
         raise UserError("a drill goes back to another content, and there was only one release")
-    away = bring(targets, site.key)
+    away = bring(targets, site.key, site.base)
     back = [_with(target, before) for target in targets]
     took: list[tuple[str, float]] = []
     try:
-        ready = [prepare(target, site.key) for target in back]
+        ready = [prepare(target, site.key, site.base) for target in back]
         began = time.monotonic()
         with ThreadPoolExecutor(len(ready)) as pool:
             list(pool.map(lambda write: write(), ready))
@@ -409,7 +416,7 @@ def drill(site: ReleaseSite, say: Callable[[str], None]) -> list[tuple[str, floa
                     say(f"{store.target.cluster}: {took[-1][1]:.1f} seconds")
             time.sleep(_POLL_SECONDS)
     finally:
-        away = bring(targets, site.key)
+        away = bring(targets, site.key, site.base)
     late = [*left, *(target.cluster for target in away)]
     done = f"drill: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in took) or 'no cluster in time'}"
     failed = f"; late or away: {', '.join(dict.fromkeys(late))}" if late else ""

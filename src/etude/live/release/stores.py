@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import msgspec
@@ -23,6 +23,9 @@ from etude.protocol import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.weights import newest_manifest, published_versions, read_manifest
+
+if TYPE_CHECKING:
+    from etude.weights.content import Folder
 
 _CONNECT_SECONDS, _READ_SECONDS = 1.0, 3.0
 _MAX_AT_ONCE = 32  # servers and stores at a time
@@ -53,10 +56,10 @@ class StoreState:
         return [server for server in self.servers if server.digest != self.target.release.manifest]
 
 
-def prepare(target: StoreTarget, key: Path | None) -> Callable[[], int]:
+def prepare(target: StoreTarget, key: Path | None, base: Folder | None = None) -> Callable[[], int]:
     """Reads the content of the target's release; returns a function that writes it to the store as a version and
-    returns the version's number. The function writes nothing if the store's newest version has the content. Raises
-    UserError."""
+    returns the version's number. The function writes nothing if the store's newest version has the content. `base`
+    reads the model folder that a run's versions begin with. Raises UserError."""
     store, release = open_store(target.store, durable=True), target.release
     last = _newest(target.store)
     if last is not None and last.digest == release.manifest:
@@ -66,7 +69,7 @@ def prepare(target: StoreTarget, key: Path | None) -> Callable[[], int]:
     from etude.weights.publisher import AlreadyPublished, Publisher
 
     source, version = (store, held) if (held := _held(target.store, release)) is not None else _source(release)
-    manifest, tensors = load(source, version)
+    manifest, tensors = load(source, version, base)
     if not isinstance(manifest.adapted, msgspec.UnsetType):
         raise UserError(
             f"version {version} of {source.url} holds adapters: merge them with `etude weights fetch`, and "
@@ -76,7 +79,7 @@ def prepare(target: StoreTarget, key: Path | None) -> Callable[[], int]:
         raise UserError(f"version {version} of {source.url} has not the content of release {release.number}")
     publisher = Publisher(store, key=read_private_key(key) if key else None, model=manifest.model)
     if last is not None:
-        publisher.resume(last, load(store, last.version)[1])
+        publisher.resume(last, load(store, last.version, base)[1])
     number = last.version + 1 if last is not None else 0
 
     def write() -> int:
@@ -91,12 +94,12 @@ def prepare(target: StoreTarget, key: Path | None) -> Callable[[], int]:
     return write
 
 
-def bring(targets: Sequence[StoreTarget], key: Path | None) -> dict[StoreTarget, str]:
+def bring(targets: Sequence[StoreTarget], key: Path | None, base: Folder | None = None) -> dict[StoreTarget, str]:
     """Brings every store to its target, concurrently; returns the failed stores with the reasons."""
 
     def one(target: StoreTarget) -> str:
         try:
-            prepare(target, key)()
+            prepare(target, key, base)()
         except (UserError, RunFailed) as e:
             return str(e)
         return ""

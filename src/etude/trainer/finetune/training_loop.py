@@ -139,8 +139,7 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
         steps += 1
         if not passes:
             continue
-        writer.wait()  # a checkpoint is written from the optimizer's own tensors
-        figures = _step(model, work.compute, passes, optimizer, lr, config.router_aux)
+        figures = _step(model, work.compute, passes, optimizer, lr, config.router_aux, writer.wait)
         if not math.isfinite(figures["optim/grad_norm"]):
             raise UserError(f"the gradient is not finite at step {steps}; lower trainer.lr")
         if steps % config.log_every == 0 or steps == 1:
@@ -169,9 +168,11 @@ def _step(
     optimizer: MasterAdamW,
     lr: float,
     router_aux: float,
+    written: Callable[[], object],
 ) -> dict[str, Any]:
-    """Backward pass and update, which is left out if the gradient is not finite. Returns the figures, tensors where
-    computed on the device: sums over the passes of the parts of the loss, means of the rest."""
+    """Backward pass and update, which is left out if the gradient is not finite, and waits until a checkpoint of the
+    optimizer's tensors is `written`. Returns the figures, tensors where computed on the device: sums over the passes of
+    the parts of the loss, means of the rest."""
     losses: list[torch.Tensor] = []
     balances: list[torch.Tensor] = []
     loads: list[torch.Tensor] = []
@@ -186,6 +187,7 @@ def _step(
             sums[name] = value + sums[name] if name in sums else value
     norm = optimizer.collect()
     if math.isfinite(norm):
+        written()
         optimizer.apply(lr)
     load_LE = torch.stack(loads).mean(0)
     return {

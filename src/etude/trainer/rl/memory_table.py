@@ -27,7 +27,7 @@ from transformers.integrations.moe import ExpertsInterface
 from etude.config import RLConfig
 from etude.errors import UserError
 from etude.models import attention
-from etude.models.dtypes import computed_dtype
+from etude.models.dtypes import computed_dtype, main_dtype, narrower
 from etude.models.head import head_of
 from etude.models.key_values import cache_mb, configured, cpu_cache_mb
 from etude.models.loading import read_config
@@ -223,8 +223,9 @@ def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 def _states(config: RLConfig, model: PreTrainedModel, adapters: Adapters | None, device: str) -> list[Term]:
     trained = list(model.parameters()) if adapters is None else list(adapters.tensors.values())
-    count, size = sum(t.numel() for t in trained), 2 if adapters is None else 4  # bytes of a published element
     trainer = config.trainer
+    published = narrower(main_dtype(Path(config.model.path)), model.dtype) if adapters is None else torch.float32
+    count, size = sum(t.numel() for t in trained), published.itemsize
     live = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     held = trainer.offload_optimizer or device == "host"
     terms = [

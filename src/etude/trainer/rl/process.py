@@ -191,15 +191,18 @@ class Trainer:
         self.publisher.resume(last, self.learner.optimizer.published())
 
     def _check_base(self, last: PolicyVersion) -> None:
-        """Raises UserError unless the run's versions match the optimizer: all weights, or adapters of the same base and
-        scale."""
-        ours, theirs = self.learner.optimizer.adapted(), last.adapted
+        """Raises UserError unless the run's versions match the optimizer, which holds the model folder: all weights, or
+        adapters of the same base and scale. Engines begin with the folder, too, until there is a full copy."""
+        ours, theirs, folder = self.learner.optimizer.adapted(), last.adapted, self.config.model.path
+        changed = UserError(f"the weights in {folder} are not those that the run began with: restore the folder")
         if isinstance(theirs, msgspec.UnsetType) or ours is None:
             if ours is not None or not isinstance(theirs, msgspec.UnsetType):
                 raise UserError("the run's versions and trainer.lora do not fit: set it as when the run began")
+            first = None if last.anchor.parts else read_manifest(self.weights, last.anchor.version)
+            if first is not None and not self.restorer.holds(first):
+                raise changed
         elif (ours.base, ours.schema) != (theirs.base, theirs.schema):
-            folder = self.config.model.path
-            raise UserError(f"the weights in {folder} are not those that the run began with: restore the folder")
+            raise changed
         elif ours.scale != theirs.scale:
             raise UserError("the run began with another trainer.lora.alpha or rank: set them as when the run began")
 
@@ -216,6 +219,7 @@ class Trainer:
             raise UserError(f"{self.weights.url} has no version {version} to go on from")
         if target.digest == last.digest:
             return
+        self.writer.wait()
         self.restorer.restore(version)
         step = StepRecord(action="rollback", good=version)
         self._publish(self.version + 1, (), {}, {}, step=step)

@@ -100,10 +100,11 @@ class Restorer:
         if self.learner.critic is not None:
             self.learner.critic.load(tensors)
         manifest = read_manifest(self.weights, version)
-        if manifest is None or not self._is(manifest):
+        if manifest is None or not self.holds(manifest):
             raise CheckpointDamaged(f"checkpoint {version} does not have the digest that was published")
 
-    def _is(self, manifest: PolicyVersion) -> bool:
+    def holds(self, manifest: PolicyVersion) -> bool:
+        """Whether the learner has the weights of a version."""
         tensors = self.learner.optimizer.published()
         return weights_digest(tensors, schema_of(tensors).types) == manifest.digest
 
@@ -119,7 +120,7 @@ class Restorer:
                 _note(str(e).partition(";")[0])
         self.clock.repeated(began)
         failpoint("trainer.repeated")
-        if self._is(manifest):
+        if self.holds(manifest):
             return True
         try:
             self.learner.optimizer.follow(published.of(manifest.version))
