@@ -14,6 +14,7 @@ from etude.weights.preflight.findings import CONFIG, ConfigEdit, Finding, Header
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^(?:output|head)\.")
+_MEDIUM = re.compile(r"^<.*(image|audio|video|vision).*>$")  # a token that stands for what is no text
 _EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "BF16": (np.uint16, 0x7F80),
     "F16": (np.uint16, 0x7C00),
@@ -38,6 +39,15 @@ def findings(files: ModelFiles, *, whole: bool) -> Iterator[Finding]:
 
 def _index(files: ModelFiles) -> Iterator[Finding]:
     path = files.folder / INDEX
+    if files.doubled:
+        yield Finding(
+            "index",
+            "fault",
+            f"{listed(files.doubled)} is stored in two files, and engines take the one or the other: fetch the model "
+            "again",
+            stops=True,
+        )
+        return
     if not path.is_file():
         return
     named = json.loads(path.read_text())["weight_map"]
@@ -80,6 +90,16 @@ def _embedding(files: ModelFiles) -> Iterator[Finding]:
     most = max(files.vocabulary.values(), default=-1)
     if most >= stored.shape[0]:
         beyond = [name for name, number in files.vocabulary.items() if number >= stored.shape[0]]
+        if all(_MEDIUM.search(name) for name in beyond) and not any(
+            name in (files.template.source if files.template else "") for name in beyond
+        ):
+            yield Finding(
+                "vocabulary",
+                "note",
+                f"{listed(beyond)} of the tokenizer has no embedding: this model of text shares its tokenizer with one "
+                "of other media",
+            )
+            return
         yield Finding(
             "vocabulary",
             "fault",
