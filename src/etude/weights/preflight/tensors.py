@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from etude.models import INDEX
 from etude.weights.preflight.findings import CONFIG, ConfigEdit, Finding, HeaderEntry, ModelFiles, is_number, listed
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^(?:output|head)\.")
 _MEDIUM = re.compile(r"^<.*(image|audio|video|vision).*>$")  # a token that stands for what is no text
 _EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
@@ -31,6 +33,7 @@ def findings(files: ModelFiles, *, whole: bool) -> Iterator[Finding]:
         return
     yield from _index(files)
     yield from _layers(files)
+    yield from _experts(files)
     yield from _embedding(files)
     yield from _tied(files, whole)
     if whole:
@@ -72,6 +75,19 @@ def _layers(files: ModelFiles) -> Iterator[Finding]:
             f"{CONFIG} says {count} layers, and the files have no tensor of layer {listed(missing)}: fetch the model "
             "again",
             stops=True,
+        )
+
+
+def _experts(files: ModelFiles) -> Iterator[Finding]:
+    """Tensors of single experts that other experts of the layer have."""
+    held = defaultdict[tuple[str, str], set[int]](set)
+    for match in filter(None, map(_EXPERT.match, files.tensors)):
+        held[match[1], match[3]].add(int(match[2]))
+    count = max((max(numbers) + 1 for numbers in held.values()), default=0)
+    lost = [f"{a}{n}{b}" for (a, b), numbers in sorted(held.items()) for n in sorted(set(range(count)) - numbers)]
+    if lost:
+        yield Finding(
+            "tensors", "fault", f"the files lack tensors of experts ({listed(lost)}): fetch the model again", stops=True
         )
 
 
