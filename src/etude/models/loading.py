@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,12 @@ def check_tensors(path: Path | str) -> None:
     _loaded(Path(path), device_map="meta")
 
 
-def _loaded(root: Path, **options: Any) -> PreTrainedModel:
+def _loaded(root: Path, **options: Any) -> Any:
     """The model by transformers' loader, with nothing left out. Raises UserError."""
     config = load_config(root)
     transformers_logging.disable_progress_bar()
-    table = logging.getLogger("transformers.modeling_utils")  # of all tensors that do not fit; one is named below
-    level = table.level
-    table.setLevel(logging.ERROR)
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # no table of all tensors that do not fit: one is named below
     try:
         model, info = auto_class(config).from_pretrained(
             root,
@@ -71,7 +69,7 @@ def _loaded(root: Path, **options: Any) -> PreTrainedModel:
     except Exception as e:  # any kind: the values are a user's, the checks transformers'
         raise UserError(f"{root} cannot be loaded as a causal language model: {_why(e)}") from e
     finally:
-        table.setLevel(level)
+        transformers_logging.set_verbosity(level)
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if info.get(problem):
             name = sorted(key if isinstance(key, str) else str(key[0]) for key in info[problem])[0]
