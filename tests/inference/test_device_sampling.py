@@ -48,10 +48,20 @@ def test_ten_thousand_draws_are_the_host_s(width: int) -> None:
         assert np.allclose(host.log_probs_N, there.log_probs_N, rtol=0, atol=1e-6)
         assert np.allclose(host.margin_N, there.margin_N, rtol=1e-5, atol=1e-9)
         for n in tops:
+            assert [i for i, _ in host.tops[n]] == [i for i, _ in there.tops[n]]
             assert [t for _, t in host.tops[n]] == pytest.approx([t for _, t in there.tops[n]], abs=1e-6)
-            # of equal ones at the end of the list any may stand there
-            last = host.tops[n][-1][1]
-            assert [i for i, t in host.tops[n] if t > last + 1e-6] == [i for i, t in there.tops[n] if t > last + 1e-6]
+
+
+@pytest.mark.parametrize("width", [3, 1025, 40_000])
+def test_of_equal_tokens_those_with_the_least_ids_are_listed(width: int) -> None:
+    logits_NV = torch.zeros(3, width)
+    logits_NV[1, width // 2] = 1.0
+    logits_NV[2, : width - 1] = -torch.inf
+    tops = {0: 2, 1: 3, 2: 3}
+    host, there = both(batch_invariant.log_probs(logits_NV), [1.0] * 3, [1.0, 0.9, 1.0], 0, tops)
+    wanted = {0: [0, 1], 1: [width // 2, *(n for n in range(3) if n != width // 2)][:3], 2: [width - 1]}
+    for draws in (host, there):
+        assert {n: [i for i, _ in draws.tops[n]] for n in tops} == wanted
 
 
 def test_min_p_top_k_and_penalties_come_before_the_draw() -> None:

@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from etude.audit.architectures.families import FAMILIES, build
 from etude.config import EngineConfig
+from etude.errors import UserError
 from etude.inference.engine.loading import load_engine
+from etude.models import dequantise
 from etude.models.loading import load_model
 from etude.weights import model_folder
 from tests.helpers.tiny_models import save_random_model
@@ -120,3 +122,11 @@ def test_mxfp4_experts_are_as_transformers_dequantises_them(tmp_path, cached):
     ours = load_model(model_folder(folder), dtype=torch.bfloat16).state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_a_scale_for_each_expert():
+    weight, scale = torch.ones(3, 4, 8).to(torch.float8_e4m3fn), torch.tensor([1.0, 2.0, 4.0])
+    plain = dequantise._plain("experts", weight, scale, [2, 2])
+    assert torch.equal(plain, torch.ones(3, 4, 8, dtype=torch.bfloat16) * scale.bfloat16()[:, None, None])
+    with pytest.raises(UserError, match="do not fit"):
+        dequantise._plain("weight", weight[0], torch.ones(2, 2, 2), None)

@@ -140,7 +140,6 @@ def entrances(folder, to: Path):
     yield ["eval", str(folder), "--suite", "retrieval"]
     yield ["train", str(to / "rl.toml"), "--dry-run"]
     yield ["train", str(to / "sft.toml"), "--dry-run"]
-    yield ["doctor", "models", str(folder)]
     yield ["weights", "publish", str(to / "store"), str(folder)]
 
 
@@ -161,6 +160,10 @@ def test_every_entrance_refuses_in_one_sentence(what, sound, tmp_path, capsys):
         assert (ended.value.code, said.count("\n")) == (2, 0), (words, said)
         assert said.startswith(f"etude: {folder}"), words
         assert why in said, words
+    with pytest.raises(SystemExit) as ended:  # which reports, as far as there is a model
+        main(["doctor", "model", str(folder)])
+    assert ended.value.code in (1, 2)
+    assert "Traceback" not in capsys.readouterr().err
     begun = time.monotonic()
     with pytest.raises(UserError):
         load_model(folder)

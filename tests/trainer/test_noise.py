@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 from etude.audit.architectures.families import _LOCAL, Family, make
 from etude.models import support
@@ -22,6 +23,7 @@ NOISY = (
 @pytest.mark.parametrize("family", NOISY, ids=lambda family: family.name)
 def test_a_model_with_noise_is_trained_without(family, tmp_path, capsys):
     model = load_model(make(family, tmp_path / "m"))
+    capsys.readouterr()
     support.say_noise(model)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -36,6 +38,23 @@ def test_a_model_with_noise_is_trained_without(family, tmp_path, capsys):
     assert first.requires_grad
     assert torch.equal(first, second)
     assert trial.refusal(model.train(), "rows") != ""  # with noise no execution would be exact
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_layer_that_drops_hidden_states_itself_drops_none_when_it_is_computed_again(offload):
+    config = OPTConfig(
+        vocab_size=50, hidden_size=16, word_embed_proj_dim=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, dropout=0.3,
+    )  # fmt: skip
+    model, ids = OPTForCausalLM(config).eval(), torch.arange(20)[None]
+
+    def gradients() -> list[torch.Tensor]:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    expected = gradients()
+    checkpoint_activations(model, offload=offload)
+    assert all(map(torch.equal, gradients(), expected))
 
 
 def test_a_model_without_noise_has_no_note(tmp_path, capsys):

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from etude.cli.main import main
 from etude.config import find_model
@@ -45,6 +46,32 @@ def test_a_stage_does_not_begin(tmp_path, monkeypatch, capsys, stage, dry):
     said = capsys.readouterr().err
     assert "no output embeddings (lm_head) are stored" in said
     assert f"`etude doctor model {tmp_path}/model --repair DIR` mends it" in " ".join(said.split())
+    assert not Path("outputs/r").exists()
+
+
+@pytest.mark.parametrize("dry", [True, False], ids=["dry", "run"])
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+@pytest.mark.parametrize(
+    ("end", "why"), [("q_proj.weight", "1 missing keys, e.g."), ("experts.7.up_proj.weight", "the files lack tensors")]
+)
+def test_a_tensor_inside_of_a_layer_is_missed_before_anything_is_built(
+    tmp_path, monkeypatch, capsys, end, why, stage, dry
+):
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(find_model("nano"), tmp_path / "model", ignore=shutil.ignore_patterns("*.jsonl"))
+    tensors = load_file(folder / "model.safetensors")
+    lost = next(name for name in sorted(tensors) if "layers.1." in name and name.endswith(end))
+    del tensors[lost]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    Path("some.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    Path("run.toml").write_text(f'name = "r"\nmodel.path = "model"\n{STAGES[stage]}')
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.toml", *["--dry-run"] * dry])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert why in said
+    assert lost in said
+    assert "REPORT" not in said
     assert not Path("outputs/r").exists()
 
 

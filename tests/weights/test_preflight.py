@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,54 @@ def template_of_another(folder):
     (folder / "chat_template.jinja").write_text(BY_NAME["phi-3.5"].template)
 
 
+def length_is_a_text(folder):
+    edit(folder, "tokenizer_config.json", {"model_max_length": "32768"})
+
+
+def scaled_without_a_kind(folder):
+    edit(folder, "config.json", {"rope_scaling": {"factor": 4.0}})
+
+
+def generation_too_deep(folder):
+    (folder / "generation_config.json").write_text("[" * 100_000)
+
+
+def header_of(folder, change):
+    """Changes the entry of the embeddings in the header of the weights."""
+    data = (folder / "model.safetensors").read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    change(header["model.embed_tokens.weight"])
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def header_without_a_dtype(folder):
+    header_of(folder, lambda entry: entry.pop("dtype"))
+
+
+def header_with_another_shape(folder):
+    header_of(folder, lambda entry: entry.update(shape=[entry["shape"][0] * 2, entry["shape"][1]]))
+
+
+def header_with_an_overlap(folder):
+    header_of(folder, lambda entry: entry.update(data_offsets=[each - 32 for each in entry["data_offsets"]]))
+
+
+def header_of_texts(folder):
+    header_of(folder, lambda entry: entry.update(data_offsets=["0", 32]))
+
+
+def stored_twice(folder):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, files = sorted(tensors), [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for file, some in zip(files, (names[:2], names[1:]), strict=True):
+        save_file({name: tensors[name] for name in some}, folder / file)
+    index = dict.fromkeys(names[:1], files[0]) | dict.fromkeys(names[1:], files[1])
+    write(folder, "model.safetensors.index.json", {"weight_map": index})
+
+
 BOTH = [  # family, fault, its name, whether a copy is mended
     ("qwen2.5", ends_at_the_text, "end-token", True),
     ("qwen2.5", ends_at_the_turn_alone, "end-token", True),
@@ -250,6 +299,14 @@ BOTH = [  # family, fault, its name, whether a copy is mended
     ("qwen2.5", cut_short, "files", False),
     ("qwen2.5", no_json, "files", False),
     ("qwen2.5", tokenizer_too_large, "vocabulary", False),
+    ("qwen2.5", length_is_a_text, "context", True),
+    ("qwen2.5", generation_too_deep, "files", True),
+    ("qwen2.5", scaled_without_a_kind, "context", False),
+    ("qwen2.5", header_without_a_dtype, "files", False),
+    ("qwen2.5", header_with_another_shape, "files", False),
+    ("qwen2.5", header_with_an_overlap, "files", False),
+    ("qwen2.5", header_of_texts, "files", False),
+    ("qwen2.5", stored_twice, "index", False),
 ]
 
 
@@ -270,6 +327,51 @@ def test_a_planted_fault_is_found_and_mended(sound, tmp_path, family, plant, nam
             repair(folder, tmp_path / "mended")
         assert not (tmp_path / "mended").exists()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_other_ways_to_be_sound(sound, tmp_path):
+    """Tokens that special_tokens_map.json alone names, as an older folder has them; ends in a list, or by the defaults
+    of generation alone; tied embeddings that are stored as the head, too; a token of images that a model of text does
+    not embed."""
+    folder = shutil.copytree(sound / "qwen2.5", tmp_path / "model")
+    named = read(folder, "tokenizer_config.json")
+    moved = {kind: named.pop(kind) for kind in ("eos_token", "pad_token")}
+    write(folder, "tokenizer_config.json", named)
+    write(folder, "special_tokens_map.json", moved | {"eos_token": {"content": moved["eos_token"]}})
+    config = read(folder, "config.json")
+    write(folder, "config.json", config | {"eos_token_id": ids(folder, "<|im_end|>", "<|endoftext|>")})
+    assert faults(folder) == []
+    write(folder, "config.json", {key: config[key] for key in config if key != "eos_token_id"})
+    assert faults(folder) == []
+    tensors_of(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    tied_beside_a_head(folder)
+    assert faults(folder) == []
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    reserved = config["vocab_size"] - tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([*(f"<|reserved_{n}|>" for n in range(reserved)), "<image_soft_token>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert faults(folder) == []
+    assert "vocabulary" in [finding.name for finding in examine(folder).findings]
+
+
+def test_a_copy_of_links_without_suffixes(sound, tmp_path):
+    """Downloads are kept as links to files that are named by their digests; folders of tools are not copied."""
+    folder, blobs = tmp_path / "a model", tmp_path / "blobs"
+    blobs.mkdir()
+    (folder / ".git").mkdir(parents=True)
+    for n, path in enumerate(sorted((sound / "qwen2.5").iterdir())):
+        shutil.copyfile(path, blobs / f"digest{n}")
+        (folder / path.name).symlink_to(blobs / f"digest{n}")
+    assert faults(folder) == []
+    config = read(sound / "qwen2.5", "config.json")
+    (folder / "config.json").unlink()
+    write(folder, "config.json", config | {"pad_token_id": -1})
+    with pytest.raises(UserError, match="is inside of"):
+        repair(folder, folder / "mended")
+    assert repair(folder, tmp_path / "mended")
+    assert (tmp_path / "mended/model.safetensors").stat().st_nlink == 2
+    assert not (tmp_path / "mended/model.safetensors").is_symlink()
+    assert not (tmp_path / "mended/.git").exists()
 
 
 def test_faults_that_etude_meets_stop_a_stage_and_others_are_printed(sound, tmp_path, capsys):

@@ -15,7 +15,7 @@ from etude.cli.overlays import configuration_text, read_toml, split_overlays
 from etude.config import LiveConfig, RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
-from etude.models import check_present
+from etude.models import check_present, has_weights
 from etude.renderers import read_json
 from etude.weights import with_models
 
@@ -124,12 +124,14 @@ def _check_models(config: Any) -> None:
             continue
         check_present(Path(path))
         try:
-            from etude.models.loading import read_config
+            from etude.models.loading import check_tensors, read_config
             from etude.weights.preflight import check_before_training
 
             read_config(Path(path))
             if path == named[0]:
                 check_before_training(Path(path))
+            if has_weights(Path(path)):
+                check_tensors(path)
         except ModuleNotFoundError as e:
             print(f"no preflight: this installation has no {e.name}", file=sys.stderr)
 

@@ -97,8 +97,9 @@ def _plain(name: str, tensor: Tensor, scale: Tensor, block: list[int] | None) ->
     factor = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
     if factor.numel() == 1:
         return (wide * factor.reshape(())).to(torch.bfloat16)
-    if factor.ndim == wide.ndim - 1:
-        factor = factor[..., None]
+    if factor.ndim > wide.ndim:
+        raise UserError(f"{name} has {wide.ndim} dimensions and its scales {factor.ndim}, which do not fit")
+    factor = factor.reshape(*factor.shape, *[1] * (wide.ndim - factor.ndim))
     for axis, (whole, parts) in enumerate(zip(wide.shape, factor.shape, strict=True)):
         if parts in (1, whole):
             continue

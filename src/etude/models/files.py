@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -13,6 +14,16 @@ from etude.errors import UserError, first_line
 
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}
+_KINDS = {
+    4: "F4",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+    16: "I16 U16 F16 BF16",
+    32: "I32 U32 F32",
+    64: "I64 U64 F64 C64",
+}
+_BITS = {kind: bits for bits, kinds in _KINDS.items() for kind in kinds.split()}
+"""Bits of a number, by the types of safetensors."""
 
 
 def check_folder(root: Path) -> None:
@@ -152,11 +163,25 @@ def check_safetensors(path: Path) -> None:
             if header_size > size - 8:
                 raise ValueError("its header is longer than the file")
             header = json.loads(f.read(header_size))
-        end = max((tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
+        end = _end_of_data({name: tensor for name, tensor in header.items() if name != "__metadata__"})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as e:
         raise UserError(f"{path} is damaged ({first_line(e)}): fetch the model again") from None
     if 8 + header_size + end != size:
         raise UserError(
             f"{path} is damaged: {size} bytes instead of the {8 + header_size + end} its header says; "
             "fetch the model again"
         )
+
+
+def _end_of_data(tensors: dict[str, Any]) -> int:
+    """Where a header's last tensor ends. Raises ValueError, KeyError or TypeError unless the tensors have types and
+    sizes, and lie one behind the other."""
+    end = 0
+    for start, stop, name in sorted((*tensor["data_offsets"], name) for name, tensor in tensors.items()):
+        kind, shape = tensors[name]["dtype"], tensors[name]["shape"]
+        if kind not in _BITS or not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise ValueError(f"{name} has the dtype {kind!r} and the shape {shape!r}")
+        if start != end or 8 * (stop - start) != math.prod(shape) * _BITS[kind]:
+            raise ValueError(f"{name} is not where the tensor before it ends, or has not the bytes of its shape")
+        end = stop
+    return end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import blake3
 import torch
@@ -35,30 +36,46 @@ def load_model(
     stored in a narrower type are widened exactly, and buffers stored in float32 stay so. Raises UserError for a folder
     that is missing, incomplete or damaged, or whose architecture transformers does not support."""
     root = Path(path)
+    model = _loaded(root, dtype=dtype)
+    restore_buffers(root, model)
+    keep_text(model)
+    return model.to(device).eval()
+
+
+def check_tensors(path: Path | str) -> None:
+    """Raises UserError as `load_model` does, for tensors that the model lacks, or whose shapes are not its own. Only
+    headers are read, in less than a second."""
+    _loaded(Path(path), device_map="meta")
+
+
+def _loaded(root: Path, **options: Any) -> Any:
+    """The model by transformers' loader, with nothing left out. Raises UserError."""
     config = load_config(root)
     transformers_logging.disable_progress_bar()
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # no table of all tensors that do not fit: one is named below
     try:
         model, info = auto_class(config).from_pretrained(
             root,
             config=config,
-            dtype=dtype,
             attn_implementation=attention.NAME,
             experts_implementation=experts.NAME,
             local_files_only=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # these are refused below
             output_loading_info=True,
+            **options,
         )
     except Exception as e:  # any kind: the values are a user's, the checks transformers'
         raise UserError(f"{root} cannot be loaded as a causal language model: {_why(e)}") from e
+    finally:
+        transformers_logging.set_verbosity(level)
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if info.get(problem):
             name = sorted(key if isinstance(key, str) else str(key[0]) for key in info[problem])[0]
             count = len(info[problem])
             raise UserError(f"{root} does not fit its config.json: {count} {problem.replace('_', ' ')}, e.g. {name}")
-    restore_buffers(root, model)
-    keep_text(model)
-    return model.to(device).eval()
+    return model
 
 
 def load_config(path: Path | str) -> PretrainedConfig:
@@ -84,6 +101,8 @@ def _why(error: Exception) -> str:
     """An error of transformers on one line."""
     if isinstance(error, KeyError) and error.args == (attention.NAME,):
         return "its attention cannot be replaced by ours"
+    if "automatic conversion of the weights" in str(error):
+        return "tensors that are joined, as those of experts, are missing or of different sizes"
     text = f"{error} is not known" if isinstance(error, KeyError) else str(error) or type(error).__name__
     return " ".join(text.split())[:300]
 

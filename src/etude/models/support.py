@@ -132,16 +132,20 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     return sorted(kinds)
 
 
-def say_noise(model: PreTrainedModel) -> None:
-    """Prints a note if the configuration has dropout or noise of routers. Stages train in evaluation mode, the model
-    that is served: noise would move the log-probabilities of what was sampled by some tenths of a nat."""
+def noises(model: PreTrainedModel) -> list[str]:
+    """The keys of the configuration that name dropout or noise of routers, if it is not 0."""
     text = model.config.get_text_config().to_dict()
-    keys = [
+    return [
         k
         for k, v in sorted(text.items())
         if _NOISY.search(k) and not k.startswith(_OTHER_HEADS) and isinstance(v, int | float) and v > 0
     ]
-    if keys:
+
+
+def say_noise(model: PreTrainedModel) -> None:
+    """Prints a note if the configuration has dropout or noise of routers. Stages train in evaluation mode, the model
+    that is served: noise would move the log-probabilities of what was sampled by some tenths of a nat."""
+    if keys := noises(model):
         print(f"note: trained as it is served, without {', '.join(keys)} of config.json", file=sys.stderr, flush=True)
 
 

@@ -150,7 +150,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path} is not valid JSON ({e}); download the model again.") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} does not hold a JSON object; download the model again.")

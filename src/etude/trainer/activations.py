@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from etude.errors import UserError
-from etude.models import batch_invariant, experts, router_replay
+from etude.models import batch_invariant, experts, router_replay, support
 
 
 def checkpoint_activations(model: PreTrainedModel, *, offload: bool = False) -> None:
@@ -30,11 +30,26 @@ def checkpoint_activations(model: PreTrainedModel, *, offload: bool = False) -> 
     if not layers:
         what = type(model).__name__
         raise UserError(f"{what} has no layers that can be computed again: drop trainer.activation_checkpointing")
+    noisy = bool(support.noises(model))
     for layer in cast(list[Any], layers):
         # No layer draws random numbers, so their state need not be saved; fetching it from the device takes time.
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+        again = partial(_without_noise, layer, again) if noisy else again
         layer._gradient_checkpointing_func = partial(_on_host, again) if offload else again
         layer.gradient_checkpointing = layer.training = True  # its parts stay in evaluation mode
+
+
+def _without_noise(layer: Any, again: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    """`again` of a layer that drops hidden states itself, which is in evaluation mode while it is computed."""
+
+    def evaluated(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return function(*inputs)
+        finally:
+            layer.training = True
+
+    return again(evaluated, *args)
 
 
 def _on_host(again: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:

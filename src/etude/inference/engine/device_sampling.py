@@ -58,7 +58,7 @@ def pick(
         first = end
     columns = [torch.cat(parts).flatten()]
     if top_M:
-        values_MK, ids_MK = log_probs_NV[torch.tensor(top_M).to(log_probs_NV.device)].topk(K)
+        values_MK, ids_MK = _top(log_probs_NV[torch.tensor(top_M).to(log_probs_NV.device)], K)
         columns += [ids_MK.double().flatten(), values_MK.double().flatten()]
     flat = torch.cat(columns).cpu().numpy()
     picked_N5, tops_2MK = flat[: 5 * len(order)].reshape(-1, 5), flat[5 * len(order) :].reshape(2, len(top_M), K)
@@ -67,6 +67,14 @@ def pick(
     log_probs_N, margin_N = picked_N5[:, 1:3].T.astype(np.float32)
     tops = tops_2MK[0].astype(np.int64), tops_2MK[1].astype(np.float32)
     return Picked(ids_N, log_probs_N, margin_N, mass_N, floor_N, *tops)
+
+
+def _top(log_probs_MV: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """The K greatest log-probabilities of each row and their tokens, of equal ones those with the least ids."""
+    sizes_MV = log_probs_MV.clamp(max=0.0).view(torch.int32) & 0x7FFFFFFF  # ordered as the absolute values are
+    keys_MV = -(sizes_MV.long() << 32) - torch.arange(log_probs_MV.shape[1], device=log_probs_MV.device)
+    ids_MK = keys_MV.topk(K).indices
+    return log_probs_MV.gather(1, ids_MK), ids_MK
 
 
 def _greedy(log_probs_NV: Tensor) -> Tensor:

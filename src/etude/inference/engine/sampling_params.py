@@ -170,10 +170,12 @@ TopLogprobs = list[tuple[int, float]]
 
 
 def top_logprobs(log_probs_V: np.ndarray, count: int, floor: float, shift: float) -> TopLogprobs:
-    """The `count` most probable tokens of float32 log-probabilities [V], without those below `floor`; `shift` is added
-    to each, to renormalise over a nucleus."""
+    """The `count` most probable tokens of float32 log-probabilities [V], of equal ones those with the least ids. Those
+    below `floor` are left out; `shift` is added to each, to renormalise over a nucleus."""
     count = min(count, len(log_probs_V))
-    best = np.argpartition(-log_probs_V, count - 1)[:count]
+    least = np.partition(log_probs_V, -count)[-count]
+    above, equal = np.flatnonzero(log_probs_V > least), np.flatnonzero(log_probs_V == least)
+    best = np.concatenate([above, equal[: count - len(above)]])
     return listed(best, log_probs_V[best], count, floor, shift)
 
 

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -78,6 +78,7 @@ class ModelFiles:
         self.special_map = self._json(SPECIAL_MAP, edits=(ConfigEdit(SPECIAL_MAP, (), "{}\n"),))
         self.tokenizer = self._tokenizer()
         self.template = self._template()
+        self.doubled: list[str] = []  # tensors of several files
         self.tensors = self._tensors()
 
     @property
@@ -112,8 +113,9 @@ class ModelFiles:
         return self.edits_of_template(template_source(CHAT_TEMPLATES[0])) if fits else ()
 
     def token(self, kind: str) -> str | None:
-        """The name that tokenizer_config.json gives to a kind of token, such as "eos_token"."""
-        return content(self.tokenizer_config.get(kind))
+        """The name that the tokenizer's configuration gives to a kind of token, such as "eos_token". Older folders
+        name tokens in special_tokens_map.json alone."""
+        return content(self.tokenizer_config.get(kind, self.special_map.get(kind)))
 
     @cached_property
     def added(self) -> Mapping[int, Any]:
@@ -186,15 +188,17 @@ class ModelFiles:
         try:
             for file in shards(self.folder):
                 check_safetensors(file)
+            begins = {file: _data_begins(file) for file in shards(self.folder)}
             for file, name, about in headers(self.folder):
-                start, stop = (offset + _data_begins(file) for offset in about["data_offsets"])
+                start, stop = (offset + begins[file] for offset in about["data_offsets"])
+                if name in tensors:
+                    self.doubled.append(name)
                 tensors[name] = HeaderEntry(file, tuple(about["shape"]), about["dtype"], start, stop)
         except (UserError, OSError) as e:
             self.unreadable.append(Finding("files", "fault", str(e), stops=True))
         return tensors
 
 
-@cache
 def _data_begins(file: Path) -> int:
     with file.open("rb") as f:
         return 8 + struct.unpack("<Q", f.read(8))[0]

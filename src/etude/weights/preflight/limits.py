@@ -49,6 +49,13 @@ def _context(files: ModelFiles) -> Iterator[Finding]:
             files.edits_of_config("max_position_embeddings", int(known)) if known else (),
             stops=True,
         )
+    elif length is not None and not isinstance(length, int | float):
+        yield Finding(
+            "context",
+            "fault",
+            f"{TOKENIZER_CONFIG} has model_max_length = {length!r}, no number of tokens",
+            (ConfigEdit(TOKENIZER_CONFIG, ("model_max_length",), most),),
+        )
     elif most is not None and known is not None and known < most / 2:
         yield Finding(
             "context",
@@ -74,6 +81,9 @@ def _scaling(files: ModelFiles) -> Iterator[Finding]:
             kind = part.get("rope_type", part.get("type", "default"))
             first, factor = part.get("original_max_position_embeddings"), part.get("factor")
             if kind == "default":
+                if factor is not None and not {"rope_type", "type"} & part.keys():
+                    sentence = f"{CONFIG} has {key}.factor = {factor!r} without a rope_type: no position is scaled"
+                    yield Finding("context", "fault", sentence)
                 continue
             if factor is not None and not (_number(factor) and factor >= 1):
                 yield Finding(

@@ -24,12 +24,16 @@ def repair(folder: Path, out: Path) -> list[ConfigEdit]:
     mended."""
     if out.exists():
         raise UserError(f"{out} exists already: name a new folder for the mended copy")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{out} is inside of {folder}: name a folder elsewhere for the mended copy")
     if not (edits := _edits(folder)):
         raise UserError(f"nothing in {folder} can be mended by its configuration: no copy is written")
     made: list[ConfigEdit] = []
 
     def write(into: Path) -> None:
         for path in sorted(folder.iterdir()):
+            if path.is_dir() and path.name.startswith("."):  # of git, and of downloads
+                continue
             if path.is_dir():
                 shutil.copytree(path, into / path.name, copy_function=_link)
             else:
@@ -53,8 +57,8 @@ def _edits(folder: Path) -> list[ConfigEdit]:
 
 def _link(source: Path | str, target: Path | str) -> None:
     """A second name of weights, a copy of all else, which may be edited."""
-    whole = Path(source).resolve()
-    if whole.suffix in _WEIGHTS:
+    whole = Path(source).resolve()  # in a cache of downloads, a file without a suffix
+    if Path(source).suffix in _WEIGHTS:
         try:
             return os.link(whole, target)
         except OSError:  # another disk

@@ -96,8 +96,7 @@ def _named(files: ModelFiles, ends: TurnEnds) -> Iterator[Finding]:
                 "with an id that has no embedding",
                 _naming(files, kind, right) if kind != "eos_token" or right else (),
             )
-        elif kind in files.special_map and content(files.special_map[kind]) != token:
-            other = content(files.special_map[kind])
+        elif kind in files.special_map and (other := content(files.special_map[kind])) != token:
             yield Finding(
                 name,
                 "fault",

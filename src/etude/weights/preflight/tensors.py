@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,9 @@ from etude.models import INDEX
 from etude.weights.preflight.findings import CONFIG, ConfigEdit, Finding, HeaderEntry, ModelFiles, is_number, listed
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^(?:output|head)\.")
+_MEDIUM = re.compile(r"^<.*(image|audio|video|vision).*>$")  # a token that stands for what is no text
 _EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "BF16": (np.uint16, 0x7F80),
     "F16": (np.uint16, 0x7C00),
@@ -30,6 +33,7 @@ def findings(files: ModelFiles, *, whole: bool) -> Iterator[Finding]:
         return
     yield from _index(files)
     yield from _layers(files)
+    yield from _experts(files)
     yield from _embedding(files)
     yield from _tied(files, whole)
     if whole:
@@ -38,6 +42,15 @@ def findings(files: ModelFiles, *, whole: bool) -> Iterator[Finding]:
 
 def _index(files: ModelFiles) -> Iterator[Finding]:
     path = files.folder / INDEX
+    if files.doubled:
+        yield Finding(
+            "index",
+            "fault",
+            f"{listed(files.doubled)} is stored in two files, and engines take the one or the other: fetch the model "
+            "again",
+            stops=True,
+        )
+        return
     if not path.is_file():
         return
     named = json.loads(path.read_text())["weight_map"]
@@ -65,6 +78,19 @@ def _layers(files: ModelFiles) -> Iterator[Finding]:
         )
 
 
+def _experts(files: ModelFiles) -> Iterator[Finding]:
+    """Tensors of single experts that other experts of the layer have."""
+    held = defaultdict[tuple[str, str], set[int]](set)
+    for match in filter(None, map(_EXPERT.match, files.tensors)):
+        held[match[1], match[3]].add(int(match[2]))
+    count = max((max(numbers) + 1 for numbers in held.values()), default=0)
+    lost = [f"{a}{n}{b}" for (a, b), numbers in sorted(held.items()) for n in sorted(set(range(count)) - numbers)]
+    if lost:
+        yield Finding(
+            "tensors", "fault", f"the files lack tensors of experts ({listed(lost)}): fetch the model again", stops=True
+        )
+
+
 def _embedding(files: ModelFiles) -> Iterator[Finding]:
     stored, size = files.embedding, files.of_config("vocab_size")
     if stored is None:
@@ -80,6 +106,16 @@ def _embedding(files: ModelFiles) -> Iterator[Finding]:
     most = max(files.vocabulary.values(), default=-1)
     if most >= stored.shape[0]:
         beyond = [name for name, number in files.vocabulary.items() if number >= stored.shape[0]]
+        if all(_MEDIUM.search(name) for name in beyond) and not any(
+            name in (files.template.source if files.template else "") for name in beyond
+        ):
+            yield Finding(
+                "vocabulary",
+                "note",
+                f"{listed(beyond)} of the tokenizer has no embedding: this model of text shares its tokenizer with one "
+                "of other media",
+            )
+            return
         yield Finding(
             "vocabulary",
             "fault",
