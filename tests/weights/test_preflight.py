@@ -429,3 +429,6 @@ def test_the_command(sound, tmp_path, capsys):
     assert doctor(capsys, str(tmp_path / "nothing"))[0] == 2
     assert doctor(capsys, str(folder), "--repair", str(folder))[0] == 2
     assert doctor(capsys, "--repair", str(folder))[0] == 2
+    assert doctor(capsys, "--quick")[0] == 2
+    quick, found = doctor(capsys, str(folder), "--quick")
+    assert (quick, "cells" in found) == (1, False)

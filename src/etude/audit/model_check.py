@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from etude.audit.architectures import table
 from etude.errors import UserError
 from etude.models import support
-from etude.weights.preflight import FolderReport, examine
+from etude.weights.preflight import FolderReport
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,10 @@ class ModelCheck:
         return {"folder": str(self.report.folder), "ok": not self.faults, "findings": findings, **speech, **row}
 
 
-def check_model(folder: Path) -> ModelCheck:
-    """The check of a folder; exactness is measured unless a fault keeps the model from being loaded. Raises UserError
-    for a folder without config.json."""
-    report = examine(folder)
+def check_model(report: FolderReport) -> ModelCheck:
+    """The check of a folder that has been examined; exactness is measured unless a fault keeps the model from being
+    loaded."""
+    folder = report.folder
     if any(fault.stops for fault in report.faults):
         return ModelCheck(report, None)
     try:

@@ -35,6 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="HF folder, run folder, GGUF file, or the name of a model; default: a table of known families",
     )
     model.add_argument("--repair", type=Path, metavar="DIR", help="write a mended copy of the folder, and check that")
+    model.add_argument("--quick", action="store_true", help="the files alone, without loading the model")
     add_flags(model, ModelConfig, ("chat_template",))
     model.add_argument("--docs", type=Path, metavar="FILE", help="write the table of families into this page")
     by_name = "folders with tokenizer and chat template, by the names of the families' templates"
@@ -64,8 +65,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _model(arguments: argparse.Namespace) -> int:
     template = getattr(arguments, "chat_template", None)
     if arguments.folder is None:
-        if template is not None or arguments.repair is not None:
-            raise UserError("--chat-template and --repair are for one model: name its folder, too")
+        if template is not None or arguments.repair is not None or arguments.quick:
+            raise UserError("--chat-template, --repair and --quick are for one model: name its folder, too")
         vllm = arguments.vllm or os.environ.get("ETUDE_VLLM_PYTHON")
         return reports.show_families(
             as_json=arguments.json, docs=arguments.docs, templates=arguments.templates, vllm=vllm
@@ -73,7 +74,7 @@ def _model(arguments: argparse.Namespace) -> int:
     if (arguments.docs or arguments.templates or arguments.vllm) is not None:
         raise UserError("--docs, --templates and --vllm are for the table of known families: give no folder with them.")
     folder = model_folder(arguments.folder, template)
-    return reports.show_model(folder, arguments.repair, as_json=arguments.json)
+    return reports.show_model(folder, arguments.repair, as_json=arguments.json, quick=arguments.quick)
 
 
 def _add_sandbox(attacks: argparse.ArgumentParser) -> None:

@@ -83,29 +83,34 @@ def show_replay(run: Path, names: Sequence[str], *, as_json: bool) -> int:
     return 0 if exact == len(replays) else 1
 
 
-def show_model(folder: Path, repaired: Path | None, *, as_json: bool) -> int:
+def show_model(folder: Path, repaired: Path | None, *, as_json: bool, quick: bool = False) -> int:
     """Prints the check of a model folder, or of its mended copy `repaired`, which is written; exit code 1 if anything
-    is wrong. Raises UserError."""
-    from etude.audit.model_check import check_model
-    from etude.weights.preflight import repair
+    is wrong. With `quick`, the model is not loaded. Raises UserError."""
+    from etude.weights.preflight import examine, repair
 
     edits = [] if repaired is None else [str(edit) for edit in repair(folder, repaired)]
-    check = check_model(folder if repaired is None else repaired)
+    report = examine(folder if repaired is None else repaired, whole=not quick)
+    if not as_json:
+        for edit in edits:
+            print(f"mended  {edit}")
+        print(report.folder.name)
+        dialect = ", ".join(filter(None, (report.speech.dialect, report.speech.calls)))
+        print(f"  dialect         {dialect or '-'}\n  thoughts        {report.speech.thoughts or '-'}")
+        for finding in report.findings:
+            mended = " (--repair DIR mends it)" if finding.edits else ""
+            print(f"{finding.severity:5}  {finding.name}: {finding.sentence}{mended}", flush=True)
+    from etude.audit.model_check import ModelCheck, check_model  # with torch, behind the findings
+
+    check = ModelCheck(report, None) if quick else check_model(report)
     summary = check.summary()
     if as_json:
         print(json.dumps(summary | {"repaired": edits}))
         return int(not summary["ok"])
-    for edit in edits:
-        print(f"mended  {edit}")
-    speech = check.report.speech
-    shown = {"dialect": ", ".join(filter(None, (speech.dialect, speech.calls))), "thoughts": speech.thoughts}
-    print(_model_line(check.row) if check.row is not None else check.report.folder.name)
-    for name, text in shown.items():
-        print(f"  {name:15} {text or '-'}")
-    for finding in summary["findings"]:
-        mended = " (--repair DIR mends it)" if finding["edits"] else ""
-        print(f"{finding['severity']:5}  {finding['name']}: {finding['sentence']}{mended}")
-    notes = len(summary["findings"]) - sum(finding["severity"] == "fault" for finding in summary["findings"])
+    if check.row is not None:
+        print(_model_line(check.row))
+    if check.refusal:
+        print(f"fault  loading: {check.refusal}")
+    notes = len(report.findings) - len(report.faults)
     print(f"{check.faults} fault{'s' * (check.faults != 1)}, {notes} note{'s' * (notes != 1)}")
     return int(not summary["ok"])
 

@@ -58,4 +58,5 @@ def check_before_training(folder: Path) -> None:
             cure = " --repair DIR` mends it in a copy" if finding.edits else "` says more"
             raise UserError(f"{folder}: {finding.sentence}; `etude doctor model {folder}{cure}")
     for finding in findings:
-        print(f"note: {folder.name}: {finding.sentence}", file=sys.stderr, flush=True)
+        cure = f"; `etude doctor model {folder} --repair DIR` mends it in a copy" if finding.edits else ""
+        print(f"note: {folder.name}: {finding.sentence}{cure}", file=sys.stderr, flush=True)

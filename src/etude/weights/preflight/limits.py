@@ -17,6 +17,7 @@ from etude.weights.preflight.findings import (
     is_number,
 )
 
+_SHORT = 4096  # tokens; a conversation of an agent is longer
 _UNSET = 1e15  # of model_max_length: transformers writes 1e30 where nothing is known
 _SAMPLING: dict[str, tuple[Callable[[float], bool], str, tuple[float, ...]]] = {
     "temperature": (lambda x: x > 0, "above 0", (1,)),
@@ -59,7 +60,7 @@ def _context(files: ModelFiles) -> Iterator[Finding]:
     elif most is not None and known is not None and known < most / 2:
         yield Finding(
             "context",
-            "fault",
+            "fault" if known < _SHORT else "note",  # DeepSeek-R1 has 16,384 of 163,840
             f"{TOKENIZER_CONFIG} has model_max_length = {known:,} and the model {most:,} positions: stock engines and "
             "trainers cut texts at the former",
             (ConfigEdit(TOKENIZER_CONFIG, ("model_max_length",), most),),
