@@ -161,21 +161,25 @@ def test_a_kill_at_any_place_leaves_the_last_good_one(tmp_path):
 # --- the writer -----------------------------------------------------------------------------------------------------
 
 
-def test_what_trains_on_meanwhile_is_not_saved_and_only_one_is_on_its_way(tmp_path, monkeypatch):
+def test_tensors_of_the_host_are_written_from_where_they_are_and_only_one_checkpoint_is_on_its_way(
+    tmp_path, monkeypatch
+):
     tensors, going, begun = states(), threading.Event(), []
     write_now = checkpoint.write
 
-    def slow(folder, version, *rest):
+    def slow(folder, version, parts, *rest):
         begun.append(version)
+        assert all(parts[name].rows.data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
         assert going.wait(30)
-        write_now(folder, version, *rest)
+        write_now(folder, version, parts, *rest)
 
     monkeypatch.setattr(checkpoint, "write", slow)
     writer = CheckpointWriter(tmp_path, keep=2)
     writer.start(1, checkpoint.parts_of(tensors))
+    threading.Timer(0.3, going.set).start()
+    writer.wait()
     for tensor in tensors.values():
         tensor.zero_()  # the next step
-    threading.Timer(0.3, going.set).start()
     writer.start(2, checkpoint.parts_of(tensors))
     assert begun[0] == 1
     assert same(checkpoint.load(tmp_path, 1)[0], states()), "the second begins when the first is whole"

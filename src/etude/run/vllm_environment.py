@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+from etude.code import lines_of
 from etude.config import InferenceConfig
 from etude.errors import UserError, last_line
 from etude.protocol.backends import OLDEST_VLLM
@@ -73,7 +74,7 @@ def vllm_python(inference: InferenceConfig) -> str:
 def reason_of(log: str) -> str:
     """The line of a vLLM server's log that says why it ended. A server has several processes, each with a traceback,
     and the last lines are warnings of the interpreter's end."""
-    lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
+    lines = [_PREFIX.sub("", line).strip() for line in lines_of(log)]
     errors = [n for n, line in enumerate(lines) if _ERROR.match(line)]
     if own := [n for n in errors if not _FOLLOWS.search(lines[n])]:
         line, rest = lines[own[-1]], lines[own[-1] + 1 : own[-1] + 2]

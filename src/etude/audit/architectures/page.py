@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from etude.audit.architectures.table import Cell, ModelRow
+from etude.code import lines_of
 from etude.errors import UserError
 
 BEGIN, END = "<!-- table: etude doctor model --docs docs/models.md --templates DIR -->", "<!-- end of the table -->"
@@ -51,7 +52,7 @@ def markdown(table: Sequence[ModelRow]) -> str:
 def with_known(table: Sequence[ModelRow], text: str) -> list[ModelRow]:
     """The rows with the cells of vLLM that `text`, an older table, has, in place of those that were not measured: they
     take a server and a minute each."""
-    lines = [line.strip(" |").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    lines = [line.strip(" |").split(" | ") for line in lines_of(text) if line.startswith("| ")]
     place = lines[0].index(COLUMNS["vLLM"]) if lines and COLUMNS["vLLM"] in lines[0] else None
     known = {} if place is None else {line[0]: line[place] for line in lines[1:]}
     notes = {n: " ".join(note.split()) for n, note in re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", text, re.M)}
