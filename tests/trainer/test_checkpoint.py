@@ -13,7 +13,7 @@ import torch
 from etude.errors import RunFailed, UserError
 from etude.trainer import checkpoint
 from etude.trainer.checkpoint import CheckpointWriter
-from etude.weights.ranks import Ranks
+from etude.weights.ranks import Ranks, Shard
 
 ONE = Ranks(0, 1, "one")
 
@@ -118,11 +118,11 @@ def test_the_newest_whole_one_is_taken_and_said(tmp_path, capsys):
 
 
 def test_rows_that_nobody_or_two_ranks_wrote_are_found(tmp_path):
-    whole = checkpoint.Part(torch.ones(4), 0, 4)
-    for number, parts in enumerate(({"a": checkpoint.Part(torch.ones(3), 0, 4)}, {"a": whole})):
+    whole = Shard(torch.ones(4), 0, 4)
+    for number, parts in enumerate(({"a": Shard(torch.ones(3), 0, 4)}, {"a": whole})):
         ranks = [Ranks(rank, 2, "session") for rank in (1, 0)]
         for rank in ranks:
-            own = {"a": checkpoint.Part(torch.ones(2), 2, 4)} if rank.rank and number else {}
+            own = {"a": Shard(torch.ones(2), 2, 4)} if rank.rank and number else {}
             checkpoint.write(tmp_path, number, parts if rank.rank == 0 else own, rank, {})
         with pytest.raises(checkpoint.CheckpointDamaged, match=r"does not have each row of a tensor once"):
             checkpoint.load(tmp_path, number)
@@ -132,7 +132,7 @@ KILLED = """
 import sys, torch
 from pathlib import Path
 from etude.trainer import checkpoint
-from etude.weights.ranks import Ranks
+from etude.weights.ranks import Ranks, Shard
 for version in (0, 1):
     parts = checkpoint.parts_of({"a": torch.full((1000,), float(version))})
     checkpoint.write(Path(sys.argv[1]), version, parts, Ranks(0, 1, "killed"), {})
@@ -244,7 +244,7 @@ def test_a_disk_that_is_really_full(tmp_path):
 import resource, signal, sys, torch
 from pathlib import Path
 from etude.trainer import checkpoint
-from etude.weights.ranks import Ranks
+from etude.weights.ranks import Ranks, Shard
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 parts = checkpoint.parts_of({"a": torch.ones(100_000)})

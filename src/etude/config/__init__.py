@@ -17,6 +17,7 @@ from etude.config.run import (
     LoraConfig,
     LossConfig,
     Mask,
+    MeshConfig,
     ModelConfig,
     OnPolicyDistillConfig,
     RewardConfig,

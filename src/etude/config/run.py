@@ -276,6 +276,33 @@ class LoraConfig(Section):
     )
 
 
+class MeshConfig(Section):
+    """The ranks of a trainer: replicate x shard x context processes, each with a device of its own."""
+
+    replicate: int = option(1, "copies of the sharded model, each with a part of the batch", ge=1)
+    shard: int = option(1, "ranks with a part of each tensor and of the batch (FSDP2)", ge=1)
+    expert: int = option(1, "ranks with a part of the experts; divides shard x context", ge=1)
+    context: int = option(1, "ranks with a part of each row (Ulysses); divides the model's attention heads", ge=1)
+
+    @pydantic.model_validator(mode="after")
+    def _experts_lie_on_the_ranks_of_one_copy(self) -> MeshConfig:
+        if self.shard * self.context % self.expert:
+            raise ValueError(
+                f"trainer.mesh.expert = {self.expert} must divide shard x context = {self.shard * self.context}"
+            )
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return self.replicate * self.shard * self.context
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of parts of a batch."""
+        return self.replicate * self.shard
+
+
 class TrainerConfig(Section):
     """The optimizer, and the computation of a batch."""
 
@@ -312,6 +339,8 @@ class TrainerConfig(Section):
     checkpoint_every: int = option(1, "versions from one checkpoint to the next; a resume computes those since", ge=1)
     keep_checkpoints: int = option(2, "newest checkpoints that stay on the disk", ge=2)
     device: str = option("cpu", "torch device of the trainer, e.g. cuda")
+    mesh: MeshConfig = option(MeshConfig(), "ranks that train together (docs/ranks.md)")
+    collective_seconds: float = option(600.0, "deadline of a rank's wait for the other ranks", gt=0)
 
     @pydantic.model_validator(mode="after")
     def _offload_leaves_a_gpu(self) -> TrainerConfig:

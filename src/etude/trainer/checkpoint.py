@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 
@@ -31,7 +30,7 @@ from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.records import Record
 from etude.store import sync, write_durably
-from etude.weights.ranks import Ranks
+from etude.weights.ranks import Ranks, Shard
 
 Take = Callable[[str, int], range]
 RANK_SECONDS = 1800.0  # rank 0's wait for the files of the others
@@ -42,15 +41,6 @@ _FORMAT = 1
 
 class CheckpointDamaged(UserError):
     """A checkpoint is missing, or differs from the saved one."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows of a tensor with `total` rows, from row `first` on. A tensor without dimensions is one row."""
-
-    rows: Tensor
-    first: int
-    total: int
 
 
 class _RowRange(Record, frozen=True, kw_only=True):
@@ -78,14 +68,14 @@ class _CheckpointManifestFile(Record, frozen=True, kw_only=True):
     manifest: msgspec.Raw
 
 
-def parts_of(tensors: Mapping[str, Tensor], rank: int = 0, count: int = 1) -> dict[str, Part]:
+def parts_of(tensors: Mapping[str, Tensor], rank: int = 0, count: int = 1) -> dict[str, Shard]:
     """The rows of whole tensors that a rank writes; rank 0 writes those without dimensions."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, Shard] = {}
     for name, tensor in tensors.items():
         total = tensor.shape[0] if tensor.ndim else 1
         own = rows_of(total, rank, count)
         if own:
-            parts[name] = Part(tensor[own.start : own.stop] if tensor.ndim else tensor, own.start, total)
+            parts[name] = Shard(tensor[own.start : own.stop] if tensor.ndim else tensor, own.start, total)
     return parts
 
 
@@ -101,7 +91,7 @@ def rows_of(total: int, rank: int, count: int) -> range:
     return range(min(rank * each, total), min((rank + 1) * each, total))
 
 
-def write(folder: Path, version: int, parts: Mapping[str, Part], ranks: Ranks, about: Mapping[str, str]) -> None:
+def write(folder: Path, version: int, parts: Mapping[str, Shard], ranks: Ranks, about: Mapping[str, str]) -> None:
     """Writes this rank's file of a checkpoint, and on rank 0 completes the checkpoint. Each row of each tensor belongs
     to one rank. `about` are further facts, which `load` returns. Raises UserError if the disk is full, RunFailed if
     another rank's file is missing after half an hour."""
@@ -218,7 +208,7 @@ class CheckpointWriter:
     def start(
         self,
         version: int,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, Shard],
         protect: Collection[int] = (),
         about: Mapping[str, str] | None = None,
     ) -> None:
@@ -256,7 +246,7 @@ class CheckpointWriter:
         if self._error is not None:
             raise self._error
 
-    def _on_host(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+    def _on_host(self, parts: Mapping[str, Shard]) -> dict[str, Shard]:
         copies: dict[str, Tensor] = {}
         for name, part in parts.items():
             if part.rows.device.type == "cpu":
@@ -267,9 +257,9 @@ class CheckpointWriter:
             copy = old if old is not None and fits else torch.empty(rows.shape, dtype=rows.dtype)
             copies[name] = copy.copy_(rows)
         self._copies = copies
-        return {n: Part(copies.get(n, part.rows.detach()), part.first, part.total) for n, part in parts.items()}
+        return {n: Shard(copies.get(n, part.rows.detach()), part.first, part.total) for n, part in parts.items()}
 
-    def _write(self, version: int, parts: dict[str, Part], protect: frozenset[int], about: dict[str, str]) -> None:
+    def _write(self, version: int, parts: dict[str, Shard], protect: frozenset[int], about: dict[str, str]) -> None:
         try:
             write(self._folder, version, parts, self._ranks, about)
             if self._ranks.rank == 0:
@@ -339,7 +329,7 @@ def _joined(pieces: list[tuple[int, Tensor]], own: range, missing: str) -> Tenso
     return pieces[0][1] if len(pieces) == 1 else torch.cat([rows for _, rows in pieces])
 
 
-def _range_of(part: Part) -> _RowRange:
+def _range_of(part: Shard) -> _RowRange:
     return _RowRange(first=part.first, count=part.rows.shape[0] if part.rows.ndim else 1, total=part.total)
 
 

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 import msgspec
+from torch import Tensor
 
 from etude.errors import RunFailed
 from etude.records import PayloadPart, Record
@@ -18,6 +19,15 @@ from etude.store import Store
 from etude.weights.ulpd.chunk_grid import Schema
 
 _POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of a tensor with `total` rows, from row `first` on. A tensor without dimensions is one row."""
+
+    rows: Tensor
+    first: int
+    total: int
 
 
 @dataclass(frozen=True)

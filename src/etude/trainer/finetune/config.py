@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from etude.config import LoraConfig, Section, find_model
+from etude.config import LoraConfig, MeshConfig, Section, find_model
 from etude.config.sections import NAME, ChatTemplateOrNone, option
 from etude.corpus import OPERATOR_WEIGHTS, RETRIEVAL_KINDS, RetrievalOptions
 from etude.errors import UserError
@@ -165,6 +165,8 @@ class OptimConfig(Section):
     offload_optimizer: bool = option(False, "master weights and moments are in the host's memory; needs a GPU")
     compile: bool = option(False, "torch.compile; needs packing = crossing, whose passes all have one shape")
     threads: int = option(2, "of the CPU", gt=0)
+    mesh: MeshConfig = option(MeshConfig(), "ranks that train together (docs/ranks.md)")
+    collective_seconds: float = option(600.0, "deadline of a rank's wait for the other ranks", gt=0)
     checkpoint_minutes: float = option(10.0, "between checkpoints", gt=0)
     log_every: int = option(10, "steps between two lines of metrics.jsonl", gt=0)
 

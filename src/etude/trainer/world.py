@@ -1,0 +1,277 @@
+"""The ranks that train together: their places in the mesh, and the few things that they say to each other.
+
+Every rank is a process with a device of its own, and runs the same program. Rank 0 alone reads the ledger and writes
+manifests and metrics; what it decides reaches the others through `World.agree`. The environment is that of torchrun,
+whoever starts the ranks:
+
+    RANK, WORLD_SIZE           this rank, and their number
+    LOCAL_RANK                 its device on this machine
+    MASTER_ADDR, MASTER_PORT   where rank 0 listens; on a loopback address, nobody else can connect
+
+    rank = (replica * shard + part) * context + slice
+
+Without these variables a process is a world of its own, which has no collective and copies nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from etude.config import MeshConfig
+from etude.errors import RunFailed, UserError, first_line
+
+T = TypeVar("T")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_BEAT_SECONDS = 1.0
+_JOIN_SECONDS = 600.0
+"""Deadline of the ranks' meeting at the start, in which each imports its libraries."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among those that train together. `context` is the group of the ranks with parts of the same rows, None
+    if rows are whole; `control` a group of all ranks for the host's memory."""
+
+    rank: int = 0
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    device: str = "cpu"
+    context: Any = None
+    control: Any = None
+    watch: _Watch | None = None
+
+    @classmethod
+    def join(cls, mesh: MeshConfig, device: str, seconds: float) -> World:
+        """Meets the other ranks. `seconds` is the deadline of a wait for another rank. Raises UserError if the
+        environment names another number of ranks, RunFailed if they do not come."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size != mesh.ranks:
+            raise UserError(
+                f"trainer.mesh needs {mesh.ranks} ranks, and this process is one of {size} (WORLD_SIZE): start "
+                f"{mesh.ranks}, or change trainer.mesh"
+            )
+        if size == 1:
+            return cls(0, mesh, device)
+        rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        kind = torch.device(device).type
+        own = f"{kind}:{local}" if kind != "cpu" else device
+        if kind == "cuda":
+            torch.cuda.set_device(local)
+        backend = "nccl" if kind == "cuda" else "gloo"
+        try:
+            store = _store(rank, size)
+            limit = timedelta(seconds=2 * seconds)  # the watch ends the process before, and says why
+            rendezvous = dist.PrefixStore("etude", store)
+            dist.init_process_group(backend, store=rendezvous, rank=rank, world_size=size, timeout=limit)
+            control = dist.new_group(backend="gloo", timeout=limit) if backend != "gloo" else dist.group.WORLD
+            context = None
+            for first in range(0, size, mesh.context):
+                ranks = list(range(first, first + mesh.context))
+                group = dist.new_group(ranks, timeout=limit) if mesh.context > 1 else None
+                context = group if rank in ranks else context
+        except (RuntimeError, OSError) as e:  # torch's own errors are RuntimeErrors
+            raise RunFailed(f"rank {rank} did not meet the other {size - 1} ranks: {first_line(e)}") from e
+        watch = _Watch(store.clone(), rank, size, seconds)
+        watch.start()
+        return cls(rank, mesh, own, context, control, watch)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.mesh.ranks
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which alone writes for people and for other processes."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """The part of the batch that this rank computes, counted from 0."""
+        return self.rank // self.mesh.context
+
+    @property
+    def slice(self) -> int:
+        """The part of each row that this rank computes, counted from 0."""
+        return self.rank % self.mesh.context
+
+    @property
+    def replica(self) -> int:
+        """The copy of the model that this rank holds a part of, counted from 0."""
+        return self.rank // (self.mesh.shard * self.mesh.context)
+
+    def agree(self, value: T) -> T:
+        """Rank 0's value, on all ranks. It crosses as MessagePack, by the types of msgspec's builtins."""
+        if self.size == 1:
+            return value
+        data = msgspec.msgpack.encode(value) if self.first else b""
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, 0, group=self.control)
+        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.first else torch.empty(0)
+        if not self.first:
+            whole = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(whole, 0, group=self.control)
+        return value if self.first else msgspec.msgpack.decode(whole.numpy().tobytes())
+
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        if self.size == 1:
+            return number
+        of_all = torch.tensor([number])
+        dist.all_reduce(of_all, dist.ReduceOp.MAX, group=self.control)
+        return int(of_all)
+
+    def total(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces each tensor by its sum over all ranks."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """The sums of numbers over all ranks, in float64, the same on each."""
+        if self.size == 1:
+            return list(numbers)
+        of_all = torch.tensor(list(numbers), dtype=torch.float64)
+        dist.all_reduce(of_all, group=self.control)
+        return of_all.tolist()
+
+    def whole(self, numbers: Sequence[int]) -> list[int]:
+        """The sums of integers over all ranks, modulo 2^64."""
+        if self.size == 1:
+            return [number % 2**64 for number in numbers]
+        of_all = torch.tensor([(n + 2**63) % 2**64 - 2**63 for n in numbers], dtype=torch.int64)
+        dist.all_reduce(of_all, group=self.control)  # wraps around, as two's complement does
+        return [number % 2**64 for number in of_all.tolist()]
+
+    def at(self, place: str) -> None:
+        """Says where this rank is, for the sentence about one that does not come. Call it equally often on all."""
+        if self.watch is not None:
+            self.watch.at(place)
+
+    @contextmanager
+    def named_failures(self) -> Iterator[None]:
+        """A context in which the error of a collective becomes a RunFailed that names the rank at fault."""
+        try:
+            yield
+        except RuntimeError as e:
+            if self.watch is None or isinstance(e, (UserError, RunFailed)):
+                raise
+            if (culprit := self.watch.culprit()) is None:
+                raise
+            raise RunFailed(culprit) from e
+
+    def close(self) -> None:
+        """Leaves the other ranks, at the end of the program."""
+        if self.size > 1:
+            assert self.watch is not None
+            dist.barrier(group=self.control)
+            self.watch.stop()
+            dist.destroy_process_group()
+
+
+def started() -> bool:
+    """Whether this process has been started as one of several ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _store(rank: int, size: int) -> Any:
+    """The store of the rendezvous. torchrun's agent has it already; else rank 0 makes it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = timedelta(seconds=_JOIN_SECONDS)
+    own = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options: dict[str, Any] = {}
+    if host in _LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if own:  # by default a store listens at all addresses of the machine
+            listener = socket.create_server((host, port))
+            options["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(host, port, size, own, timeout=limit, wait_for_workers=False, **options)
+
+
+class _Watch(threading.Thread):
+    """Tells the other ranks once a second where this one is, and ends the process if one of them stays behind."""
+
+    def __init__(self, store: Any, rank: int, size: int, seconds: float) -> None:
+        super().__init__(name="ranks", daemon=True)
+        self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
+        self._count, self._place, self._beat = 0, "the start", 0
+        self._ended = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}  # of each other rank: its last word, and when that was new
+        self._lock = threading.Lock()
+
+    def at(self, place: str) -> None:
+        """Says where this rank is."""
+        self._count, self._place = self._count + 1, place
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        self._ended.set()
+
+    def run(self) -> None:
+        """Ends the process with 1, after a sentence, if another rank stays behind for longer than the deadline."""
+        while not self._ended.wait(_BEAT_SECONDS):
+            try:
+                behind = self._look(self._seconds)
+            except RuntimeError:  # the store is gone, and rank 0 with it: collectives fail by themselves
+                return
+            if behind is not None and not self._ended.is_set():
+                print(f"etude: {behind}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def culprit(self) -> str | None:
+        """A sentence about the rank that has ended or hangs, after the failure of a collective; None if all live."""
+        silent = 4 * _BEAT_SECONDS
+        deadline = time.monotonic() + 2 * silent
+        while time.monotonic() < deadline:
+            try:
+                behind = self._look(silent, beats=True)
+            except RuntimeError:
+                return "rank 0 has ended: its log has the reason; resume the run"
+            if behind is not None:
+                return behind
+            time.sleep(_BEAT_SECONDS)
+        return None
+
+    def _look(self, limit: float, *, beats: bool = False) -> str | None:
+        with self._lock:
+            self._beat += 1
+            self._store.set(f"rank/{self._rank}", f"{self._count}|{self._beat}|{self._place}")
+            now = time.monotonic()
+            for rank in range(self._size):
+                if rank == self._rank or not self._store.check([f"rank/{rank}"]):
+                    continue
+                word = cast(bytes, self._store.get(f"rank/{rank}")).decode()
+                count, _, place = word.split("|", 2)
+                # A rank that is ahead or level and alive may wait for this one.
+                level = int(count) >= self._count
+                key = word if level or beats else count
+                last, since = self._seen.get(rank, ("", now))
+                if last != key:
+                    self._seen[rank] = key, now
+                elif now - since > limit:
+                    return (
+                        f"rank {rank} has ended or hangs: the last that it said was {place!r}, and rank {self._rank} "
+                        f"waits at {self._place!r} for {now - since:.0f} seconds; see the log of rank {rank}, then "
+                        "resume"
+                    )
+        return None
