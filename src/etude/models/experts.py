@@ -64,12 +64,29 @@ def unobserved() -> AbstractContextManager[None]:
     return batch_invariant.within(_choices, None)
 
 
-def etude_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Weighted sum of the chosen experts' outputs, [T, D]. Gradients flow to tokens, experts and router weights."""
+def record_before_dispatch(module: Any, experts: int) -> None:
+    """Makes the experts of a layer, some of which are on other ranks, record the choices of this rank's tokens among
+    all `experts`, before the tokens travel."""
+    inner = module.forward
+
+    def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        _record(index_TK, experts)
+        with unobserved():
+            return inner(hidden_TD, index_TK, weight_TK)
+
+    module.forward = forward
+
+
+def _record(index_TK: Tensor, experts: int) -> None:
     choices = _choices.get()
     if choices is not None:
         choices.layers.append(index_TK)
-        choices.experts = module.num_experts
+        choices.experts = experts
+
+
+def etude_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """Weighted sum of the chosen experts' outputs, [T, D]. Gradients flow to tokens, experts and router weights."""
+    _record(index_TK, module.num_experts)
     if batch_invariant.is_on():
         return batch_invariant.experts(module, hidden_TD, index_TK, weight_TK)
     if not batch_invariant.is_plain(module):

@@ -30,16 +30,21 @@ _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "use_cache")
 
 
 def load_model(
-    path: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    distributed: Any = None,
 ) -> PreTrainedModel:
     """The causal language model of a Hugging Face folder, in evaluation mode, with our attention and experts. Weights
-    stored in a narrower type are widened exactly, and buffers stored in float32 stay so. Raises UserError for a folder
-    that is missing, incomplete or damaged, or whose architecture transformers does not support."""
+    stored in a narrower type are widened exactly, and buffers stored in float32 stay so. With `distributed`,
+    transformers' DistributedConfig, this rank has its part, on its own device. Raises UserError for a folder that is
+    missing, incomplete or damaged, or whose architecture transformers does not support."""
     root = Path(path)
-    model = _loaded(root, dtype=dtype)
+    model = _loaded(root, dtype=dtype, **({} if distributed is None else {"distributed_config": distributed}))
     restore_buffers(root, model)
     keep_text(model)
-    return model.to(device).eval()
+    return model.eval() if distributed is not None else model.to(device).eval()
 
 
 def check_tensors(path: Path | str) -> None:

@@ -68,10 +68,15 @@ class _CheckpointManifestFile(Record, frozen=True, kw_only=True):
     manifest: msgspec.Raw
 
 
-def parts_of(tensors: Mapping[str, Tensor], rank: int = 0, count: int = 1) -> dict[str, Shard]:
-    """The rows of whole tensors that a rank writes; rank 0 writes those without dimensions."""
+def parts_of(tensors: Mapping[str, Tensor | Shard], rank: int = 0, count: int = 1) -> dict[str, Shard]:
+    """The rows that a rank writes: those of shards, and its part of whole tensors; rank 0 writes tensors without
+    dimensions."""
     parts: dict[str, Shard] = {}
     for name, tensor in tensors.items():
+        if isinstance(tensor, Shard):
+            if tensor.rows.numel():
+                parts[name] = tensor
+            continue
         total = tensor.shape[0] if tensor.ndim else 1
         own = rows_of(total, rank, count)
         if own:

@@ -16,6 +16,9 @@ from etude.config import TrainerConfig
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
 from etude.records import AdaptedBase
+from etude.trainer.sharding import first_row, is_divided, local, shard_of, world_of
+from etude.trainer.world import World
+from etude.weights.ranks import Shard
 from etude.weights.ulpd import Schema
 
 EPSILON = 1e-8
@@ -40,7 +43,10 @@ class MasterAdamW:
     after each update the live tensors hold exactly the master rounded to its type in `types` (bfloat16 by default),
     upcast to their own, so trainer and engine compute with the same numbers. The order of `live` is that of the sum in
     the gradient's norm. `fixed` tensors are published and not trained. `offload`: masters and moments are in the host's
-    memory, pinned for a GPU; the device updates a bucket of them at a time, with the same kernels and bits."""
+    memory, pinned for a GPU; the device updates a bucket of them at a time, with the same kernels and bits.
+
+    With several ranks, masters and moments are those of the rows that this rank holds, and gradients of tensors that
+    all ranks hold are summed here. `rounds`: passes round the live tensors themselves, which are then the masters."""
 
     def __init__(
         self,
@@ -50,16 +56,21 @@ class MasterAdamW:
         types: Types | None = None,
         *,
         offload: bool = False,
+        world: World | None = None,
+        rounds: bool = False,
     ):
         self._settings = settings
-        self._live = dict(live)
+        self._trained = dict(live)
+        self._live = {name: local(tensor) for name, tensor in live.items()}
         self._fixed = dict(fixed or {})
-        self._offload = offload
-        self._master, self._first, self._second = (
-            {name: self._state_like(tensor) for name, tensor in self._live.items()} for _ in range(3)
-        )
-        for name, tensor in self._live.items():
-            self._master[name].copy_(tensor.detach())
+        self._offload, self._world, self._rounds = offload, world or World(), rounds
+        self._first, self._second = ({n: self._state_like(t) for n, t in self._live.items()} for _ in range(2))
+        if rounds:
+            self._master = {name: tensor.detach() for name, tensor in self._live.items()}
+        else:
+            self._master = {name: self._state_like(tensor) for name, tensor in self._live.items()}
+            for name, tensor in self._live.items():
+                self._master[name].copy_(tensor.detach())
         self._types = dict.fromkeys((*self._live, *self._fixed), torch.bfloat16) | dict(types or {})
         self._steps = dict.fromkeys(self._live, 0)
         self._grads: dict[str, torch.Tensor] = {}
@@ -69,12 +80,27 @@ class MasterAdamW:
     @torch.no_grad()
     def collect(self) -> float:
         """Takes the gradients from the live tensors. Returns their norm before clipping, which may be NaN."""
-        self._grads = {name: t.grad.float() for name, t in self._live.items() if t.grad is not None}
-        for tensor in self._live.values():
+        self._grads = {name: local(t.grad).float() for name, t in self._trained.items() if t.grad is not None}
+        for tensor in self._trained.values():
             tensor.grad = None
         norms = torch._foreach_norm(list(self._grads.values())) if self._grads else [torch.zeros(())]
         self._norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self._world.size > 1:
+            self._norm = self._norm_of_all()
         return self._norm.item()
+
+    def _norm_of_all(self) -> torch.Tensor:
+        """The norm over all ranks, after the sums of gradients that FSDP does not make."""
+        whole = [grad for name, grad in self._grads.items() if not is_divided(self._trained[name])]
+        self._world.total(whole)
+        parts = [grad for name, grad in self._grads.items() if is_divided(self._trained[name])]
+        device = next(iter(self._live.values())).device
+        of_parts, of_whole = (
+            sum((grad.double().square().sum() for grad in some), torch.zeros((), dtype=torch.float64, device=device))
+            for some in (parts, whole)
+        )
+        self._world.total([of_parts])
+        return (of_parts / self._world.mesh.replicate + of_whole).sqrt().float()
 
     @torch.no_grad()
     def apply(self, lr: float) -> None:
@@ -136,8 +162,9 @@ class MasterAdamW:
             torch._foreach_sqrt_(scale)
         torch._foreach_add_(scale, EPSILON)
         torch._foreach_addcdiv_(masters, first, scale, [-lr / b for b in bias1])
-        for (name, part), master in zip(bucket, masters, strict=True):
-            self._live[name].view(-1)[part].copy_(master.to(self._types[name]))
+        if not self._rounds:
+            for (name, part), master in zip(bucket, masters, strict=True):
+                self._live[name].view(-1)[part].copy_(master.to(self._types[name]))
         if self._offload:
             for host, state in zip(hosts, (masters, first, second), strict=True):
                 for there, here in zip(host, state, strict=True):
@@ -158,13 +185,14 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _round(self) -> None:
-        for name, live in self._live.items():
-            live.copy_(self._master[name].to(self._types[name]))
+        if not self._rounds:
+            for name, live in self._live.items():
+                live.copy_(self._master[name].to(self._types[name]))
 
     @property
     def live(self) -> Mapping[str, torch.Tensor]:
         """The tensors that are trained."""
-        return self._live
+        return self._trained
 
     @property
     def base_schema(self) -> Schema | None:
@@ -175,32 +203,50 @@ class MasterAdamW:
         """The base of adapters as recorded in a version's manifest."""
         return None
 
-    def published(self) -> dict[str, torch.Tensor]:
-        """The tensors of the current version, each in its type; saved buffers are published with the trained tensors. A
-        float32 tensor is the master itself."""
-        return {name: t.detach().to(self._types[name]) for name, t in (self._master | self._fixed).items()}
+    def published(self) -> dict[str, torch.Tensor | Shard]:
+        """The tensors of the current version, or this rank's shards of them, each in its type; saved buffers are
+        published with the trained tensors. A float32 tensor is the master itself."""
+        tensors = {n: (self._trained.get(n, t), t.detach()) for n, t in (self._master | self._fixed).items()}
+        return {n: shard_of(of, t.to(self._types[n]), self._world) for n, (of, t) in tensors.items()}
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The complete state for exact resume, as named float32 tensors."""
+    def state(self) -> dict[str, torch.Tensor | Shard]:
+        """The complete state for exact resume, as named float32 tensors, or this rank's shards of them."""
         parts = {"master": self._master, "exp_avg": self._first, "exp_avg_sq": self._second}
-        tensors = {f"{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
-        return tensors | {f"step/{name}": torch.tensor(float(n)) for name, n in self._steps.items()}
+        state = {
+            f"{p}/{n}": shard_of(self._trained[n], t, self._world) for p, own in parts.items() for n, t in own.items()
+        }
+        steps = {f"step/{name}": torch.tensor(float(n)) for name, n in self._steps.items()}
+        return state | {name: shard_of(step, step, self._world) for name, step in steps.items()}
+
+    def rows(self, name: str, total: int) -> range:
+        """The rows of a tensor of `state` that this rank loads, of `total` rows."""
+        trained = self._trained.get(name.partition("/")[2])
+        if trained is None or name.startswith("step/") or not is_divided(trained):
+            return range(total)
+        first = first_row(trained)
+        return range(first, first + len(local(trained)))
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The inverse of `state`."""
+        """The inverse of `state`: the rows of each tensor that `rows` names."""
         for part, own in (("master", self._master), ("exp_avg", self._first), ("exp_avg_sq", self._second)):
             for name, tensor in own.items():
-                tensor.copy_(tensors[f"{part}/{name}"])
+                if tensor.numel():  # a checkpoint has nothing for a rank without rows
+                    tensor.copy_(tensors[f"{part}/{name}"])
         self._steps = {name: int(tensors[f"step/{name}"]) for name in self._steps}
         self.drop()
         self._round()
 
     @torch.no_grad()
     def follow(self, published: Mapping[str, torch.Tensor]) -> None:
-        """Moves the master weights to a published version; masters that round to it already stay unchanged."""
+        """Moves the master weights to a published version, whose whole tensors these are; masters that round to it
+        already stay unchanged."""
         for name, master in self._master.items():
-            target = published[name].to(master.device)
+            target, trained = published[name], self._trained[name]
+            if is_divided(trained):
+                first = first_row(trained)
+                target = target[first : first + len(master)]
+            target = target.to(master.device)
             whole = torch.int16 if target.element_size() == 2 else torch.int32
             moved = master.to(target.dtype).view(whole) != target.view(whole)
             master.copy_(torch.where(moved, target.float(), master))
@@ -210,12 +256,14 @@ class MasterAdamW:
 def for_policy(model: PreTrainedModel, config: TrainerConfig, types: Types | None = None) -> MasterAdamW:
     """The optimizer of an RL run, over all parameters of the model, whose gradients are summed in float32 from now on.
     `types` are the types of its versions."""
-    live = dict(sorted(model.named_parameters()))
+    live, world = dict(sorted(model.named_parameters())), world_of(model)
     for parameter in live.values():
-        parameter.grad_dtype = torch.float32  # sums of hundreds of passes would lose small gradients in bfloat16
+        if not is_divided(parameter):  # of divided ones FSDP sums the gradients in the type of the rows, float32
+            parameter.grad_dtype = torch.float32  # sums of hundreds of passes would lose small gradients in bfloat16
     fixed = {name: t for name, t in named_tensors(model).items() if name not in live}
     settings = AdamWSettings(config.betas, config.weight_decay, config.grad_clip)
-    return MasterAdamW(live, settings, fixed, types, offload=config.offload_optimizer)
+    rounds = world.size > 1 and config.dtype != "float32"
+    return MasterAdamW(live, settings, fixed, types, offload=config.offload_optimizer, world=world, rounds=rounds)
 
 
 def learning_rate(config: TrainerConfig, number: int, progress: float) -> float:

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -44,12 +44,14 @@ _JOIN_SECONDS = 600.0
 @dataclass(frozen=True)
 class World:
     """This rank among those that train together. `context` is the group of the ranks with parts of the same rows, None
-    if rows are whole; `control` a group of all ranks for the host's memory."""
+    if rows are whole; `data` that of the ranks with other parts of the batch; `control` that of all ranks for the
+    host's memory."""
 
     rank: int = 0
     mesh: MeshConfig = field(default_factory=MeshConfig)
     device: str = "cpu"
     context: Any = None
+    data: Any = None
     control: Any = None
     watch: _Watch | None = None
 
@@ -82,11 +84,16 @@ class World:
                 ranks = list(range(first, first + mesh.context))
                 group = dist.new_group(ranks, timeout=limit) if mesh.context > 1 else None
                 context = group if rank in ranks else context
+            data = dist.group.WORLD
+            for first in range(mesh.context if mesh.context > 1 else 0):
+                ranks = list(range(first, size, mesh.context))
+                group = dist.new_group(ranks, timeout=limit)
+                data = group if rank in ranks else data
         except (RuntimeError, OSError) as e:  # torch's own errors are RuntimeErrors
             raise RunFailed(f"rank {rank} did not meet the other {size - 1} ranks: {first_line(e)}") from e
         watch = _Watch(store.clone(), rank, size, seconds)
         watch.start()
-        return cls(rank, mesh, own, context, control, watch)
+        return cls(rank, mesh, own, context, data, control, watch)
 
     @property
     def size(self) -> int:
@@ -113,18 +120,32 @@ class World:
         """The copy of the model that this rank holds a part of, counted from 0."""
         return self.rank // (self.mesh.shard * self.mesh.context)
 
-    def agree(self, value: T) -> T:
-        """Rank 0's value, on all ranks. It crosses as MessagePack, by the types of msgspec's builtins."""
+    def agree(self, value: Callable[[], T], kind: type[T] | Any = Any) -> T:
+        """Rank 0's value, which it alone computes, on all ranks. It crosses as MessagePack; `kind` is its type."""
         if self.size == 1:
-            return value
-        data = msgspec.msgpack.encode(value) if self.first else b""
+            return value()
+        own = value() if self.first else None
+        data = msgspec.msgpack.encode(own) if self.first else b""
         length = torch.tensor([len(data)])
         dist.broadcast(length, 0, group=self.control)
-        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.first else torch.empty(0)
-        if not self.first:
-            whole = torch.empty(int(length), dtype=torch.uint8)
+        whole = torch.zeros(int(length), dtype=torch.uint8)
+        if self.first:
+            whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         dist.broadcast(whole, 0, group=self.control)
-        return value if self.first else msgspec.msgpack.decode(whole.numpy().tobytes())
+        return cast(T, own) if self.first else msgspec.msgpack.decode(whole.numpy().tobytes(), type=kind)
+
+    def gathered(self, value: T, kind: type[T] | Any = Any) -> list[T]:
+        """The values of all ranks, in their order, on each. They cross as MessagePack."""
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)
+        longest = max(int(length) for length in lengths)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - len(data))), group=self.control)
+        pairs = zip(parts, lengths, strict=True)
+        return [msgspec.msgpack.decode(part[: int(n)].numpy().tobytes(), type=kind) for part, n in pairs]
 
     def largest(self, number: int) -> int:
         """The largest of the ranks' numbers."""
@@ -134,27 +155,17 @@ class World:
         dist.all_reduce(of_all, dist.ReduceOp.MAX, group=self.control)
         return int(of_all)
 
-    def total(self, tensors: Sequence[Tensor]) -> None:
+    def total(self, tensors: Iterable[Tensor]) -> None:
         """Replaces each tensor by its sum over all ranks."""
         if self.size > 1:
             for tensor in tensors:
                 dist.all_reduce(tensor)
 
-    def sums(self, numbers: Sequence[float]) -> list[float]:
-        """The sums of numbers over all ranks, in float64, the same on each."""
-        if self.size == 1:
-            return list(numbers)
-        of_all = torch.tensor(list(numbers), dtype=torch.float64)
-        dist.all_reduce(of_all, group=self.control)
-        return of_all.tolist()
-
-    def whole(self, numbers: Sequence[int]) -> list[int]:
-        """The sums of integers over all ranks, modulo 2^64."""
-        if self.size == 1:
-            return [number % 2**64 for number in numbers]
-        of_all = torch.tensor([(n + 2**63) % 2**64 - 2**63 for n in numbers], dtype=torch.int64)
-        dist.all_reduce(of_all, group=self.control)  # wraps around, as two's complement does
-        return [number % 2**64 for number in of_all.tolist()]
+    def total_of_data(self, tensors: Iterable[Tensor]) -> None:
+        """Replaces each tensor by its sum over the ranks with other parts of the batch and the same slices of rows."""
+        if self.mesh.data_ranks > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=self.data)
 
     def at(self, place: str) -> None:
         """Says where this rank is, for the sentence about one that does not come. Call it equally often on all."""

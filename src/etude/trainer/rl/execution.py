@@ -4,12 +4,16 @@
          └───────────────── backward: that loss, and the passes' contributions to the keys' and values' gradients
 
 The gradient of a shared prefix's keys and values is gathered in float32 and goes back through the prefix once.
+
+Several ranks run passes of a part of the batch each (`divided`). What they computed is summed, so that each rank then
+has the log-probabilities of the whole batch; gradients are summed where the optimizer collects them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +29,8 @@ from etude.models.head import head_of
 from etude.models.router_replay import UNFED, ReplayStatistics, replay
 from etude.trainer.head import token_logprobs
 from etude.trainer.rl.plan import ForwardPass
+from etude.trainer.sharding import last_pass, reshard, within, world_of
+from etude.trainer.world import World
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities [M] with gradient, indices [M] among the batch's sampled tokens) -> scalar. A loss that is a sum
@@ -56,6 +62,22 @@ class BatchResult:
     counts_LE: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.float64))
     replayed: ReplayStatistics = field(default_factory=ReplayStatistics)
 
+    def sum_over_data(self, world: World) -> None:
+        """Makes this the result of the whole batch, of which each rank has computed a part."""
+        if world.mesh.data_ranks == 1:
+            return
+        world.total_of_data((self.logprobs_N, self.values_N))
+        if self.counts_LE.numel():
+            world.total_of_data((self.counts_LE,))
+        names = ("loss", "aux", "entropy_sum", "entropies")
+        replayed = vars(self.replayed)
+        numbers = [getattr(self, name) for name in names] + list(replayed.values())
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self.logprobs_N.device)
+        world.total_of_data((sums,))
+        whole = sums.tolist()
+        self.loss, self.aux, self.entropy_sum, self.entropies = *whole[:3], round(whole[3])
+        self.replayed = ReplayStatistics(*whole[len(names) :])
+
 
 @dataclass(frozen=True)
 class _Pass:
@@ -80,14 +102,18 @@ def evaluate(
     temperature: float = 1.0,
     value: ValueHead | None = None,
     replays: bool = True,
+    divided: bool = False,
 ) -> BatchResult:
     """Log-probabilities of the `count` sampled tokens, and values if there is a head for them, without gradients.
-    Without `replays` the model chooses its own experts."""
+    Without `replays` the model chooses its own experts. `divided`: the parts are this rank's, and others have the rest
+    of the tokens."""
     out = _blank(model, count)
     walk = _Pass(model, out, temperature, value, None, 0.0, None, _weight(parts), replays)
     with torch.no_grad():
-        for part in parts:
-            _run_part(walk, part, ())
+        _walk(walk, parts)
+    reshard(model)
+    if divided:
+        out.sum_over_data(world_of(model))
     return out
 
 
@@ -101,27 +127,38 @@ def run(
     value: ValueHead | None = None,
     separable: bool = True,
     aux: float = 0.0,
+    divided: bool = False,
 ) -> BatchResult:
     """Adds the gradients of `loss + value.loss + aux * balance` to the model's parameters. The loss sees
     log-probabilities at `temperature`, of the distribution that the tokens were drawn from. A loss that is not a sum
     over tokens, and a balance loss, need the whole batch before the first backward pass, so a pass over all parts
-    without gradients comes first. Raises UserError for `aux` on a dense model."""
+    without gradients comes first. `divided`: as in `evaluate`. Raises UserError for `aux` on a dense model."""
     share_LE, whole = None, None
     if aux or not separable:
-        first = evaluate(model, parts, count, temperature=temperature)
+        first = evaluate(model, parts, count, temperature=temperature, divided=divided)
         if aux:
             if not first.counts_LE.numel():
                 raise UserError("the model has no experts to balance: set trainer.router_aux to 0")
             share_LE = first.counts_LE / first.counts_LE.sum(dim=1, keepdim=True)
         if not separable:
             loss, whole = _linear(loss, first.logprobs_N)
-    out = _blank(model, count)
-    walk = _Pass(model, out, temperature, value, loss, aux, share_LE, _weight(parts))
-    for part in parts:
-        _run_part(walk, part, ())
+    out, weight = _blank(model, count), torch.tensor([_weight(parts)], dtype=torch.float64, device=_device(model))
+    if divided:
+        world_of(model).total_of_data((weight,))
+    _walk(_Pass(model, out, temperature, value, loss, aux, share_LE, weight.item()), parts)
+    if divided:
+        out.sum_over_data(world_of(model))
     if whole is not None:
         out.loss = whole
     return out
+
+
+def _walk(walk: _Pass, parts: Sequence[ForwardPass]) -> None:
+    world, what = world_of(walk.model), "a pass without gradients" if walk.loss is None else "pass"
+    for number, part in enumerate(parts, 1):
+        world.at(f"{what} {number} of {len(parts)}")
+        last_pass(walk.model, number == len(parts))
+        _run_part(walk, part, ())
 
 
 def _blank(model: PreTrainedModel, count: int) -> BatchResult:
@@ -183,7 +220,8 @@ def _forward(
     routes_TLK = part.routes_TLK if walk.replays else None
     if routes_TLK is not None and extra:
         routes_TLK = np.pad(routes_TLK, ((0, extra), (0, 0), (0, 0)), constant_values=UNFED)
-    with observe() as choices, replay(walk.model.get_decoder(), routes_TLK, weight_T) as replayed:
+
+    def computed() -> tuple[Any, ...]:
         output = walk.model.get_decoder()(
             input_ids=torch.from_numpy(ids_T).to(device)[None],
             position_ids=torch.from_numpy(positions_T).to(device)[None],
@@ -191,18 +229,25 @@ def _forward(
             use_cache=False,
             **options,
         )
+        return *_predict(walk, output.last_hidden_state[0], part), output.router_logits if walk.aux else ()
+
+    with observe() as choices, replay(walk.model.get_decoder(), routes_TLK, weight_T) as replayed:
+        logprobs_M, values_M, entropy_E, router_logits = within(walk.model, computed)
     kept = (layout.kept or {}) if layout is not None else {}
-    logprobs_M, values_M, entropy_E = _predict(walk, output.last_hidden_state[0], part)
     out = walk.out
+    if first:
+        out.replayed.add(replayed)
+        counts_LE = choices.counts(weight_T)
+        out.counts_LE = counts_LE + out.counts_LE if out.counts_LE.numel() else counts_LE
+    if part.idle:  # what it computes has no weight
+        terms = [x.sum() for x in (logprobs_M, values_M, *router_logits) if x is not None]
+        return (0.0 * torch.stack(terms).sum() if walk.loss is not None else None), kept, choices
     if first:
         out.logprobs_N[item_M] = logprobs_M.detach()
         if values_M is not None:
             out.values_N[item_M] = values_M.detach()
         out.entropy_sum += entropy_E.sum().item()
         out.entropies += len(entropy_E)
-        out.replayed.add(replayed)
-        counts_LE = choices.counts(weight_T)
-        out.counts_LE = counts_LE + out.counts_LE if out.counts_LE.numel() else counts_LE
     if walk.loss is None or not torch.is_grad_enabled():
         return None, kept, choices
     term = walk.loss(logprobs_M, item_M)
@@ -210,7 +255,7 @@ def _forward(
     if values_M is not None and walk.value is not None and walk.value.loss is not None:
         term = term + walk.value.loss(values_M, item_M)
     if walk.aux:
-        balance = _balance(output.router_logits, weight_T, walk)
+        balance = _balance(router_logits, weight_T, walk)
         out.aux += balance.item()
         term = term + walk.aux * balance
     return term, kept, choices
@@ -220,10 +265,11 @@ def _predict(walk: _Pass, hidden_TD: Tensor, part: ForwardPass) -> tuple[Tensor,
     """Log-probability and value [M] of the sampled tokens, and entropy of every 16th source."""
     hidden_SD = hidden_TD.index_select(0, torch.from_numpy(part.source_S).to(hidden_TD.device))
     head = head_of(walk.model)
-    chosen_M, entropy_E = token_logprobs(head, hidden_SD, part.of_M, part.target_M, temperature=walk.temperature)
+    of_M, target_M = (np.zeros(1, np.int64),) * 2 if part.idle else (part.of_M, part.target_M)
+    chosen_M, entropy_E = token_logprobs(head, hidden_SD, of_M, target_M, temperature=walk.temperature)
     if walk.value is None:
         return chosen_M, None, entropy_E
-    return chosen_M, walk.value.head(hidden_SD)[torch.from_numpy(part.of_M).to(hidden_SD.device)], entropy_E
+    return chosen_M, walk.value.head(hidden_SD)[torch.from_numpy(of_M).to(hidden_SD.device)], entropy_E
 
 
 def _balance(router_logits: Sequence[Tensor], weight_T: Tensor, walk: _Pass) -> Tensor:

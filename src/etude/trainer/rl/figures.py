@@ -21,6 +21,7 @@ from etude.trainer.rl.guards import StepFigures
 from etude.trainer.rl.loss import LossStats
 from etude.trainer.rl.mismatch import Mismatch
 from etude.trainer.rl.plan import Execution, ExecutionPlan, TokenRows
+from etude.trainer.world import World
 
 
 @dataclass
@@ -45,13 +46,29 @@ class StepSums:
     split: int = 0  # tokens computed apart only because rows have different experts
     replayed: ReplayStatistics = field(default_factory=ReplayStatistics)
 
-    def plan(self, tokens: TokenRows, passes: ExecutionPlan) -> None:
-        """Adds the sizes of the passes of an update."""
+    def plan(self, tokens: TokenRows, passes: ExecutionPlan, world: World) -> None:
+        """Adds the sizes of the passes of an update, over all parts of the batch."""
+        of_ranks = world.gathered((passes.cost.tokens, passes.cost.held, passes.split))[:: world.mesh.context]
         self.executions[passes.execution] += 1
         self.apart += sum(map(len, tokens.rows))
-        self.computed += passes.cost.tokens
-        self.held = max(self.held, passes.cost.held)
-        self.split += passes.split
+        self.computed += sum(tokens for tokens, _, _ in of_ranks)
+        self.held = max(self.held, *(held for _, held, _ in of_ranks))
+        self.split += sum(split for _, _, split in of_ranks)
+
+    def add_tokens(self, own: StepSums, world: World, *, whole: bool) -> None:
+        """Adds the statistics of the tokens of each rank, `own` being this one's. `whole`: each rank has the statistics
+        of all tokens."""
+        statistics = (own.stats.tokens, own.stats.sums, own.dropped, own.value_loss)
+        of_ranks = world.gathered(statistics)
+        for number, (tokens, sums, dropped, value_loss) in enumerate(of_ranks):
+            if value_loss is not None:
+                self.value_loss = (self.value_loss or 0.0) + value_loss
+            if whole and number:
+                continue
+            self.stats.tokens += tokens
+            for name, value in sums.items():
+                self.stats.sums[name] = self.stats.sums.get(name, 0.0) + value
+            self.dropped.update(dropped)
 
     def compare(self, proximal_N: torch.Tensor, samples: Samples, version: int) -> None:
         """Adds log-probabilities under the weights of `version` to the statistics of the mismatch."""

@@ -12,12 +12,13 @@ Suffixes: T tokens of a pass, N sampled tokens of the batch (row by row), M thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedModel
 
+from etude.models.router_replay import UNFED
 from etude.models.segments import Graph, Trie, row_graph, trie
 
 Execution = Literal["rows", "packed", "streaming", "recompute"]
@@ -70,7 +71,7 @@ class ForwardPass:
     graph: Graph | None
     ids_T: np.ndarray
     positions_T: np.ndarray
-    weight_T: np.ndarray  # number of rows that contain a token
+    weight_T: np.ndarray  # number of rows that contain a token; 0 in an idle pass
     item_M: np.ndarray
     source_S: np.ndarray
     of_M: np.ndarray
@@ -78,6 +79,11 @@ class ForwardPass:
     children: tuple[ForwardPass, ...] = ()
     recompute: bool = False
     routes_TLK: np.ndarray | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the pass is there for the other ranks' sake alone."""
+        return not self.weight_T.any()
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,34 @@ def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int,
     built: list[tuple[Execution, tuple[ForwardPass, ...]]] = [(name, build[name]()) for name in names]
     candidates = [ExecutionPlan(name, parts, cost(parts, shape), split) for name, parts in built]
     return min(candidates, key=lambda c: (max(c.cost.held, budget), c.cost.work))
+
+
+def passes_of(
+    tokens: TokenRows, execution: Execution, rows_of_passes: Sequence[Sequence[int]], shape: Shape
+) -> ExecutionPlan:
+    """One pass for each of the given sets of rows, whose items are numbered as in all of `tokens`. A pass without rows
+    computes a token of weight zero, so that this rank takes part in what the others compute."""
+    cuts = np.concatenate([[0], np.cumsum([len(sampled) for sampled in tokens.sampled])])
+    parts: list[ForwardPass] = []
+    for chosen in rows_of_passes:
+        if not chosen:
+            parts.append(_idle(tokens))
+            continue
+        some = tokens.some(chosen)
+        (part,) = rows(some) if execution == "rows" else packed(some, some.tree(), 2**62)
+        items = np.concatenate([np.arange(cuts[row], cuts[row + 1]) for row in chosen])
+        parts.append(replace(part, item_M=items[part.item_M]))
+    return ExecutionPlan(execution, tuple(parts), cost(parts, shape))
+
+
+def _idle(tokens: TokenRows) -> ForwardPass:
+    """A pass without items, over one token."""
+    none = np.zeros(0, np.int64)
+    routes = None
+    if tokens.routes is not None:
+        routes = np.full((1, *tokens.routes[0].shape[1:]), UNFED, np.int16)
+    one = np.zeros(1, np.int64)
+    return ForwardPass(None, one, one, np.zeros(1), none, one, none, none, routes_TLK=routes)
 
 
 def cost(parts: Sequence[ForwardPass], shape: Shape) -> Cost:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from etude.config import RLConfig
 from etude.models.batch_invariant import batch_invariant, possible
 from etude.trainer.optimizer import MasterAdamW, learning_rate
+from etude.trainer.rl.balance import divided
 from etude.trainer.rl.batch import Batch, PromptRow, Samples, collate, token_rows
 from etude.trainer.rl.distill import judged_by_teacher
 from etude.trainer.rl.execution import BatchResult, ValueHead, evaluate, run
@@ -24,13 +25,14 @@ from etude.trainer.rl.figures import StepSums, batch_figures
 from etude.trainer.rl.guards import GuardVerdict, StepFigures
 from etude.trainer.rl.loss import LossTokens, policy_loss
 from etude.trainer.rl.memory import peak_bytes, reset_peak
-from etude.trainer.rl.plan import Execution, ExecutionPlan, TokenRows, plan, shape_of
+from etude.trainer.rl.plan import Execution, ExecutionPlan, TokenRows, passes_of, plan, shape_of
 from etude.trainer.rl.policies import OF_EPISODES, PolicyDrift, drift, keep, needs_proximal, shares
 from etude.trainer.rl.presets import LossPreset, divisor, loss_preset
 from etude.trainer.rl.reference import Reference
 from etude.trainer.rl.selfcheck import check
 from etude.trainer.rl.value import WEIGHT as VALUE_WEIGHT
 from etude.trainer.rl.value import Critic, estimate
+from etude.trainer.sharding import world_of
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,9 @@ def train_step(
     deterministic mode each row is its own forward pass, so gradients do not depend on the packing of episodes, and
     batch-invariant if the model allows, so log-probabilities have the engine's bits. `lr` is the learning rate of a
     step that is computed again. Raises RunFailed if the self-check fails."""
-    preset, of_batch = loss_preset(config.loss), batch_figures(batch, version)
+    preset, of_batch, world = loss_preset(config.loss), batch_figures(batch, version), world_of(learner.model)
     with batch_invariant(config.deterministic and possible(learner.model)):
-        reset_peak(config.trainer.device)
+        reset_peak(world.device)
         batch, metrics = _distilled(learner, batch, config)
         sums, parts = StepSums(), shares(batch.rows, config.loss.updates)
         updates = [_update(learner, rows, share, batch, config, sums) for rows, share in parts]
@@ -126,12 +128,12 @@ def train_step(
                 break
             learner.optimizer.apply(lr)
             if learner.critic is not None:
-                learner.critic.apply()
+                learner.critic.apply(world)
             applied += 1
         if verdict is None:
             return StepResult(sums.metrics() | metrics, judge(figures), figures)
         metrics |= {"optim/skipped": float(applied < len(updates)), "optim/updates": float(applied)}
-        metrics |= {"memory/peak_bytes": float(peak_bytes(config.trainer.device))}
+        metrics |= {"memory/peak_bytes": float(world.largest(peak_bytes(world.device)))}
         return StepResult(sums.metrics() | metrics, verdict, figures, lr, applied)
 
 
@@ -139,26 +141,35 @@ def _update(
     learner: Learner, rows: list[PromptRow], share: float, batch: Batch, config: RLConfig, sums: StepSums
 ) -> OptimizerUpdate:
     """The rows of an update, and the passes that they are computed in."""
-    options = config.trainer
-    execution = "rows" if config.deterministic else learner.execution or options.execution
+    options, world = config.trainer, world_of(learner.model)
     tokens = token_rows(rows)
-    passes = plan(tokens, execution, options.micro_tokens, shape_of(learner.model))
-    sums.plan(tokens, passes)
+    passes = _planned(learner, tokens, config)
+    sums.plan(tokens, passes, world)
     # A batch with recorded advantages has no planned size; any other counts lost episodes, too.
     played = len(batch.flat) if options.baseline == "given" else config.rollout.prompts * config.rollout.group
-    return OptimizerUpdate(tokens, collate(rows, options.device), passes, played * share, len(batch.rewards))
+    return OptimizerUpdate(tokens, collate(rows, world.device), passes, played * share, len(batch.rewards))
+
+
+def _planned(learner: Learner, tokens: TokenRows, config: RLConfig) -> ExecutionPlan:
+    """The passes that this rank computes the rows in."""
+    execution = "rows" if config.deterministic else learner.execution or config.trainer.execution
+    world, shape, budget = world_of(learner.model), shape_of(learner.model), config.trainer.micro_tokens
+    if world.size == 1:
+        return plan(tokens, execution, budget, shape)
+    execution = "packed" if execution == "auto" else execution
+    division = divided(tokens, execution, budget * world.mesh.context, shape, world.mesh.data_ranks)
+    return passes_of(tokens, execution, division.passes[world.data_rank], shape)
 
 
 def _distilled(learner: Learner, batch: Batch, config: RLConfig) -> tuple[Batch, dict[str, float]]:
     """The batch with the teacher's judgement in its advantages, and the figures of the judgement."""
     if config.distill is None:
         return batch, {}
-    execution = "rows" if config.deterministic else learner.execution or config.trainer.execution
 
     def logprobs_N(tokens: TokenRows) -> Tensor:
-        passes = plan(tokens, execution, config.trainer.micro_tokens, shape_of(learner.model))
+        temperature, passes = config.rollout.temperature, _planned(learner, tokens, config)
         scored = evaluate(
-            learner.model, passes.parts, tokens.count, temperature=config.rollout.temperature, replays=False
+            learner.model, passes.parts, tokens.count, temperature=temperature, replays=False, divided=True
         )
         return scored.logprobs_N
 
@@ -193,7 +204,14 @@ def _prepare(
     critic = learner.critic
     value = None if critic is None else ValueHead(critic.values)
     results = [
-        evaluate(learner.model, u.passes.parts, u.tokens.count, temperature=config.rollout.temperature, value=value)
+        evaluate(
+            learner.model,
+            u.passes.parts,
+            u.tokens.count,
+            temperature=config.rollout.temperature,
+            value=value,
+            divided=True,
+        )
         for u in updates
     ]
     updates = [replace(u, proximal_N=r.logprobs_N) for u, r in zip(updates, results, strict=True)]
@@ -219,9 +237,11 @@ def _backward(
     reference_N = None
     if learner.reference is not None:
         with learner.reference.weights() as model:
-            reference_N = evaluate(model, parts, count, temperature=temperature, replays=False).logprobs_N
+            scored = evaluate(model, parts, count, temperature=temperature, replays=False, divided=True)
+            reference_N = scored.logprobs_N
     # The ratio of an episode needs all its tokens; before the first update it is 1.
     by_episode = moved and preset.surrogate == "sequence"
+    own = StepSums()  # of the tokens that this rank computes
 
     def loss(logprobs_M: Tensor, item_M: Tensor) -> Tensor:
         samples, detached_M = update.samples.select(item_M), logprobs_M.detach()
@@ -237,19 +257,22 @@ def _backward(
             advantage=samples.advantages_N,
             reference=None if reference_N is None else reference_N[item_M],
             length=samples.length_N,
-            keep=keep(samples, proximal_M, update.of_episode, config.loss.masks, sums.dropped),
+            keep=keep(samples, proximal_M, update.of_episode, config.loss.masks, own.dropped),
             drift=drift_M,
         )
-        return policy_loss(tokens, preset, n, sums.stats)
+        return policy_loss(tokens, preset, n, own.stats)
 
     value, critic, target_N = None, learner.critic, update.target_N
     if critic is not None and target_N is not None:
 
         def value_loss(values_M: Tensor, item_M: Tensor) -> Tensor:
             error = critic.loss(values_M, target_N[item_M], n)
-            sums.value_loss = (sums.value_loss or 0.0) + error.item()
+            own.value_loss = (own.value_loss or 0.0) + error.item()
             return VALUE_WEIGHT * error
 
         value = ValueHead(critic.values, value_loss)
     aux, separable = config.trainer.router_aux, not by_episode
-    return run(learner.model, parts, count, loss, temperature=temperature, value=value, separable=separable, aux=aux)
+    options = {"temperature": temperature, "value": value, "separable": separable, "aux": aux, "divided": True}
+    result = run(learner.model, parts, count, loss, **options)
+    sums.add_tokens(own, world_of(learner.model), whole=by_episode)
+    return result

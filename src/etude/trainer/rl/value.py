@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.trainer.rl.batch import Samples
+from etude.trainer.world import World
 
 PREFIX = "value/"
 WEIGHT = 0.5  # weight of the value error in the loss
@@ -54,8 +55,10 @@ class Critic:
         """Half the mean squared error over `divisor` tokens."""
         return (values_M - targets_M).square().sum() / (2 * divisor)
 
-    def apply(self) -> None:
-        """Updates the head from the collected gradients."""
+    def apply(self, world: World | None = None) -> None:
+        """Updates the head from the collected gradients, summed over the ranks."""
+        if world is not None:
+            world.total(p.grad for p in self.head.parameters() if p.grad is not None)
         self._adam.step()
         self.drop()
 

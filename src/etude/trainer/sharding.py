@@ -1,0 +1,128 @@
+"""A model whose tensors are divided over ranks: transformers' interface to FSDP2 and expert parallelism, in one place.
+
+Each rank holds consecutive rows (of the first dimension) of every parameter, as the local part of a DTensor. A layer's
+whole weights exist while the layer is computed. With expert parallelism a rank computes some experts only, and tokens
+travel to them. Gradients are summed over the ranks, not averaged: every loss is divided by counts of the whole batch.
+
+A world of one rank takes the same functions, which do nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardOf
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from etude.errors import UserError
+from etude.models.experts import record_before_dispatch
+from etude.models.loading import load_model
+from etude.trainer.checkpoint import rows_of
+from etude.trainer.world import World
+from etude.weights.ranks import Shard
+
+T = TypeVar("T")
+_WORLD = "etude_world"
+
+
+def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrainedModel:
+    """The model of a folder, computed in `dtype` on the device of the rank, which reads its rows only. With several
+    ranks and bfloat16 the rows are float32, and layers are rounded when they are gathered. Raises UserError as
+    `load_model` does, and for an architecture that transformers cannot divide."""
+    if world.size == 1:
+        return load_model(path, dtype=dtype, device=world.device)
+    mesh, narrow = world.mesh, dtype != torch.float32
+    try:
+        distributed = DistributedConfig(
+            dp_replicate_size=mesh.replicate,
+            fsdp_size=mesh.shard * mesh.context,
+            ep_size=mesh.expert,
+            fsdp_mixed_precision=narrow,
+        )
+        model = load_model(path, distributed=distributed)
+    except (ValueError, OSError) as e:
+        raise UserError(f"{path} cannot be divided over ranks: {e}") from e
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if getattr(module, "_is_expert_parallel", False):
+            record_before_dispatch(module, cast(Any, module).num_experts * mesh.expert)
+    cast(Any, model).computed = MethodType(lambda _self, work: work(), model)
+    register_fsdp_forward_method(model, "computed")
+    setattr(model, _WORLD, world)
+    return model
+
+
+def world_of(model: PreTrainedModel) -> World:
+    """The ranks that a model is divided over."""
+    return getattr(model, _WORLD, None) or World()
+
+
+def within(model: PreTrainedModel, work: Callable[[], T]) -> T:
+    """`work`, which computes with the model's decoder and head, and returns tensors (or tuples of them) that a backward
+    pass may begin at. With several ranks the head is whole meanwhile."""
+    return cast(Any, model).computed(work) if isinstance(model, FSDPModule) else work()
+
+
+def reshard(model: PreTrainedModel) -> None:
+    """Frees whole weights that a pass without backward has left, so that the next pass gathers the present ones."""
+    if isinstance(model, FSDPModule):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def last_pass(model: PreTrainedModel, last: bool) -> None:
+    """Says before a pass whether it is the last before the gradients are used: sums over replicas wait for it."""
+    if isinstance(model, FSDPModule) and world_of(model).mesh.replicate > 1:
+        model.set_requires_all_reduce(last)
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this rank holds some rows of a tensor; false for a tensor that every rank holds whole."""
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows of a tensor that this rank holds, on the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """The first row that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    first, total = 0, tensor.shape[0] if tensor.ndim else 1
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    places = list(zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True))
+    # Experts are divided first, plainly; FSDP divides each part again, which is a strided placement.
+    for placement, index, count in sorted(places, key=lambda place: type(place[0]) is not ShardOf):
+        if isinstance(placement, Replicate):
+            continue
+        if getattr(placement, "dim", None) != 0:
+            raise UserError(f"a tensor is divided along dimension {getattr(placement, 'dim', '?')}, not by rows")
+        own = rows_of(total, index, count)
+        first, total = first + own.start, len(own)
+    return first
+
+
+def shard_of(tensor: Tensor, values: Tensor, world: World) -> Tensor | Shard:
+    """`values` of the rows of `tensor` that this rank holds, for checkpoints and versions, where one rank has each row:
+    of replicas the first, of tensors that all ranks hold rank 0. The whole tensor, if the rank is alone."""
+    if world.size == 1:
+        return values
+    if not isinstance(tensor, DTensor):
+        total = values.shape[0] if values.ndim else 1
+        return Shard(values if world.first else values[:0] if values.ndim else values.new_zeros(0), 0, total)
+    own = values if world.replica == 0 else values[:0]
+    return Shard(own, first_row(tensor), tensor.shape[0])
