@@ -55,6 +55,8 @@ def computed(model: torch.nn.Module, execution: Execution, aux: float) -> dict[s
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         assert grad is not None, name
+        if not isinstance(grad, DTensor):
+            world.total((grad,))
         out[f"grad/{name}"] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
         parameter.grad = None
     return out

@@ -16,7 +16,7 @@ from etude.config import TrainerConfig
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
 from etude.records import AdaptedBase
-from etude.trainer.sharding import first_row, is_divided, local, shard_of, world_of
+from etude.trainer.sharding import first_row, is_divided, local, own_rows, shard_of, world_of
 from etude.trainer.world import World
 from etude.weights.ranks import Shard
 from etude.weights.ulpd import Schema
@@ -242,11 +242,7 @@ class MasterAdamW:
         """Moves the master weights to a published version, whose whole tensors these are; masters that round to it
         already stay unchanged."""
         for name, master in self._master.items():
-            target, trained = published[name], self._trained[name]
-            if is_divided(trained):
-                first = first_row(trained)
-                target = target[first : first + len(master)]
-            target = target.to(master.device)
+            target = own_rows(self._trained[name], published[name]).to(master.device)
             whole = torch.int16 if target.element_size() == 2 else torch.int32
             moved = master.to(target.dtype).view(whole) != target.view(whole)
             master.copy_(torch.where(moved, target.float(), master))
@@ -262,7 +258,7 @@ def for_policy(model: PreTrainedModel, config: TrainerConfig, types: Types | Non
             parameter.grad_dtype = torch.float32  # sums of hundreds of passes would lose small gradients in bfloat16
     fixed = {name: t for name, t in named_tensors(model).items() if name not in live}
     settings = AdamWSettings(config.betas, config.weight_decay, config.grad_clip)
-    rounds = world.size > 1 and config.dtype != "float32"
+    rounds = config.dtype != "float32" and any(map(is_divided, live.values()))
     return MasterAdamW(live, settings, fixed, types, offload=config.offload_optimizer, world=world, rounds=rounds)
 
 

@@ -4,7 +4,7 @@ Each rank holds consecutive rows (of the first dimension) of every parameter, as
 whole weights exist while the layer is computed. With expert parallelism a rank computes some experts only, and tokens
 travel to them. Gradients are summed over the ranks, not averaged: every loss is divided by counts of the whole batch.
 
-A world of one rank takes the same functions, which do nothing there.
+Ranks that only replicate hold the whole model each, and one rank takes the same functions, which do nothing there.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
     """The model of a folder, computed in `dtype` on the device of the rank, which reads its rows only. With several
     ranks and bfloat16 the rows are float32, and layers are rounded when they are gathered. Raises UserError as
     `load_model` does, and for an architecture that transformers cannot divide."""
-    if world.size == 1:
-        return load_model(path, dtype=dtype, device=world.device)
     mesh, narrow = world.mesh, dtype != torch.float32
+    if mesh.shard * mesh.context == 1:
+        model = load_model(path, dtype=dtype, device=world.device)
+        setattr(model, _WORLD, world)
+        return model
     try:
         distributed = DistributedConfig(
             dp_replicate_size=mesh.replicate,
@@ -95,6 +97,14 @@ def is_divided(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """The rows of a tensor that this rank holds, on the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor, values: Tensor) -> Tensor:
+    """The part of `values`, whole or divided like `tensor`, that belongs to the rows of `tensor` on this rank."""
+    if isinstance(values, DTensor) or not isinstance(tensor, DTensor):
+        return local(values)
+    first = first_row(tensor)
+    return values[first : first + len(local(tensor))]
 
 
 def first_row(tensor: Tensor) -> int:

@@ -11,10 +11,11 @@ from etude import runfolder
 class TrainingClock:
     """Counts the seconds of training over all attempts of a run; `minutes` is their limit, or None. A step calls
     `begin` (its groups are ready), `loaded`, `trained`, `end`; between steps the trainer waits. The time before an
-    attempt's first groups are ready, in which tasks are built and the model is measured, does not count as training."""
+    attempt's first groups are ready, in which tasks are built and the model is measured, does not count as training.
+    Without `notes` nothing is written."""
 
-    def __init__(self, run: Path, minutes: float | None):
-        self._run = run
+    def __init__(self, run: Path, minutes: float | None, *, notes: bool = True):
+        self._run, self._notes = run, notes
         self._limit = (minutes or math.inf) * 60
         lines = runfolder.read_jsonl(run / "metrics.jsonl", ("time/spent",))
         self._spent: float = lines[-1]["time/spent"] if lines else 0.0
@@ -83,5 +84,6 @@ class TrainingClock:
         """Appends a period that ends now, or at `end`, to the timeline. Returns its seconds."""
         end = runfolder.now() if end is None else end
         record = {"process": "trainer", "state": state, "start": start, "end": end}
-        runfolder.append_json(self._run / "timeline.jsonl", record)
+        if self._notes:
+            runfolder.append_json(self._run / "timeline.jsonl", record)
         return end - start

@@ -29,7 +29,7 @@ class TrainerProbes:
 
     def score(self, version: int) -> None:
         """Scores the sequences with the model's weights, those of `version`, unless they have been scored."""
-        if version in self._scores or not self._tokens.rows:
+        if self.scored(version):
             return
         started = time.perf_counter()
         with batch_invariant(self._exactly):
@@ -38,6 +38,10 @@ class TrainerProbes:
         for old in [v for v in self._scores if v <= version - PROBES_KEPT]:
             del self._scores[old]
         self._seconds += time.perf_counter() - started
+
+    def scored(self, version: int) -> bool:
+        """Whether `score` has nothing to do for a version."""
+        return version in self._scores or not self._tokens.rows
 
     def arrived(self) -> list[ProbeComparison]:
         """The engines' scores since the last call, of versions that were scored here."""

@@ -16,6 +16,9 @@ payload N+2. They are written in the background while step N+2 computes, on grou
 nothing of step N+2 is published before version N+1 is settled. A resume brings a ledger that lags behind the manifests
 up to date.
 
+Several ranks run this program together (`trainer/world.py`). Each loads the batch and computes a part of it; rank 0
+alone has the ledger and the clock and writes metrics, and what it decides reaches the others by `World.agree`.
+
 Checkpoints, one every `trainer.checkpoint_every` versions, are written at the same time (checkpoint.py). A resume takes
 the newest one, and computes the later steps again from the groups that the manifests name (restore.py). A checkpoint of
 a version without a manifest is deleted.
@@ -32,7 +35,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from secrets import token_hex
+from typing import Any, Literal
 
 import blake3
 import msgspec
@@ -67,9 +71,13 @@ from etude.trainer.rl.restore import Restorer
 from etude.trainer.rl.step import Learner, StepResult, train_step
 from etude.trainer.rl.trial import allowed
 from etude.trainer.rl.value import Critic
+from etude.trainer.sharding import load_sharded, shard_of
+from etude.trainer.world import World
 from etude.weights import manifests, newest_manifest, read_manifest, read_private_key
 from etude.weights.publisher import Publication, Publisher
+from etude.weights.ranks import Ranks
 
+_WAIT_SECONDS = 1.0  # of several ranks for rank 0, which waits for groups
 MAX_RECORDED_GROUPS = 100_000
 """Largest number of groups in a batch with recorded advantages (`trainer.baseline = "given"`)."""
 
@@ -88,8 +96,9 @@ class LoadedStep:
     """The batch of a step, and the metrics and probes that were collected while it was loaded."""
 
     batch: Batch
-    observed: dict[str, Any]  # metrics of the batch, of the ledger and of the probes
+    observed: dict[str, Any]  # metrics of the batch, of the ledger and of the probes; on rank 0
     probes: list[ProbeComparison]  # since the previous step
+    progress: float  # completed share of the run
 
 
 def main() -> None:
@@ -105,15 +114,16 @@ def main() -> None:
             trainer.go_back(int(base))
         while (groups := trainer.next_groups()) is not None:
             loaded = trainer.load(groups)
-            result = train_step(
-                trainer.learner,
-                loaded.batch,
-                trainer.config,
-                trainer.version,
-                trainer.clock.progress(trainer.version, trainer.config.trainer.steps),
-                judge=partial(trainer.judge, probes=loaded.probes),
-                checked=trainer.checked,
-            )
+            with trainer.world.named_failures():
+                result = train_step(
+                    trainer.learner,
+                    loaded.batch,
+                    trainer.config,
+                    trainer.version,
+                    loaded.progress,
+                    judge=partial(trainer.judge, probes=loaded.probes),
+                    checked=trainer.checked,
+                )
             trainer.commit(loaded, result)
         trainer.finish()
     except (UserError, RunFailed) as e:
@@ -141,18 +151,20 @@ class Trainer:
         if config.deterministic:
             use_deterministic_algorithms()
         root = config.store or str(run)
+        self.world = world = World.join(config.trainer.mesh, config.trainer.device, config.trainer.collective_seconds)
         self.rollouts: Store = open_store(f"{root}/rollouts")
         self.weights = weights = open_store(f"{root}/weights", durable=True)
         self._checkpoints = run / "checkpoints"
-        self.writer = checkpoint.CheckpointWriter(self._checkpoints, config.trainer.keep_checkpoints)
+        ranks = Ranks(world.rank, world.size, world.agree(lambda: token_hex(8)), world.control)
+        self.writer = checkpoint.CheckpointWriter(self._checkpoints, config.trainer.keep_checkpoints, ranks)
         self._waited = 0.0  # seconds for checkpoints, since the last version
         self._line = run / "metrics.next.json"  # of the version in publication
-        self.ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name)
-        self.learner = make_learner(config)
+        self._ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name) if world.first else None
+        self.learner = make_learner(config, world)
         model = self.learner.model
         self.routes = router_replay.shape(model) if config.trainer.router_replay else None
         self.checked: set[str] | None = set() if config.trainer.self_check else None
-        self.publisher = _publisher(config, weights, self.learner.optimizer)
+        self.publisher = _publisher(config, weights, self.learner.optimizer, ranks)
         self._unsettled: Unsettled | None = None
         published = manifests(weights)
         exact = config.deterministic and possible(model)
@@ -160,25 +172,25 @@ class Trainer:
         history = [m.step for m in published if isinstance(m.step, StepRecord)]
         self.guards = Guards(config.guards, config.rollout.staleness, history, exact=equal_bits)
         self.probes = TrainerProbes(open_store(f"{root}/probes"), model, exactly=exact)
-        last = newest_manifest(weights)
-        if last is not None:
+        last = world.agree(lambda: newest_manifest(weights), PolicyVersion | None)
+        if last is not None and world.first:
             self._check_lines()
             self._write_lost_line(last)
         self.drift = BehaviourDrift(config.cheats.window, runfolder.read_jsonl(run / "metrics.jsonl"))
-        self.clock = TrainingClock(run, config.trainer.minutes)
+        self.clock = TrainingClock(run, config.trainer.minutes, notes=world.first)
         self.version = 0 if last is None else last.version
         self.restorer = Restorer(
             self.learner,
             config,
             weights,
             self._checkpoints,
-            lambda ids: self._batch(self.ledger.groups(ids)),
+            lambda ids: self._batch(world.agree(lambda: self.ledger.groups(ids), list[Group])),
             self.clock,
         )
         if last is not None:
             self._resume(last)
         else:
-            checkpoint.drop_after(self._checkpoints, -1)
+            self._drop_checkpoints_after(-1)
             self._publish(0, (), {}, {})
             self.settle(wait=True)
             self.writer.close()  # raises the error if the first checkpoint cannot be written
@@ -186,9 +198,20 @@ class Trainer:
     def _resume(self, last: PolicyVersion) -> None:
         """Continues from the newest manifest. Raises UserError."""
         self._check_base(last)
-        checkpoint.drop_after(self._checkpoints, last.version)
+        self._drop_checkpoints_after(last.version)
         self.restorer.restore(last.version, fresh=True)
         self.publisher.resume(last, self.learner.optimizer.published())
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the run, on rank 0."""
+        assert self._ledger is not None
+        return self._ledger
+
+    def _drop_checkpoints_after(self, version: int) -> None:
+        if self.world.first:
+            checkpoint.drop_after(self._checkpoints, version)
+        self.world.agree(lambda: True)  # before another rank begins to write
 
     def _check_base(self, last: PolicyVersion) -> None:
         """Raises UserError unless the run's versions match the optimizer, which holds the model folder: all weights, or
@@ -214,7 +237,8 @@ class Trainer:
     def go_back(self, version: int) -> None:
         """Publishes weights and optimizer state of an earlier version as the next one, unless they equal the newest's.
         Raises UserError if they cannot be restored."""
-        last, target = newest_manifest(self.weights), read_manifest(self.weights, version)
+        last = self.world.agree(lambda: newest_manifest(self.weights), PolicyVersion | None)
+        target = read_manifest(self.weights, version)
         if last is None or target is None:
             raise UserError(f"{self.weights.url} has no version {version} to go on from")
         if target.digest == last.digest:
@@ -233,11 +257,21 @@ class Trainer:
         """Waits for the groups of the next step; None once all versions are published or the minutes are spent. A batch
         with recorded advantages is complete from the start: all ready groups are one step, and without any the run
         ends."""
+        while True:
+            self.world.at(f"the groups of version {self.version + 1}")
+            groups = self.world.agree(self._groups, list[Group] | None | Literal["later"])
+            if groups != "later":
+                return groups
+            self.probes.score(self.version)  # uses the wait
+
+    def _groups(self) -> list[Group] | Literal["later"] | None:
+        """The groups of the next step, "later" if they are not there within a second, None if the run ends."""
         config = self.config
         if config.trainer.baseline == "given":
             self.settle(wait=True)
             self.clock.begin()
             return self.ledger.ready_groups(MAX_RECORDED_GROUPS, in_order=True) or None
+        deadline = time.monotonic() + _WAIT_SECONDS
         while self.version < config.trainer.steps and not self.clock.over:
             self.settle(wait=False)
             groups = self.ledger.ready_groups(
@@ -249,7 +283,8 @@ class Trainer:
             if len(groups) == config.rollout.prompts:
                 self.clock.begin()
                 return None if self.clock.over else groups
-            self.probes.score(self.version)  # uses the wait
+            if not self.probes.scored(self.version) or (self.world.size > 1 and time.monotonic() > deadline):
+                return "later"
             time.sleep(0.05)
         return None
 
@@ -257,9 +292,14 @@ class Trainer:
         """The audited episodes of the groups as rows with advantages. New flags of the audit go to the ledger."""
         config = self.config
         batch = self._batch(groups)
+        if self.learner.reference is not None:
+            self.writer.wait()  # the reference takes the place of tensors that the checkpoint may hold
         self.probes.score(self.version)
-        probes = self.probes.arrived()
+        progress = self.world.agree(lambda: self.clock.progress(self.version, config.trainer.steps))
+        probes = self.world.agree(self.probes.arrived, list[ProbeComparison])
         self.clock.loaded()
+        if not self.world.first:
+            return LoadedStep(batch, {}, probes, progress)
         for episode in batch.flat:
             if {"contrast", "effort"} & set(episode.flags):  # the audit's flags; all others are in the ledger already
                 self.ledger.flag(episode)
@@ -276,7 +316,7 @@ class Trainer:
         if probes:
             observed["probe/answers"] = [asdict(probe) for probe in probes]
         observed["time/probes"] = self.probes.seconds()
-        return LoadedStep(batch, observed, probes)
+        return LoadedStep(batch, observed, probes, progress)
 
     def _batch(self, groups: Sequence[Group]) -> Batch:
         config = self.config
@@ -321,7 +361,7 @@ class Trainer:
 
     def _act_on(self, verdict: GuardVerdict) -> None:
         """Reports the guards' events, and carries out a rollback, or raises RunFailed for a halt."""
-        for event in verdict.events:
+        for event in verdict.events if self.world.first else ():
             print(f"guard {event.guard}, {event.level}, step {self.version + 1}: {event.sentence}", file=sys.stderr)
         if verdict.action == "halt":
             reasons = "; ".join(event.sentence for event in verdict.events if event.level == "stop")
@@ -332,7 +372,7 @@ class Trainer:
         if verdict.action == "rollback":
             self.writer.wait()
             self.restorer.restore(self.guards.good)
-        if verdict.action != "go":
+        if verdict.action != "go" and self.world.first:
             what = f"is that of {self.guards.good} again" if verdict.action == "rollback" else "has the same weights"
             print(f"guards: version {self.version + 1} {what}", file=sys.stderr, flush=True)
 
@@ -340,7 +380,7 @@ class Trainer:
         """The guards' verdict before an update. A checkpoint that is being written from the optimizer's tensors is
         waited for."""
         self._waited += self.writer.wait()
-        return self.guards.judge(figures, probes=probes)
+        return self.world.agree(lambda: self.guards.judge(figures, probes=probes), GuardVerdict)
 
     def _publish(
         self,
@@ -357,7 +397,7 @@ class Trainer:
         waited, self._waited = self._waited, 0.0
         if version % self.config.trainer.checkpoint_every == 0:
             waited += self._save(version, {step.good} if step is not None else set())
-        if line:
+        if line and self.world.first:
             line |= {"time/checkpoint_wait": waited, "checkpoint/failed": float(self.writer.failed)}
             runfolder.write(self._line, json.dumps(line | self.clock.figures()).encode())
         optimizer = self.learner.optimizer
@@ -369,7 +409,9 @@ class Trainer:
         """Begins the checkpoint of a version. Returns the seconds of the wait for the previous one. Checkpoints for a
         rollback are kept: until the manifest exists, the guards' good version is still the previous one."""
         optimizer, critic = self.learner.optimizer, self.learner.critic
-        state = optimizer.state() | (critic.state() if critic is not None else {})
+        state = optimizer.state()
+        if critic is not None:
+            state |= {name: shard_of(tensor, tensor, self.world) for name, tensor in critic.state().items()}
         waited = self.writer.wait()
         bases = [self.restorer.base(v) for v in {self.guards.good, *good} if v != version]
         self.writer.start(version, checkpoint.parts_of(state), {v for v in bases if v is not None})
@@ -379,9 +421,10 @@ class Trainer:
         """Settles the last version, and saves its checkpoint if it has none. Raises the errors of the threads."""
         self.settle(wait=True)
         self.writer.wait()
-        if self.version not in checkpoint.versions(self._checkpoints):
+        if self.world.agree(lambda: self.version not in checkpoint.versions(self._checkpoints)):
             self._save(self.version, set())
         self.writer.close()
+        self.world.close()
 
     def settle(self, *, wait: bool) -> None:
         """Records the version in publication in the ledger, then in metrics.jsonl, once its manifest is durable.
@@ -391,10 +434,11 @@ class Trainer:
             return
         manifest = unsettled.publication.result()
         failpoint("trainer.published")
-        self.ledger.consume(unsettled.groups, manifest.version)
+        if self.world.first:
+            self.ledger.consume(unsettled.groups, manifest.version)
         failpoint("trainer.consumed")
         self._unsettled = None
-        if unsettled.line:
+        if unsettled.line and self.world.first:
             self._write_line(unsettled.line, manifest, unsettled.publication.seconds)
 
     def _write_line(self, line: dict[str, Any], manifest: PolicyVersion, seconds: float) -> None:
@@ -443,21 +487,22 @@ def guard_metrics(verdict: GuardVerdict, record: StepRecord) -> dict[str, float]
     }
 
 
-def make_learner(config: RLConfig) -> Learner:
+def make_learner(config: RLConfig, world: World) -> Learner:
     """The model of the run with its optimizer, and the reference, value head and teacher that its loss needs. Raises
     UserError for a model that does not fit its devices, or would not be computed exactly."""
     options, preset = config.trainer, loss_preset(config.loss)
     if options.device != "cpu" and (refusal := memory_table(config).refusal()):
         raise UserError(f"{refusal} (trainer.device_memory_gb overrides the detected size)")
-    model = load_model(config.model.path, dtype=getattr(torch, options.dtype), device=options.device)
-    support.say_noise(model)
+    model = load_sharded(config.model.path, getattr(torch, options.dtype), world)
+    if world.first:
+        support.say_noise(model)
     if options.activation_checkpointing:
         checkpoint_activations(model, offload=options.offload_activations)
     execution = allowed(model, "rows" if config.deterministic else options.execution)
     reference = Reference(model) if preset.kl_beta else None
     teacher = None
     if config.distill is not None and config.distill.teacher != "self":
-        teacher_model = load_model(config.distill.teacher, dtype=getattr(torch, options.dtype))
+        teacher_model = load_model(config.distill.teacher, dtype=next(model.parameters()).dtype)
         teacher = Reference(model, dict(teacher_model.named_parameters()))
     types = published_dtypes(Path(config.model.path), model, getattr(torch, options.dtype))
     if options.lora is None:
@@ -468,13 +513,14 @@ def make_learner(config: RLConfig) -> Learner:
     return Learner(model, optimizer, reference, critic, execution, teacher)
 
 
-def _publisher(config: RLConfig, store: Store, optimizer: MasterAdamW) -> Publisher:
+def _publisher(config: RLConfig, store: Store, optimizer: MasterAdamW, ranks: Ranks) -> Publisher:
     key = config.weights.signing_key
     return Publisher(
         store,
         config.weights.anchor_versions,
         config.weights.anchor_share,
         key=read_private_key(Path(key)) if key else None,
+        ranks=ranks,
         model=model_id(config.model.path),
         base=optimizer.base_schema,
         of_folder=optimizer.base_schema is None and not config.weights.anchor_first,

@@ -29,11 +29,14 @@ from etude.trainer.rl.batch import Batch
 from etude.trainer.rl.clock import TrainingClock
 from etude.trainer.rl.guards import GuardVerdict, StepFigures
 from etude.trainer.rl.step import Learner, train_step
+from etude.trainer.sharding import reshard, world_of
+from etude.trainer.world import World
 from etude.weights import read_manifest
 from etude.weights.content import Content, content_of
 from etude.weights.export import folder_tensors
 from etude.weights.payloads import PayloadSource
-from etude.weights.ulpd import schema_of, weights_digest
+from etude.weights.ranks import digest_of_parts, schema_of_parts
+from etude.weights.ulpd import digest_text
 
 
 @dataclass(frozen=True)
@@ -50,33 +53,32 @@ class Restorer:
     def restore(self, version: int, *, fresh: bool = False) -> None:
         """Gives the learner the weights, optimizer and value head of a published version. `fresh`: it holds the base
         model. Raises UserError if no checkpoint at or before the version is complete."""
-        saved, damage, damaged = set(checkpoint.versions(self.checkpoints)), "", list[int]()
+        saved, damage, damaged = set(self._saved()), "", list[int]()
         while (path := self._path(version, saved)) is not None:
             base, steps = path
-            try:
-                self._load(base)
+            if not (why := self._load(base)):
                 break
-            except CheckpointDamaged as e:
-                damage = damage or str(e)
-                saved.remove(base)
-                damaged.append(base)
+            damage = damage or why
+            saved.remove(base)
+            damaged.append(base)
         else:
             damage = damage or f"checkpoint {version} is missing ({self.checkpoints})"
             if not (fresh and version == 0):
                 raise UserError(f"{damage}, and no older one is whole; restore one from a copy, or start a new run")
-            return _note(f"{damage}; the run goes on with the base model")
+            return self._note(f"{damage}; the run goes on with the base model")
         if steps:
             again = f"the run goes on from checkpoint {base}, and computes {_named(steps)} again"
-            _note(f"{damage}; {again}" if damage else again)
-        checkpoint.drop(self.checkpoints, damaged)
+            self._note(f"{damage}; {again}" if damage else again)
+        if self.world.first:
+            checkpoint.drop(self.checkpoints, damaged)
         published = _PublishedWeights(self.weights, Path(self.config.model.path))
         if different := [m for m in steps if not self._repeat(m, published, last=m is steps[-1])]:
-            _note(f"{_named(different)} did not come out bit for bit; the published weights are taken")
+            self._note(f"{_named(different)} did not come out bit for bit; the published weights are taken")
         return None
 
     def base(self, version: int) -> int | None:
         """The checkpoint that `restore` would begin with, if none is damaged."""
-        path = self._path(version, checkpoint.versions(self.checkpoints))
+        path = self._path(version, self._saved())
         return None if path is None else path[0]
 
     def _path(self, version: int, saved: Collection[int]) -> tuple[int, list[PolicyVersion]] | None:
@@ -93,20 +95,42 @@ class Restorer:
                 version -= 1
         return version, steps[::-1]
 
-    def _load(self, version: int) -> None:
-        """Loads a checkpoint. Raises CheckpointDamaged also if its weights differ from the published ones."""
-        tensors, _ = checkpoint.load(self.checkpoints, version)
+    def _saved(self) -> list[int]:
+        return self.world.agree(lambda: checkpoint.versions(self.checkpoints))
+
+    def _load(self, version: int) -> str:
+        """Loads a checkpoint. The reason why it cannot be used on some rank, or ""; its weights may differ from the
+        published ones."""
+        reshard(self.learner.model)
+        try:
+            tensors, _ = checkpoint.load(self.checkpoints, version, self.learner.optimizer.rows)
+            own = ""
+        except CheckpointDamaged as e:
+            tensors, own = {}, str(e)
+        if why := next(filter(None, self.world.gathered(own)), ""):
+            return why
         self.learner.optimizer.load(tensors)
         if self.learner.critic is not None:
             self.learner.critic.load(tensors)
         manifest = read_manifest(self.weights, version)
         if manifest is None or not self.holds(manifest):
-            raise CheckpointDamaged(f"checkpoint {version} does not have the digest that was published")
+            return f"checkpoint {version} does not have the digest that was published"
+        return ""
 
     def holds(self, manifest: PolicyVersion) -> bool:
         """Whether the learner has the weights of a version."""
-        tensors = self.learner.optimizer.published()
-        return weights_digest(tensors, schema_of(tensors).types) == manifest.digest
+        parts = self.learner.optimizer.published()
+        own = digest_of_parts(parts, schema_of_parts(parts).types)
+        return digest_text(sum(self.world.gathered(own))) == manifest.digest
+
+    def _note(self, sentence: str) -> None:
+        if self.world.first:
+            print(f"note: {sentence}", file=sys.stderr, flush=True)
+
+    @property
+    def world(self) -> World:
+        """The ranks that the learner is divided over."""
+        return world_of(self.learner.model)
 
     def _repeat(self, manifest: PolicyVersion, published: _PublishedWeights, *, last: bool) -> bool:
         """Computes the step that made a version, from the previous version; false if the bits differ. After the `last`
@@ -117,11 +141,12 @@ class Restorer:
                 batch, judge = self.batch(manifest.groups), _as_recorded(step)
                 train_step(self.learner, batch, self.config, manifest.version - 1, 0.0, judge=judge, lr=step.lr)
             except BlobDamaged as e:
-                _note(str(e).partition(";")[0])
+                self._note(str(e).partition(";")[0])
         self.clock.repeated(began)
         failpoint("trainer.repeated")
         if self.holds(manifest):
             return True
+        reshard(self.learner.model)
         try:
             self.learner.optimizer.follow(published.of(manifest.version))
         except UserError:
@@ -154,7 +179,3 @@ def _as_recorded(step: StepRecord) -> Callable[[StepFigures], GuardVerdict]:
 def _named(steps: Sequence[PolicyVersion]) -> str:
     first, last = steps[0].version, steps[-1].version
     return f"version {first}" if len(steps) == 1 else f"versions {first} to {last}"
-
-
-def _note(sentence: str) -> None:
-    print(f"note: {sentence}", file=sys.stderr, flush=True)
