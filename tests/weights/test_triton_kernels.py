@@ -184,6 +184,25 @@ def test_what_was_never_asked_for_is_copied_whole(gpu) -> None:
     assert all(np.array_equal(taken[n].bits, t.view(torch.uint16).flatten().numpy()) for n, t in made[2].items())
 
 
+def test_of_a_shard_only_changes_and_the_tail_travel(gpu) -> None:
+    made = chain(3)
+    schema, rows = schema_of(made[0]), slice(7, 29)
+    spec = next(spec for spec in schema.tensors if spec.name == "b")
+    taker, copies_of = Snapshots(), []
+    for now in (*made, made[-1]):
+        bits = now["b"].view(torch.uint16).flatten().numpy()
+        live = now["b"][rows].clone().to(DEVICE)
+        finish = taker.take([HeldPart(spec, live, 7 * 25, bits[29 * 25 : 31 * 25])])
+        live.zero_()
+        window = finish()["b"]
+        assert np.array_equal(window[7 * 25 : 31 * 25], bits[7 * 25 : 31 * 25])
+        copies_of.append(window.bits)
+    assert copies_of[2] is copies_of[3], "nothing has changed"
+    assert copies_of[1] is not copies_of[2]
+    moved_on = taker.take([HeldPart(spec, made[0]["b"][8:29].to(DEVICE), 8 * 25, None)])()["b"]
+    assert np.array_equal(moved_on.bits, made[0]["b"][8:29].view(torch.uint16).flatten().numpy())
+
+
 def test_a_host_copy_that_went_astray_is_noticed(gpu) -> None:
     made = chain(2)
     schema = schema_of(made[0])

@@ -45,7 +45,7 @@ PUBLISH_SECONDS, SECONDS_A_GB = 900.0, 30.0
 """Deadline of a publication, and more of it for each GB of the tensors."""
 ANCHOR_PART = 2**28
 """Bytes of the tensors in one object of an anchor, at least."""
-_GATHERING = 0.9  # of a publication's time, in which rank 0 waits for the others before it says who is missing
+_GATHERING = 0.8  # of a publication's time, in which rank 0 waits for the others before it says who is missing
 _TRIES = 3  # tries to create a manifest, if acknowledgements are lost
 
 
