@@ -357,7 +357,8 @@ class Population(Record, frozen=True, kw_only=True):
 
 
 class PayloadPart(Record, frozen=True, kw_only=True):
-    """One object of a payload: what one rank of the trainer wrote of it."""
+    """One object of a payload, written by one rank of the trainer. Ranges of ranks overlap, and no chunk is in two
+    objects of a payload."""
 
     key: str  # in the store
     bytes: int

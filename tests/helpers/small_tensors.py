@@ -2,9 +2,6 @@
 
 import torch
 
-from etude.weights.ranks import owned
-from etude.weights.ulpd.chunk_grid import schema_of
-
 Tensors = dict[str, torch.Tensor]
 
 
@@ -13,12 +10,6 @@ def tensors(seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"b": (40, 25), "a": (11,), "empty": (0, 3), "scalar": ()}
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-
-
-def wide(seed: int) -> Tensors:
-    """Six tensors of equal size."""
-    generator = torch.Generator().manual_seed(seed)
-    return {f"t{i}": torch.randn((30, 20), generator=generator).to(torch.bfloat16) for i in range(6)}
 
 
 def nudged(of: Tensors, seed: int) -> Tensors:
@@ -37,10 +28,3 @@ def widened(of: Tensors) -> Tensors:
 
 def copies(of: Tensors) -> Tensors:
     return {name: t.clone() for name, t in of.items()}
-
-
-def sharded(of: Tensors, rank: int, count: int) -> Tensors:
-    """What a rank holds: the tensors of its chunks; of the others only name, type and shape."""
-    schema = schema_of(of)
-    names = {schema.tensors[schema.chunks[i].tensor].name for i in owned(schema, rank, count)}
-    return {name: t if name in names else t.to("meta") for name, t in of.items()}

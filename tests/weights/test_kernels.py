@@ -7,7 +7,7 @@ import torch
 
 import etude.weights
 from etude.errors import UserError
-from etude.weights.snapshots import Snapshots
+from etude.weights.snapshots import HeldPart, Snapshots
 from etude.weights.ulpd import kernels
 from etude.weights.ulpd.chunk_grid import Spec
 from etude.weights.ulpd.digest import digest_part
@@ -22,9 +22,9 @@ def test_a_gpu_without_triton_is_one_sentence(monkeypatch) -> None:
     with pytest.raises(kernels.TritonMissing, match=sentence):
         digest_part(spec, torch.zeros(3))
     snapshots = Snapshots()
-    snapshots.take([spec], {"x": torch.zeros(3)})()
+    snapshots.take([HeldPart(spec, torch.zeros(3))])()
     with pytest.raises(UserError, match=sentence):
-        snapshots.take([spec], {"x": torch.ones(3)})
+        snapshots.take([HeldPart(spec, torch.ones(3))])
 
 
 def test_a_host_tensor_needs_no_triton(monkeypatch) -> None:

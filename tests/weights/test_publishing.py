@@ -1,4 +1,4 @@
-"""Publishing: in the background, folded, anchored, by several ranks, onto stores that fail."""
+"""Publishing: in the background, folded, anchored, onto stores that fail."""
 
 import os
 import signal
@@ -17,12 +17,10 @@ from etude.weights import manifest, publisher
 from etude.weights.content import load
 from etude.weights.payloads import plan
 from etude.weights.publisher import AlreadyPublished, Publisher
-from etude.weights.ranks import Ranks, owned
 from etude.weights.receiver import Receiver, update_to
-from etude.weights.ulpd.chunk_grid import schema_of
 from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.faulty import Faulty
-from tests.helpers.small_tensors import copies, nudged, sharded, tensors, wide, widened
+from tests.helpers.small_tensors import copies, nudged, tensors, widened
 
 
 @pytest.fixture
@@ -309,74 +307,3 @@ def test_a_trainer_killed_anywhere_leaves_whole_versions_and_the_chain_goes_on(s
     for version in range(newest + 1, 5):
         resumed.publish(version, made[version], (), {})
         assert equal(held(store, version), made[version])
-
-
-# Ranks --------------------------------------------------------------------------------------------------------------
-
-RANK_ONE = """
-import sys
-from tests.helpers.small_tensors import nudged, sharded, wide
-from etude.store import open_store
-from etude.weights.publisher import Publisher
-from etude.weights.ranks import Ranks
-publisher, current = Publisher(open_store(sys.argv[1]), anchor_versions=3, ranks=Ranks(1, 2, sys.argv[2])), wide(0)
-for version in range(10):
-    publisher.publish(version, sharded(current, 1, 2), (version,), {})
-    current = nudged(current, version + 1)
-"""
-
-
-def test_two_ranks_in_two_processes_write_one_chain(store):
-    made = [wide(0)]
-    for version in range(1, 10):
-        made.append(nudged(made[-1], version))
-
-    alone = Publisher(open_store(store.url + "-alone"), anchor_versions=3)
-    other = subprocess.Popen([sys.executable, "-c", RANK_ONE, store.url, "s1"])
-    try:
-        writer = Publisher(store, anchor_versions=3, ranks=Ranks(0, 2, "s1"))
-        for version in range(10):
-            published = writer.publish(version, sharded(made[version], 0, 2), (version,), {})
-            expected = alone.publish(version, made[version], (version,), {})
-            assert (published.digest, published.changed) == (expected.digest, expected.changed)
-        assert other.wait(120) == 0
-    finally:
-        other.kill()
-    parts = manifest.read_manifest(store, 9).delta
-    assert [(p.first, p.stop) for p in parts] == [
-        (r.start, r.stop) for r in (owned(schema_of(made[0]), i, 2) for i in (0, 1))
-    ]
-    assert manifest.read_manifest(store, 8).skips[0].base == 0
-    assert len(manifest.read_manifest(store, 8).skips[0].parts) == 2
-    assert manifest.read_manifest(store, 9).anchor.version > 0
-    assert store.list("shares") == []
-    live = widened(wide(9))
-    receiver = Receiver(store, live)
-    receiver.apply(receiver.poll())
-    assert weights_digest(live) == weights_digest(made[9])
-
-
-def test_a_rank_that_does_not_come_and_one_that_holds_something_else(store, monkeypatch):
-    monkeypatch.setattr(publisher, "PUBLISH_SECONDS", 0.2)
-    alone = Publisher(store, ranks=Ranks(0, 2, "s1"))
-    with pytest.raises(RunFailed, match=r"rank 1 did not write its part|was not published within"):
-        alone.publish(0, tensors(0), (), {})
-    joined("publish-")
-    monkeypatch.setattr(publisher, "PUBLISH_SECONDS", 20.0)
-    pair = [Publisher(store, ranks=Ranks(rank, 2, "s2")) for rank in (0, 1)]
-    for flight in [p.start(0, tensors(0), (), {}) for p in pair]:
-        assert flight.result().version == 0
-    strayed = [Publisher(store, ranks=Ranks(rank, 2, "s3")) for rank in (0, 1)]
-    for seed, p in enumerate(strayed):
-        p.resume(manifest.read_manifest(store, 0), tensors(seed))
-    strayed[1].start(1, tensors(0), (), {})
-    with pytest.raises(ValueError, match="the ranks together do not hold version 0"):
-        strayed[0].publish(1, tensors(0), (), {})
-    assert manifest.newest_manifest(store).version == 0
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_every_chunk_has_one_owner(count):
-    schema = schema_of({f"t{i}": torch.empty(100 + i, 4096, dtype=torch.bfloat16, device="meta") for i in range(9)})
-    ranges = [owned(schema, rank, count) for rank in range(count)]
-    assert [i for r in ranges for i in r] == list(range(len(schema.chunks)))

@@ -17,7 +17,7 @@ from etude.weights import snapshots
 from etude.weights.content import load
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.snapshots import Snapshots
+from etude.weights.snapshots import HeldPart, Snapshots
 from etude.weights.ulpd import kernels
 from etude.weights.ulpd.chunk_grid import FORMATS, Format, schema_of
 from etude.weights.ulpd.digest import weights_digest
@@ -142,6 +142,10 @@ def moved(of):
     return {name: t.to(DEVICE) for name, t in copies(of).items()}
 
 
+def held(schema, live):
+    return [HeldPart(spec, live[spec.name]) for spec in schema.tensors]
+
+
 def equal(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n].cpu().view(torch.int16), b[n].view(torch.int16)) for n in b)
 
@@ -151,22 +155,22 @@ def test_only_changes_travel_after_the_first_copy(gpu, monkeypatch, largest) -> 
     monkeypatch.setattr(triton_kernels, "LARGEST", largest)
     copied: list[int] = []
     here = snapshots._here
-    monkeypatch.setattr(snapshots, "_here", lambda flat: copied.append(flat.numel()) or here(flat))
+    monkeypatch.setattr(snapshots, "_here", lambda flat, tail: copied.append(flat.numel()) or here(flat, tail))
     made = chain(4)
     schema = schema_of(made[0])
     taker, before = Snapshots(), None
     for version, now in enumerate(made):
         live = moved(now)
-        finish = taker.take(schema.tensors, live)
+        finish = taker.take(held(schema, live))
         for tensor in live.values():
             tensor.zero_()  # the next step writes over the weights
         taken = finish()
         assert len(copied) == len(schema.tensors), f"version {version}"
         for name, tensor in now.items():
-            assert np.array_equal(taken[name], tensor.view(torch.uint16).flatten().numpy())
+            assert np.array_equal(taken[name].bits, tensor.view(torch.uint16).flatten().numpy())
         if before is not None:
-            assert taken["frozen"] is before["frozen"]
-            assert taken["b"] is not before["b"], "what was given out is never written to"
+            assert taken["frozen"].bits is before["frozen"].bits
+            assert taken["b"].bits is not before["b"].bits, "what was given out is never written to"
         before = taken
 
 
@@ -174,21 +178,40 @@ def test_what_was_never_asked_for_is_copied_whole(gpu) -> None:
     made = chain(3)
     schema = schema_of(made[0])
     taker = Snapshots()
-    taker.take(schema.tensors, moved(made[0]))()
-    taker.take(schema.tensors, moved(made[1]))  # its thread died
-    taken = taker.take(schema.tensors, moved(made[2]))()
-    assert all(np.array_equal(taken[n], t.view(torch.uint16).flatten().numpy()) for n, t in made[2].items())
+    taker.take(held(schema, moved(made[0])))()
+    taker.take(held(schema, moved(made[1])))  # its thread died
+    taken = taker.take(held(schema, moved(made[2])))()
+    assert all(np.array_equal(taken[n].bits, t.view(torch.uint16).flatten().numpy()) for n, t in made[2].items())
+
+
+def test_of_a_shard_only_changes_and_the_tail_travel(gpu) -> None:
+    made = chain(3)
+    schema, rows = schema_of(made[0]), slice(7, 29)
+    spec = next(spec for spec in schema.tensors if spec.name == "b")
+    taker, copies_of = Snapshots(), []
+    for now in (*made, made[-1]):
+        bits = now["b"].view(torch.uint16).flatten().numpy()
+        live = now["b"][rows].clone().to(DEVICE)
+        finish = taker.take([HeldPart(spec, live, 7 * 25, bits[29 * 25 : 31 * 25])])
+        live.zero_()
+        window = finish()["b"]
+        assert np.array_equal(window[7 * 25 : 31 * 25], bits[7 * 25 : 31 * 25])
+        copies_of.append(window.bits)
+    assert copies_of[2] is copies_of[3], "nothing has changed"
+    assert copies_of[1] is not copies_of[2]
+    moved_on = taker.take([HeldPart(spec, made[0]["b"][8:29].to(DEVICE), 8 * 25, None)])()["b"]
+    assert np.array_equal(moved_on.bits, made[0]["b"][8:29].view(torch.uint16).flatten().numpy())
 
 
 def test_a_host_copy_that_went_astray_is_noticed(gpu) -> None:
     made = chain(2)
     schema = schema_of(made[0])
     taker = Snapshots()
-    first = taker.take(schema.tensors, moved(made[0]))()
+    first = taker.take(held(schema, moved(made[0])))()
     changed = torch.nonzero((made[0]["b"] != made[1]["b"]).flatten())[0].item()
-    first["b"][changed] ^= 1
+    first["b"].bits[changed] ^= 1
     with pytest.raises(RuntimeError, match="changes of b did not arrive"):
-        taker.take(schema.tensors, moved(made[1]))()
+        taker.take(held(schema, moved(made[1])))()
 
 
 def test_versions_published_from_a_gpu_are_those_of_the_host(gpu, monkeypatch, tmp_path: Path) -> None:

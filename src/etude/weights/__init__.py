@@ -1,6 +1,7 @@
 """The chain of weight versions between the trainer and the engines.
 
-    publisher, snapshots, ranks      the trainer's side: copies of the tensors, written as deltas and anchors
+    publisher, snapshots             the trainer's side: copies of the tensors, written as deltas and anchors
+    ranks, halo                      several ranks that hold shards: their words to each other, the edges of shards
     manifest, signature              a version's manifest, which is its commit point; the rules of its readers; keys
     payloads, content                the payloads that lead to a version, their bytes, and the bits on the host
     receiver                         the engine's side: versions staged and swapped into the live tensors

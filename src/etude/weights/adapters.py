@@ -62,8 +62,8 @@ class Base:
         except (KeyError, RuntimeError) as e:
             raise DamagedVersion(f"version {manifest.version}: its adapters do not fit the base ({e})") from None
         changed = {n for n in arrays if arrays[n] is not self._content.bits[n]}
-        numbers = {i for i, chunk in enumerate(grid.chunks) if grid.tensors[chunk.tensor].name in changed}
-        digests[sorted(numbers)] = codec.digests(grid, arrays, chunks=numbers)[sorted(numbers)]
+        numbers = [i for i, chunk in enumerate(grid.chunks) if grid.tensors[chunk.tensor].name in changed]
+        digests[numbers] = codec.digests(grid, arrays, chunks=numbers)[numbers]
         if digest_text(codec.model_digest(digests)) != adapted.live:
             raise DamagedVersion(
                 f"version {manifest.version}: base and adapters do not add up to the tensors that the trainer computed "

@@ -198,12 +198,15 @@ def replay_chunk(source: PayloadSource, version: int, held: Content, number: int
         first = _of_folder(source, held.schema, path.pop(0).version)
         arrays, digests = {spec.name: first.bits[spec.name]}, first.digests
     for payload in path:
-        objects = [source.get(payload.version, p) for p in payload.parts if p.first <= number < p.stop]
         try:
-            for data in objects:
-                _, _, records = codec.unpack(data, len(held.schema.chunks))
+            for part in payload.parts:
+                if not part.first <= number < part.stop:
+                    continue
+                _, _, records = codec.unpack(source.get(payload.version, part), len(held.schema.chunks))
                 of_chunk = [record for record in records if record.chunk == number]
                 digests = codec.apply(held.schema, arrays, digests, of_chunk)
+                if of_chunk:
+                    break  # the chunk is in no other object
         except ValueError as e:
             raise DamagedVersion(f"version {payload.version}: {e}") from None
     return codec.chunk_bits(held.schema, arrays, chunk)

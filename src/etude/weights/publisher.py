@@ -27,15 +27,15 @@ from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.records import AdaptedBase, Anchor, PayloadPart, PolicyVersion, Skip, StepRecord
 from etude.store import Store
-from etude.weights import ranks as peers
+from etude.weights.halo import Division, divide, exchange
 from etude.weights.manifest import create, manifests, read_manifest, schema_key
-from etude.weights.ranks import Ranks, Share
+from etude.weights.ranks import AnchorFailed, Attempt, Parts, Ranks, Share, rows_of, schema_of_parts
 from etude.weights.signature import sign
-from etude.weights.snapshots import Snapshots
+from etude.weights.snapshots import HeldPart, Snapshots
 from etude.weights.ulpd import codec
-from etude.weights.ulpd.chunk_grid import Bits, Schema, schema_of
+from etude.weights.ulpd.chunk_grid import Bits, Schema, Window
 from etude.weights.ulpd.codec import Changes, Codec, Digests, fold
-from etude.weights.ulpd.digest import digest_text, weights_digest
+from etude.weights.ulpd.digest import digest_text
 
 SPANS = (8, 64)
 """A version whose number is divisible by a span also has a folded delta from so many versions before. Ascending, each a
@@ -45,6 +45,7 @@ PUBLISH_SECONDS, SECONDS_A_GB = 900.0, 30.0
 """Deadline of a publication, and more of it for each GB of the tensors."""
 ANCHOR_PART = 2**28
 """Bytes of the tensors in one object of an anchor, at least."""
+_GATHERING = 0.8  # of a publication's time, in which rank 0 waits for the others before it says who is missing
 _TRIES = 3  # tries to create a manifest, if acknowledgements are lost
 
 
@@ -72,9 +73,14 @@ class Published:
     """The version that was published last, and its bits."""
 
     manifest: PolicyVersion
-    schema: Schema
-    bits: Mapping[str, Bits]  # never written to: an anchor may still be made from them
+    division: Division
+    bits: Mapping[str, Window]  # never written to: an anchor may still be made from them
     digests: Digests
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the whole tensors."""
+        return self.division.schema
 
 
 class Publication:
@@ -123,10 +129,11 @@ class Publisher:
     change. With `of_folder`, the first version is that of the model folder, which all readers have: nothing but its
     manifest is written. Another is written when the deltas since the last one exceed `anchor_share` of its size, or
     after `anchor_versions`. With `key`, manifests are signed; `model` is its `etude.models.loading.model_id`. With
-    `ranks`, this process writes a part of each version. With `base`, the schema of a base, the tensors are adapters. A
-    publication may take `seconds`; by default more for large models. Host memory: the weights as published last, those
-    being written, and those of an anchor that is being written. Device memory: the last copies of tensors on a GPU, so
-    that only changes come to the host.
+    `ranks`, this process holds a part of the tensors and writes a part of each version; `resume` and `start` are then
+    called on all ranks, on the thread of their collectives. With `base`, the schema of a base, the tensors are
+    adapters. A publication may take `seconds`; by default more for large models. Host memory: the weights as published
+    last, those being written, and those of an anchor that is being written; of a rank its part and the ends of chunks.
+    Device memory: the last copies of tensors on a GPU, so that only changes come to the host.
     """
 
     def __init__(
@@ -149,6 +156,8 @@ class Publisher:
         self._seconds = seconds
         self._ranks = ranks or Ranks(0, 1, secrets.token_hex(8))
         self._snapshots = Snapshots()
+        self._division: Division | None = None
+        self._attempts = 0
         self._run = ""
         self._last: Published | None = None
         self._folds: dict[int, Fold] = {}
@@ -156,14 +165,15 @@ class Publisher:
         self._flight: Publication | None = None
         self._anchor: tuple[int, Future[tuple[PayloadPart, ...]]] | None = None
 
-    def resume(self, last: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continues after `last`, whose tensors these are. Raises ValueError if their digest differs. A rank among
-        several is checked by the sum over all of them, at the next version."""
-        if self._ranks.count == 1 and weights_digest(tensors, schema_of(tensors).types) != last.digest:
+    def resume(self, last: PolicyVersion, tensors: Parts) -> None:
+        """Continues after `last`, whose tensors these are, whatever ranks wrote it. Raises ValueError, on all ranks, if
+        their digest differs."""
+        division, taken = self._take(tensors)
+        bits = taken()
+        digests = codec.digests(division.schema, bits, chunks=division.chunks)
+        if digest_text(self._ranks.sum(codec.model_digest(digests))) != last.digest:
             raise ValueError(f"the tensors do not have the digest of version {last.version}")
-        schema = schema_of(tensors)
-        taken = self._take(schema, tensors)()
-        self._last = Published(last, schema, taken, codec.digests(schema, taken, chunks=self._owned(schema)))
+        self._last = Published(last, division, bits, digests)
         self._run = last.run
         try:
             self._since = sum(m.payload_bytes for m in manifests(self._store, after=last.anchor.version))
@@ -175,7 +185,7 @@ class Publisher:
     def publish(
         self,
         version: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Parts,
         groups: tuple[int, ...],
         metrics: dict[str, float],
         *,
@@ -191,7 +201,7 @@ class Publisher:
     def start(
         self,
         version: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Parts,
         groups: tuple[int, ...],
         metrics: dict[str, float],
         *,
@@ -200,7 +210,8 @@ class Publisher:
         last: bool = False,
         adapted: AdaptedBase | None = None,
     ) -> Publication:
-        """Begins to publish a copy of the tensors; those of chunks that other ranks own may be on the meta device.
+        """Begins to publish a copy of the tensors. A rank gives its shards, and on the meta device what other ranks
+        hold as a whole: each row is on one rank.
 
         `lr` is the learning rate of the step before, which sets the size of changes that the codec expects; it does not
         affect the weights. `metrics`, `step` and `adapted` go into the manifest, without metrics that are not finite.
@@ -210,12 +221,15 @@ class Publisher:
         or UserError if a weight is not finite or the store refuses; `start` may then be repeated.
         """
         self.close()
-        schema = schema_of(tensors)
-        taken = self._take(schema, tensors)
+        division, taken = self._take(tensors)
+        if self._last is not None and not self._last.division.may_precede(division):
+            raise ValueError("the rows have moved to other ranks since the last version: resume with them")
+        self._attempts += 1
         finite = {k: float(v) for k, v in metrics.items() if math.isfinite(v)}  # a manifest is JSON, which has no NaN
-        about = _About(version, schema, groups, finite, lr or Codec.learning_rate, step, last, adapted)
-        limit = self._limit(schema)
-        self._flight = Publication(version, lambda deadline: self._publish(about, taken(), deadline), limit)
+        about = _About(version, division, groups, finite, lr or Codec.learning_rate, step, last, adapted)
+        attempt = Attempt(self._store, self._ranks, version, self._attempts)
+        limit = self._limit(division.schema)
+        self._flight = Publication(version, lambda deadline: self._publish(about, taken, attempt, deadline), limit)
         return self._flight
 
     def close(self) -> None:
@@ -236,7 +250,23 @@ class Publisher:
 
     # --- on the thread ----------------------------------------------------------------------------------------------
 
-    def _publish(self, about: _About, new: Mapping[str, Bits], deadline: float) -> PolicyVersion:
+    def _publish(
+        self, about: _About, taken: Callable[[], dict[str, Window]], attempt: Attempt, deadline: float
+    ) -> PolicyVersion:
+        """Publishes with the other ranks; if one fails, all fail for its reason."""
+        try:
+            return self._publish_part(about, taken(), attempt, deadline)
+        except BaseException as e:
+            if isinstance(e, AnchorFailed):
+                self._anchor = None  # begun again after the next version, by all ranks
+            if self._ranks.count > 1 and not isinstance(e, AlreadyPublished):  # which all see by themselves
+                with suppress(UserError):
+                    attempt.announce_failure(e)
+            raise
+
+    def _publish_part(
+        self, about: _About, new: Mapping[str, Window], attempt: Attempt, deadline: float
+    ) -> PolicyVersion:
         schema, last = about.schema, self._last
         _refuse_non_finite(about.version, schema, new)
         if last is not None and last.schema != schema:
@@ -247,26 +277,28 @@ class Publisher:
         own, changes, digests = self._write(about, new, last)
         failpoint("publisher.payload")
         if self._ranks.rank == 0:
-            shares = peers.gather(self._store, self._ranks, about.version, own, deadline)
+            shares = attempt.gather(own, deadline - (1 - _GATHERING) * self._limit(schema))
             manifest = self._commit(self._manifest(about, last, shares))
-            with suppress(UserError):  # the version is published; leftovers are removed later
-                peers.clear(self._store, self._ranks, about.version)
+            if self._ranks.count > 1:
+                with suppress(UserError):  # the version is published; leftovers are removed later
+                    attempt.clear()
         else:
-            peers.announce(self._store, self._ranks, about.version, own)
-            manifest = self._follow(about.version, deadline)
+            attempt.announce(own)
+            manifest = self._follow(attempt, deadline)
         failpoint("publisher.manifest")
-        self._remember(Published(manifest, schema, new, digests), changes, about.last)
+        self._remember(Published(manifest, about.division, new, digests), changes, about.last)
         return manifest
 
-    def _write(self, about: _About, new: Mapping[str, Bits], last: Published | None) -> tuple[Share, Changes, Digests]:
+    def _write(
+        self, about: _About, new: Mapping[str, Window], last: Published | None
+    ) -> tuple[Share, Changes, Digests]:
         """Writes this rank's objects of a version."""
-        version, schema = about.version, about.schema
-        chunks = self._owned(schema)
+        version, schema, chunks = about.version, about.schema, about.division.chunks
         if last is None:
             digests = codec.digests(schema, new, chunks=chunks)
             whole, elements = (), 0
             if not (self._of_folder and self._last is None):
-                whole = self._put_anchor(version, schema, new, digests)
+                whole = self._put_anchor(version, about.division, new, digests)
                 elements = sum(schema.chunks[i].stop - schema.chunks[i].start for i in chunks)
             total = codec.model_digest(digests)
             share = Share(delta=(), skips={}, own_anchor=whole, anchor=None, base=total, target=total, changed=elements)
@@ -278,7 +310,7 @@ class Publisher:
             digests[record.chunk] = record.target
         skips = self._write_skips(about, new, digests, changes, rules)
         share = Share(
-            delta=self._put("delta", version, records, chunks),
+            delta=self._put("delta", version, records),
             skips=skips,
             own_anchor=(),
             anchor=self._complete_anchor(),
@@ -289,7 +321,7 @@ class Publisher:
         return share, changes, digests
 
     def _write_skips(
-        self, about: _About, new: Mapping[str, Bits], digests: Digests, changes: Changes, rules: Codec
+        self, about: _About, new: Mapping[str, Window], digests: Digests, changes: Changes, rules: Codec
     ) -> dict[int, tuple[PayloadPart, ...]]:
         """The folded deltas that are due, from the changes before this version and the latest ones."""
         skips: dict[int, tuple[PayloadPart, ...]] = {}
@@ -300,8 +332,9 @@ class Publisher:
                 break
             base = about.version - span
             if self._folds[span].base == base:
-                records = codec.encode_fold(about.schema, new, digests, pending, rules)
-                skips[base] = self._put(f"skip-{span}", about.version, records, self._owned(about.schema))
+                own = about.division.chunks
+                records = codec.encode_fold(about.schema, new, digests, pending, rules, chunks=own)
+                skips[base] = self._put(f"skip-{span}", about.version, records)
         return skips
 
     def _manifest(self, about: _About, last: Published | None, shares: list[Share]) -> PolicyVersion:
@@ -311,9 +344,9 @@ class Publisher:
             anchor = Anchor(version=about.version, parts=_joined(share.own_anchor for share in shares))
         else:
             anchor = last.manifest.anchor
-            complete = [share.anchor for share in shares]
-            if self._anchor is not None and all(parts is not None for parts in complete):
-                anchor = Anchor(version=self._anchor[0], parts=_joined(parts or () for parts in complete))
+            complete = [share.anchor for share in shares if share.anchor is not None]
+            if len(complete) == len(shares) and len({own.version for own in complete}) == 1:
+                anchor = Anchor(version=complete[0].version, parts=_joined(own.parts for own in complete))
         bases = sorted(shares[0].skips, reverse=True)
         manifest = PolicyVersion(
             run=self._run or self._ranks.session,
@@ -356,12 +389,12 @@ class Publisher:
                 raise AlreadyPublished(self._store, stored)
         raise lost or AlreadyPublished(self._store, manifest)
 
-    def _follow(self, version: int, deadline: float) -> PolicyVersion:
-        """The manifest that rank 0 writes."""
-        while (manifest := read_manifest(self._store, version)) is None:
+    def _follow(self, attempt: Attempt, deadline: float) -> PolicyVersion:
+        """The manifest that rank 0 writes. Raises the error of a rank that failed."""
+        while (manifest := read_manifest(self._store, attempt.version)) is None:
             if time.monotonic() > deadline:
-                raise RunFailed(f"rank 0 did not publish version {version} in time; start the trainer again")
-            time.sleep(0.02)
+                raise RunFailed(f"rank 0 did not publish version {attempt.version} in time; start the trainer again")
+            attempt.wait()
         if manifest.writer != self._ranks.session:
             raise AlreadyPublished(self._store, manifest)
         return manifest
@@ -395,23 +428,24 @@ class Publisher:
         if self._anchor is None and (old or self._since > self._anchor_share * size):
             self._begin_anchor(of)
 
-    def _complete_anchor(self) -> tuple[PayloadPart, ...] | None:
-        """This rank's part of the last anchor, None until it is complete. Raises the error of its thread."""
+    def _complete_anchor(self) -> Anchor | None:
+        """This rank's part of the last anchor, None until it is complete. Raises the error of its thread, AnchorFailed
+        for a UserError."""
         if self._anchor is None or not self._anchor[1].done():
             return None
-        future = self._anchor[1]
-        if future.exception() is not None:
-            self._anchor = None  # begun again after the next version
-        return future.result()
+        version, future = self._anchor
+        if isinstance(error := future.exception(), UserError):
+            raise AnchorFailed(str(error)) from error
+        return Anchor(version=version, parts=future.result())
 
     def _begin_anchor(self, of: Published) -> None:
-        version, schema = of.manifest.version, of.schema
+        version = of.manifest.version
         future: Future[tuple[PayloadPart, ...]] = Future()
         self._anchor, self._since = (version, future), 0.0
 
         def work() -> None:
             try:
-                future.set_result(self._put_anchor(version, schema, of.bits, of.digests))
+                future.set_result(self._put_anchor(version, of.division, of.bits, of.digests))
                 failpoint("publisher.anchor")
             except BaseException as e:
                 future.set_exception(e)  # the next version raises it
@@ -419,20 +453,20 @@ class Publisher:
         threading.Thread(target=work, name=f"anchor-{version}", daemon=True).start()
 
     def _put_anchor(
-        self, version: int, schema: Schema, new: Mapping[str, Bits], digests: Digests
+        self, version: int, division: Division, new: Mapping[str, Window], digests: Digests
     ) -> tuple[PayloadPart, ...]:
         """Writes an anchor object by object, so that neither side holds it whole beside the tensors."""
-        parts, begin, size, owned = list[PayloadPart](), 0, 0, self._owned(schema)
+        parts, begin, size, schema, owned = list[PayloadPart](), 0, 0, division.schema, division.chunks
         for number, index in enumerate(owned, 1):
             chunk = schema.chunks[index]
             size += (chunk.stop - chunk.start) * schema.tensors[chunk.tensor].format.width // 8
             if size >= ANCHOR_PART or number == len(owned):
                 some = owned[begin:number]
-                parts += self._put("anchor", version, codec.encode_anchor(schema, new, digests, chunks=some), some)
+                parts += self._put("anchor", version, codec.encode_anchor(schema, new, digests, chunks=some))
                 begin, size = number, 0
         return tuple(parts)
 
-    def _put(self, kind: str, version: int, records: list[codec.ChunkRecord], chunks: range) -> tuple[PayloadPart, ...]:
+    def _put(self, kind: str, version: int, records: list[codec.ChunkRecord]) -> tuple[PayloadPart, ...]:
         """Writes an object under its digest and this writer's name, so that no other attempt uses the same key."""
         if not records:
             return ()
@@ -441,7 +475,8 @@ class Publisher:
         key = f"payloads/{version:08d}-{kind}-{digest[:32]}-{self._ranks.session[:16]}"
         self._store.put(key, payload)
         failpoint("publisher.part")
-        return (PayloadPart(key=key, bytes=len(payload), digest=digest, first=chunks.start, stop=chunks.stop),)
+        first, stop = records[0].chunk, records[-1].chunk + 1
+        return (PayloadPart(key=key, bytes=len(payload), digest=digest, first=first, stop=stop),)
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -449,13 +484,17 @@ class Publisher:
         """The seconds that a publication may take."""
         return self._seconds or PUBLISH_SECONDS + SECONDS_A_GB * schema.nbytes / 1e9
 
-    def _owned(self, schema: Schema) -> range:
-        return peers.owned(schema, self._ranks.rank, self._ranks.count)
-
-    def _take(self, schema: Schema, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Bits]]:
-        """A copy of the tensors that this rank has chunks of; the result returns their bits."""
-        numbers = sorted({schema.chunks[i].tensor for i in self._owned(schema)})
-        return self._snapshots.take([schema.tensors[number] for number in numbers], tensors)
+    def _take(self, tensors: Parts) -> tuple[Division, Callable[[], dict[str, Window]]]:
+        """The division over the ranks, and a copy of the tensors that this rank has chunks of, with the halos of
+        others; the second result returns their bits."""
+        self._division = division = divide(self._ranks, schema_of_parts(tensors), tensors, self._division)
+        halos = exchange(self._ranks, division, tensors)
+        parts: list[HeldPart] = []
+        for number in sorted({division.schema.chunks[i].tensor for i in division.chunks}):
+            spec = division.schema.tensors[number]
+            rows, first = rows_of(tensors[spec.name]), int(division.first_T[number])
+            parts.append(HeldPart(spec, rows, first, halos.get(spec.name)))
+        return division, self._snapshots.take(parts)
 
 
 @dataclass(frozen=True)
@@ -463,7 +502,7 @@ class _About:
     """The arguments of `start` besides the tensors."""
 
     version: int
-    schema: Schema
+    division: Division
     groups: tuple[int, ...]
     metrics: dict[str, float]
     lr: float
@@ -471,14 +510,21 @@ class _About:
     last: bool
     adapted: AdaptedBase | None
 
+    @property
+    def schema(self) -> Schema:
+        """The schema of the whole tensors."""
+        return self.division.schema
+
 
 def _joined(parts: Any) -> tuple[PayloadPart, ...]:
     return tuple(part for some in parts for part in some)
 
 
-def _refuse_non_finite(version: int, schema: Schema, taken: Mapping[str, Bits]) -> None:
+def _refuse_non_finite(version: int, schema: Schema, taken: Mapping[str, Window]) -> None:
     """Raises UserError for NaN and infinities. The codec keeps them, but such a policy must not be served."""
-    bad = [spec.name for spec in schema.tensors if spec.name in taken and not _finite(spec.dtype, taken[spec.name])]
+    bad = [
+        spec.name for spec in schema.tensors if spec.name in taken and not _finite(spec.dtype, taken[spec.name].bits)
+    ]
     if bad:
         others = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
         raise UserError(

@@ -92,6 +92,20 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Window:
+    """Consecutive elements of a tensor, from number `first` on. Indexed as the array of the whole tensor is."""
+
+    bits: Bits
+    first: int = 0
+
+    def __getitem__(self, part: slice) -> Bits:
+        start, stop = part.start - self.first, part.stop - self.first
+        if start < 0 or stop > self.bits.size:
+            raise IndexError(f"elements {part.start} to {part.stop} are not in the window")
+        return self.bits[start:stop]
+
+
+@dataclass(frozen=True)
 class Schema:
     """The tensors of a model in name order. Raises ValueError for an unsupported type."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ import zstandard
 
 from etude.weights.ulpd import kernels as _typed_kernels
 from etude.weights.ulpd import profiles as _typed_profiles
-from etude.weights.ulpd.chunk_grid import Bits, Chunk, Format, Schema, Spec
+from etude.weights.ulpd.chunk_grid import Bits, Chunk, Format, Schema, Spec, Window
 from etude.weights.ulpd.profiles import ABS, RAW, A, B, Form
 
 kernels, profiles = cast(Any, _typed_kernels), cast(Any, _typed_profiles)  # compiled functions have no signatures
@@ -40,7 +40,8 @@ _SPAN = 16  # chunks per call: a call from Python costs as much as a few thousan
 
 KINDS = {"delta": 0, "anchor": 1, "skip": 2}
 Digests = npt.NDArray[np.uint64]
-Contents = Mapping[str, Bits]
+Contents = Mapping[str, Bits | Window]
+"""The elements of tensors, or a window of each with those of the chunks in question."""
 
 
 class Damaged(ValueError):
@@ -92,25 +93,26 @@ class Codec:
         return min(max(math.floor(crossing), 0), max(form.exponent_mask - CLASSES + 1, 0))
 
 
-def chunk_bits(schema: Schema, tensors: Mapping[str, Bits], chunk: Chunk) -> Bits:
+def chunk_bits(schema: Schema, tensors: Contents, chunk: Chunk) -> Bits:
     """The elements of a chunk; shares memory with the tensor's."""
     return tensors[schema.tensors[chunk.tensor].name][chunk.start : chunk.stop]
 
 
 def digests(
-    schema: Schema, tensors: Contents, threads: int | None = None, chunks: Collection[int] | None = None
+    schema: Schema, tensors: Contents, threads: int | None = None, chunks: Sequence[int] | None = None
 ) -> Digests:
     """The digest of every chunk; with `chunks` only of those, and 0 for the others."""
 
     def one(index: int) -> int:
-        if chunks is not None and index not in chunks:
-            return 0
         chunk = schema.chunks[index]
         spec = schema.tensors[chunk.tensor]
         part = chunk_bits(schema, tensors, chunk)
         return int(kernels.digest(part, np.uint64(spec.seed), chunk.start, spec.format.width))
 
-    return np.array(_map(one, range(len(schema.chunks)), threads), dtype=np.uint64)
+    of_all = np.zeros(len(schema.chunks), np.uint64)
+    numbers = range(len(schema.chunks)) if chunks is None else chunks
+    of_all[numbers] = np.array(_map(one, numbers, threads), np.uint64)
+    return of_all
 
 
 def model_digest(chunk_digests: Digests) -> int:
@@ -125,7 +127,7 @@ def encode_changes(
     base: Digests,
     codec: Codec,
     threads: int | None = None,
-    chunks: range | None = None,
+    chunks: Sequence[int] | None = None,
 ) -> tuple[list[ChunkRecord], Changes]:
     """Records for the chunks that differ, of `chunks` or of all, in order, and their changes, for folds and undo.
     `base` holds the digests of `old`."""
@@ -139,10 +141,17 @@ def encode_changes(
 
 
 def encode_fold(
-    schema: Schema, now: Contents, target: Digests, steps: Sequence[Changes], codec: Codec, threads: int | None = None
+    schema: Schema,
+    now: Contents,
+    target: Digests,
+    steps: Sequence[Changes],
+    codec: Codec,
+    threads: int | None = None,
+    chunks: Sequence[int] | None = None,
 ) -> list[ChunkRecord]:
-    """Records of one delta over several versions: from the content before `steps`, the last of which led to `now`.
-    `target` holds the digests of `now`. The bytes are those of `encode_changes` between the two contents."""
+    """Records of one delta over several versions, of `chunks` or of all: from the content before `steps`, the last of
+    which led to `now`. `target` holds the digests of `now`. The bytes are those of `encode_changes` between the two
+    contents."""
     back = inverse(fold(schema, steps))
 
     def one(span: range) -> list[tuple[ChunkRecord, Moves]]:
@@ -158,7 +167,7 @@ def encode_fold(
             base[index] = (int(target[index]) + grown) % MODULUS
         return _encode_span(schema, span, before, now[name][extent], base, codec)
 
-    return [pair[0] for pairs in _map(one, _spans(schema), threads) for pair in pairs]
+    return [pair[0] for pairs in _map(one, _spans(schema, chunks), threads) for pair in pairs]
 
 
 def _encode_span(
@@ -193,7 +202,7 @@ def _encode_span(
 
 
 def encode_anchor(
-    schema: Schema, new: Mapping[str, Bits], target: Digests, threads: int | None = None, chunks: range | None = None
+    schema: Schema, new: Contents, target: Digests, threads: int | None = None, chunks: Sequence[int] | None = None
 ) -> list[ChunkRecord]:
     """Records that hold every element of `chunks`, or of all; `target` are the digests."""
 
@@ -210,7 +219,11 @@ def encode_anchor(
 
 
 def apply(
-    schema: Schema, tensors: Contents, held: Digests, records: Sequence[ChunkRecord], threads: int | None = None
+    schema: Schema,
+    tensors: Mapping[str, Bits],
+    held: Digests,
+    records: Sequence[ChunkRecord],
+    threads: int | None = None,
 ) -> Digests:
     """Applies records to `tensors` in place. Returns the new digests. `held` are the digests of `tensors`. A record
     whose target is held already is skipped, so a replay is harmless; a record with another base is refused. Every
@@ -412,12 +425,13 @@ def _record(data: bytes, chunk: int) -> ChunkRecord:
 # --- cores ----------------------------------------------------------------------------------------------------------
 
 
-def _spans(schema: Schema, chunks: range | None = None) -> list[range]:
-    """Chunks, or all, in runs of one tensor: the units of work for a thread."""
+def _spans(schema: Schema, chunks: Sequence[int] | None = None) -> list[range]:
+    """Chunks, or all, in runs of one tensor without a gap: the units of work for a thread."""
     spans: list[range] = []
     for index in range(len(schema.chunks)) if chunks is None else chunks:
         last = spans[-1] if spans else range(0)
-        if last and len(last) < _SPAN and schema.chunks[last[0]].tensor == schema.chunks[index].tensor:
+        same = len(last) and last.stop == index and schema.chunks[last[0]].tensor == schema.chunks[index].tensor
+        if same and len(last) < _SPAN:
             spans[-1] = range(last[0], index + 1)
         else:
             spans.append(range(index, index + 1))
