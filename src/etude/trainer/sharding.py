@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 from transformers import PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from etude.errors import UserError
 from etude.models.experts import record_before_dispatch
@@ -58,10 +58,29 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
             module.set_force_sum_reduction_for_comms(True)
         if getattr(module, "_is_expert_parallel", False):
             record_before_dispatch(module, cast(Any, module).num_experts * mesh.expert)
+    _share_tied(model)
     cast(Any, model).computed = MethodType(lambda _self, work: work(), model)
     register_fsdp_forward_method(model, "computed")
     setattr(model, _WORLD, world)
     return model
+
+
+def _share_tied(model: PreTrainedModel) -> None:
+    """Makes tied embeddings one parameter of one FSDP group. transformers ties them after FSDP2 has been applied, so
+    that the head would be gathered on its own, from a copy of the rows that the optimizer does not know."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or cast(Any, head).weight is not cast(Any, embeddings).weight:
+        return
+    for module in model.modules():
+        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            group.fsdp_params = [p for p in group.fsdp_params if p._module_info.module is not head]
+            for parameter in group.fsdp_params:
+                about = parameter._module_info
+                if about.module is embeddings and head not in about.shared_modules:
+                    about.shared_modules.append(head)
+                    about.shared_param_names.append("weight")
+    state = cast(Any, model)._get_fsdp_state()
+    state._fsdp_param_groups = [group for group in state._fsdp_param_groups if group.fsdp_params]
 
 
 def world_of(model: PreTrainedModel) -> World:

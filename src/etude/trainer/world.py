@@ -13,6 +13,8 @@ whoever starts the ranks:
 Without these variables a process is a world of its own, which has no collective and copies nothing.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os

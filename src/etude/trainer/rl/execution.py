@@ -75,7 +75,8 @@ class BatchResult:
         sums = torch.tensor(numbers, dtype=torch.float64, device=self.logprobs_N.device)
         world.total_of_data((sums,))
         whole = sums.tolist()
-        self.loss, self.aux, self.entropy_sum, self.entropies = *whole[:3], round(whole[3])
+        self.loss, self.aux, self.entropy_sum = whole[:3]
+        self.entropies = round(whole[3])
         self.replayed = ReplayStatistics(*whole[len(names) :])
 
 
@@ -146,6 +147,7 @@ def run(
     if divided:
         world_of(model).total_of_data((weight,))
     _walk(_Pass(model, out, temperature, value, loss, aux, share_LE, weight.item()), parts)
+    reshard(model)
     if divided:
         out.sum_over_data(world_of(model))
     if whole is not None:
