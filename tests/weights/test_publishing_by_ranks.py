@@ -18,6 +18,7 @@ from etude.weights.audit import audit
 from etude.weights.content import load, load_content, replay_chunk
 from etude.weights.manifest import ManifestDamaged, Trust
 from etude.weights.payloads import PayloadSource
+from etude.weights.publisher import Publisher
 from etude.weights.ranks import (
     AnchorFailed,
     Attempt,
@@ -166,15 +167,17 @@ def test_an_anchor_that_one_rank_cannot_write_is_begun_again_by_all(folder: Path
 
 
 def test_a_killed_rank_is_named_and_the_next_attempt_publishes(folder: Path) -> None:
-    first, last, _ = results(folder, "killed", "killed")
-    assert first == last == {
-        "error": "RunFailed: rank 1 did not write its part of version 1 in time; start the trainer again"
-    }  # fmt: skip
-    store = open_store(str(folder / "killed"))
-    assert [m.version for m in manifests(store)] == [0, 1]
-    assert equal(load(store, 1)[1], made(1))
-    assert manifests(store)[1].digest == weights_digest(made(1), TYPES)
-    assert store.list("shares/00000001") == []
+    errors = [own["error"] for own in results(folder, "killed", "killed")]
+    follower = "RunFailed: rank 1 did not write its part of version 1 in time; start the trainer again"
+    first = "RunFailed: rank 0 did not publish version 1 in time; start the trainer again"
+    assert errors == [follower, follower, first]
+    for victim in (0, 1):
+        store = open_store(str(folder / f"killed-{victim}"))
+        again = Publisher(store)
+        again.resume(manifests(store)[-1], made(0))
+        published = again.publish(1, made(1), (), {})
+        assert (published.kind, published.parent, published.digest) == ("delta", 0, weights_digest(made(1), TYPES))
+        assert equal(load(store, 1)[1], made(1))
 
 
 @pytest.mark.parametrize(
