@@ -12,24 +12,26 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from etude.errors import RunFailed, UserError
 from etude.store import open_store
-from etude.weights import newest_manifest
+from etude.weights import newest_manifest, publisher
 from etude.weights.publisher import Publisher
 from etude.weights.ranks import Ranks, Shard, digest_of_parts
 from etude.weights.ulpd import schema_of
 
-VERSIONS = 10
+VERSIONS = 9
 WORLDS = (1, 2, 3, 4)
-MOVES = (1, 2, 4, 1, 3)
+ANCHOR_PART = 300_000
+MOVES = (1, 2, 4, 1)
 """Worlds of one run, each resumed from the one before after two versions."""
 SHAPES = {
-    "cut": ((97, 6000), torch.bfloat16),  # a chunk has 43 rows
-    "experts": ((5, 60, 1500), torch.float32),
+    "cut": ((97, 3000), torch.bfloat16),  # a chunk has 87 rows
+    "experts": ((5, 40, 1500), torch.float32),
     "flat": ((300_001,), torch.float32),
     "long": ((3, 2**18 + 5), torch.bfloat16),  # a row is two chunks
     "packed": ((97, 3000), torch.uint8),
@@ -70,7 +72,7 @@ def parts(tensors: dict[str, torch.Tensor], world: int, rank: int) -> dict[str, 
     return out
 
 
-Groups = dict[int, object]
+Groups = dict[int, Any]
 
 
 def chain(folder: Path, world: int, rank: int, group: object) -> dict:
@@ -183,37 +185,25 @@ def failed_anchor(folder: Path, rank: int, groups: Groups) -> dict:
 
 
 def killed(folder: Path, rank: int, groups: Groups) -> dict:
-    """Rank 1 of three dies after its object of version 1, before it announces that."""
-    store = open_store(str(folder / "killed"))
-    if rank == 3:
-        return {}
-    writer = Publisher(store, ranks=Ranks(rank, 3, "k1", groups[3]), seconds=60)
-    writer.publish(0, parts(made(0), 3, rank), (), {})
-    if rank == 1:
+    """Two trainers: a rank of each, 1 of three and 0 of two, dies after its object of version 1, before it announces
+    that or writes the manifest."""
+    world, rank, victim = (3, rank, 1) if rank < 3 else (2, rank - 3, 0)
+    ranks = Ranks(rank, world, f"k{world}", groups[world])
+    writer = Publisher(open_store(str(folder / f"killed-{victim}")), ranks=ranks, seconds=60)
+    writer.publish(0, parts(made(0), world, rank), (), {})
+    if rank == victim:
         os.environ["ETUDE_FAILPOINT"] = "publisher.payload:1"
-    writer._seconds = 3.0
-    return {"error": sentence(lambda: writer.publish(1, parts(made(1), 3, rank), (), {}))}
+    writer._seconds = 4.0
+    return {"error": sentence(lambda: writer.publish(1, parts(made(1), world, rank), (), {}))}
 
 
-def again(folder: Path, rank: int, groups: Groups) -> None:
-    """The next attempt, with other ranks."""
-    if rank < 2:
-        store = open_store(str(folder / "killed"))
-        writer = Publisher(store, ranks=Ranks(rank, 2, "k2", groups[2]), seconds=60)
-        last = newest_manifest(store)
-        assert last is not None
-        writer.resume(last, parts(made(0), 2, rank))
-        writer.publish(1, parts(made(1), 2, rank), (), {})
-
-
-def rank_of(folder: Path, name: str, cases: tuple[Callable, ...], rank: int) -> None:
-    """A rank: runs the cases in order and writes what they return."""
-    rendezvous = dist.FileStore(str(folder / f"{name}.rendezvous"), 4)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=4, timeout=limit)
-    groups: Groups = {world: dist.new_group(list(range(world)), timeout=limit) for world in (2, 3, 4)}
-    groups[1] = None
-    results = {case.__name__: case(folder, rank, groups) for case in cases}
+def rank_of(folder: Path, name: str, cases: tuple[Callable, ...], teams: tuple[range, ...], rank: int) -> None:
+    """A rank: runs the cases in order and writes what they return. `teams` are ranks that publish together."""
+    count, limit = max(team.stop for team in teams), timedelta(seconds=60)
+    rendezvous = dist.FileStore(str(folder / f"{name}.rendezvous"), count)
+    dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=count, timeout=limit)
+    groups: Groups = {len(team): dist.new_group(list(team), timeout=limit) for team in teams}
+    results = {case.__name__: case(folder, rank, {1: None} | groups) for case in cases}
     (folder / f"{name}-{rank}.json").write_text(json.dumps(results))
 
 
@@ -222,20 +212,20 @@ def main() -> int:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     folder, ends = Path(sys.argv[1]), []
     torch.set_num_threads(1)
+    publisher.ANCHOR_PART = ANCHOR_PART
     for version in range(VERSIONS):
         made(version)
-    for name, cases in {
-        "living": (chains, moves, refusals, failed_anchor),
-        "killed": (killed,),
-        "again": (again,),
-    }.items():
+    for name, cases, teams in (
+        ("living", (chains, moves, refusals, failed_anchor), (range(2), range(3), range(4))),
+        ("killed", (killed,), (range(3), range(3, 5))),
+    ):
         children: list[int] = []
-        for rank in range(4):
+        for rank in range(teams[-1].stop):
             pid = os.fork()
             if pid == 0:
                 signal.alarm(100)
                 try:
-                    rank_of(folder, name, cases, rank)
+                    rank_of(folder, name, cases, teams, rank)
                 except BaseException:
                     traceback.print_exc()
                     os._exit(1)
@@ -243,7 +233,7 @@ def main() -> int:
             children.append(pid)
         ends.append([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children])
     print(ends, file=sys.stderr)
-    return int(ends != [[0] * 4, [0, -signal.SIGKILL, 0, 0], [0] * 4])
+    return int(ends != [[0] * 4, [0, -signal.SIGKILL, 0, -signal.SIGKILL, 0]])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,16 +11,27 @@ import numpy as np
 import pytest
 import torch
 
+from etude.errors import RunFailed, UserError
 from etude.store import Store, open_store
-from etude.weights import halo, manifests
+from etude.weights import halo, manifests, publisher
 from etude.weights.audit import audit
 from etude.weights.content import load, load_content, replay_chunk
-from etude.weights.manifest import Trust
+from etude.weights.manifest import ManifestDamaged, Trust
 from etude.weights.payloads import PayloadSource
-from etude.weights.ranks import Parts, Ranks, Shard, digest_of_parts, schema_of_parts
+from etude.weights.publisher import Publisher
+from etude.weights.ranks import (
+    AnchorFailed,
+    Attempt,
+    Parts,
+    Ranks,
+    Shard,
+    Share,
+    digest_of_parts,
+    schema_of_parts,
+)
 from etude.weights.ulpd import codec, digest_text, schema_of, weights_digest
 from etude.weights.ulpd.chunk_grid import Window
-from tests.helpers.publishing_ranks import MOVES, SHAPES, VERSIONS, WORLDS, chain, made, parts
+from tests.helpers.publishing_ranks import ANCHOR_PART, MOVES, SHAPES, VERSIONS, WORLDS, chain, made, parts
 
 FRAME = codec.pack("delta", 0, [])  # an object without records: head and tail
 TYPES = {name: dtype for name, (_, dtype) in SHAPES.items()}
@@ -29,7 +41,9 @@ TYPES = {name: dtype for name, (_, dtype) in SHAPES.items()}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stores that the ranks have written, and what they returned."""
     out = tmp_path_factory.mktemp("ranks")
-    with subprocess.Popen([sys.executable, "-m", "tests.helpers.publishing_ranks", str(out)]) as ranks:
+    command = [sys.executable, "-m", "tests.helpers.publishing_ranks", str(out)]
+    with pytest.MonkeyPatch.context() as patch, subprocess.Popen(command) as ranks:
+        patch.setattr(publisher, "ANCHOR_PART", ANCHOR_PART)
         chain(out, 1, 0, None)
         assert ranks.wait(200) == 0
     return out
@@ -69,6 +83,7 @@ def test_ranks_write_what_one_process_writes(folder: Path, world: int) -> None:
     ours, theirs = manifests(one), manifests(many)
     assert len(ours) == len(theirs) == VERSIONS
     assert max(m.anchor.version for m in ours) > 0
+    assert all(len(m.anchor.parts) > world for m in theirs)
     assert [skip.base for m in ours for skip in m.skips] == [0]
     for own, other in zip(ours, theirs, strict=True):
         for field in ("version", "parent", "digest", "changed", "elements", "schema", "groups", "kind"):
@@ -152,15 +167,43 @@ def test_an_anchor_that_one_rank_cannot_write_is_begun_again_by_all(folder: Path
 
 
 def test_a_killed_rank_is_named_and_the_next_attempt_publishes(folder: Path) -> None:
-    first, last, _ = results(folder, "killed", "killed")
-    assert first == last == {
-        "error": "RunFailed: rank 1 did not write its part of version 1 in time; start the trainer again"
-    }  # fmt: skip
-    store = open_store(str(folder / "killed"))
-    assert [m.version for m in manifests(store)] == [0, 1]
-    assert equal(load(store, 1)[1], made(1))
-    assert manifests(store)[1].digest == weights_digest(made(1), TYPES)
-    assert store.list("shares/00000001") == []
+    errors = [own["error"] for own in results(folder, "killed", "killed")]
+    follower = "RunFailed: rank 1 did not write its part of version 1 in time; start the trainer again"
+    first = "RunFailed: rank 0 did not publish version 1 in time; start the trainer again"
+    assert errors == [follower, follower, first]
+    for victim in (0, 1):
+        store = open_store(str(folder / f"killed-{victim}"))
+        again = Publisher(store)
+        again.resume(manifests(store)[-1], made(0))
+        published = again.publish(1, made(1), (), {})
+        assert (published.kind, published.parent, published.digest) == ("delta", 0, weights_digest(made(1), TYPES))
+        assert equal(load(store, 1)[1], made(1))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "why"),
+    [
+        (ManifestDamaged("the manifest is damaged"), UserError, "the manifest is damaged"),
+        (AnchorFailed("no space"), AnchorFailed, "no space"),
+        (RunFailed("rank 2 is late"), RunFailed, "rank 2 is late"),
+        (RuntimeError("out of memory\nat line 7"), RunFailed, "rank 1 failed at version 3: out of memory; see its log"),
+    ],
+)
+def test_the_error_of_a_rank_is_that_of_all(tmp_path: Path, error: Exception, kind: type, why: str) -> None:
+    store = open_store(str(tmp_path))
+    first, second, third = (Attempt(store, Ranks(rank, 3, "s"), 3, 1) for rank in range(3))
+    own = Share(delta=(), skips={}, own_anchor=(), anchor=None, base=0, target=0, changed=0)
+    third.wait()
+    second.announce_failure(error)
+    with pytest.raises(kind, match=f"^{why}$") as raised:
+        first.gather(own, time.monotonic() + 60)
+    first.announce_failure(raised.value)
+    with pytest.raises(kind, match=f"^{why}$") as same:
+        third.wait()
+    assert type(raised.value) is type(same.value) is kind
+    Attempt(store, Ranks(2, 3, "s"), 3, 2).wait()  # the next attempt knows nothing of it
+    first.clear()
+    assert store.list() == []
 
 
 @pytest.mark.parametrize("world", [1, 2, 5, 9])

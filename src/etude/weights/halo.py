@@ -2,8 +2,8 @@
 
 The grid of chunks does not depend on the number of ranks. A rank writes the chunks whose first element it holds. Of its
 last chunk of a tensor the following ranks hold the rest, the halo, which they send to it. Every rank computes all sizes
-from one table of the rows that each holds. Collectives run here alone, on the thread that calls `divide` and
-`exchange`.
+from one table of the rows that each holds. `divide` and `exchange` are collectives: all ranks call them, on the thread
+of their other collectives.
 """
 
 from __future__ import annotations

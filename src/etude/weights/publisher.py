@@ -45,7 +45,7 @@ PUBLISH_SECONDS, SECONDS_A_GB = 900.0, 30.0
 """Deadline of a publication, and more of it for each GB of the tensors."""
 ANCHOR_PART = 2**28
 """Bytes of the tensors in one object of an anchor, at least."""
-_GATHERING = 0.8  # of a publication's time, in which rank 0 waits for the others before it says who is missing
+_OTHERS, _FIRST = 0.8, 0.9  # of a publication's time: then rank 0 says who is missing, and the others that it is
 _TRIES = 3  # tries to create a manifest, if acknowledgements are lost
 
 
@@ -277,14 +277,14 @@ class Publisher:
         own, changes, digests = self._write(about, new, last)
         failpoint("publisher.payload")
         if self._ranks.rank == 0:
-            shares = attempt.gather(own, deadline - (1 - _GATHERING) * self._limit(schema))
+            shares = attempt.gather(own, deadline - (1 - _OTHERS) * self._limit(schema))
             manifest = self._commit(self._manifest(about, last, shares))
             if self._ranks.count > 1:
                 with suppress(UserError):  # the version is published; leftovers are removed later
                     attempt.clear()
         else:
             attempt.announce(own)
-            manifest = self._follow(attempt, deadline)
+            manifest = self._follow(attempt, deadline - (1 - _FIRST) * self._limit(schema))
         failpoint("publisher.manifest")
         self._remember(Published(manifest, about.division, new, digests), changes, about.last)
         return manifest

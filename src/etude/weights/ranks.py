@@ -120,7 +120,7 @@ class RankFailure(Record, frozen=True, kw_only=True, tag=True):
         return _KINDS[self.kind](self.sentence)
 
 
-_KINDS = {kind.__name__: kind for kind in (UserError, RunFailed, AnchorFailed)}
+_KINDS = {kind.__name__: kind for kind in (AnchorFailed, UserError, RunFailed)}  # derived ones first
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,11 @@ class Attempt:
 
     def announce_failure(self, error: BaseException) -> None:
         """Announces that this rank has failed: to rank 0, which raises it, or by rank 0 to all."""
-        kind = type(error).__name__
-        if kind in _KINDS:
-            self._put(RankFailure(kind=kind, sentence=str(error)))
-            return
-        why = f"rank {self.ranks.rank} failed at version {self.version}: {first_line(error)}; start the trainer again"
-        self._put(RankFailure(kind=RunFailed.__name__, sentence=why))
+        kind, why = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), ""), str(error)
+        if not kind:
+            kind = RunFailed.__name__
+            why = f"rank {self.ranks.rank} failed at version {self.version}: {first_line(error)}; see its log"
+        self._put(RankFailure(kind=kind, sentence=why))
 
     def gather(self, own: Share, deadline: float) -> list[Share]:
         """The shares of all ranks in order; called on rank 0. `deadline` is a time of `time.monotonic`. Raises the
