@@ -77,6 +77,8 @@ def parts_of(tensors: Mapping[str, Tensor | Shard], rank: int = 0, count: int = 
             if tensor.rows.numel():
                 parts[name] = tensor
             continue
+        if tensor.is_meta:  # another rank has it
+            continue
         total = tensor.shape[0] if tensor.ndim else 1
         own = rows_of(total, rank, count)
         if own:

@@ -151,7 +151,8 @@ def shard_of(tensor: Tensor, values: Tensor, world: World) -> Tensor | Shard:
     if world.size == 1:
         return values
     if not isinstance(tensor, DTensor):
-        total = values.shape[0] if values.ndim else 1
-        return Shard(values if world.first else values[:0] if values.ndim else values.new_zeros(0), 0, total)
+        if world.first:
+            return values
+        return Shard(values[:0], 0, values.shape[0]) if values.ndim else values.to("meta")
     own = values if world.replica == 0 else values[:0]
     return Shard(own, first_row(tensor), tensor.shape[0])
