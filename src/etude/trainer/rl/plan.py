@@ -12,12 +12,14 @@ Suffixes: T tokens of a pass, N sampled tokens of the batch (row by row), M thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedModel
 
+from etude.models.context_parallel import RowSlice
+from etude.models.router_replay import UNFED
 from etude.models.segments import Graph, Trie, row_graph, trie
 
 Execution = Literal["rows", "packed", "streaming", "recompute"]
@@ -64,8 +66,9 @@ class TokenRows:
 @dataclass(frozen=True)
 class ForwardPass:
     """One forward pass, the passes that need its keys and values, and the tokens predicted from its hidden states.
-    `graph` is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`.
-    `routes_TLK` are experts to replay, or None."""
+    `graph` is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`, whose
+    sources increase. `routes_TLK` are experts to replay, or None. A slice of a pass has the graph of the whole, and
+    `before` sources in earlier slices."""
 
     graph: Graph | None
     ids_T: np.ndarray
@@ -78,6 +81,27 @@ class ForwardPass:
     children: tuple[ForwardPass, ...] = ()
     recompute: bool = False
     routes_TLK: np.ndarray | None = None
+    before: int = 0
+
+    def slice_of(self, row: RowSlice) -> ForwardPass:
+        """The tokens of a slice, padded, and the sampled tokens that are predicted from them; the same object if the
+        slice is the whole pass."""
+        if row.length == len(self.ids_T):
+            return self
+        first, last = np.searchsorted(self.source_S, [row.here.start, row.here.stop]).tolist()
+        mine_M = (self.of_M >= first) & (self.of_M < last)
+        return replace(
+            self,
+            ids_T=row.cut(self.ids_T),
+            positions_T=row.cut(self.positions_T),
+            weight_T=row.cut(self.weight_T),
+            item_M=self.item_M[mine_M],
+            source_S=self.source_S[first:last] - row.here.start,
+            of_M=self.of_M[mine_M] - first,
+            target_M=self.target_M[mine_M],
+            routes_TLK=None if self.routes_TLK is None else row.cut(self.routes_TLK, UNFED),
+            before=first,
+        )
 
 
 @dataclass(frozen=True)
