@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from etude.corpus import Encoded, Rows
 from etude.errors import UserError
+from etude.models import context_parallel
 from etude.models.head import head_of
 from etude.models.segments import Graph, Node, Trie, trie
 from etude.trainer.finetune.config import OptimConfig
@@ -143,6 +144,19 @@ def _of_nodes(examples: Sequence[Encoded], total: Tensor, pad: int, *, isolated:
     return PackedPass(ids_1N, index, target, weights, total, graph, isolated)
 
 
+def own_part(part: PackedPass) -> PackedPass:
+    """The pass with the labelled tokens that this rank predicts, where ranks compute rows together: those predicted
+    from positions of its slice, counted from its first. The loss is this rank's share of the pass's."""
+    if context_parallel.alone():
+        return part
+    if part.graph is None:
+        raise ValueError("ranks compute passes with a graph together, no crossing rows")
+    row = context_parallel.row_slice(part.graph.length)
+    mine_K = (part.index_K >= row.here.start) & (part.index_K < row.here.stop)
+    index_K, targets_K, weights_K = (x[mine_K] for x in (part.index_K, part.targets_K, part.weights_K))
+    return replace(part, index_K=index_K - row.here.start, targets_K=targets_K, weights_K=weights_K)
+
+
 def hidden_states(model: PreTrainedModel, part: PackedPass) -> Tensor:
     """Last hidden states [K, D] at the positions that predict a labelled token."""
     if part.graph is not None:
@@ -158,6 +172,7 @@ def loss_function(model: PreTrainedModel, *, compiled: bool = False) -> Callable
 
     def compute(part: PackedPass) -> Loss:
         routers.clear()
+        part = own_part(part)
         hidden_KD = hidden_states(model, part)
         if compiled:
             head = head_of(model)
