@@ -16,7 +16,6 @@ SECONDS = 120.0  # deadline of all ranks
 def run(function, count, *args):
     """The results of `function(*args)` by rank, with torch.distributed set up. Raises AssertionError with a rank's
     traceback if one fails, and if they need longer than the deadline."""
-    print("BEGIN", time.time(), flush=True)
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["tests.helpers.ranks_preload"])
     with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +39,6 @@ def run(function, count, *args):
 
 
 def _rank(function, rank, count, folder, results, args):
-    print("START", time.time(), flush=True)
     import torch
     import torch.distributed as dist
 
