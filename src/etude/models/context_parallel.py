@@ -77,8 +77,9 @@ class RowSlice:
         sent = [x[0].unflatten(0, (self.ranks, -1)).transpose(1, 2).flatten(2) for x in (query, key, value)]
         row_TW = _AllToAll.apply(torch.cat(sent, dim=2), self.group).flatten(0, 1)[: self.tokens]
         parts = row_TW.split([x.shape[2] for x in sent], dim=1)
+        # Contiguous, so that what a layer keeps of one of them does not keep all three.
         query, key, value = (
-            x.unflatten(1, (-1, size)).transpose(0, 1)[None] for x, size in zip(parts, sizes, strict=True)
+            x.unflatten(1, (-1, size)).transpose(0, 1).contiguous()[None] for x, size in zip(parts, sizes, strict=True)
         )
         return Heads(query, key, value, None if sinks_H is None else sinks_H.chunk(self.ranks)[self.index])
 
