@@ -47,13 +47,19 @@ def test_heads_that_ranks_do_not_divide_and_several_rows_are_no_row():
 
 
 CONFIGS = {
-    "qwen3": {}, "qwen3_moe": {}, "deepseek_v3": {}, "gpt_oss": {}, "gemma3_text": {}, "mistral": {"sliding_window": 64},
-}  # fmt: skip
+    "qwen3": {},
+    "qwen3_moe": {},
+    "deepseek_v3": {},
+    "gpt_oss": {},
+    "gemma3_text": {},
+    "mistral": {"sliding_window": 64},
+}
 REFUSED = {
     "qwen3_next": "linear_attention, which carry a state",
     "falcon_h1": "which carry a state",
     "mamba2": "which carry a state",
-    "lfm2_moe": "conv, which carry a state",
+    "lfm2": "conv, which carry a state",
+    "rwkv": "no one number of attention heads",
     "jamba": "which carry a state",
     "glm_moe_dsa": "indexed_attention, which choose the keys",
     "llama4_text": "chunked_attention, which see by chunks",
@@ -64,7 +70,8 @@ def test_what_mixes_tokens_outside_of_attention_is_refused():
     for name, options in CONFIGS.items():
         assert support.context_refusal(AutoConfig.for_model(name, **options), 2) == "", name
     for name, why in REFUSED.items():
-        config = AutoConfig.for_model(name)
+        options = {"layer_types": ["conv", "full_attention"] * 16} if name == "lfm2" else {}
+        config = AutoConfig.for_model(name, **options)
         assert why in (message := support.context_refusal(config, 2)), (name, message)
         assert message.endswith("set trainer.mesh.context to 1")
         assert support.context_refusal(config, 1) == ""

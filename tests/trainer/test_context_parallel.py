@@ -170,7 +170,9 @@ def compared(group, model, case, truth):
     """The figures of a case, on rank 0."""
     with context_parallel.over(group):
         ours = learn(model, case)
-        scored = evaluate(model, case.parts, case.tokens.count, temperature=0.8) if len(case.parts) == 1 else ours.result
+        scored = (
+            evaluate(model, case.parts, case.tokens.count, temperature=0.8) if len(case.parts) == 1 else ours.result
+        )
     whole, seen = ours.gradient.clone(), torch.tensor(ours.seen)
     dist.all_reduce(whole, group=group)
     dist.all_reduce(seen, group=group)
@@ -206,7 +208,10 @@ def of_stages(group, model):
         model.zero_grad(set_to_none=True)
         loss, balance, load_LE, _ = loss_of(part)
         (loss + 0.1 * balance).backward()
-        numbers = [torch.stack([loss, balance]).detach().double(), *(p.grad.flatten().double() for p in model.parameters())]
+        numbers = [
+            torch.stack([loss, balance]).detach().double(),
+            *(p.grad.flatten().double() for p in model.parameters()),
+        ]
         return torch.cat(numbers), load_LE
 
     whole, load_LE = learn()
@@ -279,4 +284,3 @@ def test_a_rank_keeps_its_share_of_a_row(figures, count):
     """Attention keeps whole rows of some heads, all else some tokens of all heads. Half of its keys are kept twice
     where four ranks have two of them."""
     assert figures["kept", count] <= 1.15 / count
-    print(figures["kept", count])

@@ -112,7 +112,6 @@ def context_refusal(config: PretrainedConfig, ranks: int) -> str:
     """The reason why so many ranks cannot compute a row of this model together (`models.context_parallel`), with
     advice, in one sentence; "" without a reason."""
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
     if ranks == 1:
         return ""
     for kind in layer_kinds(text):
@@ -120,11 +119,17 @@ def context_refusal(config: PretrainedConfig, ranks: int) -> str:
             return f"{text.model_type} has layers of the kind {kind}, which {what}; {_ALONE}"
     if long := _by_length(text):
         return f"{text.model_type} takes its rotary frequencies from the longest row of a pass ({long}); {_ALONE}"
-    if not isinstance(heads, int) or heads % ranks:
-        few = [n for n in range(2, ranks) if isinstance(heads, int) and heads % n == 0]
+    try:
+        heads = getattr(text, "num_attention_heads", None)
+    except RuntimeError:  # transformers' error for a value that differs from layer to layer
+        heads = None
+    if not isinstance(heads, int):
+        return f"{text.model_type} has no one number of attention heads; {_ALONE}"
+    if heads % ranks:
+        fits = max(n for n in range(1, ranks) if heads % n == 0)
         return (
             f"{text.model_type} has {heads} attention heads, which {ranks} ranks do not divide: set "
-            f"trainer.mesh.context to {max(few, default=1)}"
+            f"trainer.mesh.context to {fits}"
         )
     return ""
 

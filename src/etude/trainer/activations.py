@@ -2,8 +2,8 @@
 again.
 
 A layer's result depends on contexts that have ended by then: the batch-invariant mode, the replayed experts, the
-observed experts, the slice of a row that several ranks compute. They are entered again around the second forward pass, on the thread of the backward pass. Experts are
-counted in the first pass only.
+observed experts, the slice of a row that this rank computes. They are entered again around the second forward pass, on
+the thread of the backward pass. Experts are counted in the first pass only.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ def token_logprobs(
     before: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [M] of token `target_M[m]` in the distribution of position `of_M[m]`, and the entropies [E] of
-    every 16th position, without gradient; `before` positions that are not here are counted, too. Logits and softmax are float32, after the division by the temperature, as in
-    the engine. In batch-invariant mode all positions are one chunk, and autograd computes the gradients: the bits are
-    the engine's, and the gradients' bits do not depend on `chunk`. Raises ValueError for a chunk that is not a multiple
-    of 16."""
+    every 16th position, without gradient; `before` positions that are not here are counted, too. Logits and softmax are
+    float32, after the division by the temperature, as in the engine. In batch-invariant mode all positions are one
+    chunk, and autograd computes the gradients: the bits are the engine's, and the gradients' bits do not depend on
+    `chunk`. Raises ValueError for a chunk that is not a multiple of 16."""
     if chunk < 1 or chunk % ENTROPY_STRIDE:
         raise ValueError(f"a chunk is a multiple of {ENTROPY_STRIDE} positions, not {chunk}")
     order = of_M.argsort(kind="stable")

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -151,7 +150,12 @@ def _of_all_slices(out: BatchResult) -> BatchResult:
         return out
     names, replayed = ("loss", "aux", "entropy_sum", "entropies"), vars(out.replayed)
     numbers = [*(getattr(out, name) for name in names), *replayed.values()]
-    parts = [torch.tensor(numbers, dtype=torch.float64, device=out.logprobs_N.device), out.logprobs_N, out.values_N, out.counts_LE.flatten()]
+    parts = [
+        torch.tensor(numbers, dtype=torch.float64, device=out.logprobs_N.device),
+        out.logprobs_N,
+        out.values_N,
+        out.counts_LE.flatten(),
+    ]
     numbers_K, logprobs_N, values_N, counts = context_parallel.total(torch.cat([x.double() for x in parts])).split(
         [x.numel() for x in parts]
     )

@@ -86,7 +86,7 @@ class ForwardPass:
     def slice_of(self, row: RowSlice) -> ForwardPass:
         """The tokens of a slice, padded, and the sampled tokens that are predicted from them; the same object if the
         slice is the whole pass."""
-        if row.length == len(self.ids_T):
+        if row.ranks == 1 and row.length == len(self.ids_T):
             return self
         first, last = np.searchsorted(self.source_S, [row.here.start, row.here.stop]).tolist()
         mine_M = (self.of_M >= first) & (self.of_M < last)
