@@ -21,7 +21,7 @@ from etude.trainer.finetune import packed
 from etude.trainer.rl.execution import BatchResult, ValueHead, evaluate, run
 from etude.trainer.rl.plan import ForwardPass, TokenRows, rows, streaming
 from etude.trainer.rl.plan import packed as packed_passes
-from tests.helpers import ranks
+from tests.helpers import forked_ranks
 from tests.helpers.tiny_models import random_model
 
 LOGPROBS, GRADIENTS = 5e-6, 1e-6
@@ -252,7 +252,7 @@ def kept_bytes(model, part):
 
 @pytest.fixture(scope="module")
 def figures():
-    return ranks.run(compute, max(COUNTS))[0]
+    return forked_ranks.run(compute, max(COUNTS))[0]
 
 
 @pytest.mark.parametrize("count", COUNTS)

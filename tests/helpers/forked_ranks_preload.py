@@ -1,4 +1,4 @@
-"""What the server of `ranks` imports, once for all ranks."""
+"""What the server of `forked_ranks` imports, once for all ranks."""
 
 import torch.distributed  # noqa: F401
 import transformers.models.deepseek_v3.modeling_deepseek_v3

@@ -17,7 +17,7 @@ def run(function, count, *args):
     """The results of `function(*args)` by rank, with torch.distributed set up. Raises AssertionError with a rank's
     traceback if one fails, and if they need longer than the deadline."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.helpers.ranks_preload"])
+    server.set_forkserver_preload(["tests.helpers.forked_ranks_preload"])
     with tempfile.TemporaryDirectory() as folder:
         results = server.Queue()
         ranks = [
