@@ -127,7 +127,7 @@ def test_bfloat16_is_no_further_from_float32_than_plain_rows(tmp_path):
     assert 0 < errors["levers"] < errors["plain"] < 0.2
 
 
-def whole_softmax(head, hidden_SD, of_M, target_M, *, temperature):
+def whole_softmax(head, hidden_SD, of_M, target_M, *, temperature, before):
     logprobs_SV = torch.log_softmax(head.logits(hidden_SD) / temperature, dim=-1)
     return logprobs_SV[torch.from_numpy(of_M), torch.from_numpy(target_M)], torch.zeros(0)
 

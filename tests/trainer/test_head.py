@@ -45,6 +45,7 @@ def test_chunks_are_the_whole_softmax(options, temperature):
     head, (hidden_SD, of_M, target_M, weight_M) = a_head(**options), some_tokens()
     expected_M, entropies_E, gradients = truth(head, hidden_SD, of_M, target_M, weight_M, temperature)
     leaves = [x for x in (hidden_SD, head.weight_VD, head.bias_V) if x is not None]
+    none_at = np.zeros(0, int), np.zeros(0, int)
     for chunk in (16, 48, 1024):
         for leaf in leaves:
             leaf.grad = None
@@ -56,6 +57,11 @@ def test_chunks_are_the_whole_softmax(options, temperature):
         for leaf, gradient in zip(leaves, gradients, strict=True):
             apart = (leaf.grad.double() - gradient.double()).norm() / gradient.double().norm()
             assert apart <= 1e-6, "float32 sums of some hundred terms"
+        for before in (1, 16, 31):  # positions of earlier slices of a row
+            some_E = token_logprobs(head, hidden_SD, of_M, target_M, chunk=chunk, before=before)[1]
+            first = -before % 16
+            all_E = [token_logprobs(head, hidden_SD[i : i + 1], *none_at)[1] for i in range(first, len(hidden_SD), 16)]
+            assert torch.allclose(some_E, torch.cat(all_E), rtol=0, atol=1e-5)
         with torch.no_grad():
             again_M, _ = token_logprobs(head, hidden_SD, of_M, target_M, temperature=temperature, chunk=chunk)
         assert torch.equal(again_M, logprobs_M)
@@ -118,7 +124,7 @@ def test_the_peak_is_that_of_a_chunk(dtype):
                     logprobs_S, _ = token_logprobs(Head(weight_VD), hidden_SD, of_S, of_S)
                 else:
                     at_S = torch.arange(S)
-                    logprobs_S, _ = _plain(Head(weight_VD), hidden_SD, at_S, at_S, 1.0)
+                    logprobs_S, _ = _plain(Head(weight_VD), hidden_SD, at_S, at_S, 1.0, slice(None, None, 16))
                 logprobs_S.sum().backward()
         return live.peak
 

@@ -28,6 +28,7 @@ PUBLIC = (
     "attention_kernel",
     "batch_invariant",
     "block_attention",
+    "context_parallel",
     "dequantise",
     "document_spans",
     "dtypes",

@@ -8,6 +8,8 @@ is quadratic in the length of a packed row.
     layout=SegmentLayout    one row [1, T]: the nodes of a segment graph, below nodes computed before (`prefix`) or not
     any other `AttentionLayout`      e.g. the engine's paged KV cache (`etude.inference.engine.attention_metadata`)
 
+Where several ranks compute a row together (`context_parallel`), a layout sees the whole row, and some of the heads.
+
 Shapes inside: query_BHTD, key_BKTD, value_BKTD with H query heads and K key/value heads.
 """
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
-from etude.models import batch_invariant, block_attention, flex
+from etude.models import batch_invariant, block_attention, context_parallel, flex
 from etude.models.block_attention import PLAIN, AttentionVariant
 from etude.models.segments import Graph
 
@@ -168,6 +170,9 @@ def etude_attention(
     for name in ("softcap", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"attention with `{name}` is not supported")
+    row = context_parallel.current()
+    if row is not None:
+        query, key, value, s_aux = row.gathered(context_parallel.Heads(query, key, value, s_aux))
     variant = AttentionVariant(sliding_window, s_aux)
     if layout is None:
         short = sliding_window is None or query.shape[2] <= sliding_window
@@ -178,6 +183,8 @@ def etude_attention(
         out = cast(Any, layout).attend(module.layer_idx, query, key, value, scaling, variant)
     else:
         raise ValueError("documents know no sliding windows and no attention sinks")
+    if row is not None:
+        out = row.scattered(out)
     return out.transpose(1, 2), None
 
 

@@ -56,6 +56,7 @@ _KINDS = {
     "chunked_attention": _CHUNKS,
     "sliding_attention": _WINDOW,
 }
+_ALONE = "ranks cannot compute its rows together: set trainer.mesh.context to 1"
 _SEES = "is an encoder, whose tokens see those behind them: give a causal language model"
 _CAUSAL = re.compile(r"CausalLM|LMHead")
 _OTHER_HEADS = ("classifier", "summary")
@@ -107,6 +108,39 @@ def refusal(config: PretrainedConfig, use: Use) -> str:
     return ""
 
 
+def context_refusal(config: PretrainedConfig, ranks: int) -> str:
+    """The reason why so many ranks cannot compute a row of this model together (`models.context_parallel`), with
+    advice, in one sentence; "" without a reason."""
+    text = config.get_text_config()
+    if ranks == 1:
+        return ""
+    for kind in layer_kinds(text):
+        if (what := _KINDS.get(kind, "" if kind in _PLAIN else "are not known here")) and what != _WINDOW:
+            return f"{text.model_type} has layers of the kind {kind}, which {what}; {_ALONE}"
+    if long := _by_length(text):
+        return f"{text.model_type} takes its rotary frequencies from the longest row of a pass ({long}); {_ALONE}"
+    try:
+        heads = getattr(text, "num_attention_heads", None)
+    except RuntimeError:  # transformers' error for a value that differs from layer to layer
+        heads = None
+    if not isinstance(heads, int):
+        return f"{text.model_type} has no one number of attention heads; {_ALONE}"
+    if heads % ranks:
+        fits = max(n for n in range(1, ranks) if heads % n == 0)
+        return (
+            f"{text.model_type} has {heads} attention heads, which {ranks} ranks do not divide: set "
+            f"trainer.mesh.context to {fits}"
+        )
+    return ""
+
+
+def _by_length(text: PretrainedConfig) -> str:
+    """The kind of rotary frequencies that depend on the longest row of a pass; "" if they do not."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {r.get("rope_type", "") for r in (rope, *rope.values()) if isinstance(r, dict)}
+    return next(iter(sorted(kinds & {"dynamic", "longrope"})), "")
+
+
 def _reasons(text: PretrainedConfig, use: Use) -> Iterator[str]:
     if getattr(text, "attn_logit_softcapping", None):
         yield f"caps the scores of attention (attn_logit_softcapping); {_lacks(use)}"
@@ -116,10 +150,8 @@ def _reasons(text: PretrainedConfig, use: Use) -> Iterator[str]:
             yield f"has layers of the kind {kind}, which {what}; {_lacks(use)}"
     if use == "rows":
         return
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {r.get("rope_type", "") for r in (rope, *rope.values()) if isinstance(r, dict)}
-    if long := kinds & {"dynamic", "longrope"}:
-        yield f"takes its rotary frequencies from the longest row of a pass ({long.pop()}); {_lacks(use)}"
+    if long := _by_length(text):
+        yield f"takes its rotary frequencies from the longest row of a pass ({long}); {_lacks(use)}"
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:

@@ -2,8 +2,8 @@
 again.
 
 A layer's result depends on contexts that have ended by then: the batch-invariant mode, the replayed experts, the
-observed experts. They are entered again around the second forward pass, on the thread of the backward pass. Experts are
-counted in the first pass only.
+observed experts, the slice of a row that this rank computes. They are entered again around the second forward pass, on
+the thread of the backward pass. Experts are counted in the first pass only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from etude.errors import UserError
-from etude.models import batch_invariant, experts, router_replay, support
+from etude.models import batch_invariant, context_parallel, experts, router_replay, support
 
 
 def checkpoint_activations(model: PreTrainedModel, *, offload: bool = False) -> None:
@@ -59,10 +59,17 @@ def _on_host(again: Callable[..., Any], function: Callable[..., Any], *args: Any
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), _again(batch_invariant.is_on(), router_replay.again())
+    return nullcontext(), _again(batch_invariant.is_on(), context_parallel.current(), router_replay.again())
 
 
 @contextmanager
-def _again(exactly: bool, replay: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    with batch_invariant.batch_invariant(exactly), experts.unobserved(), replay():
+def _again(
+    exactly: bool, row: context_parallel.RowSlice | None, replay: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[None]:
+    with (
+        batch_invariant.batch_invariant(exactly),
+        context_parallel.computing(row),
+        experts.unobserved(),
+        replay(),
+    ):
         yield

@@ -31,47 +31,52 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     chunk: int = CHUNK,
+    before: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [M] of token `target_M[m]` in the distribution of position `of_M[m]`, and the entropies [E] of
-    every 16th position, without gradient. Logits and softmax are float32, after the division by the temperature, as in
-    the engine. In batch-invariant mode all positions are one chunk, and autograd computes the gradients: the bits are
-    the engine's, and the gradients' bits do not depend on `chunk`. Raises ValueError for a chunk that is not a multiple
-    of 16."""
+    every 16th position, without gradient; `before` positions that are not here are counted, too. Logits and softmax are
+    float32, after the division by the temperature, as in the engine. In batch-invariant mode all positions are one
+    chunk, and autograd computes the gradients: the bits are the engine's, and the gradients' bits do not depend on
+    `chunk`. Raises ValueError for a chunk that is not a multiple of 16."""
     if chunk < 1 or chunk % ENTROPY_STRIDE:
         raise ValueError(f"a chunk is a multiple of {ENTROPY_STRIDE} positions, not {chunk}")
     order = of_M.argsort(kind="stable")
     there = torch.from_numpy(np.stack([of_M[order], target_M[order], order]).astype(np.int64)).to(hidden_SD.device)
+    some = slice(-before % ENTROPY_STRIDE, None, ENTROPY_STRIDE)
     if batch_invariant.is_on():
-        logprobs_M, entropy_E = _plain(head, hidden_SD, there[0], there[1], temperature)
+        logprobs_M, entropy_E = _plain(head, hidden_SD, there[0], there[1], temperature, some)
     else:
         cuts = np.searchsorted(of_M[order], np.arange(0, len(hidden_SD) + chunk, chunk)).tolist()
-        plan = _Plan(head, tuple(cuts), chunk, temperature)
+        plan = _Plan(head, tuple(cuts), chunk, temperature, some)
         logprobs_M, entropy_E = _Chunks.apply(hidden_SD, head.weight_VD, head.bias_V, there[0], there[1], plan)
     if (order[1:] < order[:-1]).any():
         logprobs_M = torch.empty_like(logprobs_M).index_copy(0, there[2], logprobs_M)
     return logprobs_M, entropy_E
 
 
-def _plain(head: Head, hidden_SD: Tensor, of_M: Tensor, target_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _plain(
+    head: Head, hidden_SD: Tensor, of_M: Tensor, target_M: Tensor, temperature: float, some: slice
+) -> tuple[Tensor, Tensor]:
     logits_SV = head.logits(hidden_SD)
     logprobs_SV = batch_invariant.log_probs(logits_SV / temperature if temperature != 1.0 else logits_SV)
     chosen_M = logprobs_SV.flatten().index_select(0, of_M * logits_SV.shape[1] + target_M)
-    return chosen_M, _entropies(logprobs_SV.detach())
+    return chosen_M, _entropies(logprobs_SV.detach()[some])
 
 
-def _entropies(logprobs_SV: Tensor) -> Tensor:
-    some_EV = logprobs_SV[::ENTROPY_STRIDE]
-    return -(some_EV.exp() * some_EV).sum(-1)
+def _entropies(logprobs_EV: Tensor) -> Tensor:
+    return -(logprobs_EV.exp() * logprobs_EV).sum(-1)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """`cuts[i]` is the first of the M tokens, sorted by position, that chunk i or a later chunk predicts."""
+    """`cuts[i]` is the first of the M tokens, sorted by position, that chunk i or a later chunk predicts; `entropies`
+    are the positions of each chunk that have one."""
 
     head: Head
     cuts: tuple[int, ...]
     chunk: int
     temperature: float
+    entropies: slice
 
     def scaled(self, product_CV: Tensor) -> Tensor:
         """Logits divided by the temperature; in the product's memory if the head is plain and nothing is kept."""
@@ -106,7 +111,7 @@ class _Chunks(torch.autograd.Function):
             logprobs_CV = torch.log_softmax(plan.scaled(product(hidden_SD[rows], weight_VD)), dim=-1)
             at = (of_M[some] - first) * len(weight_VD) + target_M[some]
             chosen.append(logprobs_CV.flatten().index_select(0, at))
-            entropies.append(_entropies(logprobs_CV))
+            entropies.append(_entropies(logprobs_CV[plan.entropies]))
             if len(plan.cuts) == 2 and plan.head.plain and any(ctx.needs_input_grad):
                 kept_CV = logprobs_CV
             del logprobs_CV  # free it before the next chunk's is made

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from etude.errors import UserError
+from etude.models import context_parallel
 from etude.models.experts import record_before_dispatch
 from etude.models.loading import load_model
 from etude.trainer.checkpoint import rows_of
@@ -37,6 +38,7 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
     """The model of a folder, computed in `dtype` on the device of the rank, which reads its rows only. With several
     ranks and bfloat16 the rows are float32, and layers are rounded when they are gathered. Raises UserError as
     `load_model` does, and for an architecture that transformers cannot divide."""
+    context_parallel.join(world.context)
     mesh, narrow = world.mesh, dtype != torch.float32
     if mesh.shard * mesh.context == 1:
         model = load_model(path, dtype=dtype, device=world.device)

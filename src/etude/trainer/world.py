@@ -46,14 +46,12 @@ _JOIN_SECONDS = 600.0
 @dataclass(frozen=True)
 class World:
     """This rank among those that train together. `context` is the group of the ranks with parts of the same rows, None
-    if rows are whole; `data` that of the ranks with other parts of the batch; `control` that of all ranks for the
-    host's memory."""
+    if rows are whole; `control` that of all ranks for the host's memory."""
 
     rank: int = 0
     mesh: MeshConfig = field(default_factory=MeshConfig)
     device: str = "cpu"
     context: Any = None
-    data: Any = None
     control: Any = None
     watch: _Watch | None = None
 
@@ -86,16 +84,11 @@ class World:
                 ranks = list(range(first, first + mesh.context))
                 group = dist.new_group(ranks, timeout=limit) if mesh.context > 1 else None
                 context = group if rank in ranks else context
-            data = dist.group.WORLD
-            for first in range(mesh.context if mesh.context > 1 else 0):
-                ranks = list(range(first, size, mesh.context))
-                group = dist.new_group(ranks, timeout=limit)
-                data = group if rank in ranks else data
         except (RuntimeError, OSError) as e:  # torch's own errors are RuntimeErrors
             raise RunFailed(f"rank {rank} did not meet the other {size - 1} ranks: {first_line(e)}") from e
         watch = _Watch(store.clone(), rank, size, seconds)
         watch.start()
-        return cls(rank, mesh, own, context, data, control, watch)
+        return cls(rank, mesh, own, context, control, watch)
 
     @property
     def size(self) -> int:
@@ -162,12 +155,6 @@ class World:
         if self.size > 1:
             for tensor in tensors:
                 dist.all_reduce(tensor)
-
-    def total_of_data(self, tensors: Iterable[Tensor]) -> None:
-        """Replaces each tensor by its sum over the ranks with other parts of the batch and the same slices of rows."""
-        if self.mesh.data_ranks > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=self.data)
 
     def at(self, place: str) -> None:
         """Says where this rank is, for the sentence about one that does not come. Call it equally often on all."""

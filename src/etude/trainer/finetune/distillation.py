@@ -25,7 +25,7 @@ from etude.renderers import load_tokenizer
 from etude.trainer.finetune import folder
 from etude.trainer.finetune.config import DistillConfig, OptimConfig
 from etude.trainer.finetune.folder import Packing
-from etude.trainer.finetune.packed import PackedPass, hidden_states
+from etude.trainer.finetune.packed import PackedPass, hidden_states, own_part
 from etude.trainer.finetune.routers import Routers
 from etude.trainer.finetune.training_loop import Loss
 
@@ -69,6 +69,7 @@ def loss_function(model: PreTrainedModel, teacher: PreTrainedModel, share: float
 
     def compute(part: PackedPass) -> Loss:
         routers.clear()
+        part, row = own_part(part)
         with torch.no_grad():
             teacher_KD = hidden_states(teacher, part)
         student_KD = hidden_states(model, part)
@@ -89,7 +90,7 @@ def loss_function(model: PreTrainedModel, teacher: PreTrainedModel, share: float
             chunks = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
             parts = [checkpoint(some, *chunk, use_reentrant=False) for chunk in chunks]
             loss, divergence = (torch.stack(values).sum() for values in zip(*parts, strict=True))
-        return loss, *routers.balance(loss), {"loss/kl": divergence.detach()}
+        return loss, *routers.balance(loss, row), {"loss/kl": divergence.detach()}
 
     return compute
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.errors import UserError, first_line
-from etude.models import attention, check_folder, dtypes, experts, support
+from etude.models import attention, check_folder, context_parallel, dtypes, experts, support
 from etude.models.attention import SegmentLayout
 from etude.models.head import head_of
 from etude.models.key_values import positions
@@ -121,12 +121,16 @@ def _log_probs(model: PreTrainedModel, isolated: bool, rows: Sequence[np.ndarray
 
 
 def hidden_of(model: PreTrainedModel, graph: Graph, *, isolated: bool) -> Tensor:
-    """Last hidden states [T, D] of a row: the nodes of the graph, under its mask if isolated, else one causal row."""
+    """Last hidden states [T, D] of a row: the nodes of the graph, under its mask if isolated, else one causal row.
+    Where ranks compute rows together, those of this rank's slice (`context_parallel.row_slice`)."""
+    row = context_parallel.row_slice(graph.length)
     options: dict[str, Any] = {"layout": SegmentLayout(graph)} if isolated else {}
-    ids_1T, positions_1T = (torch.from_numpy(x)[None].to(model.device) for x in (graph.ids_T, graph.positions_T))
-    if isolated:
+    ids_1T, positions_1T = (
+        torch.from_numpy(row.cut(x))[None].to(model.device) for x in (graph.ids_T, graph.positions_T)
+    )
+    if isolated or row.ranks > 1:
         options["position_ids"] = positions_1T
-    with few_shapes(model):
+    with few_shapes(model), context_parallel.computing(row):
         return model.get_decoder()(input_ids=ids_1T, use_cache=False, **options).last_hidden_state[0]
 
 

@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 
 from etude.corpus import Encoded, Rows
 from etude.errors import UserError
+from etude.models import context_parallel
+from etude.models.context_parallel import RowSlice
 from etude.models.head import head_of
 from etude.models.segments import Graph, Node, Trie, trie
 from etude.trainer.finetune.config import OptimConfig
@@ -143,6 +145,19 @@ def _of_nodes(examples: Sequence[Encoded], total: Tensor, pad: int, *, isolated:
     return PackedPass(ids_1N, index, target, weights, total, graph, isolated)
 
 
+def own_part(part: PackedPass) -> tuple[PackedPass, RowSlice | None]:
+    """The pass with the labelled tokens that this rank predicts, and its slice, where ranks compute rows together:
+    those predicted from positions of the slice, counted from its first. Elsewhere the same pass, and None."""
+    if context_parallel.alone():
+        return part, None
+    if part.graph is None:
+        raise ValueError("ranks compute passes of a graph together, not crossing rows")
+    row = context_parallel.row_slice(part.graph.length)
+    mine_K = (part.index_K >= row.here.start) & (part.index_K < row.here.stop)
+    index_K, targets_K, weights_K = (x[mine_K] for x in (part.index_K, part.targets_K, part.weights_K))
+    return replace(part, index_K=index_K - row.here.start, targets_K=targets_K, weights_K=weights_K), row
+
+
 def hidden_states(model: PreTrainedModel, part: PackedPass) -> Tensor:
     """Last hidden states [K, D] at the positions that predict a labelled token."""
     if part.graph is not None:
@@ -153,11 +168,13 @@ def hidden_states(model: PreTrainedModel, part: PackedPass) -> Tensor:
 
 def loss_function(model: PreTrainedModel, *, compiled: bool = False) -> Callable[[PackedPass], Loss]:
     """A function pass -> (its part of the step's token loss, router balance, expert load [L, E], {}). It computes
-    logits only at positions that predict a labelled token; some at a time, but all at once if it is compiled."""
+    logits only at positions that predict a labelled token; some at a time, but all at once if it is compiled. Where
+    ranks compute rows together, loss and balance are those of this rank's slice: their sums are the row's."""
     routers = Routers.of(model)
 
     def compute(part: PackedPass) -> Loss:
         routers.clear()
+        part, row = own_part(part)
         hidden_KD = hidden_states(model, part)
         if compiled:
             head = head_of(model)
@@ -167,7 +184,7 @@ def loss_function(model: PreTrainedModel, *, compiled: bool = False) -> Callable
             of_K, targets_K = np.arange(len(hidden_KD)), part.targets_K.cpu().numpy()
             losses_K = -token_logprobs(head_of(model), hidden_KD, of_K, targets_K)[0]
         loss = (losses_K * part.weights_K).sum() / part.total
-        return loss, *routers.balance(loss), {}
+        return loss, *routers.balance(loss, row), {}
 
     return compute
 

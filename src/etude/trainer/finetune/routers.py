@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from etude.models import context_parallel
+from etude.models.context_parallel import RowSlice
+
 
 @dataclass
 class Routers:
@@ -43,20 +46,24 @@ class Routers:
         """Drops the logits of the last pass."""
         self.logits.clear()
 
-    def balance(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def balance(self, like: Tensor, row: RowSlice | None = None) -> tuple[Tensor, Tensor]:
         """(balance loss, expert load [L, E]); 0 and empty for a dense model. The loss is Switch Transformers' (Fedus et
         al. 2021): E times the dot product of the share of tokens an expert gets and its mean router probability,
-        averaged over sparse layers."""
+        averaged over sparse layers. After a pass over a slice of a `row`, it is the share of the slice's tokens in the
+        loss of the row, and the load is the row's."""
         if not self.logits:
             return like.new_zeros(()), like.new_zeros((0, 0))
-        balances, loads = [], []
-        for router_TE in (logits.flatten(0, -2) for logits in self.logits):
-            experts = router_TE.shape[-1]
-            chosen_TK = router_TE.detach().topk(self.top_k, dim=-1).indices
-            load_E = F.one_hot(chosen_TK, experts).float().mean(dim=(0, 1))
-            balances.append(experts * (load_E * router_TE.float().softmax(-1).mean(0)).sum())
-            loads.append(load_E)
-        return torch.stack(balances).mean(), torch.stack(loads)
+        routers = [logits.flatten(0, -2) for logits in self.logits]
+        tokens = len(routers[0])
+        if row is not None:
+            own = row.here.stop - row.here.start
+            routers, tokens = [router_TE[:own] for router_TE in routers], row.tokens
+        chosen = [router_TE.detach().topk(self.top_k, dim=-1).indices for router_TE in routers]
+        counts = [F.one_hot(chosen_TK, routers[0].shape[-1]).sum((0, 1)) for chosen_TK in chosen]
+        load_LE = context_parallel.total(torch.stack(counts)).float() / (tokens * self.top_k)
+        means = [router_TE.float().softmax(-1).sum(0) / tokens for router_TE in routers]
+        balances = [len(load_E) * (load_E * mean_E).sum() for load_E, mean_E in zip(load_LE, means, strict=True)]
+        return torch.stack(balances).mean(), load_LE
 
 
 def _recorded(module: nn.Module) -> Any:

@@ -5,28 +5,28 @@
 
 The gradient of a shared prefix's keys and values is gathered in float32 and goes back through the prefix once.
 
-Several ranks run passes of a part of the batch each (`divided`). What they computed is summed, so that each rank then
-has the log-probabilities of the whole batch; gradients are summed where the optimizer collects them.
+Several ranks run passes of a part of the batch each (`divided`), and ranks that compute rows together
+(`etude.models.context_parallel`) the same passes, each with its slice of every pass. A rank's gradients, and what a
+loss records for itself, are those of its own tokens; a `BatchResult` is of all tokens, the same on each rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.errors import RunFailed, UserError
-from etude.models import batch_invariant
+from etude.models import batch_invariant, context_parallel
 from etude.models.attention import KeyValues, SegmentLayout
 from etude.models.document_spans import PlacedDocuments
 from etude.models.experts import Choices, observe
 from etude.models.head import head_of
-from etude.models.router_replay import UNFED, ReplayStatistics, replay
+from etude.models.router_replay import ReplayStatistics, replay
 from etude.trainer.head import token_logprobs
 from etude.trainer.rl.plan import ForwardPass
 from etude.trainer.sharding import last_pass, reshard, within, world_of
@@ -35,7 +35,7 @@ from etude.trainer.world import World
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities [M] with gradient, indices [M] among the batch's sampled tokens) -> scalar. A loss that is a sum
 over tokens is called once per pass; any other is called once, with the tokens of the whole batch (`separable=False`).
-It sees every token once."""
+It sees every token once, and is not called without tokens."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,6 @@ class BatchResult:
     entropies: int = 0
     counts_LE: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.float64))
     replayed: ReplayStatistics = field(default_factory=ReplayStatistics)
-
-    def sum_over_data(self, world: World) -> None:
-        """Makes this the result of the whole batch, of which each rank has computed a part."""
-        if world.mesh.data_ranks == 1:
-            return
-        world.total_of_data((self.logprobs_N, self.values_N))
-        if self.counts_LE.numel():
-            world.total_of_data((self.counts_LE,))
-        names = ("loss", "aux", "entropy_sum", "entropies")
-        replayed = vars(self.replayed)
-        numbers = [getattr(self, name) for name in names] + list(replayed.values())
-        sums = torch.tensor(numbers, dtype=torch.float64, device=self.logprobs_N.device)
-        world.total_of_data((sums,))
-        whole = sums.tolist()
-        self.loss, self.aux, self.entropy_sum = whole[:3]
-        self.entropies = round(whole[3])
-        self.replayed = ReplayStatistics(*whole[len(names) :])
 
 
 @dataclass(frozen=True)
@@ -112,10 +95,7 @@ def evaluate(
     walk = _Pass(model, out, temperature, value, None, 0.0, None, _weight(parts), replays)
     with torch.no_grad():
         _walk(walk, parts)
-    reshard(model)
-    if divided:
-        out.sum_over_data(world_of(model))
-    return out
+    return _of_all_ranks(out, world_of(model), divided)
 
 
 def run(
@@ -143,13 +123,11 @@ def run(
             share_LE = first.counts_LE / first.counts_LE.sum(dim=1, keepdim=True)
         if not separable:
             loss, whole = _linear(loss, first.logprobs_N)
-    out, weight = _blank(model, count), torch.tensor([_weight(parts)], dtype=torch.float64, device=_device(model))
+    out, world, weight = _blank(model, count), world_of(model), _weight(parts)
     if divided:
-        world_of(model).total_of_data((weight,))
-    _walk(_Pass(model, out, temperature, value, loss, aux, share_LE, weight.item()), parts)
-    reshard(model)
-    if divided:
-        out.sum_over_data(world_of(model))
+        weight = sum(world.gathered(weight)[:: world.mesh.context])
+    _walk(_Pass(model, out, temperature, value, loss, aux, share_LE, weight), parts)
+    out = _of_all_ranks(out, world, divided)
     if whole is not None:
         out.loss = whole
     return out
@@ -161,6 +139,7 @@ def _walk(walk: _Pass, parts: Sequence[ForwardPass]) -> None:
         world.at(f"{what} {number} of {len(parts)}")
         last_pass(walk.model, number == len(parts))
         _run_part(walk, part, ())
+    reshard(walk.model)
 
 
 def _blank(model: PreTrainedModel, count: int) -> BatchResult:
@@ -168,11 +147,48 @@ def _blank(model: PreTrainedModel, count: int) -> BatchResult:
 
 
 def _linear(loss: Loss, logprobs_N: Tensor) -> tuple[Loss, float]:
-    """The loss as its first-order term at `logprobs_N`, with the same gradient there; and its value."""
-    leaf_N = logprobs_N.clone().requires_grad_()
-    value = loss(leaf_N, torch.arange(len(leaf_N), device=leaf_N.device))
-    (gradient_N,) = torch.autograd.grad(value, leaf_N)
+    """The loss as its first-order term at `logprobs_N`, with the same gradient there; and its value. Of the ranks that
+    compute rows together one calls it, so that what it records is recorded once."""
+    whole_N = logprobs_N.new_zeros(len(logprobs_N) + 1)
+    if context_parallel.leads():
+        leaf_N = logprobs_N.clone().requires_grad_()
+        value = loss(leaf_N, torch.arange(len(leaf_N), device=leaf_N.device))
+        whole_N[:-1], whole_N[-1] = torch.autograd.grad(value, leaf_N)[0], value.detach()
+    gradient_N, value = context_parallel.total(whole_N).split([len(logprobs_N), 1])
     return lambda logprobs_M, item_M: (gradient_N[item_M] * logprobs_M).sum(), value.item()
+
+
+def _of_all_ranks(out: BatchResult, world: World, divided: bool) -> BatchResult:
+    """The result of all slices, and of all parts of a divided batch, from this rank's: each token and each count
+    belongs to one rank."""
+    divided = divided and world.mesh.data_ranks > 1
+    if context_parallel.alone() and not divided:
+        return out
+    names, replayed = ("loss", "aux", "entropy_sum", "entropies"), vars(out.replayed)
+    numbers = [*(getattr(out, name) for name in names), *replayed.values()]
+    parts = [
+        torch.tensor(numbers, dtype=torch.float64, device=out.logprobs_N.device),
+        out.logprobs_N,
+        out.values_N,
+        out.counts_LE.flatten(),
+    ]
+    whole = torch.cat([x.double() for x in parts])
+    if divided:
+        world.total((whole,))
+    else:
+        context_parallel.total(whole)
+    numbers_K, logprobs_N, values_N, counts = whole.split([x.numel() for x in parts])
+    loss, aux, entropy_sum, entropies, *sums = numbers_K.tolist()
+    return BatchResult(
+        logprobs_N.to(out.logprobs_N.dtype),
+        values_N.to(out.values_N.dtype),
+        loss,
+        aux,
+        entropy_sum,
+        int(entropies),
+        counts.view_as(out.counts_LE),
+        ReplayStatistics(**dict(zip(replayed, sums, strict=True))),
+    )
 
 
 def _run_part(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> None:
@@ -209,31 +225,33 @@ def _forward(
     """The part's term of the loss, its keys and values if a pass below needs them, and its chosen experts. The loss is
     computed in the pass with a backward, everything else is recorded in the first pass."""
     device = _device(walk.model)
-    layout, positions_T = None, part.positions_T
+    layout = None
     if part.graph is not None and batch_invariant.is_on():
         layout = PlacedDocuments(walk.model, part.graph)
-        positions_T = layout.positions_T
+        part = replace(part, positions_T=layout.positions_T)
     elif part.graph is not None:
         layout = SegmentLayout(part.graph, above, keep=bool(part.children))
     options = {"output_router_logits": True} if walk.aux else {}
-    extra = batch_invariant.padding(len(part.ids_T))
-    ids_T, positions_T, weight_T = (np.pad(x, (0, extra)) for x in (part.ids_T, positions_T, part.weight_T))
-    item_M, weight_T = (torch.from_numpy(x).to(device) for x in (part.item_M, weight_T))
+    row = context_parallel.row_slice(len(part.ids_T))
+    part = part.slice_of(row)
+    item_M, weight_T = (torch.from_numpy(x).to(device) for x in (part.item_M, part.weight_T))
     routes_TLK = part.routes_TLK if walk.replays else None
-    if routes_TLK is not None and extra:
-        routes_TLK = np.pad(routes_TLK, ((0, extra), (0, 0), (0, 0)), constant_values=UNFED)
 
     def computed() -> tuple[Any, ...]:
         output = walk.model.get_decoder()(
-            input_ids=torch.from_numpy(ids_T).to(device)[None],
-            position_ids=torch.from_numpy(positions_T).to(device)[None],
+            input_ids=torch.from_numpy(part.ids_T).to(device)[None],
+            position_ids=torch.from_numpy(part.positions_T).to(device)[None],
             layout=layout,
             use_cache=False,
             **options,
         )
         return *_predict(walk, output.last_hidden_state[0], part), output.router_logits if walk.aux else ()
 
-    with observe() as choices, replay(walk.model.get_decoder(), routes_TLK, weight_T) as replayed:
+    with (
+        context_parallel.computing(row),
+        observe() as choices,
+        replay(walk.model.get_decoder(), routes_TLK, weight_T) as replayed,
+    ):
         logprobs_M, values_M, entropy_E, router_logits = within(walk.model, computed)
     kept = (layout.kept or {}) if layout is not None else {}
     out = walk.out
@@ -241,10 +259,6 @@ def _forward(
         out.replayed.add(replayed)
         counts_LE = choices.counts(weight_T)
         out.counts_LE = counts_LE + out.counts_LE if out.counts_LE.numel() else counts_LE
-    if part.idle:  # what it computes has no weight
-        terms = [x.sum() for x in (logprobs_M, values_M, *router_logits) if x is not None]
-        return (0.0 * torch.stack(terms).sum() if walk.loss is not None else None), kept, choices
-    if first:
         out.logprobs_N[item_M] = logprobs_M.detach()
         if values_M is not None:
             out.values_N[item_M] = values_M.detach()
@@ -252,10 +266,7 @@ def _forward(
         out.entropies += len(entropy_E)
     if walk.loss is None or not torch.is_grad_enabled():
         return None, kept, choices
-    term = walk.loss(logprobs_M, item_M)
-    out.loss += term.item()
-    if values_M is not None and walk.value is not None and walk.value.loss is not None:
-        term = term + walk.value.loss(values_M, item_M)
+    term = _loss(walk, logprobs_M, values_M, item_M)
     if walk.aux:
         balance = _balance(router_logits, weight_T, walk)
         out.aux += balance.item()
@@ -263,15 +274,30 @@ def _forward(
     return term, kept, choices
 
 
+def _loss(walk: _Pass, logprobs_M: Tensor, values_M: Tensor | None, item_M: Tensor) -> Tensor:
+    """The term of a pass. Without tokens it is 0, with gradients of 0 for every parameter: ranks that hold parts of
+    tensors run the same backward passes, whatever they predict in them."""
+    learned = values_M if walk.value is not None and walk.value.loss is not None else None
+    if not len(item_M):
+        return logprobs_M.sum() if learned is None else logprobs_M.sum() + learned.sum()
+    assert walk.loss is not None
+    term = walk.loss(logprobs_M, item_M)
+    walk.out.loss += term.item()
+    if learned is not None and walk.value is not None and walk.value.loss is not None:
+        term = term + walk.value.loss(learned, item_M)
+    return term
+
+
 def _predict(walk: _Pass, hidden_TD: Tensor, part: ForwardPass) -> tuple[Tensor, Tensor | None, Tensor]:
     """Log-probability and value [M] of the sampled tokens, and entropy of every 16th source."""
     hidden_SD = hidden_TD.index_select(0, torch.from_numpy(part.source_S).to(hidden_TD.device))
     head = head_of(walk.model)
-    of_M, target_M = (np.zeros(1, np.int64),) * 2 if part.idle else (part.of_M, part.target_M)
-    chosen_M, entropy_E = token_logprobs(head, hidden_SD, of_M, target_M, temperature=walk.temperature)
+    chosen_M, entropy_E = token_logprobs(
+        head, hidden_SD, part.of_M, part.target_M, temperature=walk.temperature, before=part.before
+    )
     if walk.value is None:
         return chosen_M, None, entropy_E
-    return chosen_M, walk.value.head(hidden_SD)[torch.from_numpy(of_M).to(hidden_SD.device)], entropy_E
+    return chosen_M, walk.value.head(hidden_SD)[torch.from_numpy(part.of_M).to(hidden_SD.device)], entropy_E
 
 
 def _balance(router_logits: Sequence[Tensor], weight_T: Tensor, walk: _Pass) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedModel
 
+from etude.models.context_parallel import RowSlice
 from etude.models.router_replay import UNFED
 from etude.models.segments import Graph, Trie, row_graph, trie
 
@@ -65,8 +66,9 @@ class TokenRows:
 @dataclass(frozen=True)
 class ForwardPass:
     """One forward pass, the passes that need its keys and values, and the tokens predicted from its hidden states.
-    `graph` is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`.
-    `routes_TLK` are experts to replay, or None."""
+    `graph` is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`, whose
+    sources increase. `routes_TLK` are experts to replay, or None. A slice of a pass has the graph of the whole, and
+    `before` sources in earlier slices."""
 
     graph: Graph | None
     ids_T: np.ndarray
@@ -79,11 +81,27 @@ class ForwardPass:
     children: tuple[ForwardPass, ...] = ()
     recompute: bool = False
     routes_TLK: np.ndarray | None = None
+    before: int = 0
 
-    @property
-    def idle(self) -> bool:
-        """Whether the pass is there for the other ranks' sake alone."""
-        return not self.weight_T.any()
+    def slice_of(self, row: RowSlice) -> ForwardPass:
+        """The tokens of a slice, padded, and the sampled tokens that are predicted from them; the same object if the
+        slice is the whole pass."""
+        if row.ranks == 1 and row.length == len(self.ids_T):
+            return self
+        first, last = np.searchsorted(self.source_S, [row.here.start, row.here.stop]).tolist()
+        mine_M = (self.of_M >= first) & (self.of_M < last)
+        return replace(
+            self,
+            ids_T=row.cut(self.ids_T),
+            positions_T=row.cut(self.positions_T),
+            weight_T=row.cut(self.weight_T),
+            item_M=self.item_M[mine_M],
+            source_S=self.source_S[first:last] - row.here.start,
+            of_M=self.of_M[mine_M] - first,
+            target_M=self.target_M[mine_M],
+            routes_TLK=None if self.routes_TLK is None else row.cut(self.routes_TLK, UNFED),
+            before=first,
+        )
 
 
 @dataclass(frozen=True)
@@ -173,13 +191,13 @@ def passes_of(
 
 
 def _idle(tokens: TokenRows) -> ForwardPass:
-    """A pass without items, over one token."""
+    """A pass over one token, which predicts none."""
     none = np.zeros(0, np.int64)
     routes = None
     if tokens.routes is not None:
         routes = np.full((1, *tokens.routes[0].shape[1:]), UNFED, np.int16)
     one = np.zeros(1, np.int64)
-    return ForwardPass(None, one, one, np.zeros(1), none, one, none, none, routes_TLK=routes)
+    return ForwardPass(None, one, one, np.zeros(1), none, none, none, none, routes_TLK=routes)
 
 
 def cost(parts: Sequence[ForwardPass], shape: Shape) -> Cost:
