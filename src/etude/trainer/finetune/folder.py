@@ -101,6 +101,15 @@ def packing_of(model: PreTrainedModel, wanted: str) -> Packing:
 def _use(model: PreTrainedModel, attending: str, mixing: str) -> None:
     """Sets the implementations of attention and, in a sparse model, of experts."""
     model.set_attn_implementation(attending)
+    _mix(model, mixing)
+
+
+def use_own_experts(model: PreTrainedModel) -> None:
+    """Sets our implementation of experts, the one that knows adapters."""
+    _mix(model, experts.NAME)
+
+
+def _mix(model: PreTrainedModel, mixing: str) -> None:
     with suppress(ValueError):  # a dense model has none
         model.set_experts_implementation(mixing)
 
