@@ -167,10 +167,11 @@ def merged(
 
 def _tiles(E: int, O: int, I: int, size: int) -> Iterator[tuple[slice, slice]]:  # noqa: E741
     """Experts and rows of parts of [E, O, I] with some `size` elements: several experts, or rows of one."""
-    experts, rows = max(1, size // max(1, O * I)), max(1, size // max(1, I))
+    experts = max(1, size // max(1, O * I))
+    rows = max(1, O if experts > 1 else size // max(1, I))
     for first in range(0, E, experts):
-        for row in range(0, O, O if experts > 1 else rows):
-            yield slice(first, first + experts), slice(row, O if experts > 1 else row + rows)
+        for row in range(0, O, rows):
+            yield slice(first, first + experts), slice(row, row + rows)
 
 
 def attach(model: torch.nn.Module, layer: str, down: Tensor, up: Tensor, scale: float) -> None:
