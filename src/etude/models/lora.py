@@ -154,7 +154,7 @@ def merged(
     up_EOR = up[rows] if up.ndim == 3 else up[rows][None]
     weight_EOI = weight if weight.ndim == 3 else weight[None]
     out_EOI = torch.empty(weight_EOI.shape, dtype=dtype, device=weight.device)
-    for tile in _tiles(*weight_EOI.shape, _TILE if weight.device.type == "cpu" else _TILE_GPU):
+    for tile in _tiles(weight_EOI.shape, _TILE if weight.device.type == "cpu" else _TILE_GPU):
         wide = weight_EOI[tile].float()
         total, term = torch.zeros_like(wide), torch.empty_like(wide)
         for r in range(down_ERI.shape[1]):  # two kernels: some devices would contract one to a fused multiply-add
@@ -165,8 +165,9 @@ def merged(
     return out_EOI.view(weight.shape)
 
 
-def _tiles(E: int, O: int, I: int, size: int) -> Iterator[tuple[slice, slice]]:  # noqa: E741
+def _tiles(shape: torch.Size, size: int) -> Iterator[tuple[slice, slice]]:
     """Experts and rows of parts of [E, O, I] with some `size` elements: several experts, or rows of one."""
+    E, O, I = shape  # noqa: E741
     experts = max(1, size // max(1, O * I))
     rows = max(1, O if experts > 1 else size // max(1, I))
     for first in range(0, E, experts):

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -101,7 +102,7 @@ def _targets(model: PreTrainedModel, layers: list[str]) -> dict[str, list[str]]:
     modules = [name for name in layers if name not in fused and not (fused and name.rpartition(".")[2] in _OF_EXPERTS)]
     parameters = [weight_name(name, weights) for name in layers if name not in modules]
     if not is_multimodal(model.config):  # its other parts have layers of the same names
-        modules = _short(modules, [name for name, _ in model.named_modules()], 1)
+        modules = _short(modules, [name for name, _ in cast(Any, model).named_modules()], 1)
         parameters = _short(parameters, weights, 2)
     return {"target_modules": modules} | ({"target_parameters": parameters} if parameters else {})
 
