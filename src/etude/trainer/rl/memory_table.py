@@ -345,7 +345,10 @@ def _measured(model: PreTrainedModel, tokens: int, narrow: bool) -> tuple[int, i
         parameter.grad = None
 
     trained = [p for p in model.get_decoder().parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(drop) for p in trained]
+    hooks: list[Any] = [p.register_post_accumulate_grad_hook(drop) for p in trained]
+    # As behind a layer with adapters: one without them keeps its activations there, too.
+    embedding = cast(torch.nn.Module, model.get_input_embeddings())
+    hooks.append(embedding.register_forward_hook(lambda module, args, out: out.requires_grad_()))
     ids_1T = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     try:
         with LiveBytes() as live:
