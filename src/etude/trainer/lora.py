@@ -16,16 +16,7 @@ from etude.config import LoraConfig, TrainerConfig
 from etude.errors import UserError
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
-from etude.models.lora import (
-    DOWN,
-    UP,
-    adapted_layers,
-    attach,
-    first_values,
-    is_transposed,
-    merged,
-    weight_name,
-)
+from etude.models.lora import DOWN, UP, adapted_layers, attach, first_values, is_transposed, merged, weight_name
 from etude.records import AdaptedBase
 from etude.trainer.optimizer import AdamWSettings, MasterAdamW
 from etude.weights.ulpd import Schema, digest_text, narrow_lossless, schema_of, weights_digest
