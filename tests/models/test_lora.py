@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.audit.architectures.families import FAMILIES, build
 from etude.models import batch_invariant, experts
-from etude.models.lora import DOWN, UP, attach, first_values, fused_weights, is_transposed, merged
+from etude.models.lora import DOWN, UP, attach, first_values, fused_weights, is_transposed, merged, weight_names
 
 SCALE = 2.0
 
@@ -122,3 +122,35 @@ def test_gradients_of_experts_are_those_of_plain_autograd_on_the_sum(kind, way):
         assert float((mine.double() - exact).norm() / exact.norm()) < 1e-5
         if mine.ndim == 3:
             assert not bool(mine[-1].any())
+
+
+def test_a_rank_with_some_of_the_experts_computes_their_part():
+    """As under expert parallelism: it gets rows of its own experts, ids from 0 on, one expert a row, of weight 1."""
+    first, count, noise = 2, 3, torch.Generator().manual_seed(5)
+    whole = family("qwen3_moe")
+    name, module = next((n, m) for n, m in whole.named_modules() if hasattr(m, "is_concatenated"))
+    part = copy.deepcopy(whole)
+    local = part.get_submodule(name)
+    local.num_experts, local._is_expert_parallel = count, True
+    pairs = {own: adapters_of(whole)[f"{name}.{own}"] for own in weight_names(module)}
+    own_pairs = {own: tuple(t[first : first + count].clone() for t in pair) for own, pair in pairs.items()}
+    for model, chosen in ((whole, pairs), (part, own_pairs)):
+        model.requires_grad_(False)
+        for own, pair in chosen.items():
+            attach(model, f"{name}.{own}", *(t.requires_grad_() for t in pair), SCALE)
+    for own, (down, up) in pairs.items():
+        weight = getattr(module, own)
+        rows = slice(first, first + count)
+        getattr(local, own).data = merged(weight.data[rows], down, up, SCALE, torch.float32, rows)
+        weight.data = merged(weight.data, down, up, SCALE, torch.float32)
+    hidden_TD = torch.randn(30, 128, generator=noise)
+    index_T1 = torch.randint(first, first + count, (30, 1), generator=noise)
+    outs, grads = [], []
+    for experts_of, ids, chosen in ((module, index_T1, pairs), (local, index_T1 - first, own_pairs)):
+        out_TD = experts.etude_experts(experts_of, hidden_TD, ids, torch.ones(30, 1))
+        outs.append(out_TD)
+        grads.append(torch.autograd.grad(out_TD.square().sum(), [t for pair in chosen.values() for t in pair]))
+    assert torch.equal(outs[0], outs[1])
+    for every, own in zip(*grads, strict=True):
+        assert torch.equal(every[first : first + count], own)
+        assert int(every.flatten(1).any(dim=1).sum()) == count
