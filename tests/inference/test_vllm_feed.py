@@ -31,7 +31,7 @@ from tests.helpers.http_apps import answering
 from tests.helpers.small_tensors import copies, nudged
 from tests.helpers.stacked_model import EXPERTS, WORDS, Stacked, checkpoint, files
 from tests.helpers.tiny_models import save_random_model
-from tests.weights.test_adapters import Publishing
+from tests.weights.test_adapters import OF_EXPERTS, Publishing
 
 PUBLISHED = schema_of(checkpoint(0))
 
@@ -351,9 +351,10 @@ class StackedAttention(torch.nn.Module):
             getattr(self, key.replace(".", "_")).data[rows].copy_(tensor)
 
 
-def test_a_vllm_worker_adds_adapters_to_its_stacked_weights(tmp_path):
-    base, store = save_random_model(tmp_path / "base", "qwen3"), open_store(str(tmp_path / "weights"))
-    trainer = Publishing(base, store)
+@pytest.mark.parametrize(("kind", "targets"), [("qwen3", "all-linear"), ("moe", OF_EXPERTS)])
+def test_a_vllm_worker_adds_adapters_to_its_stacked_weights(tmp_path, kind, targets):
+    base, store = save_random_model(tmp_path / "base", kind), open_store(str(tmp_path / "weights"))
+    trainer = Publishing(base, store, targets=targets)
     trainer.publish(0)
     model = StackedAttention(named_tensors(load_model(base, dtype=torch.bfloat16)))
     live = live_tensors(model, base_schema(store, newest_manifest(store)))

@@ -64,7 +64,7 @@ def test_adapters_are_of_text_alone(tmp_path):
     layers = adapted_layers(model, ["q_proj"])
     assert len(layers) == 2
     assert all(".language_model." in name for name in layers)
-    assert _targets(model, layers) == layers  # "q_proj" alone would mean the encoder's, too
+    assert _targets(model, layers) == {"target_modules": layers}  # "q_proj" alone would mean the encoder's, too
     assert all("vision" in name or "projector" in name for name in tensors_beside(base, model))
 
 

@@ -57,6 +57,13 @@ def test_an_architecture_that_transformers_does_not_know(tmp_path):
         check_inputs(config(folder))
 
 
+def test_layers_that_have_no_adapters(tmp_path):
+    model = random_folder(tmp_path / "m", "moe")
+    said = refused(model, trainer={"lora": {"targets": ["q_proj", "gate"]}})
+    assert said.startswith("lora.targets: gate is not a plain linear layer (Qwen3MoeTopKRouter); choose among ")
+    check_inputs(config(model, trainer={"lora": {"targets": ["q_proj", "experts.gate_up_proj"]}}))
+
+
 def test_a_context_beyond_the_cache(tmp_path):
     """3 layers of 2 heads of 64 numbers are 3 KB a token in float32; the CPU's cache has an eighth of the memory at
     most unless it is given."""

@@ -13,7 +13,9 @@ from etude.weights.runs import model_folder
 from etude.weights.ulpd.digest import weights_digest
 from tests.run.test_run import CONFIG, ROOT, etude, finished, start
 
-LORA = CONFIG.replace("steps = 3\nlr = 1e-3", "steps = 2\nlr = 2e-2\nrouter_replay = true\nlora = { rank = 4 }")
+TARGETS = '["q_proj", "o_proj", "gate_up_proj", "down_proj"]'  # experts, too
+TRAINED = f"steps = 2\nlr = 2e-2\nrouter_replay = true\nlora = {{ rank = 4, targets = {TARGETS} }}"
+LORA = CONFIG.replace("steps = 3\nlr = 1e-3", TRAINED)
 
 
 @pytest.mark.slow

@@ -241,6 +241,19 @@ def test_sft_of_adapters_leaves_the_other_weights_and_a_resumed_run_equals_a_who
         MidtrainConfig(trainer=OptimConfig(lora=lora["lora"]))
 
 
+def test_sft_of_adapters_of_experts_under_transformers_own_attention(tmp_path: Path) -> None:
+    model = write_folder(tmp_path / "model", "glm", 1300, torch.bfloat16)
+    lora = {"rank": 4, "targets": ["experts.gate_up_proj", "experts.down_proj"]}
+    setting = config(tmp_path, model, trainer={"lora": lora, "lr": 5e-2, "packing": "none"})
+    pretrain.sft(setting, tmp_path / "run")
+    before, after = (load_model(one) for one in (model, tmp_path / "run/checkpoint"))
+    theirs = dict(after.named_parameters())
+    moved = {name for name, tensor in before.named_parameters() if not torch.equal(tensor, theirs[name])}
+    assert moved == {name for name in theirs if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    losses = metrics(tmp_path / "run")
+    assert losses[-1] < losses[0] - 0.1
+
+
 def test_bad_input_is_one_sentence_and_leaves_no_run(tmp_path: Path) -> None:
     model = write_folder(tmp_path / "model", "llama", 1300)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')

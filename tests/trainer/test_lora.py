@@ -7,19 +7,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
+from etude.audit.architectures.families import FAMILIES, build
 from etude.audit.mismatch import diagnose
 from etude.config import LoraConfig, TrainerConfig
 from etude.errors import UserError
 from etude.inference.engine.engine import Engine
+from etude.models import batch_invariant
 from etude.models.loading import load_model, named_tensors
 from etude.models.lora import DOWN, UP, adapted_layers, merged
 from etude.trainer.activations import checkpoint_activations
 from etude.trainer.lora import for_adapters
 from etude.trainer.rl import execution
+from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.plan import TokenRows, plan, shape_of
 from etude.trainer.rl.process import Trainer
 from etude.trainer.rl.selfcheck import check
+from etude.trainer.rl.step import Learner, train_step
 from etude.weights.manifest import manifests
 from etude.weights.receiver import Receiver
 from etude.weights.ulpd.digest import weights_digest
@@ -27,6 +32,7 @@ from tests.helpers.tiny_models import save_random_model
 from tests.helpers.trainer_runs import admit, new_run, play, step
 
 LORA = LoraConfig(rank=4, alpha=8.0)
+OF_EXPERTS = ("q_proj", "gate_up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +93,26 @@ def plain(model, base, optimizer):
     return leaves
 
 
+def gradients_in_float64(folder, optimizer, tokens):
+    """Those of `gradients`, by transformers' own forward pass of each row on W + scale * B A, and plain autograd."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    leaves = {n: t.detach().double().requires_grad_() for n, t in optimizer.adapters.tensors.items()}
+    for layer in {name.removesuffix(DOWN).removesuffix(UP) for name in leaves}:
+        holder, _, own = (layer if layer in named_tensors(model) else f"{layer}.weight").rpartition(".")
+        module = model.get_submodule(holder)
+        base = module._parameters.pop(own).detach()
+        setattr(module, own, base + optimizer.adapters.scale * (leaves[layer + UP] @ leaves[layer + DOWN]))
+    logprobs = []
+    for ids, at in zip(tokens.rows, tokens.sampled, strict=True):
+        logits_TV = model(input_ids=torch.from_numpy(ids)[None]).logits[0]
+        logprobs.append(logits_TV.log_softmax(-1)[at - 1, ids[at]])
+    weight_N = torch.randn(tokens.count, generator=torch.Generator().manual_seed(0)).double()
+    (weight_N * (logprobs_N := torch.cat(logprobs))).sum().backward()
+    return {name: leaf.grad for name, leaf in leaves.items()}, logprobs_N.detach()
+
+
 def distance(ours, truth):
     apart = sum((ours[n].double() - truth[n].double()).square().sum() for n in truth)
     return float((apart / sum(t.double().square().sum() for t in truth.values())).sqrt())
@@ -139,6 +165,29 @@ def test_gradients_are_those_of_plain_autograd_on_the_sum(kind, way, again, fold
     assert all(grad is not None and bool(grad.any()) for grad in ours.values())
     if way != "rows":
         assert 0 < check(model, tokens, way, optimizer.live.values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "again"), [("moe", "rows", True), ("moe", "packed", False), ("glm", "packed", True)]
+)
+def test_gradients_of_adapters_of_experts_are_those_of_float64(kind, way, again, folder):
+    """Sums in float32 against float64: the limits above. The experts' choice is the same (a score that is equal to
+    1e-6 would show)."""
+    model, tokens = load_model(folder(kind)).train(), rows_of()
+    optimizer = adapters_of(model, LoraConfig(rank=4, alpha=8.0, targets=OF_EXPERTS))
+    assert {t.ndim for t in optimizer.live.values()} == {2, 3}
+    if again:
+        checkpoint_activations(model)
+    ours, own_N = gradients(model, optimizer.live, tokens, way)
+    truth, true_N = gradients_in_float64(folder(kind), optimizer, tokens)
+    assert all(p.grad is None for p in model.parameters())
+    assert float((own_N - true_N).abs().max()) < 2e-5
+    assert distance(ours, truth) < 1e-5
+    assert all(grad is not None and bool(grad.any()) for grad in ours.values())
+    with batch_invariant.batch_invariant():
+        exact, again_too = (gradients(model, optimizer.live, tokens)[0] for _ in range(2))
+    assert distance(exact, truth) < 1e-5
+    assert all(torch.equal(grad, again_too[name]) for name, grad in exact.items())
 
 
 def test_in_bfloat16_gradients_are_no_further_from_float32_than_those_of_plain_autograd(folder):
@@ -197,17 +246,21 @@ def test_updates_move_the_adapters_alone_and_a_state_continues_bit_for_bit(folde
 
 def test_targets_that_cannot_have_adapters_are_refused_by_name(folder):
     dense, sparse = load_model(folder("qwen3")), load_model(folder("moe"))
+    own = build(next(family for family in FAMILIES if family.model_type == "llama4_text"))
     some = adapted_layers(dense, ["q_proj", "mlp.down_proj"])
     assert some == sorted(
         [f"model.layers.{i}.self_attn.q_proj" for i in range(3)] + [f"model.layers.{i}.mlp.down_proj" for i in range(3)]
     )
     assert not any("lm_head" in name or "experts" in name for name in adapted_layers(sparse, "all-linear"))
+    assert adapted_layers(sparse, ["experts.down_proj"]) == [f"model.layers.{i}.mlp.experts.down_proj" for i in (1, 3)]
+    assert len(adapted_layers(sparse, ["down_proj"])) == 4, "those of dense layers, too"
     for model, target, why in (
         (dense, "q_prj", "no layer q_prj; choose among down_proj"),
         (dense, "lm_head", "is the head"),
         (dense, "embed_tokens", "not a plain linear layer"),
-        (sparse, "gate_up_proj", "fused weight of all experts"),
-        (sparse, "down_proj", "fused weight of all experts"),  # of dense layers, too: "mlp.down_proj" means those alone
+        (sparse, "gate", "not a plain linear layer .Qwen3MoeTopKRouter."),
+        (own, "gate_up_proj", "gate_up_proj is a weight of Llama4TextExperts .*, whose products are its own; choose"),
+        (own, "down_proj", "whose products are its own; name layers in full, such as .*shared_expert.down_proj"),
     ):
         with pytest.raises(UserError, match=why):
             adapted_layers(model, [target])
@@ -215,11 +268,13 @@ def test_targets_that_cannot_have_adapters_are_refused_by_name(folder):
 
 @pytest.fixture(scope="module")
 def stepped(tmp_path_factory):
-    """A run of two steps on adapters, with replayed experts, shared prompts and layers that are computed again; its
-    episodes come from an engine that follows the run's versions. The run, its configuration, the trainer and the
-    digests that the engine had."""
+    """A run of two steps on adapters, those of experts among them, with replayed experts, shared prompts and layers
+    that are computed again; its episodes come from an engine that follows the run's versions. The run, its
+    configuration, the trainer and the digests that the engine had."""
     trained = {"lr": 3e-2, "warmup_steps": 0, "router_replay": True, "activation_checkpointing": True}
-    run, config = new_run(tmp_path_factory.mktemp("adapters"), "moe", trainer=trained | {"lora": {"rank": 4}})
+    run, config = new_run(
+        tmp_path_factory.mktemp("adapters"), "moe", trainer=trained | {"lora": {"rank": 4, "targets": OF_EXPERTS}}
+    )
     trainer, model = Trainer(run), load_model(config.model.path)
     receiver, digests = Receiver(trainer.weights, named_tensors(model)), []
     for version in range(2):
@@ -264,14 +319,32 @@ def test_a_resumed_trainer_stands_where_the_first_one_did_and_refuses_another_ba
         ({"model": config.model.model_copy(update={"path": str(wrong)})}, "are not those that the run began with"),
         ({"trainer": config.trainer.model_copy(update={"lora": None})}, "set it as when the run began"),
         (
-            {"trainer": config.trainer.model_copy(update={"lora": LoraConfig(rank=2, alpha=16)})},
+            {"trainer": config.trainer.model_copy(update={"lora": LoraConfig(rank=2, alpha=16, targets=OF_EXPERTS)})},
             "other tensors than lora",
         ),
         (
-            {"trainer": config.trainer.model_copy(update={"lora": LoraConfig(rank=4, alpha=9)})},
+            {"trainer": config.trainer.model_copy(update={"lora": LoraConfig(rank=4, alpha=9, targets=OF_EXPERTS)})},
             "another trainer.lora.alpha",
         ),
     ):
         (copy / "config.json").write_text(config.model_copy(update=change).model_dump_json())
         with pytest.raises(UserError, match=why):
             Trainer(copy)
+
+
+def test_a_step_in_deterministic_mode_has_the_same_bits_again_and_those_of_the_engine(tmp_path):
+    trained = {"router_replay": True, "lr": 1e-2, "warmup_steps": 0, "lora": {"rank": 4, "targets": OF_EXPERTS}}
+    _, config = new_run(tmp_path, "moe", deterministic=True, trainer=trained, rollout={"group": 4, "staleness": 0})
+    served = load_model(config.model.path)
+    before = adapters_of(served, config.trainer.lora).state()
+    groups = [play(Engine(served, routes=True, deterministic=True), 1, routes=True)]
+    batch, states = make_batch((), groups, routes=(2, 2)), []
+    for where in ({}, {"offload_optimizer": True, "device": "cuda"}):
+        model = load_model(config.model.path)
+        learner = Learner(model, adapters_of(model, config.trainer.lora, **where))
+        assert train_step(learner, batch, config, 0, 0.0).metrics["mismatch/max_abs"] == 0.0
+        states.append(learner.optimizer.state() | named_tensors(model))
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    masters = [name for name in before if name.startswith("master/")]
+    assert all(not torch.equal(states[0][name], before[name]) for name in masters)
+    assert {before[name].ndim for name in masters} == {2, 3}

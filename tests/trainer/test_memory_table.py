@@ -9,13 +9,14 @@ import torch
 
 from etude.cli import main
 from etude.cli.overlays import read_toml
-from etude.config import RLConfig, validate
+from etude.config import LoraConfig, RLConfig, validate
 from etude.config.sections import bundled
 from etude.errors import UserError
 from etude.models.head import head_of
 from etude.models.loading import load_model
 from etude.trainer.activations import checkpoint_activations
 from etude.trainer.head import token_logprobs
+from etude.trainer.lora import Adapters
 from etude.trainer.rl.memory import LiveBytes
 from etude.trainer.rl.memory_table import GIB, _sizes_of, activation_bytes, head_bytes, memory_table
 from tests.helpers.tiny_models import random_model, save_random_model
@@ -62,6 +63,25 @@ def test_activations_are_those_of_a_real_pass(tmp_path, kind, again):
     assert expected_kept == pytest.approx(kept, rel=0.01)
     # Gradients of weights gather meanwhile, which the table has in another row.
     assert expected_peak <= live.peak <= 1.1 * (expected_peak + gradients)
+
+
+def test_adapters_of_experts_keep_what_those_of_a_real_pass_keep(tmp_path):
+    folder = save_random_model(tmp_path / "m", "moe", hidden_size=128, moe_intermediate_size=128)
+    kept, counted = [], []
+    for targets in (("q_proj",), ("q_proj", "experts.gate_up_proj", "experts.down_proj")):
+        real, sized = load_model(folder).train(), _sizes_of(str(folder), "float32")
+        ours, theirs = (Adapters(m, LoraConfig(rank=8, targets=targets)) for m in (real, sized))
+        assert {n: t.shape for n, t in ours.tensors.items()} == {n: t.shape for n, t in theirs.tensors.items()}
+        with LiveBytes() as live:
+            hidden_1TD = real.get_decoder()(input_ids=torch.arange(90)[None], use_cache=False).last_hidden_state
+            kept.append(live.now)
+            hidden_1TD.sum().backward()
+        counted.append(activation_bytes(sized, 90, narrow=False)[0])
+    # Two layers, two experts a token: the inputs of both weights, of 128 numbers each.
+    assert kept[1] - kept[0] == counted[1] - counted[0] == 2 * 2 * 90 * 2 * 128 * 4
+    sized = _sizes_of(str(folder), "float32")
+    Adapters(sized, LoraConfig(rank=8, targets=("experts.down_proj",)))
+    assert activation_bytes(sized, 90, narrow=False)[0] > counted[0] / 2, "a kind of layers without adapters is counted"
 
 
 def test_the_head_is_that_of_a_real_pass(tmp_path):

@@ -24,12 +24,20 @@ from etude.weights.receiver import Receiver
 from etude.weights.ulpd.digest import weights_digest
 from tests.helpers.tiny_models import save_random_model
 
+OF_EXPERTS = ("o_proj", "gate_up_proj", "down_proj")
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = save_random_model(tmp_path_factory.mktemp("base") / "model", "qwen3")
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """A model with two layers of experts and two dense ones."""
+    return save_random_model(tmp_path_factory.mktemp("sparse") / "model", "moe")
 
 
 @pytest.fixture
@@ -59,8 +67,10 @@ class Publishing:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_engine_of_either_type_follows_versions_of_adapters_bit_for_bit(base, store, dtype):
-    trainer, live = Publishing(base, store), named_tensors(load_model(base, dtype=dtype))
+@pytest.mark.parametrize("targets", ["all-linear", OF_EXPERTS])
+def test_an_engine_of_either_type_follows_versions_of_adapters_bit_for_bit(base, sparse, store, dtype, targets):
+    base = sparse if targets == OF_EXPERTS else base
+    trainer, live = Publishing(base, store, targets=targets), named_tensors(load_model(base, dtype=dtype))
     receiver, before = Receiver(store, live), {name: t.clone() for name, t in live.items()}
     for version in range(4):
         published = trainer.publish(version)
@@ -161,3 +171,32 @@ def test_a_version_of_adapters_becomes_a_folder_of_the_sum_and_one_in_pefts_form
     # Rounding of the sum to bfloat16: 2^-9 relative in each weight, 48 of them with random signs.
     assert float((ours - theirs).abs().max()) < 2**-9 * 5 * float(own.abs().mean() * 48**0.5 * 3)
     assert load(store, 1)[0] == manifests.read_manifest(store, 1)
+
+
+def test_adapters_of_experts_have_the_names_and_shapes_of_peft(sparse, store, tmp_path):
+    """PEFT 0.21.2 computed the merged folder's logits with such folders to 5e-6 of 7 (Qwen3-MoE, GLM, DeepSeek-V3,
+    gpt-oss, Mixtral; float32). Its sum is written down here."""
+    trainer = Publishing(sparse, store, targets=OF_EXPERTS, alpha=8.0)
+    trainer.publish(0)
+    published = trainer.publish(1)
+    export(store, 1, sparse, tmp_path / "whole")
+    whole, own = (named_tensors(load_model(folder)) for folder in (tmp_path / "whole", sparse))
+    assert weights_digest(whole, trainer.types) == published.live
+    export_adapters(store, 1, sparse, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["o_proj"]
+    # In a sparse model PEFT would take modules of this name for experts.
+    assert config["target_parameters"] == ["down_proj.weight", "experts.down_proj", "experts.gate_up_proj"]
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(saved) == len(trainer.optimizer.live)
+    E, R, D, I = 8, 4, 48, 16  # noqa: E741
+    at = "base_model.model.model.layers.1.mlp.experts"  # the weight that a module has first lies within
+    for place, name, (rows, columns) in ((".base_layer", "gate_up_proj", (2 * I, D)), ("", "down_proj", (D, I))):
+        down, up = (saved[f"{at}{place}.lora_{part}.weight"] for part in "AB")
+        assert (down.shape, up.shape) == ((E * R, columns), (rows, R * E))
+        scale = config["lora_alpha"] / config["r"]
+        product = torch.einsum("ore,eri->eoi", up.reshape(rows, R, E), down.reshape(E, R, columns)) * scale
+        weight = f"model.layers.1.mlp.experts.{name}"
+        # The sum is rounded to bfloat16.
+        torch.testing.assert_close(whole[weight], own[weight] + product, rtol=2**-8, atol=1e-6)
+        assert not torch.equal(whole[weight], own[weight])

@@ -125,13 +125,16 @@ def _check_models(config: Any) -> None:
         check_present(Path(path))
         try:
             from etude.models.loading import check_tensors, read_config
+            from etude.models.lora import adapted_layers
             from etude.weights.preflight import check_before_training
 
             read_config(Path(path))
             if path == named[0]:
                 check_before_training(Path(path))
             if has_weights(Path(path)):
-                check_tensors(path)
+                empty = check_tensors(path)
+                if path == named[0] and config.trainer.lora is not None:
+                    adapted_layers(empty, config.trainer.lora.targets)
         except ModuleNotFoundError as e:
             print(f"no preflight: this installation has no {e.name}", file=sys.stderr)
 

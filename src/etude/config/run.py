@@ -272,7 +272,7 @@ class LoraConfig(Section):
     rank: int = option(16, "of the product that is added to a weight", ge=1)
     alpha: float = option(32.0, "the product is multiplied by alpha / rank", gt=0)
     targets: Literal["all-linear"] | tuple[str, ...] = option(
-        "all-linear", 'names of linear layers such as "q_proj"; all-linear: all but the head'
+        "all-linear", 'names of layers such as "q_proj" or "experts.down_proj"; all-linear: linear layers but the head'
     )
 
 

@@ -25,7 +25,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.integrations import moe
 
+from etude.models import lora
 from etude.models.kernels import BLOCK, paged_attention
 from etude.models.key_values import configured
 
@@ -69,9 +71,10 @@ def possible(model: Any) -> bool:
 
 
 def is_plain(module: Any) -> bool:
-    """Whether the module has gated experts without bias, stored [experts, out, in], gate before up."""
+    """Whether the module has gated experts without bias, stored [experts, out, in], gate before up, multiplied."""
     special = module.is_transposed or module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
-    return module.has_gate and module.is_concatenated and not special
+    product = type(module)._apply_gate.__module__ == moe.__name__  # else the class has a formula of its own
+    return module.has_gate and module.is_concatenated and product and not special
 
 
 def padding(rows: int) -> int:
@@ -117,11 +120,12 @@ def experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor)
     order = flat.argsort(stable=True)
     counts = flat.bincount(minlength=module.num_experts).tolist()
     pieces = []
+    first, second = (lora.one_expert(module, name) for name in lora.weight_names(module))
     for expert, rows_ND in enumerate(hidden_TD[order // index_TK.shape[1]].split(counts)):
         if not len(rows_ND):
             continue
-        gate, up = F.linear(padded(rows_ND), module.gate_up_proj[expert]).chunk(2, dim=-1)
-        pieces.append(F.linear(module.act_fn(gate) * up, module.down_proj[expert])[: len(rows_ND)])
+        gate, up = first(expert, padded(rows_ND)).chunk(2, dim=-1)
+        pieces.append(second(expert, module.act_fn(gate) * up)[: len(rows_ND)])
     out = torch.cat(pieces)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)

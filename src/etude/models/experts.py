@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface
 
-from etude.models import batch_invariant, gemm
+from etude.models import batch_invariant, gemm, lora
 
 NAME = "etude"
 _MAX_PADDING = 4  # largest number of padded rows, relative to the tokens
@@ -27,6 +27,15 @@ def few_shapes() -> AbstractContextManager[bool]:
     """A context in which experts are padded to one number of tokens, a multiple of `gemm.ROUND_NARROW`. oneDNN compiles
     its bfloat16 kernels for each shape, which takes milliseconds, and the experts' counts change in every pass."""
     return batch_invariant.within(_few_shapes, True)
+
+
+_grouped: ContextVar[bool] = ContextVar("etude_grouped_products", default=False)
+
+
+def grouped_products() -> AbstractContextManager[bool]:
+    """A context in which passes without gradients use the products of those with gradients. The kernels of the CPU make
+    arrays of the weights, and PyTorch does not free the memory of such a tensor while it lives, as FSDP does."""
+    return batch_invariant.within(_grouped, True)
 
 
 class Choices:
@@ -85,14 +94,14 @@ def _record(index_TK: Tensor, experts: int) -> None:
 
 
 def etude_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Weighted sum of the chosen experts' outputs, [T, D]. Gradients flow to tokens, experts and router weights."""
+    """Weighted sum of the chosen experts' outputs, [T, D]. Gradients flow to tokens, experts or their adapters, and
+    router weights."""
     _record(index_TK, module.num_experts)
     if batch_invariant.is_on():
         return batch_invariant.experts(module, hidden_TD, index_TK, weight_TK)
-    if not batch_invariant.is_plain(module):
-        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_TD, index_TK, weight_TK)
     T, K = index_TK.shape
     plain = hidden_TD.device.type == "cpu" and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    plain = plain and batch_invariant.is_plain(module) and not _grouped.get()
     if plain and gemm.takes_experts(module, hidden_TD, index_TK):
         return gemm.experts(module, hidden_TD, index_TK, weight_TK)
     if plain and T == 1:
@@ -104,24 +113,32 @@ def etude_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: T
     every_E = torch.arange(module.num_experts, dtype=flat.dtype, device=flat.device)
     end_E = torch.searchsorted(expert, every_E, right=True, out_int32=True)
     start_E = F.pad(end_E[:-1], (1, 0))
-    up_EDI, down_EID = module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2)
     place = torch.arange(T * K, device=order.device)
     width = _rounded(int((end_E - start_E).max()), gemm.ROUND_NARROW) if _few_shapes.get() else 0
     if width and width * module.num_experts <= _MAX_PADDING * max(T * K, gemm.ROUND_NARROW * module.num_experts):
         place = expert * width + place - start_E[expert]
         padded = hidden_TD.new_zeros(module.num_experts * width, hidden_TD.shape[1])
         padded[place] = hidden_TD[order // K]
-        gate, up = torch.bmm(padded.view(module.num_experts, width, -1), up_EDI).chunk(2, dim=-1)
-        out = torch.bmm(module.act_fn(gate) * up, down_EID).flatten(0, 1)
+        out = _outputs(module, padded.view(module.num_experts, width, -1), every_E[:, None], None).flatten(0, 1)
     elif plain and gemm.takes(hidden_TD, module.gate_up_proj):
         out = _each(module, hidden_TD[order // K], (end_E - start_E).tolist())
     else:
-        gate, up = F.grouped_mm(hidden_TD[order // K], up_EDI, offs=end_E).chunk(2, dim=-1)
-        out = F.grouped_mm(module.act_fn(gate) * up, down_EID, offs=end_E)
+        out = _outputs(module, hidden_TD[order // K], expert, end_E)
     back = torch.empty_like(order)
     back[order] = place
     # Summed in the router's order, so that a token's sum does not depend on the other tokens of the batch.
     return (out[back].view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
+
+
+def _outputs(module: Any, rows: Tensor, expert: Tensor, end_E: Tensor | None) -> Tensor:
+    """The experts' outputs for rows as in `lora.experts_product`; `expert` is that of each row."""
+    for name in lora.weight_names(module):
+        rows = lora.experts_product(module, name, rows, end_E)
+        if module.has_bias:
+            rows = rows + getattr(module, f"{name}_bias")[expert]
+        if name != "down_proj":
+            rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    return module.post_expert_norm(rows) if module.has_post_expert_norm else rows
 
 
 def _rounded(rows: int, size: int) -> int:

@@ -47,10 +47,12 @@ def load_model(
     return model.eval() if distributed is not None else model.to(device).eval()
 
 
-def check_tensors(path: Path | str) -> None:
-    """Raises UserError as `load_model` does, for tensors that the model lacks, or whose shapes are not its own. Only
-    headers are read, in less than a second."""
-    _loaded(Path(path), device_map="meta")
+def check_tensors(path: Path | str) -> PreTrainedModel:
+    """The model of a folder without memory, on the meta device. Raises UserError as `load_model` does, for tensors that
+    the model lacks, or whose shapes are not its own. Only headers are read, in less than a second."""
+    model = _loaded(Path(path), device_map="meta")
+    keep_text(model)
+    return model
 
 
 def _loaded(root: Path, **options: Any) -> Any:

@@ -227,12 +227,13 @@ def build_source(
 
 def _check_architecture(config: RLConfig) -> None:
     """Raises UserError for architectures that the trainer or the run's engine does not compute, by the model's
-    configuration, for weights that do not fit it, and for a dtype that the engines would round. Their processes refuse
-    what only a trial shows, before the first episode."""
+    configuration, for weights that do not fit it, for layers that have no adapters, and for a dtype that the engines
+    would round. Their processes refuse what only a trial shows, before the first episode."""
     import torch
 
     from etude.models.dtypes import main_dtype
     from etude.models.loading import check_tensors, load_config
+    from etude.models.lora import adapted_layers
     from etude.models.support import Use, refusal
 
     model = load_config(config.model.path)
@@ -245,7 +246,9 @@ def _check_architecture(config: RLConfig) -> None:
     for use in uses:
         if why := refusal(model, use):
             raise UserError(f"{config.model.path}: {why}")
-    check_tensors(config.model.path)
+    empty = check_tensors(config.model.path)
+    if config.trainer.lora is not None:
+        adapted_layers(empty, config.trainer.lora.targets)
     inference, main = config.inference, main_dtype(Path(config.model.path))
     if inference.dtype == "bfloat16" and config.trainer.dtype == "float32" and main != torch.bfloat16:
         kind, key = str(main).removeprefix("torch."), 'inference.dtype = "float32" or ' if own else ""

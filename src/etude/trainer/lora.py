@@ -7,8 +7,6 @@ the published types. So trainer and engines compute with the same bits, as in tr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from etude.config import LoraConfig, TrainerConfig
 from etude.errors import UserError
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
-from etude.models.lora import DOWN, UP, adapted, adapted_layers, first_values, merged
+from etude.models.lora import DOWN, UP, adapted_layers, attach, first_values, is_transposed, merged, weight_name
 from etude.records import AdaptedBase
 from etude.trainer.optimizer import AdamWSettings, MasterAdamW
 from etude.weights.ulpd import Schema, digest_text, narrow_lossless, schema_of, weights_digest
@@ -44,39 +42,38 @@ class Adapters:
         model.requires_grad_(False)
         live = named_tensors(model)
         self._types = dict.fromkeys(live, torch.bfloat16) | dict(types or {})
-        self._weights = {name: live[f"{name}.weight"] for name in layers}
-        self.tensors = first_values(self._weights, config.rank, seed)
+        self._names = {layer: weight_name(layer, live) for layer in layers}
+        self._weights = {name: live[name] for name in self._names.values()}
+        transposed = {layer for layer in layers if is_transposed(model, layer)}
+        weights = {layer: live[name] for layer, name in self._names.items()}
+        self.tensors = first_values(weights, config.rank, seed, transposed)
         for tensor in self.tensors.values():
             tensor.requires_grad_()
-        self._base = {
-            name: _copied(weight, self._types[f"{name}.weight"], on_host) for name, weight in self._weights.items()
-        }
-        for name in layers:
+        self._base = {name: _copied(weight, self._types[name], on_host) for name, weight in self._weights.items()}
+        for layer, name in self._names.items():
             with torch.no_grad():
                 self._weights[name].copy_(self._base[name])  # equal to `merge`, since B is zero
-            module = cast(torch.nn.Linear, model.get_submodule(name))
-            module.forward = partial(adapted, module, self.tensors[name + DOWN], self.tensors[name + UP], self.scale)
+            attach(model, layer, self.tensors[layer + DOWN], self.tensors[layer + UP], self.scale)
 
     @torch.no_grad()
     def merge(self) -> None:
         """Updates the model's weights from the adapters."""
-        for name, weight in self._weights.items():
+        for layer, name in self._names.items():
+            weight, pair = self._weights[name], (self.tensors[layer + DOWN], self.tensors[layer + UP])
             base = self._base[name].to(weight.device, non_blocking=True)
-            pair = self.tensors[name + DOWN], self.tensors[name + UP]
-            weight.copy_(merged(base, *pair, self.scale, self._types[f"{name}.weight"]))
+            weight.copy_(merged(base, *pair, self.scale, self._types[name]))
 
     def frozen(self) -> dict[str, Tensor]:
         """The live tensors that no adapter changes."""
-        adapted = {f"{name}.weight" for name in self._weights}
-        return {name: tensor for name, tensor in named_tensors(self._model).items() if name not in adapted}
+        return {name: t for name, t in named_tensors(self._model).items() if name not in self._weights}
 
     def base(self) -> dict[str, Tensor]:
         """The base of the adapted layers, in the published types."""
-        return {f"{name}.weight": tensor for name, tensor in self._base.items()}
+        return dict(self._base)
 
     def live(self) -> dict[str, Tensor]:
         """The present weights of the adapted layers."""
-        return {f"{name}.weight": tensor for name, tensor in self._weights.items()}
+        return dict(self._weights)
 
     @property
     def types(self) -> Types:

@@ -24,7 +24,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from etude.errors import UserError
 from etude.models import context_parallel
-from etude.models.experts import record_before_dispatch
+from etude.models.experts import grouped_products, record_before_dispatch
 from etude.models.loading import load_model
 from etude.trainer.checkpoint import rows_of
 from etude.trainer.world import World
@@ -93,7 +93,10 @@ def world_of(model: PreTrainedModel) -> World:
 def within(model: PreTrainedModel, work: Callable[[], T]) -> T:
     """`work`, which computes with the model's decoder and head, and returns tensors (or tuples of them) that a backward
     pass may begin at. With several ranks the head is whole meanwhile."""
-    return cast(Any, model).computed(work) if isinstance(model, FSDPModule) else work()
+    if not isinstance(model, FSDPModule):
+        return work()
+    with grouped_products():
+        return cast(Any, model).computed(work)
 
 
 def reshard(model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from etude.errors import UserError
-from etude.models.lora import DOWN, UP, merged
+from etude.models.lora import DOWN, UP, merged, weight_name
 from etude.records import AdaptedBase, PolicyVersion
 from etude.store import Store
 from etude.weights.content import Content, Tensors, load_content, load_schema, rounded
@@ -55,7 +55,7 @@ class Base:
         specs = {spec.name: spec for spec in grid.tensors}
         try:
             for name in sorted(n.removesuffix(DOWN) for n in of if n.endswith(DOWN)):
-                weight = f"{name}.weight"
+                weight = weight_name(name, specs)
                 own = as_tensor(arrays[weight], specs[weight]).view(specs[weight].shape).to(live[weight].device)
                 total = merged(own, of[name + DOWN], of[name + UP], adapted.scale, grid.types[weight])
                 arrays[weight] = bits(total)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -18,7 +19,7 @@ from etude.errors import UserError
 from etude.models import check_folder
 from etude.models.dtypes import exact_dtype, main_dtype
 from etude.models.loading import load_model, model_id, named_tensors
-from etude.models.lora import DOWN, adapted_layers
+from etude.models.lora import DOWN, UP, fused_weights, is_transposed, weight_name
 from etude.models.text_models import is_multimodal, tensors_beside
 from etude.records import PolicyVersion
 from etude.store import Store
@@ -30,6 +31,8 @@ from etude.weights.receiver import materialise, update_to
 from etude.weights.ulpd.chunk_grid import schema_of
 from etude.weights.ulpd.digest import weights_digest
 
+# Names that PEFT, in a sparse model, takes for those of experts; layers with them are named as parameters.
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 Progress = Callable[[str, int, int], None]
 
 
@@ -57,9 +60,9 @@ def export(store: Store, version: int, base: Path, out: Path, trust: Trust | Non
 
 
 def export_adapters(store: Store, version: int, base: Path, out: Path, trust: Trust | None = None) -> PolicyVersion:
-    """Writes `out`: the adapters of a version in float32, in PEFT's format (`PeftModel.from_pretrained`, vLLM's LoRA
-    modules). `base` is the model folder that the run began with. Raises UserError as `export` does, or if the version
-    holds whole weights."""
+    """Writes `out`: the adapters of a version in float32, in PEFT's format (`PeftModel.from_pretrained`; those of
+    experts from PEFT 0.19 on). `base` is the model folder that the run began with. Raises UserError as `export` does,
+    or if the version holds whole weights."""
     _refuse_existing(out)
     model = load_model(base, dtype=exact_dtype(base))
     manifest, _ = load_live(store, version, named_tensors(model), trust)
@@ -67,7 +70,7 @@ def export_adapters(store: Store, version: int, base: Path, out: Path, trust: Tr
         raise UserError(f"version {version} of {store.url} holds whole weights, no adapters: fetch those")
     _, tensors = load(store, version)  # adapters: no chain of these begins with a folder
     layers = sorted(name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN))
-    rank = len(tensors[layers[0] + DOWN])
+    rank = tensors[layers[0] + DOWN].shape[-2]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -77,14 +80,13 @@ def export_adapters(store: Store, version: int, base: Path, out: Path, trust: Tr
         "lora_alpha": manifest.adapted.scale * rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": _targets(model, layers),
+        **_targets(model, layers),
     }
     partial = out.with_name(f".{out.name}.incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(named, partial / "adapter_model.safetensors", {"format": "pt"})
+        save_file(_in_peft(model, layers, tensors), partial / "adapter_model.safetensors", {"format": "pt"})
         (partial / "adapter_config.json").write_text(json.dumps(config, indent=2))
         partial.rename(out)
     except (OSError, SafetensorError) as e:
@@ -93,15 +95,43 @@ def export_adapters(store: Store, version: int, base: Path, out: Path, trust: Tr
     return manifest
 
 
-def _targets(model: PreTrainedModel, layers: list[str]) -> list[str]:
-    """Short names of the layers if these select no others, else the layers' full names."""
-    if is_multimodal(model.config):  # its other parts have layers of the same names
-        return layers
-    short = sorted({name.rpartition(".")[2] for name in layers})
-    try:
-        return short if adapted_layers(model, short) == layers else layers
-    except UserError:
-        return layers
+def _targets(model: PreTrainedModel, layers: list[str]) -> dict[str, list[str]]:
+    """PEFT's targets: linear layers are modules, fused weights parameters. Short names if these select no others, else
+    full ones."""
+    weights, fused = dict(model.named_parameters()), fused_weights(model)
+    modules = [name for name in layers if name not in fused and not (fused and name.rpartition(".")[2] in _OF_EXPERTS)]
+    parameters = [weight_name(name, weights) for name in layers if name not in modules]
+    if not is_multimodal(model.config):  # its other parts have layers of the same names
+        modules = _short(modules, [name for name, _ in cast(Any, model).named_modules()], 1)
+        parameters = _short(parameters, weights, 2)
+    return {"target_modules": modules} | ({"target_parameters": parameters} if parameters else {})
+
+
+def _short(names: list[str], every: Collection[str], parts: int) -> list[str]:
+    """The last parts of the names if no other name of `every` ends so, else the names."""
+    ends = {".".join(name.split(".")[-parts:]) for name in names}
+    chosen = {name for name in every if any(name.endswith(f".{end}") for end in ends)}
+    return sorted(ends) if chosen == set(names) else names
+
+
+def _in_peft(model: PreTrainedModel, layers: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters by PEFT's names. Those of experts are matrices there, A [E R, I] and B [O, R E], and of several weights
+    of a module the earlier ones lie deeper."""
+    named: dict[str, Tensor] = {}
+    for layer in layers:
+        down, up, place = tensors[layer + DOWN], tensors[layer + UP], layer
+        if down.ndim == 3:
+            down_ERI, up_EOR = (up.mT, down.mT) if is_transposed(model, layer) else (down, up)
+            down, up = down_ERI.flatten(0, 1), up_EOR.permute(1, 2, 0).flatten(1)
+            holder, _, own = layer.rpartition(".")
+            order = [name for name, _ in model.get_submodule(holder).named_parameters(recurse=False)]
+            after = [name for name in order[order.index(own) + 1 :] if f"{holder}.{name}" in layers]
+            place = holder + ".base_layer" * len(after)
+        named |= {
+            f"base_model.model.{place}{DOWN}": down.contiguous(),
+            f"base_model.model.{place}{UP}": up.contiguous(),
+        }
+    return named
 
 
 def advance(

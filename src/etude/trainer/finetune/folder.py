@@ -27,7 +27,8 @@ from etude.models import attention, check_folder, context_parallel, dtypes, expe
 from etude.models.attention import SegmentLayout
 from etude.models.head import head_of
 from etude.models.key_values import positions
-from etude.models.loading import load_config, load_model
+from etude.models.loading import check_tensors, load_config, load_model
+from etude.models.lora import adapted_layers
 from etude.models.segments import Graph, Node
 from etude.models.text_models import tensors_beside
 from etude.trainer.finetune.config import OptimConfig
@@ -46,7 +47,7 @@ _KEPT_ENDS = (".model", ".tiktoken")
 
 def load(folder: Path, config: OptimConfig) -> PreTrainedModel:
     """The model of a folder on the device, in the types of its files. Raises UserError for a folder that cannot be
-    loaded, that the preflight refuses, or whose context is shorter than a row."""
+    loaded, that the preflight refuses, whose context is shorter than a row, or that lacks layers for adapters."""
     check(folder)
     check_before_training(folder)
     if config.length > (most := positions(load_config(folder))):
@@ -56,6 +57,8 @@ def load(folder: Path, config: OptimConfig) -> PreTrainedModel:
         raise UserError('adapters leave weights in float16 as they are: set trainer.dtype = "float32"')
     if config.lora is not None and config.dtype == "bfloat16" and own == torch.float32:
         raise UserError('adapters leave weights as they are, and trainer.dtype = "bfloat16" would round them: drop it')
+    if config.lora is not None:
+        adapted_layers(check_tensors(folder), config.lora.targets)
     try:
         model = load_model(folder, dtype=own, device=config.device)
     except (RuntimeError, AssertionError) as e:  # no such device, or too little memory
@@ -101,6 +104,15 @@ def packing_of(model: PreTrainedModel, wanted: str) -> Packing:
 def _use(model: PreTrainedModel, attending: str, mixing: str) -> None:
     """Sets the implementations of attention and, in a sparse model, of experts."""
     model.set_attn_implementation(attending)
+    _mix(model, mixing)
+
+
+def use_own_experts(model: PreTrainedModel) -> None:
+    """Sets our implementation of experts, the one that knows adapters."""
+    _mix(model, experts.NAME)
+
+
+def _mix(model: PreTrainedModel, mixing: str) -> None:
     with suppress(ValueError):  # a dense model has none
         model.set_experts_implementation(mixing)
 

@@ -77,6 +77,7 @@ def optimizer_of(
     if config.lora is not None:
         settings = AdamWSettings(config.betas, config.weight_decay, config.grad_clip, "paper")
         folder.cast(model, folder.computed(model, config))
+        folder.use_own_experts(model)
         adapters = Adapters(model, config.lora, saved, seed=seed, on_host=config.offload_optimizer)
         return AdapterAdamW(adapters, settings, offload=config.offload_optimizer)
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}

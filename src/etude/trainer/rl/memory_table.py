@@ -31,6 +31,7 @@ from etude.models.dtypes import computed_dtype, main_dtype, narrower
 from etude.models.head import head_of
 from etude.models.key_values import cache_mb, configured, cpu_cache_mb
 from etude.models.loading import read_config
+from etude.models.lora import one_expert, weight_names
 from etude.models.text_models import auto_class, keep_text
 from etude.trainer.activations import checkpoint_activations
 from etude.trainer.head import token_logprobs
@@ -344,7 +345,10 @@ def _measured(model: PreTrainedModel, tokens: int, narrow: bool) -> tuple[int, i
         parameter.grad = None
 
     trained = [p for p in model.get_decoder().parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(drop) for p in trained]
+    hooks: list[Any] = [p.register_post_accumulate_grad_hook(drop) for p in trained]
+    # As behind a layer with adapters: one without them keeps its activations there, too.
+    embedding = cast(torch.nn.Module, model.get_input_embeddings())
+    hooks.append(embedding.register_forward_hook(lambda module, args, out: out.requires_grad_()))
     ids_1T = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     try:
         with LiveBytes() as live:
@@ -467,11 +471,9 @@ class _SizedAttention(torch.autograd.Function):
 def _sized_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """The sizes of `etude.models.experts.etude_experts`, which do not depend on the choice of experts."""
     K = index_TK.shape[1]
-    up_ED, down_DE = module.gate_up_proj[0], module.down_proj[0]
-    if module.is_transposed:
-        up_ED, down_DE = up_ED.t(), down_DE.t()
-    gate, up = torch.nn.functional.linear(hidden_TD.repeat_interleave(K, dim=0), up_ED).chunk(2, dim=-1)
-    out = torch.nn.functional.linear(module.act_fn(gate) * up, down_DE)
+    first, second = (one_expert(module, name) for name in weight_names(module))
+    made = first(0, hidden_TD.repeat_interleave(K, dim=0))
+    out = second(0, module._apply_gate(made) if module.has_gate else module.act_fn(made))
     return (out.view(len(hidden_TD), K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
 
