@@ -123,6 +123,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def computed_experts(tensor: Tensor) -> slice:
+    """The experts of a divided weight [E, ...] that this rank computes: all, or with expert parallelism its own."""
+    assert isinstance(tensor, DTensor)
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if "ep" not in names:
+        return slice(None)
+    index, count = tensor.device_mesh.get_local_rank("ep"), tensor.device_mesh.size(names.index("ep"))
+    own = rows_of(tensor.shape[0], index, count)
+    return slice(own.start, own.stop)
+
+
 def own_rows(tensor: Tensor, values: Tensor) -> Tensor:
     """The part of `values`, whole or divided like `tensor`, that belongs to the rows of `tensor` on this rank."""
     if isinstance(values, DTensor) or not isinstance(tensor, DTensor):

@@ -71,7 +71,7 @@ from etude.trainer.rl.restore import Restorer
 from etude.trainer.rl.step import Learner, StepResult, train_step
 from etude.trainer.rl.trial import allowed
 from etude.trainer.rl.value import Critic
-from etude.trainer.sharding import load_sharded, shard_of
+from etude.trainer.sharding import load_sharded, reshard, shard_of
 from etude.trainer.world import World
 from etude.weights import manifests, newest_manifest, read_manifest, read_private_key
 from etude.weights.publisher import Publication, Publisher
@@ -499,6 +499,7 @@ def make_learner(config: RLConfig, world: World) -> Learner:
     if options.activation_checkpointing:
         checkpoint_activations(model, offload=options.offload_activations)
     execution = allowed(model, "rows" if config.deterministic else options.execution)
+    reshard(model)
     reference = Reference(model) if preset.kl_beta else None
     teacher = None
     if config.distill is not None and config.distill.teacher != "self":
