@@ -340,6 +340,9 @@ class TrainerConfig(Section):
     keep_checkpoints: int = option(2, "newest checkpoints that stay on the disk", ge=2)
     device: str = option("cpu", "torch device of the trainer, e.g. cuda")
     mesh: MeshConfig = option(MeshConfig(), "ranks that train together (docs/ranks.md)")
+    launcher: Literal["local", "external"] = option(
+        "local", "who starts the ranks: the run, on its machine, or torchrun, SLURM or Ray by the command it prints"
+    )
     collective_seconds: float = option(600.0, "deadline of a rank's wait for the other ranks", gt=0)
 
     @pydantic.model_validator(mode="after")
