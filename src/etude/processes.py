@@ -254,12 +254,12 @@ class Elsewhere:
             self._last, self._since = text, now
         limit = SILENT_SECONDS if self._last else self._seconds
         try:
-            said: Any = json.loads(text)
+            last: Any = json.loads(text)
         except ValueError:  # not there yet
-            said = {}
-        if said.get("code") is not None:
-            how = f"the {self.name} exited with code {said['code']}"
-            self._end = said["code"], f"{how}: {said['why']}" if said["why"] else how
+            last = {}
+        if last.get("code") is not None:
+            how = f"the {self.name} exited with code {last['code']}"
+            self._end = last["code"], f"{how}: {last['why']}" if last["why"] else how
         elif now - self._since > limit:
             what = "has not been heard of for" if self._last else "was not started within"
             self._end = 1, f"the {self.name} {what} {limit:.0f} seconds"

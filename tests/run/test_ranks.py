@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_two_ranks_train_as_one_and_a_killed_one_is_resumed(undisturbed, tmp_pat
 
 def rank_of(parent, rank):
     """The pid of the controller's child with this RANK."""
-    for pid in map(int, open(f"/proc/{parent}/task/{parent}/children").read().split()):
-        if f"RANK={rank}".encode() in open(f"/proc/{pid}/environ", "rb").read().split(b"\0"):
-            return pid
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return int(pid)
     raise AssertionError(f"no rank {rank}")

@@ -17,7 +17,7 @@ from etude.cli.ranks import run_ranks, silent
 from etude.config import LiveConfig, RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
-from etude.models import check_present, has_weights
+from etude.models import check_devices, check_present, has_weights
 from etude.processes import own_rank
 from etude.renderers import read_json
 from etude.weights import with_models
@@ -133,10 +133,13 @@ def _check_models(config: Any) -> None:
         check_present(Path(path))
         try:
             from etude.models.loading import check_tensors, read_config
+            from etude.models.support import mesh_refusal
             from etude.weights.preflight import check_before_training
 
-            read_config(Path(path))
+            model = read_config(Path(path))
             if path == named[0]:
+                if why := mesh_refusal(model, config.trainer.mesh):
+                    raise UserError(f"{path}: {why}")
                 check_before_training(Path(path))
             if has_weights(Path(path)):
                 check_tensors(path)
@@ -192,6 +195,8 @@ def _finetune(
     arguments.interrupted = f"`etude train --resume {output}` continues the run"
     mesh, rank = config.trainer.mesh, own_rank()
     if mesh.ranks > 1 and rank is None:
+        check_devices(config.trainer.device, mesh.ranks)
+        _check_models(config)
         return run_ranks(mesh.ranks, stage, arguments.words, f"continue with `etude train --resume {output}`")
     with silent() if rank else nullcontext():
         _run_stage(config, stage, output, resume=arguments.resume)
