@@ -1,5 +1,6 @@
 """A trainer that others have started: what the run hears of it, and what it hears of the run."""
 
+import os
 import subprocess
 import sys
 import time
@@ -74,3 +75,31 @@ def test_a_trainer_ends_with_the_run(tmp_path, monkeypatch):
     assert run.failure() == f"the trainer exited with code 1: {why}"
     assert trainer.communicate(timeout=20)[1] == f"etude: {why}\n"
     assert trainer.returncode == 1
+
+
+RANK = """
+import os, signal, sys
+import torch
+from etude.config import MeshConfig
+from etude.trainer.world import World
+torch.set_num_threads(1)
+world = World.join(MeshConfig(shard=2), "cpu", 30.0)
+print(world.sums([world.rank + 1.0]), flush=True)
+if not world.first:
+    os.kill(os.getpid(), signal.SIGKILL)
+world.sums([1.0])
+"""
+
+
+def test_ranks_that_a_run_starts_meet_and_the_one_that_died_is_named(tmp_path, monkeypatch):
+    """The other one fails by the loss of its partner, a moment later."""
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    group = processes.start_ranks("trainer", ["rank"], tmp_path, 2)
+    deadline = time.monotonic() + 60
+    while group.exit_code is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert isinstance(group, processes.RankGroup)
+    assert [child.log.read_text().splitlines()[0] for child in group.children] == ["[3.0]", "[3.0]"]
+    assert group.failure() == "the trainer's rank 1 was killed by SIGKILL"
