@@ -295,11 +295,12 @@ def start(
     holds: Sequence[int] = (),
     python: str = sys.executable,
     reason: Callable[[str], str] = last_line,
+    apart: bool = False,
 ) -> Child:
     """Starts `python -m argv...` with both outputs in `log`. The child dies with the thread that called this. It keeps
     the descriptors `holds` open, and with them their locks. Another `python` must find this module, too. The working
     folder may be a repository that tasks are made of, so modules are not looked for in it. Without a log the outputs
-    are those of this process, and Ctrl-C does not reach the child."""
+    are those of this process. `apart`: Ctrl-C in the terminal does not reach the child."""
     with (log or Path(os.devnull)).open("ab") as file:
         popen = subprocess.Popen(
             [python, "-P", "-m", "etude.processes", str(os.getpid()), *argv],
@@ -308,7 +309,7 @@ def start(
             stderr=subprocess.STDOUT if log else None,
             env={**os.environ, **(env or {})},
             pass_fds=holds,
-            process_group=None if log else 0,
+            process_group=0 if apart else None,
         )
     return Child(name, popen, log or Path(os.devnull), reason)
 
@@ -324,7 +325,8 @@ def start_ranks(
     shown: bool = False,
 ) -> Child | RankGroup:
     """Starts `count` ranks of one program on this machine, in the environment of torchrun. Their logs are NAME-R.log;
-    one process alone is a plain child with NAME.log. `shown`: rank 0 has the outputs of this process instead."""
+    one process alone is a plain child with NAME.log. `shown`: rank 0 has the outputs of this process instead, and
+    Ctrl-C reaches none."""
     if count == 1:
         return start(name, argv, logs / f"{name}.log", env, holds=holds)
     children = list[Child]()
@@ -337,7 +339,7 @@ def start_ranks(
                 kept = [*holds, listener.fileno()] if rank == 0 else holds
                 own |= {LISTENER: str(listener.fileno())} if rank == 0 else {}
                 log = None if shown and rank == 0 else logs / f"{name}-{rank}.log"
-                children.append(start(f"{name}'s rank {rank}", argv, log, own, holds=kept))
+                children.append(start(f"{name}'s rank {rank}", argv, log, own, holds=kept, apart=shown))
         except BaseException:
             for child in children:
                 child.stop(1)

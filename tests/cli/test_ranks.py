@@ -17,8 +17,8 @@ from etude.processes import own_rank
 
 def stage(config, kind, folder, *, resume):
     rank, what = own_rank(), os.environ["WHAT"]
-    print(f"rank {rank} of {os.environ['WORLD_SIZE']} writes {folder}", flush=True)
     print(f"note of rank {rank}", file=sys.stderr, flush=True)
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']} writes {folder}", flush=True)
     if what == "finish":
         return
     if what == f"fail {rank}":
@@ -65,6 +65,7 @@ def etude(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            process_group=0,  # the foreground of a terminal
         )
 
     return start
@@ -95,7 +96,7 @@ def test_ctrl_c_ends_all_ranks_with_one_sentence(etude):
     assert process.stdout.readline() == "rank 0 of 2 writes outputs/tuned\n"
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
     assert process.wait(30) == 130
     _, err = process.communicate()
     assert err.split("\n")[1:] == [
