@@ -25,6 +25,8 @@ def stage(config, kind, folder, *, resume):
         raise RunFailed("the disk is full")
     if what == f"refuse {rank}":
         raise UserError("the rows are too long")
+    if what == f"crash {rank}":
+        raise RuntimeError("shapes differ")
     if what == f"kill {rank}":
         os.kill(os.getpid(), 9)
     time.sleep(60)
@@ -87,6 +89,15 @@ def test_a_rank_that_fails_ends_the_command_with_its_reason(etude, what, code, s
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert [line for line in err.splitlines() if line != "note of rank 0"] == sentences
+
+
+def test_a_rank_that_crashes_leaves_its_traceback(etude):
+    process = etude("crash 1")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback (most recent call last):" in err
+    reason = "the sft's rank 1 exited with code 1: RuntimeError: shapes differ"
+    assert err.splitlines()[-1] == f"etude: {reason}; continue with {RESUME}"
 
 
 def test_ctrl_c_ends_all_ranks_with_one_sentence(etude):

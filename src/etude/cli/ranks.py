@@ -40,6 +40,8 @@ def run_ranks(count: int, name: str, words: Sequence[str], advice: str) -> int |
             return code
         if code == 2:
             raise UserError(failure)
+        if group.log != first.log:
+            sys.stderr.write(group.log.read_text(errors="replace"))  # a traceback, of which the sentence has one line
         raise RunFailed(f"{failure}; {advice}")
 
 
