@@ -43,7 +43,7 @@ from etude.trainer.lora import Adapters
 from etude.trainer.optimizer import AdamWSettings, MasterAdamW
 from etude.trainer.rl import execution
 from etude.trainer.rl.memory import LiveBytes
-from etude.trainer.rl.memory_table import activation_bytes, on_meta
+from etude.trainer.rl.pass_sizes import activation_bytes, on_meta
 from etude.trainer.rl.plan import TokenRows, rows
 
 POSITIONS, SHARE, KEPT, STATES, LIMIT, OVERHEAD = 8192, 1.2, 0.2, 0.05, 1e-6, 0.02

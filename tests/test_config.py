@@ -10,7 +10,7 @@ from etude.cli.overlays import configuration_text, read_toml, split_overlays
 from etude.config import PRETRAINED, RLConfig, RolloutConfig, bundled, find_model, validate
 from etude.config.tasks import TasksConfig
 from etude.errors import UserError
-from etude.trainer.finetune.config import SftConfig
+from etude.trainer.finetune.config import MidtrainConfig, SftConfig
 
 
 @pytest.fixture
@@ -244,3 +244,25 @@ def test_a_resolved_configuration_does_not_depend_on_the_folder(tmp_path, monkey
     assert validate(RLConfig, {"tasks": {"dataset": "d"}, "store": "s3://b/x"}, "x").store == "s3://b/x"
     monkeypatch.chdir(tmp_path.parent)
     assert RLConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(("tables", "sentence"), [
+    ({"trainer": {"execution": "streaming", "mesh": {"shard": 2}}},
+     'trainer.execution = "streaming" is for one rank, and trainer.mesh has 2: set "packed" or "rows"'),
+    ({"trainer": {"device": "cuda:1", "mesh": {"shard": 2}}}, 'trainer.device = "cuda:1" is one device'),
+    ({"trainer": {"device": "cuda", "mesh": {"shard": 4}}, "inference": {"device": "cuda:3", "cache_mb": 9}},
+     'inference.device = "cuda:3" is that of a rank of trainer.mesh, which takes cuda:0 to cuda:3: set "cuda:4"'),
+    ({"trainer": {"device": "cuda", "mesh": {"context": 4}}, "inference": {"engine": "vllm", "device": "cuda"}},
+     'inference.device = "cuda" is that of a rank'),
+])  # fmt: skip
+def test_ranks_are_refused_where_they_do_less_or_share_a_device(tables, sentence):
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        validate(RLConfig, {"tasks": {"repository": "x"}, **tables}, "test")
+    for fine in (
+        {"trainer": {"device": "cuda", "mesh": {"shard": 4}}, "inference": {"device": "cuda:4", "cache_mb": 9}},
+        {"trainer": {"device": "cuda", "mesh": {"shard": 4}, "launcher": "external"}, "inference": {"device": "cuda"}},
+    ):
+        validate(RLConfig, {"tasks": {"repository": "x"}, **fine}, "test")
+    trainer = {"compile": True, "packing": "crossing", "mesh": {"shard": 2}}
+    with pytest.raises(UserError, match=r"trainer\.compile is for one rank: drop it, or trainer\.mesh"):
+        validate(MidtrainConfig, {"trainer": trainer}, "test")

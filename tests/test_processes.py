@@ -154,3 +154,97 @@ def test_modules_are_not_looked_for_in_the_working_folder(module, monkeypatch, t
     child = processes.start("worker", [name], tmp_path / "log")
     assert child.popen.wait(60) == 0, (tmp_path / "log").read_text()
     assert not (tmp_path / "marker").exists()
+
+
+RANK = """
+import os, socket, sys, time
+rank, what = os.environ["RANK"], sys.argv[1]
+if rank == "0":
+    listener = socket.socket(fileno=int(os.environ["ETUDE_MASTER_FD"]))
+    assert listener.getsockname() == (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+print(rank, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], flush=True)
+if what == "finish":
+    sys.exit(0)
+if what == f"sentence {rank}":
+    sys.exit("etude: the disk is full")
+time.sleep(60)
+"""
+
+
+def ranks_of(module, tmp_path, what):
+    group = processes.start_ranks("trainer", [module("ranks", RANK), what], tmp_path, 3, {"MORE": "1"})
+    assert isinstance(group, processes.RankGroup)
+    deadline = time.monotonic() + 20
+    while any(child.exit_code is None and not child.log.read_text() for child in group.children):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return group
+
+
+def wait_for_end(process):
+    deadline = time.monotonic() + 20
+    while process.exit_code is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process.exit_code
+
+
+def test_ranks_have_an_environment_and_a_log_each_and_end_together(module, tmp_path):
+    group = ranks_of(module, tmp_path, "finish")
+    assert wait_for_end(group) == 0
+    assert group.failure() is None
+    assert [(tmp_path / f"trainer-{rank}.log").read_text() for rank in range(3)] == [f"{r} {r} 3\n" for r in range(3)]
+    assert [*group.pids] == ["trainer-0", "trainer-1", "trainer-2"]
+    alone = processes.start_ranks("trainer", [module("ok", "print('done')")], tmp_path, 1)
+    assert isinstance(alone, processes.Child)
+    assert wait_for_end(alone) == 0
+    assert (tmp_path / "trainer.log").read_text() == "done\n"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_takes_the_others_with_it_and_is_named(module, tmp_path, victim):
+    group = ranks_of(module, tmp_path, "sleep")
+    assert group.exit_code is None
+    os.kill(group.children[victim].popen.pid, signal.SIGKILL)
+    assert wait_for_end(group) == -signal.SIGKILL
+    assert group.failure() == f"the trainer's rank {victim} was killed by SIGKILL"
+    assert all(child.ends(5) for child in group.children)
+
+
+def test_a_rank_that_ends_with_a_sentence_is_the_cause(module, tmp_path):
+    group = ranks_of(module, tmp_path, "sentence 2")
+    assert wait_for_end(group) == 1
+    assert group.failure() == "the trainer's rank 2 exited with code 1: the disk is full"
+    assert group.log == tmp_path / "trainer-2.log"
+
+
+def test_ranks_are_stopped_together(module, tmp_path):
+    group = ranks_of(module, tmp_path, "sleep")
+    group.stop(5)
+    assert [child.exit_code for child in group.children] == [-signal.SIGTERM] * 3
+    assert group.exit_code == -signal.SIGTERM
+
+
+def test_a_process_elsewhere_is_known_by_its_heartbeats(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(processes, "SILENT_SECONDS", 0.5)
+    path = tmp_path / "beat"
+    late = processes.Elsewhere("trainer", path, 0.05)
+    assert late.exit_code is None
+    assert wait_for_end(late) == 1
+    assert late.failure() == "the trainer was not started within 0 seconds"
+    beat, there = processes.Heartbeat(path, first=True), processes.Elsewhere("trainer", path, 20)
+    with pytest.raises(FileExistsError):
+        processes.Heartbeat(path, first=True)
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        assert there.exit_code is None
+        time.sleep(0.05)
+    beat.end(2, "the disk is full")
+    beat.end(0)
+    assert wait_for_end(there) == 2
+    assert there.failure() == "the trainer exited with code 2: the disk is full"
+    silent = processes.Elsewhere("trainer", path, 20)
+    path.write_text('{"count": 9, "code": null, "why": ""}')
+    assert wait_for_end(silent) == 1
+    assert silent.end() == "the trainer has not been heard of for 0 seconds"

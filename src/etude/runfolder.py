@@ -15,6 +15,7 @@ outputs/NAME/
   weights/  rollouts/  probes/ versions, token blobs and engines' scores, unless config.json names a store
   checkpoints/step_N/          rank_R.safetensors and manifest.json; complete ones only
   logs/attempt_N/*.log         one per process; logs/latest points to the last attempt
+  logs/attempt_N/*.beat        heartbeats of the run and of a trainer that others start
   eval-before.json  eval-after.json
   report.html  report.json
 """
@@ -42,6 +43,8 @@ from etude.store import write_durably
 
 _BEGAN = time.time() - time.monotonic()
 PRIVATE = 0o600  # mode of files that may name what is secret
+RUN_BEAT, TRAINER_BEAT = "run.beat", "trainer.beat"
+"""Files of an attempt with the heartbeats of the run and of a trainer that others start."""
 ENDING_SECONDS = 20.0  # that processes of a killed controller may take to end
 
 

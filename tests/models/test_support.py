@@ -5,7 +5,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from etude.models import block_attention, support
+from etude.config import MeshConfig
+from etude.errors import UserError
+from etude.models import block_attention, check_devices, support
 from etude.models.attention import SegmentLayout
 from etude.models.head import head_of
 from etude.models.loading import load_model
@@ -221,3 +223,32 @@ def test_scale_bias_and_cap_of_logits(name, options):
     with torch.no_grad():
         hidden_TD = model.get_decoder()(input_ids=ids).last_hidden_state[0]
         assert (head.logits(hidden_TD) - model(input_ids=ids).logits[0]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("kind", "options", "mesh", "sentence"), [
+    ("qwen3_moe", {}, {"shard": 4, "expert": 4}, ""),
+    ("glm4_moe", {}, {"shard": 4, "expert": 2}, ""),
+    ("deepseek_v3", {}, {"shard": 8, "expert": 8}, ""),
+    ("qwen3", {}, {"shard": 8}, ""),
+    ("qwen3", {}, {"shard": 4, "expert": 2}, "qwen3 has no experts: drop trainer.mesh.expert = 2"),
+    ("qwen3_moe", {"num_experts": 6}, {"shard": 4, "expert": 4},
+     "trainer.mesh.expert = 4 must divide the 6 experts of qwen3_moe"),
+    ("gpt2", {}, {"shard": 2}, "transformers has no plan for dividing the layers of gpt2: drop trainer.mesh"),
+    ("doge", {}, {"shard": 2, "expert": 2},
+     "transformers has no plan for dividing the experts of doge: drop trainer.mesh.expert = 2"),
+])  # fmt: skip
+def test_a_mesh_that_does_not_fit_the_architecture_is_refused(kind, options, mesh, sentence):
+    config = AutoConfig.for_model(kind, num_hidden_layers=4, **options)
+    assert support.mesh_refusal(config, MeshConfig(**mesh)) == sentence
+    assert support.mesh_refusal(config, MeshConfig()) == ""
+
+
+def test_ranks_need_a_device_each(monkeypatch):
+    check_devices("cpu", 8)
+    monkeypatch.setattr("etude.models.devices.check_device", lambda name, option: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices("cuda", 2)
+    with pytest.raises(
+        UserError, match=r"trainer\.mesh has 4 ranks with a device each, and 2 of trainer\.device = 'cuda'"
+    ):
+        check_devices("cuda", 4)

@@ -12,7 +12,7 @@ from etude.models.lora import adapted_layers
 from etude.models.text_models import tensors_beside
 from etude.store import open_store
 from etude.trainer.finetune import folder as stage_folder
-from etude.trainer.rl.memory_table import on_meta
+from etude.trainer.rl.pass_sizes import on_meta
 from etude.weights.export import _targets, export
 from etude.weights.publisher import Publisher
 from tests.helpers.multimodal import MULTIMODAL, write_multimodal

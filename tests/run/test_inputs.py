@@ -161,3 +161,9 @@ def test_what_only_the_live_loop_has(tmp_path):
     assert "name a folder" in refused(model, distill={"teacher": "self"})
     assert "nowhere" in refused(model, distill={"teacher": str(tmp_path / "nowhere")})
     check_inputs(config(model, distill={"teacher": str(model)}))
+
+
+def test_a_mesh_is_checked_before_anything_is_built(tmp_path):
+    dense = random_folder(tmp_path / "dense", "qwen3")
+    trainer = {"mesh": {"shard": 2, "expert": 2}}
+    assert refused(dense, trainer=trainer) == f"{dense}: qwen3 has no experts: drop trainer.mesh.expert = 2"

@@ -18,7 +18,8 @@ from etude.trainer.activations import checkpoint_activations
 from etude.trainer.head import token_logprobs
 from etude.trainer.lora import Adapters
 from etude.trainer.rl.memory import LiveBytes
-from etude.trainer.rl.memory_table import GIB, _sizes_of, activation_bytes, head_bytes, memory_table
+from etude.trainer.rl.memory_table import GIB, memory_table
+from etude.trainer.rl.pass_sizes import activation_bytes, head_bytes, sizes_of
 from tests.helpers.tiny_models import random_model, save_random_model
 from tests.helpers.vllm_environment import python_with
 
@@ -27,10 +28,17 @@ QWEN3 = {
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "vocab_size": 151_936, "tie_word_embeddings": True, "max_position_embeddings": 40_960,
 }  # fmt: skip
-BILLIONS = {"Qwen3-4B": 4.02e9, "Qwen3-8B": 8.19e9}  # as their model cards say
+MOE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "vocab_size": 151_936, "tie_word_embeddings": False, "max_position_embeddings": 262_144,
+}  # fmt: skip
+BILLIONS = {"Qwen3-4B": 4.02e9, "Qwen3-8B": 8.19e9, "Qwen3-30B-A3B": 30.5e9}  # as their model cards say
 SHAPES = {
     "Qwen3-4B": QWEN3,
     "Qwen3-8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12_288, "tie_word_embeddings": False},
+    "Qwen3-30B-A3B": MOE,
 }
 
 
@@ -49,7 +57,7 @@ def test_activations_are_those_of_a_real_pass(tmp_path, kind, again):
     """Within 1 %: the rest are indices of tokens."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "vocab_size": 512}
     folder = save_random_model(tmp_path / "m", kind, **sizes)
-    real, sized = load_model(folder).train(), _sizes_of(str(folder), "float32")
+    real, sized = load_model(folder).train(), sizes_of(str(folder), "float32")
     ids_1T = torch.arange(200)[None]
     for model in (real, sized):
         if again:
@@ -69,7 +77,7 @@ def test_adapters_of_experts_keep_what_those_of_a_real_pass_keep(tmp_path):
     folder = save_random_model(tmp_path / "m", "moe", hidden_size=128, moe_intermediate_size=128)
     kept, counted = [], []
     for targets in (("q_proj",), ("q_proj", "experts.gate_up_proj", "experts.down_proj")):
-        real, sized = load_model(folder).train(), _sizes_of(str(folder), "float32")
+        real, sized = load_model(folder).train(), sizes_of(str(folder), "float32")
         ours, theirs = (Adapters(m, LoraConfig(rank=8, targets=targets)) for m in (real, sized))
         assert {n: t.shape for n, t in ours.tensors.items()} == {n: t.shape for n, t in theirs.tensors.items()}
         with LiveBytes() as live:
@@ -79,7 +87,7 @@ def test_adapters_of_experts_keep_what_those_of_a_real_pass_keep(tmp_path):
         counted.append(activation_bytes(sized, 90, narrow=False)[0])
     # Two layers, two experts a token: the inputs of both weights, of 128 numbers each.
     assert kept[1] - kept[0] == counted[1] - counted[0] == 2 * 2 * 90 * 2 * 128 * 4
-    sized = _sizes_of(str(folder), "float32")
+    sized = sizes_of(str(folder), "float32")
     Adapters(sized, LoraConfig(rank=8, targets=("experts.down_proj",)))
     assert activation_bytes(sized, 90, narrow=False)[0] > counted[0] / 2, "a kind of layers without adapters is counted"
 
@@ -91,7 +99,7 @@ def test_the_head_is_that_of_a_real_pass(tmp_path):
     with LiveBytes() as live:
         token_logprobs(head_of(model), hidden_SD, at_S, at_S)[0].sum().backward()
     folder = save_random_model(tmp_path / "m", "qwen3", vocab_size=3000)
-    assert head_bytes(_sizes_of(str(folder), "float32"), 1500) == pytest.approx(live.peak, rel=0.02)
+    assert head_bytes(sizes_of(str(folder), "float32"), 1500) == pytest.approx(live.peak, rel=0.02)
 
 
 @pytest.mark.parametrize(("stored", "computed", "width"), [
@@ -208,3 +216,68 @@ def test_a_dry_run_without_a_model_folder_is_refused_as_the_run_is(tmp_path, cap
         main.main(["train", str(tmp_path / "a.toml"), "--dry-run", "--model.path", str(tmp_path / "none")])
     assert stop.value.code == 2
     assert "none is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
+def test_recipes_for_eight_gpus_fit_from_the_configuration_alone(tmp_path, name, capsys, monkeypatch):
+    """`--dry-run` prints the table of a rank; all devices are used, and no rank shares one with a server."""
+    folder, recipe = folder_of(tmp_path, SHAPES[name]), bundled(f"recipes/{name.lower()}-8x80g.toml")
+    monkeypatch.setenv("ETUDE_VLLM_PYTHON", python_with(tmp_path / "env", "0.32.0"))
+    with pytest.raises(SystemExit) as stop:
+        main.main(["train", str(recipe), "--dry-run", "--model.path", str(folder)])
+    assert not stop.value.code
+    assert "cuda of each rank needs" in capsys.readouterr().err
+    config = validate(RLConfig, read_toml(recipe, ["--model.path", str(folder)], []), "recipe")
+    table, ranks = memory_table(config), config.trainer.mesh.ranks
+    assert ranks + config.inference.servers == 8
+    devices = ["cuda of each rank", *(f"cuda:{number}" for number in range(ranks, 8))]
+    assert [*table.limits] == sorted(devices)
+    assert all(term.keys for term in table.terms), "each figure says what it follows from"
+    assert all(0.75 * 79 * GIB < table.needed(device) < 79 * GIB for device in devices)
+    (masters,) = (term for term in table.terms if term.name == "weights of the trainer, the masters")
+    assert masters.bytes * ranks / 4 == pytest.approx(BILLIONS[name], rel=0.01)
+
+
+def test_states_and_tokens_are_divided_over_ranks(tmp_path):
+    folder, total = folder_of(tmp_path, MOE), BILLIONS["Qwen3-30B-A3B"]
+    trainer = {"device": "cuda", "dtype": "bfloat16", "device_memory_gb": 80.0, "activation_checkpointing": True}
+    inference, rollout = {"engine": "vllm", "urls": ["http://host:8000"]}, {"context": 8192}
+
+    def terms(mesh, **more):
+        config = config_of(folder, trainer=trainer | more | {"mesh": mesh}, inference=inference, rollout=rollout)
+        table = memory_table(config)
+        return {t.name: t.bytes for t in table.terms if t.device != "host"}, table.needed("host")
+
+    one, host = terms({})
+    states = "weights of the trainer, the masters", "gradients", "moments"
+    four, host_of_four = terms({"shard": 4})
+    assert [four[name] * 4 / total for name in states] == pytest.approx([4, 4, 8], rel=0.01)
+    assert host_of_four == host, "the copies on the host are the rows of all ranks"
+    assert "keys and values of shared prefixes" in one
+    assert "keys and values of shared prefixes" not in four, "packed or rows"
+    gathered, summed = "gathered layers, embeddings and head", "gradients of a layer before their sum"
+    assert not {gathered, summed} & {*one}
+    experts, outside = 128 * 3 * 768 * 2048, 2 * 151_936 * 2048
+    dense = 2 * 2048 * (32 + 4) * 128 + 128 * 2048
+    assert four[gathered] == pytest.approx(2 * (2 * (experts + dense) + outside), rel=0.01)
+    divided, _ = terms({"shard": 4, "expert": 4})
+    assert divided[gathered] == pytest.approx(2 * (2 * (experts / 4 + dense) + outside), rel=0.01)
+    assert [divided[name] for name in states] == [four[name] for name in states]
+    halves, _ = terms({"shard": 2, "context": 2})
+    assert [halves[name] for name in states] == [four[name] for name in states]
+    assert halves["activations of 4,096 tokens"] == pytest.approx(four["activations of 8,192 tokens"] / 2, rel=0.01)
+    copies, _ = terms({"shard": 2, "replicate": 2})
+    assert copies["gradients"] == 2 * four["gradients"]
+    _, away = terms({"shard": 4}, offload_optimizer=True)
+    assert away - host == pytest.approx(0, abs=0.01 * total), "moments, in place of their copy for the disk"
+
+
+def test_ranks_on_the_host_share_its_memory(tmp_path):
+    folder = folder_of(tmp_path, SHAPES["Qwen3-4B"])
+
+    def gradients(mesh):
+        table = memory_table(config_of(folder, trainer={"mesh": mesh}))
+        return next(term.bytes for term in table.terms if term.device == "host" and term.name == "gradients")
+
+    assert gradients({"shard": 2}) == gradients({})
+    assert gradients({"replicate": 2}) == 2 * gradients({})

@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             _fail(refusal)
         words = list(sys.argv[1:] if argv is None else argv)
         arguments, rest = command_parser(words).parse_known_args(words)
+        arguments.words = words
         if rest and not arguments.takes_overrides:
             _fail(f"unexpected argument {rest[0]!r}; see `etude {arguments.command} --help`")
         from etude.cli import needs

@@ -7,15 +7,18 @@ import json
 import logging
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from etude import runfolder
 from etude.cli.overlays import configuration_text, read_toml, split_overlays
+from etude.cli.ranks import run_ranks, silent
 from etude.config import LiveConfig, RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
-from etude.models import check_present, has_weights
+from etude.models import check_devices, check_present, has_weights
+from etude.processes import own_rank
 from etude.renderers import read_json
 from etude.weights import with_models
 
@@ -69,8 +72,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else list(value)
 
 
-def run(arguments: argparse.Namespace, rest: list[str]) -> None:
-    """Runs the configured stage. Raises UserError or RunFailed."""
+def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
+    """Runs the configured stage. Returns the exit code of a stage's rank 0. Raises UserError or RunFailed."""
     files, overrides = split_overlays(rest)
     files.insert(0, arguments.config)
     if arguments.deterministic:
@@ -109,6 +112,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
             part_of(config.tasks, None, config.rollout.budget())
         _check_models(config)
         return _print_memory(config)
+    if own_rank() is not None:
+        raise UserError(
+            "WORLD_SIZE names several ranks, and this command is one run: give it alone, with trainer.launcher = "
+            '"external", and start the ranks by the command that it prints'
+        )
     from etude.run.launch import train_rl
 
     arguments.interrupted = f"`etude train --resume {folder}` continues the run"
@@ -126,10 +134,13 @@ def _check_models(config: Any) -> None:
         try:
             from etude.models.loading import check_tensors, read_config
             from etude.models.lora import adapted_layers
+            from etude.models.support import mesh_refusal
             from etude.weights.preflight import check_before_training
 
-            read_config(Path(path))
+            model = read_config(Path(path))
             if path == named[0]:
+                if why := mesh_refusal(model, config.trainer.mesh):
+                    raise UserError(f"{path}: {why}")
                 check_before_training(Path(path))
             if has_weights(Path(path)):
                 empty = check_tensors(path)
@@ -173,24 +184,34 @@ def stage_kinds() -> dict[str, type[Section]]:
 
 def _finetune(
     arguments: argparse.Namespace, stage: str, data: dict[str, Any], where: str, folder: Path | None = None
-) -> None:
+) -> int | None:
     kinds = stage_kinds()
     if stage == "live":
         raise UserError(f"{where} is of stage live: see `etude live --help`")
     if not isinstance(stage, str) or stage not in kinds:
         raise UserError(f"{where}: unknown stage {stage!r}; use midtrain, sft, apply or rl")
     config: Any = with_models(validate(kinds[stage], data, where))
-    folder = folder or OUTPUTS / config.name
+    output = folder or OUTPUTS / config.name
     if arguments.dry_run:
         print(config.model_dump_json(indent=2), flush=True)
         return _check_models(config)
+    arguments.interrupted = f"`etude train --resume {output}` continues the run"
+    mesh, rank = config.trainer.mesh, own_rank()
+    if mesh.ranks > 1 and rank is None:
+        check_devices(config.trainer.device, mesh.ranks)
+        _check_models(config)
+        return run_ranks(mesh.ranks, stage, arguments.words, f"continue with `etude train --resume {output}`")
+    with silent() if rank else nullcontext():
+        _run_stage(config, stage, output, resume=arguments.resume)
+
+
+def _run_stage(config: Any, stage: str, folder: Path, *, resume: bool) -> None:
     from etude.dashboard import LiveView
     from etude.trainer.finetune import applied_edits, pretrain
 
     logging.basicConfig(level=logging.INFO, format="etude: %(message)s", handlers=[_PrintedLog()])
-    arguments.interrupted = f"`etude train --resume {folder}` continues the run"
     stages: dict[str, Any] = {"midtrain": pretrain.midtrain, "sft": pretrain.sft, "apply": applied_edits.finetune}
     with LiveView(config.name, ("train",)) as view:
         view.stage("train", unit="steps")
-        stages[stage](config, folder, resume=arguments.resume, show=view.update)
+        stages[stage](config, folder, resume=resume, show=view.update)
     print(f"Serve it: etude serve {shlex.quote(str(folder))}", flush=True)

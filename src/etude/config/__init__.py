@@ -24,6 +24,7 @@ from etude.config.run import (
     RLConfig,
     RolloutConfig,
     TrainerConfig,
+    check_device_of_ranks,
 )
 from etude.config.sandbox import NamespaceSandboxConfig, SandboxConfig, validate_sandbox
 from etude.config.sections import (

@@ -303,6 +303,16 @@ class MeshConfig(Section):
         return self.replicate * self.shard
 
 
+def check_device_of_ranks(device: str, mesh: MeshConfig) -> None:
+    """Raises ValueError for the name of a single GPU as that of several ranks."""
+    if ":" in device and mesh.ranks > 1:
+        kind = device.partition(":")[0]
+        raise ValueError(
+            f'trainer.device = "{device}" is one device, and trainer.mesh has {mesh.ranks} ranks, which take those '
+            f'from {kind}:0 on: set "{kind}"'
+        )
+
+
 class TrainerConfig(Section):
     """The optimizer, and the computation of a batch."""
 
@@ -340,6 +350,9 @@ class TrainerConfig(Section):
     keep_checkpoints: int = option(2, "newest checkpoints that stay on the disk", ge=2)
     device: str = option("cpu", "torch device of the trainer, e.g. cuda")
     mesh: MeshConfig = option(MeshConfig(), "ranks that train together (docs/ranks.md)")
+    launcher: Literal["local", "external"] = option(
+        "local", "who starts the ranks: the run, on its machine, or torchrun, SLURM or Ray by the command it prints"
+    )
     collective_seconds: float = option(600.0, "deadline of a rank's wait for the other ranks", gt=0)
 
     @pydantic.model_validator(mode="after")
@@ -349,6 +362,18 @@ class TrainerConfig(Section):
                 raise ValueError(f'trainer.device = "cpu" is the host: drop trainer.{name}')
         if self.offload_activations and not self.activation_checkpointing:
             raise ValueError("trainer.offload_activations needs trainer.activation_checkpointing = true")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _ranks_do_less(self) -> TrainerConfig:
+        if self.mesh.ranks == 1:
+            return self
+        if self.execution in ("streaming", "recompute"):
+            raise ValueError(
+                f'trainer.execution = "{self.execution}" is for one rank, and trainer.mesh has {self.mesh.ranks}: set '
+                '"packed" or "rows", or drop trainer.mesh'
+            )
+        check_device_of_ranks(self.device, self.mesh)
         return self
 
 
@@ -522,6 +547,21 @@ class RLConfig(Section):
             raise ValueError(f"rollout.documents {needs}: {engine} computes no documents")
         if self.rollout.temperature < 0.01:
             raise ValueError(f"rollout.temperature below 0.01 {needs}: {engine} samples as if it were higher")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _ranks_share_no_device(self) -> RLConfig:
+        trainer, inference = self.trainer, self.inference
+        ranks, kind = trainer.mesh.ranks, trainer.device
+        if trainer.launcher == "external" or ranks == 1 or kind == "cpu":
+            return self
+        of_ranks = {f"{kind}:{rank}" for rank in range(ranks)}
+        for device in inference.devices:
+            if (device if ":" in device else f"{device}:0") in of_ranks:
+                raise ValueError(
+                    f'inference.device = "{inference.device}" is that of a rank of trainer.mesh, which takes {kind}:0 '
+                    f'to {kind}:{ranks - 1}: set "{kind}:{ranks}" or a later one, or fewer ranks'
+                )
         return self
 
     @pydantic.model_validator(mode="after")

@@ -6,7 +6,7 @@ its forward (`attention.py`) decides which tokens see which, and `experts.observ
 room imports neither `trainer` nor `inference`.
 """
 
-from etude.models.devices import check_device
+from etude.models.devices import check_device, check_devices
 from etude.models.files import (
     INDEX,
     check_folder,

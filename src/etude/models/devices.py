@@ -1,4 +1,4 @@
-"""Checks that a device exists, before anything is loaded onto it."""
+"""Checks that devices exist, before anything is loaded onto them."""
 
 from __future__ import annotations
 
@@ -23,3 +23,18 @@ def check_device(name: str, option: str) -> None:
         elif "device type" in why:  # followed by a list of all that PyTorch knows
             why = "PyTorch has no such device"
         raise UserError(f"{option} = {name!r} is not there: {why}; or take cpu") from None
+
+
+def check_devices(kind: str, ranks: int) -> None:
+    """Raises UserError unless this machine has a device of the kind `kind`, the value of trainer.device, for each of
+    the ranks that it starts."""
+    check_device(kind, "trainer.device")
+    if kind == "cpu" or ranks == 1:
+        return
+    import torch
+
+    if (count := torch.get_device_module(kind).device_count()) < ranks:
+        raise UserError(
+            f"trainer.mesh has {ranks} ranks with a device each, and {count} of trainer.device = {kind!r} can be seen "
+            "here: set a smaller trainer.mesh, or start the ranks on more machines (docs/ranks.md)"
+        )

@@ -26,10 +26,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from etude.config import MeshConfig
 from etude.errors import first_line
 from etude.models.head import head_of
 from etude.models.key_values import positions
 from etude.models.lengths import lengths, shortened
+from etude.models.text_models import auto_class, keep_text
 
 Use = Literal["rows", "shared prompts", "engine"]
 USES: tuple[Use, ...] = get_args(Use)
@@ -57,6 +59,7 @@ _KINDS = {
     "sliding_attention": _WINDOW,
 }
 _ALONE = "ranks cannot compute its rows together: set trainer.mesh.context to 1"
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of their number
 _SEES = "is an encoder, whose tokens see those behind them: give a causal language model"
 _CAUSAL = re.compile(r"CausalLM|LMHead")
 _OTHER_HEADS = ("classifier", "summary")
@@ -152,6 +155,29 @@ def _reasons(text: PretrainedConfig, use: Use) -> Iterator[str]:
         return
     if long := _by_length(text):
         yield f"takes its rotary frequencies from the longest row of a pass ({long}); {_lacks(use)}"
+
+
+def mesh_refusal(config: PretrainedConfig, mesh: MeshConfig) -> str:
+    """The reason why a model of this configuration cannot be divided so over ranks, with advice, in one sentence; ""
+    without a reason. transformers divides the modules that its plans name, and leaves others whole in silence."""
+    if mesh.ranks == 1:
+        return ""
+    text = config.get_text_config()
+    key, experts = f"trainer.mesh.expert = {mesh.expert}", next((n for k in _EXPERTS if (n := getattr(text, k, 0))), 0)
+    if mesh.expert > 1 and not experts:
+        return f"{text.model_type} has no experts: drop {key}"
+    if experts % mesh.expert:
+        return f"{key} must divide the {experts} experts of {text.model_type}"
+    with torch.device("meta"):
+        model: Any = auto_class(config).from_config(config)
+    keep_text(model)
+    names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_modules()}
+    layers = next((n for n, m in model.named_modules() if m is getattr(model.get_decoder(), "layers", None)), "?")
+    if f"{layers}.*" not in model.fsdp_plan:
+        return f"transformers has no plan for dividing the layers of {text.model_type}: drop trainer.mesh"
+    if mesh.expert > 1 and "ep_dispatch_experts" not in [v for k, v in model.ep_plan.items() if k in names]:
+        return f"transformers has no plan for dividing the experts of {text.model_type}: drop {key}"
+    return context_refusal(config, mesh.context)
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:

@@ -13,7 +13,7 @@ from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.errors import UserError
 from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
-from etude.models import check_device, check_folder
+from etude.models import check_device, check_devices, check_folder
 from etude.renderers import Renderer, named, say_dropped
 from etude.rollout import TaskPart, Taskset, check_agent, custom_component, dataset_part, foreign_refusal
 from etude.run.parts import built_beside, part_of, profiles_of, renderer_of, source_part, taskset_of
@@ -79,7 +79,8 @@ def check_inputs(config: RLConfig) -> None:
         for source in tasks.sources or (tasks,):
             _check_source(source, "tasks.sources" if tasks.sources else "tasks", config)
     _check_architecture(config)  # last: it loads torch and transformers
-    check_device(config.trainer.device, "trainer.device")
+    if config.trainer.launcher == "local":  # others may start it on other machines
+        check_devices(config.trainer.device, config.trainer.mesh.ranks)
     if config.inference.engine == "etude" and not config.inference.urls:  # others have a PyTorch of their own
         check_device(config.inference.device, "inference.device")
     if config.rollout.documents:
@@ -234,7 +235,7 @@ def _check_architecture(config: RLConfig) -> None:
     from etude.models.dtypes import main_dtype
     from etude.models.loading import check_tensors, load_config
     from etude.models.lora import adapted_layers
-    from etude.models.support import Use, refusal
+    from etude.models.support import Use, mesh_refusal, refusal
 
     model = load_config(config.model.path)
     uses: list[Use] = ["rows"]
@@ -246,6 +247,8 @@ def _check_architecture(config: RLConfig) -> None:
     for use in uses:
         if why := refusal(model, use):
             raise UserError(f"{config.model.path}: {why}")
+    if why := mesh_refusal(model, config.trainer.mesh):
+        raise UserError(f"{config.model.path}: {why}")
     empty = check_tensors(config.model.path)
     if config.trainer.lora is not None:
         adapted_layers(empty, config.trainer.lora.targets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from etude.errors import UserError
 from etude.evals import EvalResult, evaluate, readiness_of
 from etude.grading import open_sandbox
 from etude.ledger import BlobDamaged, Ledger, get_blob
-from etude.processes import Child
+from etude.processes import Elsewhere, Heartbeat, Process
 from etude.protocol.backends import EngineClient
 from etude.records import Episode, encode
 from etude.rollout import (
@@ -53,6 +54,7 @@ Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]
 # Seconds of a training episode over those of an evaluation episode, by demo runs on two cores: a group shares its
 # prompt and its box, and many of its test runs are answered from memory.
 FASTER = 0.45
+EXTERNAL_SECONDS = 3600.0  # in which a trainer that others start must begin
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 
 
@@ -100,13 +102,10 @@ def train_rl(
         inputs = _open_inputs(config, folder, TaskPool(taskset, missing(config, folder)))
         view.stage("start engines")
         token = engine_token()
-        children, urls = start_engines(folder, config, logs, token, holds=[lock])
-        engines = dict(zip(urls, children, strict=False))
+        servers, urls = start_engines(folder, config, logs, token, holds=[lock])
+        engines, children = dict(zip(urls, servers, strict=False)), list[Process](servers)
         try:
-            trainer = ["etude.trainer.rl.process", str(folder)]
-            password = ledger_password(config)  # not in the run folder: libpq reads it from the environment
-            env = {"PGPASSWORD": unquote(password)} if password else None
-            children.append(processes.start("trainer", trainer, logs / "trainer.log", env, holds=[lock]))
+            children.append(_trainer(config, folder, logs, lock))
             sandbox = (boxes or partial(open_sandbox, config.sandbox))(
                 machine_profiles=profiles_of(config),
                 egress=egress_of(config, taskset, folder),
@@ -121,6 +120,20 @@ def train_rl(
             for child in children:
                 child.stop(10)
     return _shown(report, folder)
+
+
+def _trainer(config: RLConfig, folder: Path, logs: Path, lock: int) -> Process:
+    """The ranks of the trainer: started here, or waited for, after a line with the command that starts them."""
+    module, ranks = "etude.trainer.rl.process", config.trainer.mesh.ranks
+    if config.trainer.launcher == "external":
+        program = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+        command = f"{program} -m {module} {shlex.quote(str(folder.absolute()))}"
+        print(f"etude: waiting for the trainer: {command} (docs/ranks.md)", file=sys.stderr, flush=True)
+        ours = Heartbeat(logs / runfolder.RUN_BEAT)
+        return Elsewhere("trainer", logs / runfolder.TRAINER_BEAT, EXTERNAL_SECONDS, ours)
+    password = ledger_password(config)  # not in the run folder: libpq reads it from the environment
+    env = {"PGPASSWORD": unquote(password)} if password else None
+    return processes.start_ranks("trainer", [module, str(folder)], logs, ranks, env, holds=[lock])
 
 
 def _shown(report: RunReport, folder: Path) -> RunReport:
@@ -179,12 +192,12 @@ def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
 async def _run_stages(
     inputs: _Inputs,
     view: LiveView,
-    children: list[Child],
+    children: list[Process],
     client: EngineClient,
     states: Sequence[EngineState],
     boxes: AbstractAsyncContextManager[Sandbox],
     started: float,
-    builder: Callable[[], Child],
+    builder: Callable[[], Process],
 ) -> RunReport:
     """Evaluates, trains, evaluates again and reports, once engines and trainer are started. `builder` starts the
     process that builds the sources for training alone."""
@@ -230,16 +243,17 @@ def _impossible(taskset: Taskset, folder: Path) -> Taskset | None:
     return taskset.each(made)
 
 
-async def _evaluate_and_train(run: Run, view: LiveView, started: float, builder: Callable[[], Child]) -> RunReport:
+async def _evaluate_and_train(run: Run, view: LiveView, started: float, builder: Callable[[], Process]) -> RunReport:
     config, folder = run.config, run.folder
     await check_engines(run)
     # The trainer starts first: it loads the model, tries it, and publishes version 0.
     first = swap_seconds(config) + start_seconds(config.inference, config.model.path)
+    first += EXTERNAL_SECONDS if config.trainer.launcher == "external" else 0.0
     await wait_for_version(run, max(0, last_version(run.weights)), seconds=first)
     before = await _evaluate(run, view, "before") if config.eval.before else None
     if before is not None and any(len(task.passed) > 1 for task in before.tasks):
         print(f"etude: {readiness_of(before).verdict}", file=sys.stderr)
-    pids = {child.log.stem: child.popen.pid for child in run.children}
+    pids = {name: pid for child in run.children for name, pid in child.pids.items()}
     if run.sandbox.zygote_pid is not None:
         pids["zygote"] = run.sandbox.zygote_pid
     expected = step_seconds(config, before)

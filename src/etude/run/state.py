@@ -12,7 +12,7 @@ from typing import Any
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.ledger import Ledger
-from etude.processes import Child
+from etude.processes import Child, Process
 from etude.protocol.backends import EngineClient
 from etude.rollout import Concurrency, ProbeScorer, RolloutContext, Taskset
 from etude.run.sources import BUILDER, TaskPool
@@ -123,14 +123,14 @@ class Run:
     rollouts: Store
     sandbox: Sandbox
     engines: Engines
-    children: list[Child]
+    children: list[Process]
     concurrency: Concurrency
     progress: Progress = field(default_factory=Progress)
     record: EngineRecord = field(default_factory=EngineRecord)
 
     @property
-    def trainer(self) -> Child:
-        """The trainer's process."""
+    def trainer(self) -> Process:
+        """The trainer's process, or its ranks."""
         return next(child for child in self.children if child.name == "trainer")
 
 

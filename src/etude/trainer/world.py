@@ -35,6 +35,7 @@ from torch import Tensor
 
 from etude.config import MeshConfig
 from etude.errors import RunFailed, UserError, first_line
+from etude.processes import LISTENER
 
 T = TypeVar("T")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -182,11 +183,6 @@ class World:
             dist.destroy_process_group()
 
 
-def started() -> bool:
-    """Whether this process has been started as one of several ranks."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def free_port() -> int:
     """A port of the loopback device that nobody listens at."""
     with socket.socket() as probe:
@@ -203,8 +199,9 @@ def _store(rank: int, size: int) -> Any:
     if host in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if own:  # by default a store listens at all addresses of the machine
-            listener = socket.create_server((host, port))
-            options["master_listen_fd"] = listener.detach()
+            inherited = os.environ.pop(LISTENER, None)
+            listens = int(inherited) if inherited else socket.create_server((host, port)).detach()
+            options["master_listen_fd"] = listens
     return dist.TCPStore(host, port, size, own, timeout=limit, wait_for_workers=False, **options)
 
 

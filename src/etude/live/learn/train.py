@@ -129,6 +129,7 @@ def live_run(config: LiveConfig, model: Path | None = None) -> RLConfig:
     if loss.kl_beta is None and loss.preset not in _OWN_KL:
         loss = loss.model_copy(update={"kl": loss.kl or "k1", "kl_beta": KL})
     fixed: dict[str, Any] = {"baseline": "given", "minutes": None, "decay": 0.0, "checkpoint_every": 1}
+    fixed["launcher"] = "local"
     # The trainer goes back, with the optimizer, to a candidate that is released only after the next window's training.
     fixed["keep_checkpoints"] = max(4, trainer.keep_checkpoints)
     changed = {
@@ -166,7 +167,8 @@ def _create(config: LiveConfig, folder: Path) -> None:
 def _run_trainer(folder: Path, source: int, lock: int, seconds: float) -> None:
     logs = runfolder.new_attempt(folder)
     argv = ["etude.trainer.rl.process", str(folder), str(source)]
-    child = processes.start("trainer", argv, logs / "trainer.log", holds=[lock])
+    ranks = runfolder.load_config(folder).trainer.mesh.ranks
+    child = processes.start_ranks("trainer", argv, logs, ranks, holds=[lock])
     deadline = time.monotonic() + seconds
     try:
         while child.exit_code is None:

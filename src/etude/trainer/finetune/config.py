@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from etude.config import LoraConfig, MeshConfig, Section, find_model
+from etude.config import LoraConfig, MeshConfig, Section, check_device_of_ranks, find_model
 from etude.config.sections import NAME, ChatTemplateOrNone, option
 from etude.corpus import OPERATOR_WEIGHTS, RETRIEVAL_KINDS, RetrievalOptions
 from etude.errors import UserError
@@ -180,6 +180,9 @@ class OptimConfig(Section):
             raise ValueError("a compiled step has no adapters: drop trainer.compile or trainer.lora")
         if self.offload_optimizer and self.device == "cpu":
             raise ValueError('trainer.device = "cpu" is the host: drop trainer.offload_optimizer')
+        if self.compile and self.mesh.ranks > 1:
+            raise ValueError("trainer.compile is for one rank: drop it, or trainer.mesh")
+        check_device_of_ranks(self.device, self.mesh)
         if self.micro_batch is not None and self.batch % self.micro_batch:
             raise ValueError(f"trainer.micro_batch = {self.micro_batch} must divide trainer.batch = {self.batch}")
         return self

@@ -5,6 +5,7 @@ model on PyTorch's meta device, forward and backward, where tensors have sizes a
 
     weights, gradients (float32), master weights and moments (float32, 12 bytes a parameter); with LoRA the last three
         of adapters alone, and the base of the adapted layers
+    with several ranks a part of these, and gathered layers
     activations of the tokens of a pass, the head, keys and values of shared prefixes
     weights and caches of the run's engines, for those on the same device
 """
@@ -12,47 +13,44 @@ model on PyTorch's meta device, forward and backward, where tensors have sizes a
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface
+from transformers import PreTrainedModel
 
 from etude.config import RLConfig
 from etude.errors import UserError
-from etude.models import attention
 from etude.models.dtypes import computed_dtype, main_dtype, narrower
 from etude.models.head import head_of
 from etude.models.key_values import cache_mb, configured, cpu_cache_mb
-from etude.models.loading import read_config
-from etude.models.lora import one_expert, weight_names
-from etude.models.text_models import auto_class, keep_text
 from etude.trainer.activations import checkpoint_activations
-from etude.trainer.head import token_logprobs
 from etude.trainer.lora import Adapters
 from etude.trainer.optimizer import BUCKET
-from etude.trainer.rl.memory import LiveBytes
+from etude.trainer.rl.pass_sizes import activation_bytes, head_bytes, sizes_of
 from etude.trainer.rl.presets import loss_preset
+from etude.weights.ranks import rows_of
 
 GIB = 2**30
 _CONTEXT = 1.0 * GIB  # of a process on a GPU: driver, libraries, workspaces of products; usually 0.5 to 1
+_COLLECTIVES = 1.0 * GIB  # of NCCL's channels, in groups of all ranks and of parts of them; usually 0.3 to 1
 _NARROW, _WIDE, _READS = 989e12, 67e12, 3.35e12  # H100 SXM: products in bfloat16 and float32, bytes read; per second
 _USED = 0.4  # usual share of these limits in the training of large models
 _CHANGED = 0.03  # share of the elements that a version changes; measured: up to 0.028 at lr 1e-5 (docs/results.md)
 _NARROWER = 'set trainer.dtype = "bfloat16"'
-_SIZES = "etude-sizes"  # name of an experts function with only the sizes of ours
 # The beginnings of the terms' names, and the keys of the configuration that their bytes follow from.
 _KEYS = {
-    "weights of the trainer": "model.path, trainer.dtype",
+    "weights of the trainer": "model.path, trainer.dtype, trainer.mesh",
     "gradients of the self-check": "trainer.self_check",
-    "gradients": "model.path, trainer.lora",
-    "master weights": "trainer.lora, trainer.offload_optimizer",
+    "gradients of a layer": "model.path, trainer.mesh.expert",
+    "gradients": "model.path, trainer.lora, trainer.mesh",
+    "gathered layers": "model.path, trainer.dtype, trainer.mesh.expert",
+    "moments": "trainer.mesh, trainer.offload_optimizer",
+    "buffers of collectives": "trainer.mesh",
+    "master weights": "trainer.lora, trainer.mesh, trainer.offload_optimizer",
     "a bucket": "trainer.offload_optimizer",
     "published weights": "trainer.lora",
     "checkpoint": "trainer.lora",
@@ -61,7 +59,7 @@ _KEYS = {
     "base of the adapted layers": "trainer.lora.targets, trainer.offload_optimizer",
     "adapters": "trainer.lora.rank",
     "base and sums": "trainer.lora, inference.servers",
-    "activations": "trainer.micro_tokens, rollout.context, trainer.activation_checkpointing",
+    "activations": "trainer.micro_tokens, rollout.context, trainer.activation_checkpointing, trainer.mesh.context",
     "inputs of layers": "trainer.offload_activations, trainer.micro_tokens",
     "head": "trainer.micro_tokens, rollout.tokens",
     "keys and values": "trainer.execution, trainer.micro_tokens",
@@ -138,8 +136,8 @@ class MemoryTable:
 
 def memory_table(config: RLConfig) -> MemoryTable:
     """The table of a run. Raises UserError for a model folder without a configuration that transformers supports."""
-    trainer, engines = _device(config.trainer.device), [_device(name) for name in config.inference.devices]
-    model = _sizes_of(config.model.path, config.trainer.dtype)
+    trainer, engines = _trainer_device(config), [_device(name) for name in config.inference.devices]
+    model = sizes_of(config.model.path, config.trainer.dtype)
     lora = config.trainer.lora
     adapters = None if lora is None else Adapters(model, lora, dict.fromkeys(model.state_dict(), model.dtype))
     terms = [*_states(config, model, adapters, trainer), *_pass(config, model, trainer), *_engines(config, model)]
@@ -148,11 +146,14 @@ def memory_table(config: RLConfig) -> MemoryTable:
         if device != "host":
             name = f"driver and libraries of {count} process{'es' * (count > 1)}"
             terms.append(Term(device, name, count * _CONTEXT))
-    absent = next((d for d in sorted(devices) if d.startswith("cuda") and not torch.cuda.is_available()), "")
+            if device == trainer and config.trainer.mesh.ranks > 1:
+                terms.append(Term(device, "buffers of collectives", _COLLECTIVES))
+    gone = (d.partition(" ")[0] for d in sorted(devices) if d.startswith("cuda") and not torch.cuda.is_available())
+    absent = next(gone, "")
     ordered = sorted(terms, key=lambda t: (t.device == "host", t.device))
     time = "" if trainer == "host" else _time(config, model)
     limits = _limits(set(devices), config.trainer.device_memory_gb)
-    if not absent and (here := _host_bytes()):
+    if not absent and config.trainer.launcher == "local" and (here := _host_bytes()):
         limits["host"] = here
     return MemoryTable(tuple(ordered), limits, time, absent)
 
@@ -166,8 +167,8 @@ def _time(config: RLConfig, model: PreTrainedModel) -> str:
     layers = cast(Any, model.get_decoder()).layers
     active = sum(p.numel() * (share if p.ndim == 3 else 1) for p in layers.parameters())
     products = 3 + trainer.activation_checkpointing - (trainer.lora is not None)  # frozen weights need one less
-    linear = 2 * active * tokens * products / _NARROW
-    last = 2 * head * sampled * 4 / _WIDE
+    linear = 2 * active * tokens * products / _NARROW / trainer.mesh.ranks
+    last = 2 * head * sampled * 4 / _WIDE / trainer.mesh.ranks
     size = _engine_dtype(config).itemsize
     keys = rollout.context / 2 * config.inference.max_batch * configured(text).elements * size
     passes = sampled / (config.inference.max_batch * config.inference.count)
@@ -177,6 +178,14 @@ def _time(config: RLConfig, model: PreTrainedModel) -> str:
         f"training and {decoding / _USED:,.0f} s of decoding on H100s (989 and 67 TFLOP/s and 3.35 TB/s as stated by "
         f"NVIDIA, {_USED:.0%} of them assumed)"
     )
+
+
+def _trainer_device(config: RLConfig) -> str:
+    """The device of the trainer, or that of each of its ranks, which may be on other machines."""
+    trainer = config.trainer
+    if trainer.device == "cpu" or (trainer.mesh.ranks == 1 and trainer.launcher == "local"):
+        return _device(trainer.device)
+    return f"{trainer.device} of each rank"
 
 
 def _device(name: str) -> str:
@@ -192,7 +201,7 @@ def _limits(devices: set[str], configured_gb: float | None) -> dict[str, float]:
         if configured_gb is not None:
             limits[device] = configured_gb * GIB
         elif device.startswith("cuda") and torch.cuda.is_available():
-            limits[device] = torch.cuda.mem_get_info(device)[1]
+            limits[device] = torch.cuda.mem_get_info(device.partition(" ")[0])[1]
     return limits
 
 
@@ -205,89 +214,118 @@ def _host_bytes() -> float:
     return min(total, float(limit)) if limit.isdigit() and total else total
 
 
-def _sizes_of(path: str, dtype: str) -> PreTrainedModel:
-    """The model of a folder's config.json on the meta device."""
-    return on_meta(read_config(Path(path)), getattr(torch, dtype))
-
-
-def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a configuration on the meta device, for `activation_bytes`."""
-    with torch.device("meta"):
-        model = auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=attention.NAME, experts_implementation=_SIZES
-        )
-    keep_text(model)
-    for parameter in model.parameters():
-        parameter.grad_dtype = torch.float32
-    return model.eval()
-
-
 def _states(config: RLConfig, model: PreTrainedModel, adapters: Adapters | None, device: str) -> list[Term]:
     trained = list(model.parameters()) if adapters is None else list(adapters.tensors.values())
-    trainer = config.trainer
+    trainer, mesh = config.trainer, config.trainer.mesh
     published = narrower(main_dtype(Path(config.model.path)), model.dtype) if adapters is None else torch.float32
     count, size = sum(t.numel() for t in trained), published.itemsize
     live = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     held = trainer.offload_optimizer or device == "host"
+    # Of several ranks each has rows of the tensors; adapters are whole on all. Rows that are rounded when they are
+    # gathered are the masters themselves.
+    parts, rounded = mesh.shard * mesh.context, mesh.ranks > 1 and model.dtype.itemsize == 2
+    states, share = (8 if rounded and adapters is None else 12), 1 if adapters is not None else parts
+    each = mesh.ranks if device == "host" else 1
+    rows = sum(p.numel() for p in model.parameters()) * (4 if rounded else model.dtype.itemsize) / parts
+    rows += sum(t.nbytes for t in model.buffers())
+    wider = "raise trainer.mesh.shard" if mesh.ranks > 1 else ""
     terms = [
-        Term(device, "weights of the trainer", live, "" if model.dtype.itemsize == 2 else _NARROWER),
-        Term(device, "gradients", 4 * count),
+        Term(
+            device,
+            "weights of the trainer" + (", the masters" if states == 8 else ""),
+            rows * each,
+            wider or ("" if model.dtype.itemsize == 2 else _NARROWER),
+        ),
+        Term(device, "gradients", 4 * count / share * each, wider),
         Term(
             "host" if held else device,
-            "master weights and moments",
-            12 * count,
+            "moments" if states == 8 else "master weights and moments",
+            states * count / share * (mesh.ranks if held else 1),
             "" if held else "set trainer.offload_optimizer = true",
         ),
-        Term(device, "a bucket of the update", (16 if trainer.offload_optimizer else 4) * min(BUCKET, count)),
-        # Copies of the last and of the next version; on a GPU a third, to find changes there.
+        Term(
+            device,
+            "a bucket of the update",
+            (16 if trainer.offload_optimizer else 4) * min(BUCKET, count / share) * each,
+        ),
+        # Copies of the last and of the next version, rows of each rank; on a GPU a third, to find changes there.
         Term("host", "published weights", 2 * size * count),
         # States on the host are written from where they are.
-        Term("host", "checkpoint on its way to the disk", 0 if held else 12 * count),
+        Term("host", "checkpoint on its way to the disk", ((12 - states) if held else 12) * count),
+        *_gathered(config, model, device, each),
     ]
     if device != "host" and not trainer.offload_optimizer:
-        terms.append(
-            Term(device, "published weights, to find changes", size * count, "set trainer.offload_optimizer = true")
-        )
+        advice = "set trainer.offload_optimizer = true"
+        terms.append(Term(device, "published weights, to find changes", size * count / share, advice))
     engines = 0 if config.inference.urls else config.inference.servers
     if adapters is not None:
         terms += _beside_adapters(config, adapters, live, device)
     else:
         terms.append(Term("host", "held and next version of the engines", 2 * size * count * engines))
     if loss_preset(config.loss).kl_beta:
-        terms.append(Term("host", "weights of the KL reference", live))
+        terms.append(Term("host", "weights of the KL reference", live * mesh.replicate))
     if trainer.self_check:
-        wider = 4 * sum(t.numel() for t in (*model.parameters(), *model.buffers())) - live
-        terms.append(Term(device, "self-check of the first step", wider, "drop trainer.self_check"))
-        terms.append(Term("host", "gradients of the self-check", 4 * (2 if wider <= 0 else 3) * count))
+        more = 4 * sum(t.numel() for t in (*model.parameters(), *model.buffers())) - live
+        terms.append(Term(device, "self-check of the first step", more / parts * each, "drop trainer.self_check"))
+        terms.append(Term("host", "gradients of the self-check", 4 * (2 if more <= 0 else 3) * count))
+    return terms
+
+
+def _gathered(config: RLConfig, model: PreTrainedModel, device: str, each: int) -> list[Term]:
+    """The whole weights that a rank has for a while: FSDP2 gathers a layer while the one before is computed, and sums a
+    layer's gradients over the ranks in float32. Of experts that are divided it gathers those that the rank computes."""
+    mesh, width = config.trainer.mesh, model.dtype.itemsize
+    if mesh.ranks == 1:
+        return []
+    layers = cast(Any, model.get_decoder()).layers
+    largest = max(sum(p.numel() / (mesh.expert if p.ndim == 3 else 1) for p in la.parameters()) for la in layers)
+    inside = {id(p) for p in layers.parameters()}
+    outside = [p.numel() for p in model.parameters() if id(p) not in inside]
+    raised = "raise trainer.mesh.expert" if any(p.ndim == 3 for p in layers.parameters()) else ""
+    terms = [Term(device, "gathered layers, embeddings and head", width * (2 * largest + sum(outside)) * each, raised)]
+    if config.trainer.lora is None:
+        summed = (width + 4) * max(largest, *outside)
+        terms.append(Term(device, "gradients of a layer before their sum", summed * each, raised))
     return terms
 
 
 def _beside_adapters(config: RLConfig, adapters: Adapters, live: int, device: str) -> list[Term]:
     """The memory of adapters besides their states: the base, here and in engines that add to it."""
-    base, offload = [t.nbytes for t in adapters.base().values()], config.trainer.offload_optimizer
+    base, offload = [rows_of(t).nbytes for t in adapters.base().values()], config.trainer.offload_optimizer
+    mesh = config.trainer.mesh
+    parts, each = mesh.shard * mesh.context, mesh.ranks if offload or device == "host" else 1
     advice = "" if offload or device == "host" else "set trainer.offload_optimizer = true"
     engines = 0 if config.inference.urls else config.inference.servers
     return [
-        Term("host" if offload else device, "base of the adapted layers", sum(base), advice),
-        Term(device, "adapters, and a sum with the base", sum(t.nbytes for t in adapters.tensors.values()) + max(base)),
+        Term("host" if offload else device, "base of the adapted layers", sum(base) / parts * each, advice),
+        Term(
+            device,
+            "adapters, and a sum with the base",
+            (sum(t.nbytes for t in adapters.tensors.values()) + max(base) / parts)
+            * (mesh.ranks if device == "host" else 1),
+        ),
         # The base, the served sums and the next ones.
         Term("host", "base and sums of the engines", engines * (live + 2 * sum(base))),
     ]
 
 
 def pass_tokens(config: RLConfig) -> int:
-    """Tokens of the largest pass: the budget, or a whole row that exceeds it, but at most those of a batch."""
-    rollout = config.rollout
-    rows = 1 if config.deterministic or config.trainer.execution == "rows" else rollout.prompts * rollout.group
-    return max(rollout.context, min(config.trainer.micro_tokens, rows * rollout.context))
+    """Tokens of a rank's largest pass: the budget, or a whole row that exceeds it, but at most those of its part of a
+    batch; ranks that share rows have a slice of each."""
+    rollout, mesh = config.rollout, config.trainer.mesh
+    alone = config.deterministic or config.trainer.execution == "rows"
+    rows = 1 if alone else -(-rollout.prompts * rollout.group // mesh.data_ranks)
+    return -(-max(rollout.context, min(config.trainer.micro_tokens, rows * rollout.context)) // mesh.context)
 
 
 def _pass(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term]:
     """Activations, head and kept keys of the largest pass. If the model's own code cannot run without memory, only the
     inputs of its layers are counted, and the name says so."""
     trainer, text = config.trainer, model.config.get_text_config()
-    tokens = pass_tokens(config)
+    tokens, ranks = pass_tokens(config), trainer.mesh.ranks
+    each = ranks if device == "host" else 1
     lower = f"lower trainer.micro_tokens = {trainer.micro_tokens} or rollout.context = {config.rollout.context}"
+    lower += ", or raise trainer.mesh.context" if ranks > 1 else ""
     advice = lower if trainer.activation_checkpointing else "set trainer.activation_checkpointing = true"
     if trainer.activation_checkpointing:
         checkpoint_activations(model)
@@ -303,77 +341,17 @@ def _pass(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term]:
     if trainer.activation_checkpointing and not trainer.offload_activations and device != "host":
         advice = f"set trainer.offload_activations = true, or {lower}"
     terms = [
-        Term(device, name, kept - away, advice),
-        Term("host", "inputs of layers", away),
+        Term(device, name, (kept - away) * each, advice),
+        Term("host", "inputs of layers", away * ranks),
         # The head's memory is free again when the layers' backward pass begins.
-        Term(device, "head, or a layer's backward pass", max(head, peak - kept), lower),
+        Term(device, "head, or a layer's backward pass", max(head, peak - kept) * each, lower),
     ]
-    if not config.deterministic and trainer.execution not in ("rows", "packed"):
+    if ranks == 1 and not config.deterministic and trainer.execution not in ("rows", "packed"):
         # As computed, and in float32 with their gradients.
         streamed = tokens * configured(text).elements * (model.dtype.itemsize + 2 * 4)
         what = 'set trainer.execution = "packed", or ' + lower
         terms.append(Term(device, "keys and values of shared prefixes", streamed, what))
     return terms
-
-
-def activation_bytes(model: PreTrainedModel, tokens: int, *, narrow: bool = True) -> tuple[int, int]:
-    """Bytes that the decoder's forward pass over a row of so many tokens keeps for the backward pass, and the peak of
-    either, including the weight gradient that is being computed but no other. Of equal layers one is measured. `model`
-    is on the meta device; `narrow`: attention computes in the model's type, as on a GPU."""
-    decoder = cast(Any, model.get_decoder())
-    layers = decoder.layers
-    kinds: dict[Any, list[torch.nn.Module]] = defaultdict(list)
-    for layer in layers:
-        kinds[type(layer), tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())].append(layer)
-    try:
-        kept, most = 0, 0
-        for alike in kinds.values():
-            decoder.layers = torch.nn.ModuleList(alike[:1])
-            once, peak = _measured(model, tokens, narrow)
-            decoder.layers = torch.nn.ModuleList(alike[:1] * 2)
-            of_layer = _measured(model, tokens, narrow)[0] - once
-            # The first kind's pass measures what is kept outside of layers.
-            kept += len(alike) * of_layer + (0 if kept else once - of_layer)
-            most = max(most, peak - once)
-        return kept, kept + most
-    finally:
-        decoder.layers = layers
-
-
-def _measured(model: PreTrainedModel, tokens: int, narrow: bool) -> tuple[int, int]:
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    trained = [p for p in model.get_decoder().parameters() if p.requires_grad]
-    hooks: list[Any] = [p.register_post_accumulate_grad_hook(drop) for p in trained]
-    # As behind a layer with adapters: one without them keeps its activations there, too.
-    embedding = cast(torch.nn.Module, model.get_input_embeddings())
-    hooks.append(embedding.register_forward_hook(lambda module, args, out: out.requires_grad_()))
-    ids_1T = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    try:
-        with LiveBytes() as live:
-            options = {"position_ids": ids_1T, "layout": _Sizes(narrow), "use_cache": False}
-            hidden_1TD = cast(Any, model.get_decoder())(input_ids=ids_1T, **options).last_hidden_state
-            kept = live.now
-            hidden_1TD.backward(torch.empty_like(hidden_1TD))
-        return kept, live.peak
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def head_bytes(model: PreTrainedModel, positions: int) -> int:
-    """Peak bytes of the head's forward and backward passes over so many positions, of a model on the meta device."""
-    head = head_of(model)
-    hidden_SD = torch.empty(
-        positions, head.weight_VD.shape[1], dtype=head.weight_VD.dtype, device="meta", requires_grad=True
-    )
-    at_S = np.arange(positions)
-    with LiveBytes() as live:
-        logprobs_S, _ = token_logprobs(head, hidden_SD, at_S, np.zeros_like(at_S))
-        logprobs_S.backward(torch.empty_like(logprobs_S))
-    head.weight_VD.grad = None
-    return live.peak
 
 
 def _engine_dtype(config: RLConfig) -> torch.dtype:
@@ -439,42 +417,3 @@ def _vllm(config: RLConfig, model: PreTrainedModel, devices: Sequence[str], para
 def _staged(device: str, parameters: int) -> Term:
     """A version that an engine on a GPU is about to take: position and value of each changed element."""
     return Term(device, "changes of a version", _CHANGED * (8 + 2) * parameters)
-
-
-class _Sizes:
-    """A layout whose attention keeps the tensors of a flash kernel: queries, keys, values, outputs, log-sum-exps."""
-
-    kept = None
-
-    def __init__(self, narrow: bool) -> None:
-        self._narrow = narrow
-
-    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-        """Attention output, [B, H, T, value size]."""
-        parts = (query_BHTD, key_BKTD.clone(), value_BKTD.clone())
-        wide = parts if self._narrow else tuple(x.float() for x in parts)
-        return _SizedAttention.apply(*wide).to(query_BHTD.dtype)
-
-
-class _SizedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty(*query.shape[:3], value.shape[3])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:3], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
-
-
-def _sized_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """The sizes of `etude.models.experts.etude_experts`, which do not depend on the choice of experts."""
-    K = index_TK.shape[1]
-    first, second = (one_expert(module, name) for name in weight_names(module))
-    made = first(0, hidden_TD.repeat_interleave(K, dim=0))
-    out = second(0, module._apply_gate(made) if module.has_gate else module.act_fn(made))
-    return (out.view(len(hidden_TD), K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
-
-
-ExpertsInterface.register(_SIZES, _sized_experts)

@@ -60,6 +60,7 @@ from etude.trainer.lora import for_adapters
 from etude.trainer.optimizer import MasterAdamW, for_policy
 from etude.trainer.rl.batch import Batch, make_batch
 from etude.trainer.rl.clock import TrainingClock
+from etude.trainer.rl.external import attended
 from etude.trainer.rl.figures import batch_metrics
 from etude.trainer.rl.guards import Guards, GuardVerdict, ProbeComparison, StepFigures
 from etude.trainer.rl.memory import bound_kernels
@@ -109,26 +110,31 @@ def main() -> None:
     """
     bound_kernels(os.environ)
     try:
-        trainer = Trainer(Path(sys.argv[1]))
-        for base in sys.argv[2:]:
-            trainer.go_back(int(base))
-        while (groups := trainer.next_groups()) is not None:
-            loaded = trainer.load(groups)
+        with attended(Path(sys.argv[1])):
+            trainer = Trainer(Path(sys.argv[1]))
             with trainer.world.named_failures():
-                result = train_step(
-                    trainer.learner,
-                    loaded.batch,
-                    trainer.config,
-                    trainer.version,
-                    loaded.progress,
-                    judge=partial(trainer.judge, probes=loaded.probes),
-                    checked=trainer.checked,
-                )
-            trainer.commit(loaded, result)
-        trainer.finish()
+                _train(trainer, [int(version) for version in sys.argv[2:]])
     except (UserError, RunFailed) as e:
         print(f"etude: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, UserError) else 1)
+
+
+def _train(trainer: Trainer, back_to: Sequence[int]) -> None:
+    for version in back_to:
+        trainer.go_back(version)
+    while (groups := trainer.next_groups()) is not None:
+        loaded = trainer.load(groups)
+        result = train_step(
+            trainer.learner,
+            loaded.batch,
+            trainer.config,
+            trainer.version,
+            loaded.progress,
+            judge=partial(trainer.judge, probes=loaded.probes),
+            checked=trainer.checked,
+        )
+        trainer.commit(loaded, result)
+    trainer.finish()
 
 
 def use_deterministic_algorithms() -> None:
