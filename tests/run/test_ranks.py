@@ -49,7 +49,6 @@ def test_a_trainer_that_others_start_trains_the_same(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skip(reason="the trainer does not compute with several ranks yet")
 @pytest.mark.parametrize("victim", [None, 0, 1])
 def test_two_ranks_train_as_one_and_a_killed_one_is_resumed(undisturbed, tmp_path, victim):
     config = CONFIG.replace("[trainer]\n", "[trainer]\nmesh = { shard = 2 }\n")

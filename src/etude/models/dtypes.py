@@ -24,6 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from etude.models.files import headers, shards
 
 Types = Mapping[str, torch.dtype]
+_COMPUTES = "etude_computes"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -70,6 +71,16 @@ def computed_dtype(dtype: str, device: str, root: Path) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)
     return torch.float32 if torch.device(device).type == "cpu" else main_dtype(root)
+
+
+def computing_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The type that a model computes in. Of one that is divided over ranks it may be narrower than that of its rows."""
+    return getattr(model, _COMPUTES, model.dtype)
+
+
+def set_computing_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Says that a model computes in another type than its parameters have."""
+    setattr(model, _COMPUTES, dtype)
 
 
 def published_dtypes(root: Path, model: PreTrainedModel, computed: torch.dtype) -> dict[str, torch.dtype]:

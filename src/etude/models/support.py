@@ -28,6 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from etude.config import MeshConfig
 from etude.errors import first_line
+from etude.models.dtypes import computing_dtype
 from etude.models.head import head_of
 from etude.models.key_values import positions
 from etude.models.lengths import lengths, shortened
@@ -267,7 +268,7 @@ def trial(model: PreTrainedModel, use: Use, ours: LogProbs, *, seed: int = 0, mo
 
 
 def _tried(model: PreTrainedModel, use: Use, ours: LogProbs, rows: Rows) -> str:
-    name, narrow = model.config.get_text_config().model_type, model.dtype != torch.float32
+    name, narrow = model.config.get_text_config().model_type, computing_dtype(model) != torch.float32
     try:
         truth = [_reference(model, row) for row in rows]
     except FAILURES as e:
@@ -388,7 +389,7 @@ def _reference(model: PreTrainedModel, row: np.ndarray, attention: str = "eager"
     if len(seen) != 1:
         raise ValueError("its logits are not made by its output embeddings")
     ours_TV = head_of(model).logits(seen[0].reshape(-1, seen[0].shape[-1]))
-    narrow = model.dtype != torch.float32
+    narrow = computing_dtype(model) != torch.float32
     allowed = _ROUNDED * max(1.0, float(logits_TV.abs().max())) if narrow else LIMIT
     if not float((ours_TV - logits_TV.float()).abs().max()) <= allowed:
         raise ValueError("it changes its logits in a way that is not known")

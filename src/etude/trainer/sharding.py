@@ -24,6 +24,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from etude.errors import UserError
 from etude.models import context_parallel
+from etude.models.dtypes import set_computing_dtype
 from etude.models.experts import grouped_products, record_before_dispatch
 from etude.models.loading import load_model
 from etude.trainer.checkpoint import rows_of
@@ -60,6 +61,7 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
             module.set_force_sum_reduction_for_comms(True)
         if getattr(module, "_is_expert_parallel", False):
             record_before_dispatch(module, cast(Any, module).num_experts * mesh.expert)
+    set_computing_dtype(model, dtype)
     _share_tied(model)
     cast(Any, model).computed = MethodType(lambda _self, work: work(), model)
     register_fsdp_forward_method(model, "computed")
