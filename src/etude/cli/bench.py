@@ -22,6 +22,7 @@ BENCHMARKS = {
     "live": "live",
     "mismatch": "mismatch",
     "models": "models",
+    "ranks": "ranks",
     "real-model": "real_model",
     "sandbox": "sandbox",
     "shared-prompt": "shared_prompt",
