@@ -16,6 +16,7 @@ from etude.trainer.rl.process import make_learner
 from etude.trainer.rl.reference import Reference
 from etude.trainer.rl.step import Learner, train_step
 from etude.trainer.rl.value import Critic
+from etude.trainer.world import World
 from etude.weights.content import load
 from tests.helpers.trainer_runs import engine_of, new_run, play, publish_versions
 
@@ -61,7 +62,7 @@ def test_activation_checkpointing_changes_no_bit_of_a_step(played):
         chosen = with_loss(config, "streaming", kl="k2", kl_beta=0.1)
         trainer = chosen.trainer.model_copy(update={"activation_checkpointing": again})
         chosen = chosen.model_copy(update={"trainer": trainer})
-        learner = make_learner(chosen)
+        learner = make_learner(chosen, World())
         assert all(layer.gradient_checkpointing == again for layer in learner.model.model.layers)
         assert all(p.grad_dtype == torch.float32 for p in learner.model.parameters())
         learner.optimizer.follow(tensors)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
@@ -124,7 +125,11 @@ def write(folder: Path, version: int, parts: Mapping[str, Shard], ranks: Ranks, 
         sync(folder)
         failpoint("checkpoint.complete")
     except (OSError, SafetensorError) as e:
-        shutil.rmtree(partial, ignore_errors=True)
+        if ranks.rank:
+            with suppress(OSError):  # rank 0 then waits for it in vain
+                _failure(partial, ranks.rank).touch()
+        else:
+            shutil.rmtree(partial, ignore_errors=True)
         why = (e.strerror if isinstance(e, OSError) else None) or str(e)
         needed = sum(part.rows.nbytes for part in parts.values()) / 1e6
         raise UserError(
@@ -279,6 +284,11 @@ class CheckpointWriter:
             self._error, self._failures = None, 0
 
 
+def _failure(partial: Path, rank: int) -> Path:
+    """The file that says that a rank could not write its own."""
+    return partial / f"rank_{rank}.failed"
+
+
 def _gather(partial: Path, version: int, ranks: Ranks) -> list[_RankFile]:
     """The announcements of the other ranks, in order; deletes them."""
     deadline = time.monotonic() + RANK_SECONDS
@@ -286,6 +296,8 @@ def _gather(partial: Path, version: int, ranks: Ranks) -> list[_RankFile]:
     for rank in range(1, ranks.count):
         path = partial / _announcement(rank)
         while not path.exists():
+            if _failure(partial, rank).exists():
+                raise UserError(f"checkpoint {version} cannot be written: rank {rank} could not; see its log")
             if time.monotonic() > deadline:
                 raise RunFailed(f"rank {rank} did not write its file of checkpoint {version}; start the trainer again")
             time.sleep(0.02)

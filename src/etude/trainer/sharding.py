@@ -45,6 +45,9 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
         model = load_model(path, dtype=dtype, device=world.device)
         setattr(model, _WORLD, world)
         return model
+    there = torch.accelerator.current_accelerator()
+    if there is not None and there.type != torch.device(world.device).type:
+        raise UserError(f'several ranks train on the accelerators of a machine: set trainer.device = "{there.type}"')
     try:
         distributed = DistributedConfig(
             dp_replicate_size=mesh.replicate,

@@ -24,7 +24,7 @@ def bound_kernels(environment: MutableMapping[str, str]) -> None:
         environment.setdefault(variable, str(_KERNELS))
 
 
-def reset_peak(device: str) -> None:
+def reset_peak(device: torch.device | str) -> None:
     """Begins a period. If the kernel refuses, the process's peak counts from its start on."""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -33,7 +33,7 @@ def reset_peak(device: str) -> None:
         _RESET.write_text("5")  # proc(5): sets the peak resident size to the current one
 
 
-def peak_bytes(device: str) -> int:
+def peak_bytes(device: torch.device | str) -> int:
     """Largest memory since `reset_peak`: allocated on the accelerator, or resident here; 0 if the system does not
     report it."""
     if torch.device(device).type == "cuda":

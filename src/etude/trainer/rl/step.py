@@ -98,7 +98,7 @@ def train_step(
     step that is computed again. Raises RunFailed if the self-check fails."""
     preset, of_batch, world = loss_preset(config.loss), batch_figures(batch, version), world_of(learner.model)
     with batch_invariant(config.deterministic and possible(learner.model)):
-        reset_peak(world.device)
+        reset_peak(learner.model.device)
         batch, metrics = _distilled(learner, batch, config)
         sums, parts = StepSums(), shares(batch.rows, config.loss.updates)
         updates = [_update(learner, rows, share, batch, config, sums) for rows, share in parts]
@@ -133,7 +133,7 @@ def train_step(
         if verdict is None:
             return StepResult(sums.metrics() | metrics, judge(figures), figures)
         metrics |= {"optim/skipped": float(applied < len(updates)), "optim/updates": float(applied)}
-        metrics |= {"memory/peak_bytes": float(world.largest(peak_bytes(world.device)))}
+        metrics |= {"memory/peak_bytes": float(world.largest(peak_bytes(learner.model.device)))}
         return StepResult(sums.metrics() | metrics, verdict, figures, lr, applied)
 
 
@@ -147,7 +147,7 @@ def _update(
     sums.plan(tokens, passes, world)
     # A batch with recorded advantages has no planned size; any other counts lost episodes, too.
     played = len(batch.flat) if options.baseline == "given" else config.rollout.prompts * config.rollout.group
-    return OptimizerUpdate(tokens, collate(rows, world.device), passes, played * share, len(batch.rewards))
+    return OptimizerUpdate(tokens, collate(rows, learner.model.device), passes, played * share, len(batch.rewards))
 
 
 def _planned(learner: Learner, tokens: TokenRows, config: RLConfig) -> ExecutionPlan:
