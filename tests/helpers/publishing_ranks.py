@@ -22,7 +22,7 @@ from etude.store import open_store
 from etude.weights import newest_manifest, publisher
 from etude.weights.publisher import Publisher
 from etude.weights.ranks import Ranks, Shard, digest_of_parts
-from etude.weights.ulpd import schema_of
+from etude.weights.ulpd.chunk_grid import schema_of
 
 VERSIONS = 9
 WORLDS = (1, 2, 3, 4)

@@ -267,7 +267,7 @@ def test_a_rank_that_cannot_write_ends_the_checkpoint_of_all_at_once(tmp_path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(UserError, match="checkpoint 1 cannot be written to .*: No space left on device"):
+        with pytest.raises(UserError, match=r"checkpoint 1 cannot be written to .*: No space left on device"):
             checkpoint.write(tmp_path, 1, {"a": Shard(torch.ones(2), 2, 4)}, ranks[1], {})
     with pytest.raises(UserError, match="checkpoint 1 cannot be written: rank 1 could not; see its log"):
         checkpoint.write(tmp_path, 1, {"a": Shard(torch.ones(2), 0, 4)}, ranks[0], {})

@@ -29,8 +29,8 @@ from etude.weights.ranks import (
     digest_of_parts,
     schema_of_parts,
 )
-from etude.weights.ulpd import codec, digest_text, schema_of, weights_digest
-from etude.weights.ulpd.chunk_grid import Window
+from etude.weights.ulpd import codec, digest_text, weights_digest
+from etude.weights.ulpd.chunk_grid import Window, schema_of
 from tests.helpers.publishing_ranks import ANCHOR_PART, MOVES, SHAPES, VERSIONS, WORLDS, chain, made, parts
 
 FRAME = codec.pack("delta", 0, [])  # an object without records: head and tail

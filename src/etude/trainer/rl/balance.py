@@ -21,7 +21,7 @@ _HALVINGS = 6  # of the largest parcel
 
 
 @dataclass(frozen=True)
-class Division:
+class BatchDivision:
     """The rows of each pass of each rank, by their numbers; ranks have equal numbers of passes, which may be empty.
     `imbalance` is the cost of the dearest rank over the mean; `work` the sum over passes of the dearest rank's."""
 
@@ -37,7 +37,7 @@ class _Parcel:
     work: float
 
 
-def divided(tokens: TokenRows, execution: Execution, budget: int, shape: Shape, ranks: int) -> Division:
+def divided(tokens: TokenRows, execution: Execution, budget: int, shape: Shape, ranks: int) -> BatchDivision:
     """The passes of `ranks` ranks over the rows, at most `budget` tokens each unless a row alone is longer. "rows": one
     row each; "packed": rows that share tokens, and others beside them. The same on every rank."""
     tree = tokens.tree()
@@ -45,7 +45,7 @@ def divided(tokens: TokenRows, execution: Execution, budget: int, shape: Shape, 
         every = [_parcel(tokens, tree, shape, [i], alone=True) for i in range(len(tokens.rows))]
         return _dealt(every, -(-len(every) // ranks), ranks, 0)
     longest = max((len(row) for row in tokens.rows), default=1)
-    best: Division | None = None
+    best: BatchDivision | None = None
     limit = budget
     for _ in range(_HALVINGS):
         parcels = list(_parcels(tokens, tree, shape, max(limit, longest)))
@@ -94,7 +94,7 @@ def _pairs(tree: Trie, node: int) -> int:
     return length * (length + 1) // 2 + length * sum(len(tree.graph.nodes[j]) for j in tree.graph.nodes[node].sees)
 
 
-def _dealt(parcels: Sequence[_Parcel], passes: int, ranks: int, budget: int) -> Division:
+def _dealt(parcels: Sequence[_Parcel], passes: int, ranks: int, budget: int) -> BatchDivision:
     """The parcels in passes x ranks bins of at most `budget` tokens (0: one parcel each), and the bins on the ranks.
     Parcels that fit nowhere open further passes."""
     bins: list[list[_Parcel]] = [[] for _ in range(passes * ranks)]
@@ -122,7 +122,7 @@ def _dealt(parcels: Sequence[_Parcel], passes: int, ranks: int, budget: int) -> 
             of_rank[rank].append(tuple(sorted(row for p in bins[at] for row in p.rows)))
             totals[rank] += costs[at]
     mean = totals.mean()
-    return Division(
+    return BatchDivision(
         tuple(map(tuple, of_rank)),
         float(totals.max() / mean) if mean else 1.0,
         float(costs[order[:, 0]].sum()) if len(order) else 0.0,

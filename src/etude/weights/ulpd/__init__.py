@@ -10,5 +10,5 @@ Stands alone: numpy, numba, torch, blake3, xxhash and zstandard, nothing else of
 """
 
 # pyright: reportUnusedImport=false
-from etude.weights.ulpd.chunk_grid import Schema, schema_of
+from etude.weights.ulpd.chunk_grid import Schema
 from etude.weights.ulpd.digest import digest_text, narrow_lossless, weights_digest
