@@ -24,6 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from etude.models.files import headers, shards
 
 Types = Mapping[str, torch.dtype]
+COMPUTED = "etude_computed"  # attribute of a divided model, whose rows have another type than its passes
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -56,6 +57,11 @@ def main_dtype(root: Path) -> torch.dtype:
         if tensor.dtype is not None:
             counts[tensor.dtype] += tensor.elements
     return max(counts, key=lambda dtype: counts[dtype], default=torch.bfloat16)
+
+
+def passes_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The type of a model's passes: ranks that hold rows of it may round them when they are gathered."""
+    return getattr(model, COMPUTED, None) or max(model.parameters(), key=lambda parameter: parameter.numel()).dtype
 
 
 def exact_dtype(root: Path) -> torch.dtype:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from etude.errors import first_line
+from etude.models.dtypes import passes_dtype
 from etude.models.head import head_of
 from etude.models.key_values import positions
 from etude.models.lengths import lengths, shortened
@@ -241,7 +242,7 @@ def trial(model: PreTrainedModel, use: Use, ours: LogProbs, *, seed: int = 0, mo
 
 
 def _tried(model: PreTrainedModel, use: Use, ours: LogProbs, rows: Rows) -> str:
-    name, narrow = model.config.get_text_config().model_type, model.dtype != torch.float32
+    name, narrow = model.config.get_text_config().model_type, passes_dtype(model) != torch.float32
     try:
         truth = [_reference(model, row) for row in rows]
     except FAILURES as e:
