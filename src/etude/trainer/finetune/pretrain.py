@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -113,15 +114,23 @@ def _corpus(config: CorpusConfig, seed: int, output: Path) -> build.Corpus:
 
 def refuse(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
     """Raises UserError if the folder holds a run and `resume` is off, or if `resume` is on and the folder holds no run,
-    or one of another configuration; also if the device does not exist."""
+    or one of another configuration than that of ranks; also if the device does not exist."""
     path = output / "config.json"
     if path.exists() and not resume:
         raise UserError(f"{output} already holds a run; choose another name, or continue the run with --resume")
     if resume and not path.exists():
         raise UserError(f"{output} holds no saved state to resume from; start it without --resume")
-    if resume and path.read_text(encoding="utf-8") != config.model_dump_json(indent=1):
+    if resume and _without_ranks(path.read_text(encoding="utf-8")) != _without_ranks(config.model_dump_json()):
         raise UserError(f"the configuration differs from that of {path}; resume with the same one")
     check_device(config.trainer.device, "trainer.device")
+
+
+def _without_ranks(text: str) -> dict[str, Any]:
+    """A configuration, but for the options of ranks, whose number may change in a run."""
+    values = json.loads(text)
+    for key in ("mesh", "collective_seconds"):
+        values["trainer"].pop(key, None)
+    return values
 
 
 def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool, world: World) -> None:
