@@ -83,7 +83,8 @@ def new_model(config: NewModelConfig, seed: int) -> PreTrainedModel:
             pad_token_id=SPECIAL_IDS["<|pad|>"],
         )
     )
-    return model.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    folder.cast(model, torch.bfloat16)  # not its rotary frequencies, which a loaded folder has in float32
+    return model
 
 
 def new_on_ranks(config: NewModelConfig, seed: int, optim: OptimConfig, output: Path, world: World) -> PreTrainedModel:
@@ -114,7 +115,7 @@ def _corpus(config: CorpusConfig, seed: int, output: Path) -> build.Corpus:
 
 def refuse(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
     """Raises UserError if the folder holds a run and `resume` is off, or if `resume` is on and the folder holds no run,
-    or one of another configuration than that of ranks; also if the device does not exist."""
+    or one of another configuration, ranks left out; also if the device does not exist."""
     path = output / "config.json"
     if path.exists() and not resume:
         raise UserError(f"{output} already holds a run; choose another name, or continue the run with --resume")
