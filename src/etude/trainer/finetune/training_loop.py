@@ -182,7 +182,7 @@ def _step(
     optimizer's tensors is `written`. Returns the figures, tensors where computed on the device: sums over the passes of
     the parts of the loss, means of the rest. The routers' balance is that of each pass."""
     world = world_of(model)
-    numbers, figures = numbers_of(passes, world), _Figures()
+    numbers, figures = numbers_of(passes, world), _PassSums()
     for place, number in enumerate(numbers, 1):
         world.at(f"pass {place} of {len(numbers)}")
         last_pass(model, place == len(numbers))
@@ -207,7 +207,7 @@ def _step(
     }
 
 
-class _Figures:
+class _PassSums:
     """Sums over passes, without gradient."""
 
     def __init__(self) -> None:
