@@ -26,9 +26,10 @@ from etude.corpus.sources import File
 from etude.errors import UserError
 from etude.trainer.finetune import applied_edits, pretrain
 from etude.trainer.finetune.config import ApplyConfig, MidtrainConfig, OptimConfig, SftConfig
+from etude.trainer.finetune.folder import load
 from etude.trainer.finetune.packed import PackedSteps
 from etude.trainer.finetune.passes import shares
-from etude.trainer.world import free_port
+from etude.trainer.world import World, free_port
 from tests.helpers import apply_edits, forked_ranks
 from tests.helpers.folders import write_folder
 from tests.trainer.test_folder_stages import chat
@@ -126,8 +127,8 @@ def config(root: Path, case: Case, mesh: dict[str, int]) -> Any:
     return KINDS[case.stage].model_validate(values)
 
 
-def compute(root: Path, cases: dict[str, Case]) -> None:
-    """Each rank's part of the cases."""
+def compute(root: Path, cases: dict[str, Case]) -> str:
+    """Each rank's part of the cases. Returns why two ranks do not train on files without a row."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     texts = tuple(function_texts(File("demo", "demo/sums.py", CODE)))
@@ -137,6 +138,12 @@ def compute(root: Path, cases: dict[str, Case]) -> None:
         for name, case in cases.items():
             if case.ranks == ranks:
                 one_case(root, name, case, rank % 2 if ranks == 2 else 0 if ranks == 1 else rank)
+    if rank > 1:
+        return ""
+    (root / "chats.jsonl").write_text("{}")
+    with pytest.raises(UserError) as refusal:
+        stage(root, Case("sft", model="dense"), {"shard": 2}, root / "outputs" / "no rows", rank)
+    return f"{refusal.value} {sorted(file.name for file in (root / 'outputs' / 'no rows').iterdir())}"
 
 
 def one_case(root: Path, name: str, case: Case, rank: int) -> None:
@@ -181,7 +188,8 @@ def stage(root: Path, case: Case, mesh: dict[str, int], output: Path, rank: int,
 def computed(root: Path, cases: dict[str, Case]) -> Path:
     """The run folders of the cases."""
     folders(root)
-    forked_ranks.run(compute, 4, root, cases)
+    refusals = forked_ranks.run(compute, 4, root, cases)
+    (root / "outputs" / "refusals.json").write_text(json.dumps(refusals))
     return root / "outputs"
 
 
@@ -208,6 +216,13 @@ def test_ranks_train_as_one_process(outputs: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, case in MORE.items() if case.like])
 def test_more_options_train_as_one_process(more: Path, name: str) -> None:
     check(more, name, MORE[name])
+
+
+def test_what_rank_0_refuses_is_refused_by_all(outputs: Path) -> None:
+    one, two, *_ = json.loads((outputs / "refusals.json").read_text())
+    assert one == two
+    assert "no row of data.files can be learned from" in one
+    assert "['data.json']" in one, "no configuration, so that the run can start again"
 
 
 def check(outputs: Path, name: str, case: Case) -> None:
@@ -281,6 +296,12 @@ def test_what_needs_one_rank_is_refused_before_anything_is_built(tmp_path: Path)
     with pytest.raises(UserError, match="needs 2 ranks, and this process is one of 1"):
         pretrain.sft(config(tmp_path, case, {"shard": 2}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_whose_rows_ranks_cannot_compute_together_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    model, optim = write_folder(tmp_path / "next", "qwen3_next", 1300), OptimConfig(mesh={"context": 2}, length=64)
+    with pytest.raises(UserError, match=r"set trainer\.mesh\.context to 1"):
+        load(model, optim, World(0, optim.mesh))
 
 
 def test_by_default_a_pass_has_the_rows_of_a_data_rank() -> None:
