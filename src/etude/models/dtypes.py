@@ -75,7 +75,7 @@ def computed_dtype(dtype: str, device: str, root: Path) -> torch.dtype:
 
 def computing_dtype(model: PreTrainedModel) -> torch.dtype:
     """The type that a model computes in. Of one that is divided over ranks it may be narrower than that of its rows."""
-    return getattr(model, _COMPUTES, model.dtype)
+    return getattr(model, _COMPUTES, None) or max(model.parameters(), key=lambda parameter: parameter.numel()).dtype
 
 
 def set_computing_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:

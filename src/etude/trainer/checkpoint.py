@@ -160,15 +160,21 @@ def load(folder: Path, version: int, take: Take = every_row) -> tuple[dict[str, 
     return {name: _joined(pieces, own[name], missing) for name, pieces in parts.items()}, manifest.about
 
 
-def load_newest(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, str]] | None:
+def load_newest(
+    folder: Path, take: Take = every_row, agreed: Callable[[str], str] = lambda damage: damage
+) -> tuple[int, dict[str, Tensor], dict[str, str]] | None:
     """The newest complete checkpoint: its number and the result of `load`; None if there was never a checkpoint. Prints
-    why a newer one is not used. Raises UserError if none is complete."""
+    why a newer one is not used. `agreed` gets a rank's sentence about damage, "" without any, and returns that of any
+    rank. Raises UserError if none is complete."""
     damage: CheckpointDamaged | None = None
     for version in reversed(versions(folder)):
+        tensors, about, why = dict[str, Tensor](), dict[str, str](), ""
         try:
-            tensors, about = load(folder, version)
+            tensors, about = load(folder, version, take)
         except CheckpointDamaged as e:
-            damage = damage or e
+            why = str(e)
+        if why := agreed(why):
+            damage = damage or CheckpointDamaged(why)
             continue
         if damage is not None:
             print(f"note: {damage}; the run goes on from checkpoint {version}", file=sys.stderr, flush=True)

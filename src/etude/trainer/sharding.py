@@ -10,11 +10,13 @@ Ranks that only replicate hold the whole model each, and one rank takes the same
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
@@ -118,6 +120,11 @@ def last_pass(model: PreTrainedModel, last: bool) -> None:
         model.set_requires_all_reduce(last)
 
 
+def rows_only(model: PreTrainedModel) -> bool:
+    """Whether this rank holds some rows of the model's tensors; false for a rank with a whole model."""
+    return isinstance(model, FSDPModule)
+
+
 def is_divided(tensor: Tensor) -> bool:
     """Whether this rank holds some rows of a tensor; false for a tensor that every rank holds whole."""
     return isinstance(tensor, DTensor)
@@ -177,3 +184,26 @@ def shard_of(tensor: Tensor, values: Tensor, world: World) -> Tensor | Shard:
         return Shard(values[:0], 0, values.shape[0]) if values.ndim else values.to("meta")
     own = values if world.replica == 0 else values[:0]
     return Shard(own, first_row(tensor), tensor.shape[0])
+
+
+def whole_on_first(tensor: Tensor, values: Tensor | Shard, dtype: torch.dtype, world: World) -> Tensor | None:
+    """`values` of all rows of `tensor` in another type, in the host's memory of rank 0; None on the others. Each rank
+    gives its `shard_of`, and sends it to rank 0 alone."""
+    if not isinstance(values, Shard):
+        return values.detach().to("cpu", dtype) if world.first else None
+    if not is_divided(tensor):
+        return None
+    shard = replace(values, rows=values.rows.detach().to("cpu", dtype).contiguous())
+    places = world.gathered((shard.first, len(shard.rows)), tuple[int, int])
+    if not world.first:
+        if len(shard.rows):
+            dist.send(shard.rows.view(torch.uint8), 0, group=world.control)
+        return None
+    whole = torch.empty((shard.total, *shard.rows.shape[1:]), dtype=dtype)
+    for rank, (first, count) in enumerate(places):
+        rows = whole[first : first + count]
+        if rank == 0:
+            rows.copy_(shard.rows)
+        elif count:
+            dist.recv(rows.view(torch.uint8), rank, group=world.control)
+    return whole

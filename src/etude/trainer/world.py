@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,6 +41,7 @@ from etude.processes import LISTENER
 T = TypeVar("T")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BEAT_SECONDS = 1.0
+_LOOK_SECONDS = 5.0  # at work that only rank 0 does
 _JOIN_SECONDS = 600.0
 """Deadline of the ranks' meeting at the start, in which each imports its libraries."""
 
@@ -143,6 +145,20 @@ class World:
         pairs = zip(parts, lengths, strict=True)
         return [msgspec.msgpack.decode(part[: int(n)].numpy().tobytes(), type=kind) for part, n in pairs]
 
+    def only_first(self, work: Callable[[], object]) -> None:
+        """Runs `work` on rank 0, however long it takes, while the others wait. Raises rank 0's UserError on all."""
+        if self.size == 1:
+            work()
+            return
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(work) if self.first else None
+            while (end := self.agree(lambda: _end_of(cast(Any, future)), list[str] | None)) is None:
+                pass
+        if future is not None:
+            future.result()
+        elif end:
+            raise (UserError if end[0] else RunFailed)(end[1])
+
     def largest(self, number: int) -> int:
         """The largest of the ranks' numbers."""
         if self.size == 1:
@@ -181,6 +197,18 @@ class World:
             dist.barrier(group=self.control)
             self.watch.stop()
             dist.destroy_process_group()
+
+
+def _end_of(future: Future[object]) -> list[str] | None:
+    """None if the work goes on after a moment, [] if it is done; else the sentence of its error, behind a mark of a
+    user's error."""
+    try:
+        error = future.exception(_LOOK_SECONDS)
+    except TimeoutError:
+        return None
+    if error is None:
+        return []
+    return ["user", str(error)] if isinstance(error, UserError) else ["", f"rank 0 failed: {first_line(error)}"]
 
 
 def free_port() -> int:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ from etude.renderers import Renderer, renderer_for
 from etude.trainer.finetune import distillation, folder, packed, pretrain, rename_augmentation
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
 from etude.trainer.finetune.training_loop import Show, StageRun
+from etude.trainer.sharding import reshard, within, world_of
+from etude.trainer.world import World
 
 log = logging.getLogger(__name__)
 
@@ -46,19 +49,20 @@ def finetune(
         raise UserError(
             f"{min(shared)} is both trained on and held out: make the tables with one `etude tasks fast-apply`"
         )
-    model, types = _student(config)
+    world = World.join(optim.mesh, optim.device, optim.collective_seconds)
+    model, types = _student(config, output, world)
     kind = folder.packing_of(model, optim.packing)
     compute = None
     if config.distill is not None:
-        teacher = distillation.teacher(config.distill, optim, kind)
+        teacher = distillation.teacher(config.distill, optim, kind, world)
         size = teacher.config.get_text_config().vocab_size
         if isinstance(source, NewModelConfig) and source.vocab_size != size:
             raise UserError(f"model.vocab_size = {source.vocab_size}, and {folders[0]} has {size}: use the latter")
         compute = distillation.loss_function(model, teacher, config.distill.share)
     renderer = renderer_for(folders[0], tools=False)
     words = pretrain.vocabulary_of(folders[0], folder.pad_of(model), lambda: renderer)
-    pretrain.prepare(output, config, resume)
-    rows, _ = pretrain.rows_once(output, lambda: (rows_of(train, renderer, words, config), None))
+    pretrain.prepare(output, config, resume, world)
+    rows, _ = pretrain.rows_once(output, lambda: (rows_of(train, renderer, words, config), None), world)
     tests = measured(held_out, renderer, config.measured, optim.length, config.seed)
     if config.context is not None:
         model.config.get_text_config().max_position_embeddings = config.context
@@ -73,14 +77,15 @@ def finetune(
         compute=compute,
         measure=lambda current: summary(likelihoods(current, tests)),
     )
+    world.close()
     return output / "checkpoint"
 
 
-def _student(config: ApplyConfig) -> tuple[PreTrainedModel, dict[str, torch.dtype]]:
+def _student(config: ApplyConfig, output: Path, world: World) -> tuple[PreTrainedModel, dict[str, torch.dtype]]:
     """The model to train, from a folder or new, and the types in which it is saved."""
     if isinstance(config.model, NewModelConfig):
-        return pretrain.new_model(config.model, config.seed).to(config.trainer.device), {}  # pyright: ignore
-    model = folder.load(config.model.path, config.trainer)
+        return pretrain.new_on_ranks(config.model, config.seed, config.trainer, output, world), {}
+    model = folder.load(config.model.path, config.trainer, world)
     return model, folder.types_of(config.model.path, model)
 
 
@@ -174,20 +179,16 @@ def measured(examples: Sequence[Example], renderer: Renderer, count: int, longes
 
 @torch.no_grad()
 def likelihoods(model: PreTrainedModel, tests: Sequence[HeldOutEdit]) -> list[AnswerLikelihood]:
-    """The likelihood of each held-out edit, in one pass per edit."""
-    results = []
-    for test in tests:
-        ids_T = torch.from_numpy(test.ids_T).to(model.device)
-        # The token at t is predicted at t - 1.
-        index_K = torch.from_numpy(np.flatnonzero(test.label_T) - 1).to(model.device)
-        hidden_KD = model.get_decoder()(input_ids=ids_T[None], use_cache=False).last_hidden_state[0, index_K]
-        head = head_of(model)
-        logits_KV = head.finish(torch.nn.functional.linear(hidden_KD, head.weight_VD)).float()
-        target_K = ids_T[index_K + 1]
-        loss_K = torch.nn.functional.cross_entropy(logits_KV, target_K, reduction="none").cpu().numpy()
-        right_K = (logits_KV.argmax(-1) == target_K).cpu().numpy()
+    """The likelihood of each held-out edit, in one pass per edit. Each rank computes some of them, as many as any
+    other; ranks that share rows compute the same."""
+    world = world_of(model)
+    ranks, own = world.mesh.data_ranks, list[AnswerLikelihood]()
+    for first in range(0, len(tests), ranks):
+        world.at(f"held-out edits from {first + 1} on")
+        test = tests[min(first + world.data_rank, len(tests) - 1)]
+        loss_K, right_K = (x.cpu().numpy() for x in within(model, partial(_of_answer, model, test)))
         changed_K = test.changed_T[test.label_T]
-        results.append(
+        own.append(
             AnswerLikelihood(
                 exact=bool(right_K.all()),
                 right=float(right_K.mean()),
@@ -197,7 +198,22 @@ def likelihoods(model: PreTrainedModel, tests: Sequence[HeldOutEdit]) -> list[An
                 tokens=len(loss_K),
             )
         )
-    return results
+    reshard(model)
+    every = world.gathered(own, list[AnswerLikelihood])[:: world.mesh.context]
+    return [one for together in zip(*every, strict=True) for one in together][: len(tests)]
+
+
+def _of_answer(model: PreTrainedModel, test: HeldOutEdit) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss [K] of an answer's tokens, and whether each is the most likely one."""
+    ids_T = torch.from_numpy(test.ids_T).to(model.device)
+    # The token at t is predicted at t - 1.
+    index_K = torch.from_numpy(np.flatnonzero(test.label_T) - 1).to(model.device)
+    hidden_KD = model.get_decoder()(input_ids=ids_T[None], use_cache=False).last_hidden_state[0, index_K]
+    head = head_of(model)
+    logits_KV = head.finish(torch.nn.functional.linear(hidden_KD, head.weight_VD)).float()
+    target_K = ids_T[index_K + 1]
+    loss_K = torch.nn.functional.cross_entropy(logits_KV, target_K, reduction="none")
+    return loss_K, logits_KV.argmax(-1) == target_K
 
 
 def summary(results: Sequence[AnswerLikelihood]) -> dict[str, float]:

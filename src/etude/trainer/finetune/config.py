@@ -144,7 +144,9 @@ class OptimConfig(Section):
     tokens: int | None = option(None, "padding included; default: all of data.files, or 10 million of a corpus", gt=0)
     minutes: float | None = option(None, "the learning rate has decayed by then", gt=0)
     batch: int = option(12, "rows of an optimizer step", gt=0)
-    micro_batch: int | None = option(None, "rows computed at once; default: all of a step", gt=0)
+    micro_batch: int | None = option(
+        None, "rows computed at once; default: all of a step, or a data rank's share", gt=0
+    )
     length: int = option(512, "tokens of a row", gt=8)
     packing: Literal["auto", "isolated", "crossing", "none"] = option(
         "auto",
@@ -183,6 +185,11 @@ class OptimConfig(Section):
         if self.compile and self.mesh.ranks > 1:
             raise ValueError("trainer.compile is for one rank: drop it, or trainer.mesh")
         check_device_of_ranks(self.device, self.mesh)
+        if self.mesh.context > 1 and self.packing in ("crossing", "none"):
+            raise ValueError(
+                f'ranks compute only isolated rows together: drop trainer.packing = "{self.packing}", or set '
+                "trainer.mesh.context to 1"
+            )
         if self.micro_batch is not None and self.batch % self.micro_batch:
             raise ValueError(f"trainer.micro_batch = {self.micro_batch} must divide trainer.batch = {self.batch}")
         return self
@@ -288,6 +295,8 @@ class SftConfig(_Stage):
         # Every row has its own mask, and each would be compiled.
         if self.trainer.compile:
             raise ValueError("prompts with documents are trained without compilation: set trainer.compile to false")
+        if self.trainer.mesh.ranks > 1:
+            raise ValueError("prompts with documents are one row of a step, for one rank: drop trainer.mesh")
         if self.data is not None or self.distill is not None:
             raise ValueError("prompts with documents come from the corpus, without a teacher: drop data and distill")
         return self

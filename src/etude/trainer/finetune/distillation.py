@@ -11,6 +11,7 @@ Both models read the same tokens, the right ones. Where they agree, the divergen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ from etude.trainer.finetune.folder import Packing
 from etude.trainer.finetune.packed import PackedPass, hidden_states, own_part
 from etude.trainer.finetune.routers import Routers
 from etude.trainer.finetune.training_loop import Loss
+from etude.trainer.sharding import within
+from etude.trainer.world import World
 
 _LOGITS = 2**27  # logits of student and of teacher in memory at a time: 512 MiB each in float32
 
@@ -41,10 +44,10 @@ def check_tokenizers(folders: Sequence[Path]) -> None:
         raise UserError(f"{folders[0]} and {folders[-1]} have different tokenizers: a teacher must have the student's")
 
 
-def teacher(config: DistillConfig, optim: OptimConfig, kind: Packing) -> PreTrainedModel:
-    """The frozen teacher, on the student's device, for rows packed like the student's. Raises UserError if its context
-    is too short, or if it cannot compute such rows."""
-    model = folder.load(config.teacher, optim).requires_grad_(False)
+def teacher(config: DistillConfig, optim: OptimConfig, kind: Packing, world: World) -> PreTrainedModel:
+    """The frozen teacher, on the student's device, divided and for rows packed like the student's. Raises UserError if
+    its context is too short, or if it cannot compute such rows."""
+    model = folder.load(config.teacher, optim, world).requires_grad_(False)
     folder.packing_of(model, kind)
     folder.cast(model, folder.computed(model, optim))
     return model
@@ -71,7 +74,8 @@ def loss_function(model: PreTrainedModel, teacher: PreTrainedModel, share: float
         routers.clear()
         part, row = own_part(part)
         with torch.no_grad():
-            teacher_KD = hidden_states(teacher, part)
+            # The head of a divided teacher stays whole afterwards.
+            teacher_KD = within(teacher, partial(hidden_states, teacher, part))
         student_KD = hidden_states(model, part)
         size = min(len(head_of(model).weight_VD), len(head_of(teacher).weight_VD))
         rows = max(64, _LOGITS // size)

@@ -10,8 +10,9 @@ Suffixes: B rows, T tokens of a row, N tokens of a pass, K labelled tokens of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -28,9 +29,11 @@ from etude.models.head import head_of
 from etude.models.segments import Graph, Node, Trie, trie
 from etude.trainer.finetune.config import OptimConfig
 from etude.trainer.finetune.folder import Packing, hidden_of
+from etude.trainer.finetune.passes import StepPasses, numbers_of, pass_of
 from etude.trainer.finetune.routers import Routers
 from etude.trainer.finetune.training_loop import Loss, StageRun, TrainingWork, fit
 from etude.trainer.head import token_logprobs
+from etude.trainer.sharding import reshard, within, world_of
 
 _PADDED = 256  # rows are padded to a multiple of so many tokens: oneDNN compiles for each shape
 
@@ -56,10 +59,10 @@ class PackedPass:
 
 
 @dataclass(frozen=True)
-class PackedSteps(Sequence[Sequence[PackedPass]]):
+class PackedSteps(Sequence[StepPasses[PackedPass]]):
     """The passes of every optimizer step over `rows`, `batch` rows each, fewer in the last step; no pass where nothing
-    is learned. `pad` is an id for padding; `width` the padded number of labelled positions in a pass of crossing rows,
-    so that all have one shape."""
+    is learned. Sizes of passes count a common prefix as often as it occurs. `pad` is an id for padding; `width` the
+    padded number of labelled positions in a pass of crossing rows, so that all have one shape."""
 
     rows: Rows
     batch: int
@@ -73,7 +76,7 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
         """The steps over these rows. Raises UserError if there is no row."""
         if not len(rows.ids):
             raise UserError("there is nothing to train on: the data gives no row")
-        at_once = config.micro_batch or config.batch
+        at_once = config.micro_batch or -(-config.batch // config.mesh.data_ranks)
         counts = [int(rows.mask[i : i + at_once, 1:].sum()) for i in range(0, len(rows.ids), at_once)]
         width = min(-(-max(counts) // 64) * 64, at_once * (rows.ids.shape[1] - 1))
         return cls(rows, config.batch, at_once, kind, pad, width)
@@ -81,7 +84,7 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
     def __len__(self) -> int:
         return -(-len(self.rows.ids) // self.batch)
 
-    def __getitem__(self, index: int) -> Sequence[PackedPass]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(self, index: int) -> StepPasses[PackedPass]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not 0 <= index < len(self):
             raise IndexError(index)
         first = index * self.batch
@@ -91,21 +94,23 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
         if self.kind != "crossing":
             labelled &= self.rows.starts[first:last, 1:] == 0
         total = torch.tensor(float(max(1, labelled.sum())))
-        return [
-            one for i in range(first, last, self.at_once) for one in self._passes(i, min(i + self.at_once, last), total)
-        ]
-
-    def _passes(self, first: int, last: int, total: Tensor) -> Iterator[PackedPass]:
+        spans = [(i, min(i + self.at_once, last)) for i in range(first, last, self.at_once)]
         if self.kind == "crossing":
-            yield self._crossing(first, last, total)
-            return
-        examples = [example for row in range(first, last) for example in self._examples(row)]
-        if not examples:
-            return
-        if self.kind == "isolated":
-            yield _of_nodes(examples, total, self.pad, isolated=True)
-        else:
-            yield from (_of_nodes([example], total, self.pad, isolated=False) for example in examples)
+            sizes = [self.at_once * self.rows.ids.shape[1]] * len(spans)
+            return StepPasses(
+                tuple(sizes), total, lambda i: self._crossing(*spans[i], total), lambda: self._crossing(0, 0, total)
+            )
+        packs = [[example for row in range(*span) for example in self._examples(row)] for span in spans]
+        packs = [examples for examples in packs if examples]
+        isolated = self.kind == "isolated"
+        if not isolated:
+            packs = [[example] for examples in packs for example in examples]
+        return StepPasses(
+            tuple(sum(len(ids) for ids, _ in examples) for examples in packs),
+            total,
+            lambda i: _of_nodes(packs[i], total, self.pad, isolated=isolated),
+            lambda: _of_nodes([(np.full(2, self.pad), np.array([0, 1]))], total, self.pad, isolated=isolated),
+        )
 
     def _crossing(self, first: int, last: int, total: Tensor) -> PackedPass:
         ids_BT = np.full((self.at_once, self.rows.ids.shape[1]), self.pad, dtype=np.int64)
@@ -190,14 +195,18 @@ def loss_function(model: PreTrainedModel, *, compiled: bool = False) -> Callable
 
 
 @torch.no_grad()
-def evaluate_loss(compute: Callable[[PackedPass], Loss], steps: PackedSteps, device: torch.device) -> float:
-    """Mean token loss over all rows, weighted by labelled tokens."""
-    total = count = 0.0
-    for step in steps:
-        labelled = float(step[0].total) if step else 0.0
-        total += labelled * sum(float(compute(part.to(device))[0]) for part in step)
+def evaluate_loss(model: PreTrainedModel, compute: Callable[[PackedPass], Loss], steps: PackedSteps) -> float:
+    """Mean token loss over all rows, weighted by labelled tokens. Ranks compute some passes of each step."""
+    world, total, count = world_of(model), 0.0, 0.0
+    for index, step in enumerate(steps, 1):
+        labelled = float(step.total) if len(step) else 0.0
+        world.at(f"held-out rows {index} of {len(steps)}")
+        for number in numbers_of(step, world):
+            loss = within(model, partial(compute, pass_of(step, number).to(model.device)))[0]
+            total += labelled * float(loss) * (number is not None)
         count += labelled
-    return total / max(count, 1.0)
+    reshard(model)
+    return sum(world.gathered(total)) / max(count, 1.0)
 
 
 def train(
@@ -220,7 +229,7 @@ def train(
     eager = loss_function(model, compiled=config.compile) if compute is None else compute
 
     def evaluate() -> dict[str, float]:
-        loss = {} if tests is None else {"eval/heldout/loss": evaluate_loss(eager, tests, model.device)}
+        loss = {} if tests is None else {"eval/heldout/loss": evaluate_loss(model, eager, tests)}
         return loss if measure is None else loss | measure(model)
 
     steps = PackedSteps.of(rows, config, kind, pad)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -45,9 +47,12 @@ from etude.trainer.finetune.config import (
     DocumentsConfig,
     MidtrainConfig,
     NewModelConfig,
+    OptimConfig,
     SftConfig,
 )
 from etude.trainer.finetune.training_loop import Show, StageRun, TrainingWork, fit
+from etude.trainer.sharding import load_sharded
+from etude.trainer.world import World
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +83,24 @@ def new_model(config: NewModelConfig, seed: int) -> PreTrainedModel:
             pad_token_id=SPECIAL_IDS["<|pad|>"],
         )
     )
-    return model.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    folder.cast(model, torch.bfloat16)  # not its rotary frequencies, which a loaded folder has in float32
+    return model
 
 
-def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
-    return build.build_corpus(
+def new_on_ranks(config: NewModelConfig, seed: int, optim: OptimConfig, output: Path, world: World) -> PreTrainedModel:
+    """`new_model` on the device, or this rank's rows of it, which go through a folder in `output`."""
+    if world.size == 1:
+        return new_model(config, seed).to(optim.device)  # pyright: ignore[reportArgumentType]
+    made = output / "new"
+    world.only_first(lambda: new_model(config, seed).save_pretrained(made))
+    model = load_sharded(made, folder.held(torch.bfloat16, optim), world)
+    world.only_first(lambda: shutil.rmtree(made))
+    return model
+
+
+def _corpus(config: CorpusConfig, seed: int, output: Path) -> build.Corpus:
+    """The corpus, whose report is written to corpus.json."""
+    corpus = build.build_corpus(
         config.packages,
         config.held_out,
         config.evaluation,
@@ -91,27 +109,41 @@ def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
         per_package=config.per_package,
         seed=seed,
     )
+    (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
+    return corpus
 
 
 def refuse(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
     """Raises UserError if the folder holds a run and `resume` is off, or if `resume` is on and the folder holds no run,
-    or one of another configuration; also if the device does not exist."""
+    or one of another configuration, ranks left out; also if the device does not exist."""
     path = output / "config.json"
     if path.exists() and not resume:
         raise UserError(f"{output} already holds a run; choose another name, or continue the run with --resume")
     if resume and not path.exists():
         raise UserError(f"{output} holds no saved state to resume from; start it without --resume")
-    if resume and path.read_text(encoding="utf-8") != config.model_dump_json(indent=1):
+    if resume and _without_ranks(path.read_text(encoding="utf-8")) != _without_ranks(config.model_dump_json()):
         raise UserError(f"the configuration differs from that of {path}; resume with the same one")
     check_device(config.trainer.device, "trainer.device")
 
 
-def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
+def _without_ranks(text: str) -> dict[str, Any]:
+    """A configuration, but for the options of ranks, whose number may change in a run."""
+    values = json.loads(text)
+    for key in ("mesh", "collective_seconds"):
+        values["trainer"].pop(key, None)
+    return values
+
+
+def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool, world: World) -> None:
     """Makes the run folder and records its configuration; see `refuse`. A run that was killed before its first save is
     resumed from its beginning."""
-    refuse(output, config, resume)
-    runfolder.make(output)
-    (output / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
+
+    def make() -> None:
+        refuse(output, config, resume)
+        runfolder.make(output)
+        (output / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
+
+    world.only_first(make)
 
 
 def vocabulary_of(model: Path, pad: int, renderer: Callable[[], Renderer]) -> Vocabulary:
@@ -132,11 +164,14 @@ def _held_out_rows(
     return build.sft_rows(corpus.evaluation, words, shapes, operators, HELD_OUT_TOKENS, length, seed=7)
 
 
-def rows_once(output: Path, make: Callable[[], tuple[Rows, Rows | None]]) -> tuple[Rows, Rows | None]:
-    """The rows of `make`, which is called once: a resumed run trains on the saved rows, even if the files have
-    changed."""
+def rows_once(output: Path, make: Callable[[], tuple[Rows, Rows | None]], world: World) -> tuple[Rows, Rows | None]:
+    """The rows of `make`, which is called once, by rank 0: a resumed run trains on the saved rows, even if the files
+    have changed."""
     train, held_out, done = (output / name for name in ("rows.safetensors", "heldout.safetensors", "rows.done"))
-    if not done.is_file():
+
+    def save() -> None:
+        if done.is_file():
+            return
         try:
             rows, tests = make()
         except UserError:
@@ -147,6 +182,8 @@ def rows_once(output: Path, make: Callable[[], tuple[Rows, Rows | None]]) -> tup
             save_rows(tests, held_out)
         save_rows(rows, train)
         done.touch()
+
+    world.only_first(save)
     return load_rows(train), load_rows(held_out) if held_out.is_file() else None
 
 
@@ -176,25 +213,20 @@ def midtrain(
     optim, wanted = config.trainer, config.model
     refuse(output, config, resume)
     data.check(config.data)
+    world = World.join(optim.mesh, optim.device, optim.collective_seconds)
     model, types = None, dict[str, torch.dtype]()
     if not isinstance(wanted, NewModelConfig):
-        model = folder.load(wanted.path, optim)
+        model = folder.load(wanted.path, optim, world)
         types = folder.types_of(wanted.path, model)
         if config.data is None:
             renderer = cache(partial(renderer_for, wanted.path, tools=False))
             _check_mix(wanted.path, config, vocabulary_of(wanted.path, folder.pad_of(model), renderer), renderer)
-    prepare(output, config, resume)
-    corpus = None
-    if config.data is None:
-        corpus = _corpus(config.corpus, config.seed)
-        (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
+    prepare(output, config, resume, world)
+    corpus = cache(partial(_corpus, config.corpus, config.seed, output))
     if isinstance(wanted, NewModelConfig):
-        assert corpus is not None, "a new model is not trained on data"
         source = output / "tokenizer"
-        if not (source / "tokenizer.json").is_file():
-            texts = build.tokenizer_texts(corpus.train, random.Random(config.seed))
-            save_tokenizer(bpe.train(texts, wanted.vocab_size), source, wanted.max_positions)
-        model = new_model(wanted, config.seed).to(optim.device)  # pyright: ignore[reportArgumentType]
+        world.only_first(lambda: _make_tokenizer(wanted, corpus, source, config.seed))
+        model = new_on_ranks(wanted, config.seed, optim, output, world)
     else:
         source = wanted.path
     assert model is not None
@@ -202,22 +234,28 @@ def midtrain(
     words = vocabulary_of(source, pad, renderer)
 
     def make() -> tuple[Rows, Rows | None]:
-        if corpus is None:
-            assert config.data is not None
+        if config.data is not None:
             return data.texts(config.data, renderer, optim, output, config.seed, words=words)
         mix = config.mix.model_dump()
-        rows, counts = build.midtrain_rows(corpus.train, words, mix, optim.corpus_tokens, optim.length, config.seed)
+        rows, counts = build.midtrain_rows(corpus().train, words, mix, optim.corpus_tokens, optim.length, config.seed)
         (output / "mix.json").write_text(json.dumps(counts), encoding="utf-8")
         held_out = None
         if config.mix.repair:
-            held_out = _held_out_rows(corpus, words, optim.length, {"blind": 0.5, "tested": 0.5}, OPERATOR_WEIGHTS)
+            held_out = _held_out_rows(corpus(), words, optim.length, {"blind": 0.5, "tested": 0.5}, OPERATOR_WEIGHTS)
         return rows, held_out
 
-    rows, held_out = rows_once(output, make)
+    rows, held_out = rows_once(output, make, world)
     kind = folder.packing_of(model, optim.packing)
     run = StageRun(output, source, resume, stop_after, types, config.seed, show)
     packed.train(model, rows, held_out, optim, run, kind=kind, pad=pad)
+    world.close()
     return output / "checkpoint"
+
+
+def _make_tokenizer(wanted: NewModelConfig, corpus: Callable[[], build.Corpus], target: Path, seed: int) -> None:
+    if not (target / "tokenizer.json").is_file():
+        texts = build.tokenizer_texts(corpus().train, random.Random(seed))
+        save_tokenizer(bpe.train(texts, wanted.vocab_size), target, wanted.max_positions)
 
 
 def sft(
@@ -233,40 +271,41 @@ def sft(
     if config.distill is not None:
         distillation.check_tokenizers([source, config.distill.teacher])
     renderer = cache(partial(renderer_for, source, tools=False))
-    say_dropped(renderer())  # reports a wrong template before anything is written
-    model = folder.load(source, optim)
+    dropped = renderer()  # raises for a wrong template before anything is written
+    world = World.join(optim.mesh, optim.device, optim.collective_seconds)
+    if world.first:
+        say_dropped(dropped)
+    model = folder.load(source, optim, world)
     kind, pad = folder.packing_of(model, optim.packing), folder.pad_of(model)
     run = StageRun(output, source, resume, stop_after, folder.types_of(source, model), config.seed, show)
     compute = None
     if config.distill is not None:
-        teacher = distillation.teacher(config.distill, optim, kind)
+        teacher = distillation.teacher(config.distill, optim, kind, world)
         compute = distillation.loss_function(model, teacher, config.distill.share)
-    prepare(output, config, resume)
-    if config.data is not None:
-        some = config.data
-        rows, held_out = rows_once(
-            output, lambda: data.conversations(some, renderer, optim, output, config.seed, pad=pad)
-        )
-        packed.train(model, rows, held_out, optim, run, kind=kind, pad=pad, compute=compute)
-        return output / "checkpoint"
-    corpus, words = _corpus(config.corpus, config.seed), vocabulary_of(source, pad, renderer)
-    (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
+    prepare(output, config, resume, world)
+    corpus = cache(partial(_corpus, config.corpus, config.seed, output))
+    words = vocabulary_of(source, pad, renderer) if config.data is None else None
     if config.documents is not None:
+        assert words is not None
         if kind != "isolated":
             raise UserError(f'{source} cannot be trained on documents: trainer.packing is "{kind}", not "isolated"')
-        work = _document_work(model, config, config.documents, corpus, words, renderer())
+        work = _document_work(model, config, config.documents, corpus(), words, renderer())
         fit(model, work, optim, run)
         return output / "checkpoint"
 
     def make() -> tuple[Rows, Rows | None]:
+        if config.data is not None:
+            return data.conversations(config.data, renderer, optim, output, config.seed, pad=pad)
+        assert words is not None
         shapes, length = config.shapes.model_dump(), optim.length
-        short = [function for function in corpus.train if function.lines <= config.max_lines]
+        short = [function for function in corpus().train if function.lines <= config.max_lines]
         tokens, seed = optim.corpus_tokens, config.seed + 1
         rows = build.sft_rows(short, words, shapes, config.operators, tokens, length, seed)
-        return rows, _held_out_rows(corpus, words, length, shapes, config.operators)
+        return rows, _held_out_rows(corpus(), words, length, shapes, config.operators)
 
-    rows, held_out = rows_once(output, make)
+    rows, held_out = rows_once(output, make, world)
     packed.train(model, rows, held_out, optim, run, kind=kind, pad=pad, compute=compute)
+    world.close()
     return output / "checkpoint"
 
 

@@ -11,9 +11,12 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from secrets import token_hex
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -25,21 +28,17 @@ from etude.trainer import checkpoint as checkpoints
 from etude.trainer.activations import checkpoint_activations
 from etude.trainer.finetune import folder
 from etude.trainer.finetune.config import OptimConfig
+from etude.trainer.finetune.passes import TrainingPass, numbers_of, pass_of
 from etude.trainer.lora import AdapterAdamW, Adapters
 from etude.trainer.optimizer import AdamWSettings, MasterAdamW
+from etude.trainer.sharding import is_divided, last_pass, reshard, rows_only, within, world_of
+from etude.trainer.world import World
+from etude.weights.ranks import Ranks, Shard
 
 Show = Callable[..., None]
 """Receives the progress for people: `done` of `total` steps, `seconds_left`, and figures by name."""
 Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """(loss, router balance, expert load [L, E], parts of the loss by the name of their metric)."""
-
-
-class TrainingPass(Protocol):
-    """The input of one forward and backward pass."""
-
-    def to(self, device: torch.device) -> Any:
-        """The same on a device."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,13 @@ def optimizer_of(
         folder.use_own_experts(model)
         adapters = Adapters(model, config.lora, saved, seed=seed, on_host=config.offload_optimizer)
         return AdapterAdamW(adapters, settings, offload=config.offload_optimizer)
-    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    world, live = world_of(model), {name: p for name, p in model.named_parameters() if p.requires_grad}
     settings = AdamWSettings(config.betas, config.weight_decay, config.grad_clip, "paper", decay_vectors=False)
     dtype, own = folder.computed(model, config), {name: p.dtype for name, p in live.items()}
     main = folder.main_dtype(model)
     types = {name: dtype if kept == main else kept for name, kept in own.items()}
-    optimizer = MasterAdamW(live, settings, types=types, offload=config.offload_optimizer)
+    rounds, offload = rows_only(model), config.offload_optimizer
+    optimizer = MasterAdamW(live, settings, types=types, offload=offload, world=world, rounds=rounds)
     folder.cast(model, dtype)
     return optimizer
 
@@ -101,13 +101,15 @@ def learning_rate(config: OptimConfig, progress: float) -> float:
 def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: StageRun) -> PreTrainedModel:
     """Trains on all steps once, in order, or until the token target or the time budget is reached. Writes
     output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/checkpoints (for resuming). Returns the
-    model in evaluation mode. Raises UserError if a gradient is not finite, or the disk is full."""
-    with runfolder.lock(run.output):
+    model in evaluation mode. Several ranks compute some passes of each step, and rank 0 alone writes, but for its part
+    of checkpoints. Raises UserError if a gradient is not finite, or the disk is full."""
+    world = world_of(model)
+    with runfolder.lock(run.output) if world.first else nullcontext(), world.named_failures():
         return _fit(model, work, config, run)
 
 
 def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: StageRun) -> PreTrainedModel:
-    output = run.output
+    output, world = run.output, world_of(model)
     torch.set_num_threads(config.threads)
     model.eval()  # the model that is served: without dropout and noise of routers
     optimizer = optimizer_of(model, config, run.types, run.seed)
@@ -115,24 +117,28 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
         checkpoint_activations(model)
     if not config.compile:
         for parameter in model.parameters():
-            parameter.grad_dtype = torch.float32
+            if not is_divided(parameter):  # FSDP sums the gradients of rows in their type, float32
+                parameter.grad_dtype = torch.float32
     states = output / "checkpoints"
-    steps, elapsed = _resume(states, optimizer) if run.resume else (0, 0.0)
-    checkpoints.drop_after(states, steps)
-    writer = checkpoints.CheckpointWriter(states, keep=2)
-    record = _TrainingRecord(output / "metrics.jsonl", work.tokens, steps, elapsed, run.show)
+    steps, elapsed = _resume(states, optimizer, world) if run.resume else (0, 0.0)
+    world.only_first(lambda: checkpoints.drop_after(states, steps))
+    ranks = Ranks(world.rank, world.size, world.agree(lambda: token_hex(8)), world.control)
+    writer = checkpoints.CheckpointWriter(states, keep=2, ranks=ranks)
+    path, show = (output / "metrics.jsonl", run.show) if world.first else (None, None)
+    record = _TrainingRecord(path, work.tokens, steps, elapsed, show)
     wanted = min(config.tokens or math.inf, len(work.steps) * work.tokens)
     minutes = config.minutes or math.inf
 
     def checkpoint() -> None:
         elapsed = record.elapsed()
+        world.at(f"the evaluation and the checkpoint of step {steps}")
         record.write({"step": steps, "time": elapsed} | work.evaluate())
         types = dict.fromkeys(model.state_dict(), torch.bfloat16) | dict(run.types)
         folder.save(output / "checkpoint", model, _masters(optimizer), types, run.tokenizer)
         writer.start(steps, checkpoints.parts_of(optimizer.state()), about={"elapsed": str(elapsed)})
 
     while steps < len(work.steps) and steps != run.stop_after:
-        progress = max(steps * work.tokens / wanted, record.elapsed() / 60 / minutes)
+        progress = max(steps * work.tokens / wanted, world.agree(record.elapsed) / 60 / minutes)
         if progress >= 1:
             break
         torch.manual_seed(run.seed + steps)
@@ -145,16 +151,17 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
             raise UserError(f"the gradient is not finite at step {steps}; lower trainer.lr")
         if steps % config.log_every == 0 or steps == 1:
             record.step(steps, figures, wanted, minutes)
-        if record.checkpoint_due(config.checkpoint_minutes):
+        if world.agree(lambda: record.checkpoint_due(config.checkpoint_minutes)):
             checkpoint()
     checkpoint()
     writer.close()
     return model.eval()
 
 
-def _resume(states: Path, optimizer: MasterAdamW) -> tuple[int, float]:
-    """Steps and seconds of the saved run so far; 0 if it was killed before its first save."""
-    newest = checkpoints.load_newest(states)
+def _resume(states: Path, optimizer: MasterAdamW, world: World) -> tuple[int, float]:
+    """Steps and seconds of the saved run so far; 0 if it was killed before its first save. Each rank reads its rows,
+    whatever the number of ranks that wrote them."""
+    newest = checkpoints.load_newest(states, optimizer.rows, lambda why: next(filter(None, world.gathered(why)), ""))
     if newest is None:
         return 0, 0.0
     steps, tensors, about = newest
@@ -173,28 +180,26 @@ def _step(
 ) -> dict[str, Any]:
     """Backward pass and update, which is left out if the gradient is not finite, and waits until a checkpoint of the
     optimizer's tensors is `written`. Returns the figures, tensors where computed on the device: sums over the passes of
-    the parts of the loss, means of the rest."""
-    losses: list[torch.Tensor] = []
-    balances: list[torch.Tensor] = []
-    loads: list[torch.Tensor] = []
-    sums: dict[str, torch.Tensor] = {}
-    for part in passes:
-        loss, balance, load_LE, parts = compute(part.to(model.device))
-        (loss + router_aux * balance / len(passes)).backward()
-        losses.append(loss.detach())
-        balances.append(balance.detach())
-        loads.append(load_LE)
-        for name, value in parts.items():
-            sums[name] = value + sums[name] if name in sums else value
+    the parts of the loss, means of the rest. The routers' balance is that of each pass."""
+    world = world_of(model)
+    numbers, figures = numbers_of(passes, world), _PassSums()
+    for place, number in enumerate(numbers, 1):
+        world.at(f"pass {place} of {len(numbers)}")
+        last_pass(model, place == len(numbers))
+        loss, balance, load_LE, parts = within(model, partial(compute, pass_of(passes, number).to(model.device)))
+        term, weight = loss + router_aux * balance / len(passes), 0.0 if number is None else 1.0
+        (weight * term).backward()
+        figures.add(weight, loss, balance, load_LE, parts)
+    reshard(model)
     norm = optimizer.collect()
     if math.isfinite(norm):
         written()
         optimizer.apply(lr)
-    load_LE = torch.stack(loads).mean(0)
+    sums, balance, load_LE = figures.of_all_ranks(world)
+    load_LE = load_LE / len(passes)
     return {
-        "loss/token": torch.stack(losses).sum(),
         **sums,
-        "loss/aux": torch.stack(balances).mean(),
+        "loss/aux": balance / len(passes),
         "optim/lr": lr,
         "optim/grad_norm": norm,
         "router/load_min": load_LE.min() if load_LE.numel() else 0.0,
@@ -202,12 +207,43 @@ def _step(
     }
 
 
-class _TrainingRecord:
-    """The clock of a run and its metrics.jsonl; `elapsed` seconds and `steps` belong to earlier attempts."""
+class _PassSums:
+    """Sums over passes, without gradient."""
 
-    def __init__(self, path: Path, tokens: int, steps: int, elapsed: float, show: Show | None) -> None:
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self._balance: Any = 0.0
+        self._load_LE: Any = 0.0
+
+    def add(
+        self, weight: float, loss: torch.Tensor, balance: torch.Tensor, load_LE: torch.Tensor, parts: dict[str, Any]
+    ) -> None:
+        """Adds those of a pass."""
+        for name, value in ({"loss/token": loss} | parts).items():
+            self._sums[name] = self._sums.get(name, 0.0) + weight * value.detach()
+        self._balance = self._balance + weight * balance.detach()
+        self._load_LE = self._load_LE + weight * load_LE.detach()
+
+    def of_all_ranks(self, world: World) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """The sums of the parts of the loss, of the balance, and of the load [L, E], which is that of whole rows on
+        each rank with a slice of them."""
+        if world.size > 1:
+            own = [*self._sums.values(), self._balance, self._load_LE / world.mesh.context]
+            flat = torch.cat([value.double().flatten() for value in own])
+            world.total([flat])
+            *sums, self._balance, load_X = flat.split([value.numel() for value in own])
+            self._sums = dict(zip(self._sums, (value[0] for value in sums), strict=True))
+            self._balance, self._load_LE = self._balance[0], load_X.view_as(self._load_LE)
+        return self._sums, self._balance, self._load_LE
+
+
+class _TrainingRecord:
+    """The clock of a run and its metrics.jsonl, which other ranks than the first do not write; `elapsed` seconds and
+    `steps` belong to earlier attempts."""
+
+    def __init__(self, path: Path | None, tokens: int, steps: int, elapsed: float, show: Show | None) -> None:
         self._path, self._tokens, self._show = path, tokens, show
-        if path.is_file():  # a killed run wrote lines of steps that are repeated now
+        if path is not None and path.is_file():  # a killed run wrote lines of steps that are repeated now
             lines = lines_of(path.read_text(encoding="utf-8"), ends=True)
             path.write_text("".join(line for line in lines if _step_of(line) <= steps), encoding="utf-8")
         self._started = time.monotonic() - elapsed
@@ -227,6 +263,8 @@ class _TrainingRecord:
 
     def step(self, steps: int, figures: dict[str, Any], wanted: float, minutes: float) -> None:
         """Writes the line of a step of a run that ends after `wanted` tokens or `minutes`."""
+        if self._path is None:
+            return
         now = time.monotonic()
         speed = (steps - self._steps) * self._tokens / (now - self._logged)
         line = {"step": steps, "time": round(now - self._started, 2), "tokens": steps * self._tokens}
@@ -247,6 +285,8 @@ class _TrainingRecord:
 
     def write(self, line: dict[str, float]) -> None:
         """Appends a line to the metrics, and shows the held-out figures in it."""
+        if self._path is None:
+            return
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         measured = {name.replace("/", " "): value for name, value in line.items() if name.startswith("eval/")}
@@ -254,7 +294,7 @@ class _TrainingRecord:
             self._show(**measured)
 
 
-def _masters(optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
+def _masters(optimizer: MasterAdamW) -> dict[str, torch.Tensor | Shard]:
     parts = ((*name.partition("/"), tensor) for name, tensor in optimizer.state().items())
     return {name: tensor for part, _, name, tensor in parts if part == "master"}
 

@@ -17,6 +17,7 @@ from etude.models import router_replay, support
 from etude.models.experts import observe
 from etude.trainer.rl.execution import evaluate
 from etude.trainer.rl.plan import Execution, TokenRows, plan, shape_of
+from etude.trainer.sharding import reshard
 
 _BUDGET = 30  # tokens of a pass; less than the trial's rows, so that a streamed prefix has several passes below it
 
@@ -34,8 +35,15 @@ def refusal(model: PreTrainedModel, use: Literal["rows", "shared prompts"]) -> s
     executions: tuple[Execution, ...] = ("rows",) if use == "rows" else ("packed", "streaming")
     reason = support.refusal(model.config, use)
     for execution in executions:
-        reason = reason or support.trial(model, use, partial(log_probs, model, execution))
+        reason = reason or _trial(model, use, partial(log_probs, model, execution))
     return reason
+
+
+def _trial(model: PreTrainedModel, use: Literal["rows", "shared prompts"], ours: support.LogProbs) -> str:
+    try:
+        return support.trial(model, use, ours)
+    finally:
+        reshard(model)  # transformers' own pass has left whole weights in the place of this rank's rows
 
 
 def allowed(model: PreTrainedModel, wanted: Execution | Literal["auto"]) -> Execution | Literal["auto"]:
@@ -89,6 +97,6 @@ def _own_routes(model: PreTrainedModel, row: np.ndarray) -> np.ndarray:
 def replay_refusal(model: PreTrainedModel) -> str:
     """The reason why recorded experts cannot be replayed in this model, or "": tried with its own experts."""
     try:
-        return support.trial(model, "rows", lambda rows: replayed(model, rows).log_probs)
+        return _trial(model, "rows", lambda rows: replayed(model, rows).log_probs)
     except (UserError, RunFailed) as e:
         return str(e)
