@@ -351,6 +351,15 @@ class TrainerConfig(Section):
             raise ValueError("trainer.offload_activations needs trainer.activation_checkpointing = true")
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _one_rank_checks_itself(self) -> TrainerConfig:
+        if self.self_check and self.mesh.ranks > 1:
+            raise ValueError(
+                f"trainer.self_check compares passes of one rank, and trainer.mesh has {self.mesh.ranks}: drop one of "
+                "the two"
+            )
+        return self
+
 
 class WeightsConfig(Section):
     """Publication of versions of the weights; see docs/weights.md."""

@@ -19,19 +19,21 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from etude.config import MeshConfig
 from etude.errors import UserError
 from etude.models import context_parallel
 from etude.models.experts import grouped_products, record_before_dispatch
-from etude.models.loading import load_model
+from etude.models.loading import load_config, load_model
 from etude.trainer.checkpoint import rows_of
 from etude.trainer.world import World
 from etude.weights.ranks import Shard
 
 T = TypeVar("T")
 _WORLD = "etude_world"
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of their number
 
 
 def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrainedModel:
@@ -44,6 +46,8 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
         model = load_model(path, dtype=dtype, device=world.device)
         setattr(model, _WORLD, world)
         return model
+    if why := _without_experts(load_config(path).get_text_config(), mesh):
+        raise UserError(f"{path}: {why}")
     try:
         distributed = DistributedConfig(
             dp_replicate_size=mesh.replicate,
@@ -65,6 +69,19 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
     register_fsdp_forward_method(model, "computed")
     setattr(model, _WORLD, world)
     return model
+
+
+def _without_experts(text: PretrainedConfig, mesh: MeshConfig) -> str:
+    """The reason why a rank would hold no expert of a layer, which transformers' loader refuses on that rank alone, with
+    advice; "" without a reason."""
+    experts = next((n for key in _EXPERTS if (n := getattr(text, key, None))), 0)
+    ranks = mesh.shard * mesh.context
+    if not experts or all(rows_of(experts // mesh.expert, i, ranks // mesh.expert) for i in range(ranks // mesh.expert)):
+        return ""
+    return (
+        f"some of {ranks} ranks would have none of its {experts} experts: set trainer.mesh.shard x context to a divisor "
+        "of their number, and raise trainer.mesh.replicate"
+    )
 
 
 def _share_tied(model: PreTrainedModel) -> None:
