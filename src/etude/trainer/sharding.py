@@ -72,15 +72,16 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
 
 
 def _without_experts(text: PretrainedConfig, mesh: MeshConfig) -> str:
-    """The reason why a rank would hold no expert of a layer, which transformers' loader refuses on that rank alone, with
-    advice; "" without a reason."""
+    """The reason why a rank would hold no expert of a layer, with advice, in one sentence; "" without a reason.
+    transformers' loader joins experts one by one, and fails on such a rank alone."""
     experts = next((n for key in _EXPERTS if (n := getattr(text, key, None))), 0)
     ranks = mesh.shard * mesh.context
-    if not experts or all(rows_of(experts // mesh.expert, i, ranks // mesh.expert) for i in range(ranks // mesh.expert)):
+    of_one, parts = experts // mesh.expert, ranks // mesh.expert
+    if not experts or all(rows_of(of_one, part, parts) for part in range(parts)):
         return ""
     return (
-        f"some of {ranks} ranks would have none of its {experts} experts: set trainer.mesh.shard x context to a divisor "
-        "of their number, and raise trainer.mesh.replicate"
+        f"of {ranks} ranks some would have none of its {experts} experts: make trainer.mesh.shard x context a divisor "
+        "of their number"
     )
 
 

@@ -249,7 +249,10 @@ class _Watch(threading.Thread):
         while not self._ended.wait(_BEAT_SECONDS):
             self._unanswered += 1
             if self._unanswered * _BEAT_SECONDS > self._seconds + _SILENT_SECONDS:
-                self._give_up(f"rank 0 has ended or hangs: rank {self._rank} waits at {self._place!r}, and has no answer; see the log of rank 0, then resume")
+                self._give_up(
+                    f"rank 0 has ended or hangs: it does not answer rank {self._rank}, which waits at {self._place!r}; "
+                    "see the log of rank 0, then resume"
+                )
 
     def _give_up(self, sentence: str) -> None:
         if not self._ended.is_set():
