@@ -238,6 +238,7 @@ STEPS = {  # tables of the configuration
     "a teacher": {"distill": {"teacher": "teacher", "share": 1.0}},
     "one row": {},
     "no row": {},
+    "deterministic mode": {"deterministic": True},
 }
 STEPPED = {2: ("experts", "context and experts"), 4: ("context and experts", "replicate, shard and experts")}
 
@@ -250,7 +251,8 @@ def steps_of(count):
 def step_of(name, root, episodes):
     """The configuration and the batch of a step."""
     values = {"tasks": {"repository": "unused"}, "model": {"path": str(root / "model")}}
-    values |= {"rollout": {"prompts": 3, "group": 4, "tokens": 40, "context": 128}}
+    rollout = {"prompts": 3, "group": 4, "tokens": 40, "context": 128, "staleness": 0, "max_in_flight": 8}
+    values |= {"rollout": rollout}
     tables = dict(STEPS[name])
     if "distill" in tables:
         tables["distill"] = tables["distill"] | {"teacher": str(root / "teacher")}

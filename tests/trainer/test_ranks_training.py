@@ -24,7 +24,7 @@ from etude.trainer.rl import process
 from etude.weights.content import load
 from etude.weights.manifest import manifests
 from tests.helpers import forked_ranks
-from tests.helpers.trainer_runs import admit, new_run, play
+from tests.helpers.trainer_runs import admit, answer, begin_probes, new_run, play
 
 PROMPTS, STEPS, EVERY = 2, 5, 2
 AXES = ("replicate", "shard", "expert", "context")
@@ -215,15 +215,21 @@ def test_other_ranks_resume_and_compute_steps_again(dense, alone, tmp_path):
 
 
 def test_guards_act_on_all_ranks(tmp_path):
-    """Two steps are skipped, one of them without any row, then the weights go back; one process does the same."""
+    """Two steps are skipped, one of them without any row, then the weights go back; one process does the same. An
+    engine's answer to the probes is compared with the scores of all ranks."""
     guards = {"zero_variance": {"stop": 0.4, "action": "skip"}}
     ready = a_run(tmp_path, guards=guards, flat={2, 3, 4, 6}, trainer={"checkpoint_every": 1})
+    begin_probes(ready)
+    answer(ready, Engine(load_model(tmp_path / "model"), version=0))
     chains = []
     for name, mesh in (("one", (1, 1, 1, 1)), ("four", (1, 2, 1, 2))):
         (tmp_path / name).mkdir()
         folder = copied(ready, tmp_path / name)
         trained(folder, mesh)
         chains.append(whole_chain(folder))
+    lines = [json.loads((tmp_path / n / "run/metrics.jsonl").read_text().splitlines()[0]) for n in ("one", "four")]
+    assert lines[0]["probe/k2"] <= 1e-9
+    assert lines[1]["probe/k2"] <= 1e-9
     for chain in chains:
         assert [m.step.action for m in chain[1:]] == ["go", "skip", "skip", "rollback", "go"]
         assert len({m.digest for m in chain[1:5]}) == 1 or chain[4].digest == chain[chain[4].step.good].digest

@@ -219,7 +219,8 @@ class _Watch(threading.Thread):
         self._count, self._place, self._beat = 0, "the start", 0
         self._ended = threading.Event()
         self._unanswered = 0  # own beats since the store has answered
-        self._seen: dict[int, tuple[str, float]] = {}  # of each other rank: its last word, and when that was new
+        # Of each other rank: its last word, or the last number of its places, and when that was new.
+        self._seen: dict[tuple[int, bool], tuple[str, float]] = {}
         self._lock = threading.Lock()
 
     def at(self, place: str) -> None:
@@ -283,11 +284,11 @@ class _Watch(threading.Thread):
                 word = cast(bytes, self._store.get(f"rank/{rank}")).decode()
                 count, _, place = word.split("|", 2)
                 # A rank that is ahead or level and alive may wait for this one.
-                level = int(count) >= self._count
-                key = word if level or beats else count
-                last, since = self._seen.get(rank, ("", now))
+                alive = beats or int(count) >= self._count
+                key = word if alive else count
+                last, since = self._seen.get((rank, alive), ("", now))
                 if last != key:
-                    self._seen[rank] = key, now
+                    self._seen[rank, alive] = key, now
                 elif now - since > limit:
                     return (
                         f"rank {rank} has ended or hangs: the last that it said was {place!r}, and rank {self._rank} "
