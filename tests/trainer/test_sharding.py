@@ -28,7 +28,7 @@ from tests.trainer.test_ranks import world_with
 PLACED = {  # by mesh (replicate, shard, expert, context): kinds of placements of experts, and of other tensors
     (1, 4, 1, 1): (("Shard",), ("Shard",)),
     (1, 4, 2, 1): (("_StridedShard", "Shard"), ("Shard",)),
-    (1, 4, 4, 1): (("Shard",), ("Shard",)),
+    (1, 4, 4, 1): (("_StridedShard", "Shard"), ("Shard",)),
     (2, 2, 1, 1): (("Replicate", "Shard"), ("Replicate", "Shard")),
 }
 

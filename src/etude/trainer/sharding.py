@@ -42,12 +42,12 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
     `load_model` does, and for an architecture that transformers cannot divide."""
     context_parallel.join(world.context)
     mesh, narrow = world.mesh, dtype != torch.float32
+    if world.size > 1 and (why := _without_experts(load_config(path).get_text_config(), mesh)):
+        raise UserError(f"{path}: {why}")
     if mesh.shard * mesh.context == 1:
         model = load_model(path, dtype=dtype, device=world.device)
         setattr(model, _WORLD, world)
         return model
-    if why := _without_experts(load_config(path).get_text_config(), mesh):
-        raise UserError(f"{path}: {why}")
     try:
         distributed = DistributedConfig(
             dp_replicate_size=mesh.replicate,
