@@ -124,8 +124,10 @@ def far(one, two, version):
     "mesh",
     [
         (1, 2, 1, 1),
-        (2, 2, 1, 1),
-        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in [(1, 4, 1, 1), (1, 1, 1, 2), (1, 2, 1, 2)]),
+        *(
+            pytest.param(mesh, marks=pytest.mark.slow)
+            for mesh in [(1, 4, 1, 1), (1, 1, 1, 2), (1, 2, 1, 2), (2, 1, 1, 1), (2, 2, 1, 1)]
+        ),
     ],
     ids=str,
 )
@@ -242,16 +244,16 @@ def test_guards_act_on_all_ranks(tmp_path):
 
 BOTH = [
     "trainer.stepped:2",
-    "publisher.part:2",
     "publisher.payload:2",
     "publisher.manifest:2",
     "trainer.published:2",
     "trainer.consumed:2",
     "trainer.repeated:1",
-    "checkpoint.file:2",
+    "checkpoint.file:1",
     "publisher.anchor:1",
 ]
-FIRST = ["checkpoint.manifest:2", "checkpoint.complete:2"]
+FIRST = ["publisher.part:2", "checkpoint.manifest:1", "checkpoint.complete:1"]
+"""Places that rank 0 alone comes to: it completes checkpoints, and writes all objects of tensors of one chunk."""
 
 
 def kill_and_end(ready, tmp_path, kills, alone):
@@ -269,7 +271,7 @@ def kill_and_end(ready, tmp_path, kills, alone):
 
 
 def test_killed_ranks_go_on_as_if_nothing_had_been(dense, tmp_path):
-    kills = [(0, "publisher.manifest:2"), (1, "trainer.consumed:2"), (1, "checkpoint.file:1")]
+    kills = [(0, "publisher.manifest:2"), (1, "trainer.consumed:2")]
     (tmp_path / "one").mkdir()
     undisturbed = copied(dense, tmp_path / "one")
     trained(undisturbed, (1, 2, 1, 1))
@@ -280,7 +282,7 @@ def test_killed_ranks_go_on_as_if_nothing_had_been(dense, tmp_path):
 def long(tmp_path_factory):
     """A run of more steps, and its undisturbed end."""
     root = tmp_path_factory.mktemp("long")
-    ready = a_run(root, steps=14)
+    ready = a_run(root, steps=16)
     (root / "end").mkdir()
     end = copied(ready, root / "end")
     trained(end, (1, 2, 1, 1))
@@ -319,7 +321,7 @@ def comes_late(folder, victim):
         program(folder)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named(dense, tmp_path, victim):
     folder = copied(dense, tmp_path)
     count = with_options(folder, (1, 2, 1, 1), collective_seconds=3.0)
@@ -334,7 +336,7 @@ def test_a_rank_that_hangs_is_named(dense, tmp_path, victim):
         ranks[victim].process.kill()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_never_comes_is_missed(dense, tmp_path, victim):
     folder = copied(dense, tmp_path)
     count = with_options(folder, (1, 2, 1, 1), collective_seconds=3.0)
