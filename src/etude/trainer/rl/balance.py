@@ -41,12 +41,12 @@ def divided(tokens: TokenRows, execution: Execution, budget: int, shape: Shape, 
     """The passes of `ranks` ranks over the rows, at most `budget` tokens each unless a row alone is longer. "rows": one
     row each; "packed": rows that share tokens, and others beside them. The same on every rank; no pass without rows."""
     if not tokens.rows:
-        return Division(((),) * ranks, 1.0, 0.0)
+        return _dealt([], 0, ranks, budget)
     tree = tokens.tree()
     if execution == "rows":
         every = [_parcel(tokens, tree, shape, [i], alone=True) for i in range(len(tokens.rows))]
         return _dealt(every, -(-len(every) // ranks), ranks, 0)
-    longest = max(map(len, tokens.rows))
+    longest = max((len(row) for row in tokens.rows), default=1)
     best: Division | None = None
     limit = budget
     for _ in range(_HALVINGS):
@@ -126,6 +126,6 @@ def _dealt(parcels: Sequence[_Parcel], passes: int, ranks: int, budget: int) -> 
     mean = totals.mean()
     return Division(
         tuple(map(tuple, of_rank)),
-        float(totals.max() / mean),
-        float(costs[order[:, 0]].sum()),
+        float(totals.max() / mean) if mean else 1.0,
+        float(costs[order[:, 0]].sum()) if len(order) else 0.0,
     )
