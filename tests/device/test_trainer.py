@@ -21,6 +21,7 @@ from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.presets import loss_preset
 from etude.trainer.rl.process import make_learner, use_deterministic_algorithms
 from etude.trainer.rl.step import Learner, train_step
+from etude.trainer.world import World
 from etude.weights.content import load
 from tests.device.conftest import Device
 from tests.device.fakegpu import NAME
@@ -60,7 +61,7 @@ def stepped(
 ) -> tuple[dict[str, float], MasterAdamW]:
     """Metrics of a step on `device`, and the optimizer after it; the learner is that of the trainer's process."""
     config = configured(played, device, loss, **trainer)
-    learner = make_learner(config)
+    learner = make_learner(config, World(device=config.trainer.device))
     return step_of(learner, config, played), learner.optimizer
 
 
@@ -117,7 +118,7 @@ def test_memory_options(device: Device, played: Played, lora: LoraConfig | None)
     norms, on_device = dict[str, float](), dict[str, int]()
     for name, options in MEMORY.items():
         config = configured(played, device.name, lora=lora, execution="rows", **options)
-        learner = make_learner(config)
+        learner = make_learner(config, World(device=config.trainer.device))
         with saved_bytes() as kept:
             norms[name] = step_of(learner, config, played)["optim/grad_norm"]
         on_device[name] = kept[device.type]
@@ -193,7 +194,7 @@ def test_the_host_waits_for_few_values(device: Device, played: Played) -> None:
     if device.type != NAME:
         pytest.skip("the stand-in counts")
     config = configured(played, device.name)
-    learner = make_learner(config)
+    learner = make_learner(config, World(device=config.trainer.device))
     device.syncs.clear()
     step_of(learner, config, played)
     assert sum(device.syncs.values()) <= SYNCS, device.syncs

@@ -7,4 +7,5 @@ import transformers.models.gpt_oss.modeling_gpt_oss
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
 import etude.trainer.finetune.packed
-import etude.trainer.rl.execution  # noqa: F401
+import etude.trainer.rl.execution
+import etude.trainer.rl.process  # noqa: F401

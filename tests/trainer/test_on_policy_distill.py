@@ -21,6 +21,7 @@ from etude.trainer.rl.plan import plan, shape_of
 from etude.trainer.rl.process import make_learner
 from etude.trainer.rl.reference import Reference
 from etude.trainer.rl.step import Learner, train_step
+from etude.trainer.world import World
 from etude.weights.content import load
 from tests.helpers.tiny_models import random_model
 from tests.helpers.trainer_runs import admit_alone, engine_of, episode, new_run, play, prompt, run_trainer, sampled
@@ -181,7 +182,7 @@ def test_a_folder_teaches_in_a_step_of_the_trainer(played, tmp_path):
     config = RLConfig.model_validate(
         config.model_dump() | {"distill": {"teacher": str(teacher), "share": 1.0, "cap": 1e9, "clip": 20.0}}
     )
-    learner = make_learner(config)
+    learner = make_learner(config, World())
     assert learner.teacher is not None
     groups = [[msgspec.structs.replace(e, given=GivenAdvantage(advantage=0.0))] for e in episodes]
     batch = make_batch((), groups, baseline="given", taught="all")

@@ -356,6 +356,15 @@ class TrainerConfig(Section):
     collective_seconds: float = option(600.0, "deadline of a rank's wait for the other ranks", gt=0)
 
     @pydantic.model_validator(mode="after")
+    def _one_rank_checks_itself(self) -> TrainerConfig:
+        if self.self_check and self.mesh.ranks > 1:
+            raise ValueError(
+                f"trainer.self_check compares passes of one rank, and trainer.mesh has {self.mesh.ranks}: drop one of "
+                "the two"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _offload_leaves_a_gpu(self) -> TrainerConfig:
         for name in ("offload_activations", "offload_optimizer"):
             if getattr(self, name) and self.device == "cpu":

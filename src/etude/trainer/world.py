@@ -42,6 +42,8 @@ T = TypeVar("T")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 5.0  # at work that only rank 0 does
+_SILENT_SECONDS = 4 * _BEAT_SECONDS  # after which a rank without a word has ended, if a collective has failed
+_GONE = "rank 0 has ended: its log has the reason; resume the run"
 _JOIN_SECONDS = 600.0
 """Deadline of the ranks' meeting at the start, in which each imports its libraries."""
 
@@ -241,7 +243,9 @@ class _Watch(threading.Thread):
         self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
         self._count, self._place, self._beat = 0, "the start", 0
         self._ended = threading.Event()
-        self._seen: dict[int, tuple[str, float]] = {}  # of each other rank: its last word, and when that was new
+        self._unanswered = 0  # own beats since the store has answered
+        # Of each other rank: its last word, or the last number of its places, and when that was new.
+        self._seen: dict[tuple[int, bool], tuple[str, float]] = {}
         self._lock = threading.Lock()
 
     def at(self, place: str) -> None:
@@ -254,24 +258,41 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         """Ends the process with 1, after a sentence, if another rank stays behind for longer than the deadline."""
+        threading.Thread(target=self._outwait, name="ranks-store", daemon=True).start()
         while not self._ended.wait(_BEAT_SECONDS):
             try:
                 behind = self._look(self._seconds)
-            except RuntimeError:  # the store is gone, and rank 0 with it: collectives fail by themselves
-                return
-            if behind is not None and not self._ended.is_set():
-                print(f"etude: {behind}", file=sys.stderr, flush=True)
-                os._exit(1)
+                self._unanswered = 0
+            except RuntimeError:  # collectives fail by themselves, over gloo at once
+                behind = _GONE
+                self._ended.wait(_SILENT_SECONDS)
+            if behind is not None:
+                self._give_up(behind)
+
+    def _outwait(self) -> None:
+        """Ends the process with 1, after a sentence, if the store does not answer: rank 0 has it, and may be stopped.
+        Own beats count, not a clock: this process may have been stopped, too."""
+        while not self._ended.wait(_BEAT_SECONDS):
+            self._unanswered += 1
+            if self._unanswered * _BEAT_SECONDS > self._seconds + _SILENT_SECONDS:
+                self._give_up(
+                    f"rank 0 has ended or hangs: it does not answer rank {self._rank}, which waits at {self._place!r}; "
+                    "see the log of rank 0, then resume"
+                )
+
+    def _give_up(self, sentence: str) -> None:
+        if not self._ended.is_set():
+            print(f"etude: {sentence}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def culprit(self) -> str | None:
         """A sentence about the rank that has ended or hangs, after the failure of a collective; None if all live."""
-        silent = 4 * _BEAT_SECONDS
-        deadline = time.monotonic() + 2 * silent
+        deadline = time.monotonic() + 2 * _SILENT_SECONDS
         while time.monotonic() < deadline:
             try:
-                behind = self._look(silent, beats=True)
+                behind = self._look(_SILENT_SECONDS, beats=True)
             except RuntimeError:
-                return "rank 0 has ended: its log has the reason; resume the run"
+                return _GONE
             if behind is not None:
                 return behind
             time.sleep(_BEAT_SECONDS)
@@ -288,11 +309,11 @@ class _Watch(threading.Thread):
                 word = cast(bytes, self._store.get(f"rank/{rank}")).decode()
                 count, _, place = word.split("|", 2)
                 # A rank that is ahead or level and alive may wait for this one.
-                level = int(count) >= self._count
-                key = word if level or beats else count
-                last, since = self._seen.get(rank, ("", now))
+                alive = beats or int(count) >= self._count
+                key = word if alive else count
+                last, since = self._seen.get((rank, alive), ("", now))
                 if last != key:
-                    self._seen[rank] = key, now
+                    self._seen[rank, alive] = key, now
                 elif now - since > limit:
                     return (
                         f"rank {rank} has ended or hangs: the last that it said was {place!r}, and rank {self._rank} "

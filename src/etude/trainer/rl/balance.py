@@ -39,7 +39,9 @@ class _Parcel:
 
 def divided(tokens: TokenRows, execution: Execution, budget: int, shape: Shape, ranks: int) -> BatchDivision:
     """The passes of `ranks` ranks over the rows, at most `budget` tokens each unless a row alone is longer. "rows": one
-    row each; "packed": rows that share tokens, and others beside them. The same on every rank."""
+    row each; "packed": rows that share tokens, and others beside them. The same on every rank; no pass without rows."""
+    if not tokens.rows:
+        return _dealt([], 0, ranks, budget)
     tree = tokens.tree()
     if execution == "rows":
         every = [_parcel(tokens, tree, shape, [i], alone=True) for i in range(len(tokens.rows))]

@@ -158,6 +158,12 @@ class Trainer:
             use_deterministic_algorithms()
         root = config.store or str(run)
         self.world = world = World.join(config.trainer.mesh, config.trainer.device, config.trainer.collective_seconds)
+        with world.named_failures():
+            self._begin(root)
+
+    def _begin(self, root: str) -> None:
+        """Loads the newest version, or publishes the first. The stores are in the folder or at the URL `root`."""
+        run, config, world = self.run, self.config, self.world
         self.rollouts: Store = open_store(f"{root}/rollouts")
         self.weights = weights = open_store(f"{root}/weights", durable=True)
         self._checkpoints = run / "checkpoints"
