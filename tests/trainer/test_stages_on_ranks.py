@@ -61,6 +61,7 @@ class Case:
 DENSE = {"batch": 3}  # three passes: one of two ranks has an idle one
 NEW = {"length": 128, "tokens": 2500}
 APPLY = {"length": 256, "tokens": 5120}
+LORA = {"lora": {"rank": 4, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}, "lr": 1e-3}
 NARROW, NONE, CROSSING = {"dtype": "bfloat16"}, {"packing": "none"}, {"packing": "crossing"}
 CASES = {
     "moe": Case("midtrain"),
@@ -82,6 +83,9 @@ MORE = {
     "none": Case("midtrain", trainer=NONE),
     "crossing": Case("sft", model="dense", trainer=CROSSING),
     "bfloat16": Case("midtrain", trainer=NARROW),
+    "lora": Case("midtrain", trainer=LORA),
+    "shard lora": Case("midtrain", "lora", {"shard": 2}, trainer=LORA),
+    "expert lora": Case("midtrain", "lora", {"shard": 2, "expert": 2}, trainer=LORA),
     "shard": Case("sft", "dense", {"shard": 2}, "dense", DENSE),
     "context dense": Case("sft", "dense", {"context": 2}, "dense", DENSE),
     "shard new": Case("midtrain", "new", {"shard": 2, "expert": 2}, "new", NEW),

@@ -78,7 +78,7 @@ def optimizer_of(
         folder.cast(model, folder.computed(model, config))
         folder.use_own_experts(model)
         adapters = Adapters(model, config.lora, saved, seed=seed, on_host=config.offload_optimizer)
-        return AdapterAdamW(adapters, settings, offload=config.offload_optimizer)
+        return AdapterAdamW(adapters, settings, offload=config.offload_optimizer, world=world_of(model))
     world, live = world_of(model), {name: p for name, p in model.named_parameters() if p.requires_grad}
     settings = AdamWSettings(config.betas, config.weight_decay, config.grad_clip, "paper", decay_vectors=False)
     dtype, own = folder.computed(model, config), {name: p.dtype for name, p in live.items()}
