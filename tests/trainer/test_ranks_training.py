@@ -324,7 +324,7 @@ def comes_late(folder, victim):
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named(dense, tmp_path, victim):
     folder = copied(dense, tmp_path)
-    count = with_options(folder, (1, 2, 1, 1), collective_seconds=3.0)
+    count = with_options(folder, (1, 2, 1, 1), collective_seconds=5.0)
     ranks = forked_ranks.start(stops, count, folder, str(folder), victim)
     try:
         wait_for(lambda: stopped(ranks[victim].process.pid))
