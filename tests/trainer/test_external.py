@@ -84,10 +84,10 @@ from etude.config import MeshConfig
 from etude.trainer.world import World
 torch.set_num_threads(1)
 world = World.join(MeshConfig(shard=2), "cpu", 30.0)
-print(world.sums([world.rank + 1.0]), flush=True)
+print(sum(world.gathered(world.rank + 1.0)), flush=True)
 if not world.first:
     os.kill(os.getpid(), signal.SIGKILL)
-world.sums([1.0])
+world.gathered(1.0)
 """
 
 
@@ -101,5 +101,5 @@ def test_ranks_that_a_run_starts_meet_and_the_one_that_died_is_named(tmp_path, m
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert isinstance(group, processes.RankGroup)
-    assert [child.log.read_text().splitlines()[0] for child in group.children] == ["[3.0]", "[3.0]"]
+    assert [child.log.read_text().splitlines()[0] for child in group.children] == ["3.0", "3.0"]
     assert group.failure() == "the trainer's rank 1 was killed by SIGKILL"
