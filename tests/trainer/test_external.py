@@ -84,10 +84,10 @@ from etude.config import MeshConfig
 from etude.trainer.world import World
 torch.set_num_threads(1)
 world = World.join(MeshConfig(shard=2), "cpu", 30.0)
-print(world.sums([world.rank + 1.0]), flush=True)
+print([sum(world.gathered(world.rank + 1.0))], flush=True)
 if not world.first:
     os.kill(os.getpid(), signal.SIGKILL)
-world.sums([1.0])
+world.gathered(1.0)
 """
 
 

@@ -298,8 +298,8 @@ class Trainer:
         """The audited episodes of the groups as rows with advantages. New flags of the audit go to the ledger."""
         config = self.config
         batch = self._batch(groups)
-        if self.learner.reference is not None:
-            self.writer.wait()  # the reference takes the place of tensors that the checkpoint may hold
+        if self.learner.swaps:
+            self.writer.wait()  # the others take the place of tensors that the checkpoint may hold
         self.probes.score(self.version)
         progress = self.world.agree(lambda: self.clock.progress(self.version, config.trainer.steps))
         probes = self.world.agree(self.probes.arrived, list[ProbeComparison])
