@@ -250,8 +250,6 @@ def test_a_resolved_configuration_does_not_depend_on_the_folder(tmp_path, monkey
     ({"trainer": {"execution": "streaming", "mesh": {"shard": 2}}},
      'trainer.execution = "streaming" is for one rank, and trainer.mesh has 2: set "packed" or "rows"'),
     ({"trainer": {"device": "cuda:1", "mesh": {"shard": 2}}}, 'trainer.device = "cuda:1" is one device'),
-    ({"deterministic": True, "rollout": {"staleness": 0}, "trainer": {"mesh": {"shard": 2, "expert": 2}}},
-     "deterministic = true promises the engine's bits, and experts on several ranks add in another order"),
     ({"trainer": {"self_check": True, "dtype": "bfloat16", "mesh": {"shard": 2}}},
      "trainer.self_check needs the float32 gradient, which a divided model has not in bfloat16"),
     ({"trainer": {"device": "cuda", "mesh": {"shard": 4}}, "inference": {"device": "cuda:3", "cache_mb": 9}},

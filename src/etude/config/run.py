@@ -570,15 +570,6 @@ class RLConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _experts_on_ranks_have_other_bits(self) -> RLConfig:
-        if self.deterministic and self.trainer.mesh.expert > 1:
-            raise ValueError(
-                "deterministic = true promises the engine's bits, and experts on several ranks add in another order: "
-                "drop it, or trainer.mesh.expert"
-            )
-        return self
-
-    @pydantic.model_validator(mode="after")
     def _outside_agents_show_less(self) -> RLConfig:
         if self.rollout.agent is not None:
             seen = {"malformed", "truncated", "unfinished"}
