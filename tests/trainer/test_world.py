@@ -6,9 +6,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from etude.config import MeshConfig
 from etude.errors import UserError
+from etude.models.batch_invariant import possible
+from etude.models.dtypes import set_computing_dtype
 from etude.trainer.rl.step import Learner
 from etude.trainer.sharding import wide_parameter
 from etude.trainer.world import World
+from tests.helpers.tiny_models import random_model
 
 
 @pytest.mark.parametrize(("environment", "sentence"), [
@@ -38,3 +41,11 @@ def test_other_weights_take_the_place_of_the_models():
     assert not Learner(None, None).swaps
     assert Learner(None, None, reference=object()).swaps
     assert Learner(None, None, teacher=object()).swaps, "a checkpoint that is being written must not hold a teacher's"
+
+
+def test_a_divided_model_in_bfloat16_has_not_the_engines_bits():
+    """Its rows are float32, and its layers are not."""
+    model = random_model("qwen3")
+    assert possible(model)
+    set_computing_dtype(model, torch.bfloat16)
+    assert not possible(model)

@@ -6,7 +6,7 @@ whoever starts the ranks:
 
     RANK, WORLD_SIZE           this rank, and their number
     LOCAL_RANK                 its device on this machine
-    MASTER_ADDR, MASTER_PORT   where rank 0 listens; on a loopback address, nobody else can connect
+    MASTER_ADDR, MASTER_PORT   where rank 0 listens; to a loopback address only this machine's processes can connect
 
     rank = (replica * shard + part) * context + slice
 
