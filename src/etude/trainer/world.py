@@ -221,6 +221,7 @@ class _Watch(threading.Thread):
         self._ended = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}  # of each other rank: its last word, and when that was new
         self._lock = threading.Lock()
+        store.set(f"rank/{rank}", f"0|0|{self._place}")  # a rank that ends within the first second is named, too
 
     def at(self, place: str) -> None:
         """Says where this rank is."""

@@ -110,10 +110,12 @@ def main() -> None:
     """
     bound_kernels(os.environ)
     try:
-        with attended(Path(sys.argv[1])):
-            trainer = Trainer(Path(sys.argv[1]))
-            with trainer.world.named_failures():
-                _train(trainer, [int(version) for version in sys.argv[2:]])
+        run = Path(sys.argv[1])
+        with attended(run):
+            options = runfolder.load_config(run).trainer
+            world = World.join(options.mesh, options.device, options.collective_seconds)
+            with world.named_failures():  # those of the start, too
+                _train(Trainer(run, world), [int(version) for version in sys.argv[2:]])
     except (UserError, RunFailed) as e:
         print(f"etude: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, UserError) else 1)
@@ -148,8 +150,9 @@ class Trainer:
     """State of the trainer process: the model, its optimizer, and their version. Raises UserError if the run folder's
     newest version cannot be continued."""
 
-    def __init__(self, run: Path):
+    def __init__(self, run: Path, world: World | None = None):
         self.run = run
+        self.world = world = world or World()
         self.config: RLConfig = runfolder.load_config(run)
         config = self.config
         torch.set_num_threads(config.trainer.threads)
@@ -157,7 +160,6 @@ class Trainer:
         if config.deterministic:
             use_deterministic_algorithms()
         root = config.store or str(run)
-        self.world = world = World.join(config.trainer.mesh, config.trainer.device, config.trainer.collective_seconds)
         self.rollouts: Store = open_store(f"{root}/rollouts")
         self.weights = weights = open_store(f"{root}/weights", durable=True)
         self._checkpoints = run / "checkpoints"
@@ -504,7 +506,14 @@ def make_learner(config: RLConfig, world: World) -> Learner:
         support.say_noise(model)
     if options.activation_checkpointing:
         checkpoint_activations(model, offload=options.offload_activations)
-    execution = allowed(model, "rows" if config.deterministic else options.execution)
+    execution, refused = None, ""
+    try:
+        execution = allowed(model, "rows" if config.deterministic else options.execution)
+    except UserError as e:
+        refused = str(e)
+    # A trial takes the loss of another rank for a failure of the model. Here the loss shows.
+    if why := next(filter(None, world.gathered(refused)), ""):
+        raise UserError(why)
     reshard(model)
     reference = Reference(model) if preset.kl_beta else None
     teacher = None
