@@ -349,7 +349,15 @@ def start_ranks(
 
 def own_rank() -> int | None:
     """The number of this process among ranks that train together; None for a process that is none of several."""
-    return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    return place_number("RANK") if place_number("WORLD_SIZE", "1") > 1 else None
+
+
+def place_number(name: str, default: str = "") -> int:
+    """A number of torchrun's environment, such as RANK. Raises UserError if it is missing."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise UserError(f"{name} is {text!r} in the environment: ranks need the numbers that torchrun sets")
+    return int(text)
 
 
 def wait_for_file(path: Path, child: Child, seconds: float) -> str:

@@ -382,6 +382,11 @@ class TrainerConfig(Section):
                 f'trainer.execution = "{self.execution}" is for one rank, and trainer.mesh has {self.mesh.ranks}: set '
                 '"packed" or "rows", or drop trainer.mesh'
             )
+        if self.self_check and self.dtype != "float32" and self.mesh.shard * self.mesh.context > 1:
+            raise ValueError(
+                "trainer.self_check needs the float32 gradient, which a divided model has not in "
+                f'{self.dtype}: set trainer.dtype = "float32", or drop it'
+            )
         check_device_of_ranks(self.device, self.mesh)
         return self
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from etude.models import lora
+from etude.models.dtypes import computing_dtype
 from etude.models.kernels import BLOCK, paged_attention
 from etude.models.key_values import configured
 
@@ -67,7 +68,8 @@ def possible(model: Any) -> bool:
     if set(kinds) - {"full_attention"} or (window and not kinds) or sinks:
         return False
     plain = all(is_plain(module) for module in model.modules() if hasattr(module, "is_concatenated"))
-    return one.device.type == "cpu" and one.dtype == torch.float32 and plain and shape.key == shape.value
+    wide = computing_dtype(model) == torch.float32
+    return one.device.type == "cpu" and wide and plain and shape.key == shape.value
 
 
 def is_plain(module: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -64,6 +65,11 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
         model = load_model(path, distributed=distributed)
     except (ValueError, OSError) as e:
         raise UserError(f"{path} cannot be divided over ranks: {e}") from e
+    if narrow and (kept := wide_parameter(model)):
+        raise UserError(
+            f"{path}: {model.config.model_type} keeps {kept} in float32, which ranks with a part of each tensor would "
+            'round to bfloat16: set trainer.dtype = "float32"'
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -72,8 +78,9 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
             record_before_dispatch(module, cast(Any, module).num_experts * mesh.expert)
     set_computing_dtype(model, dtype)
     _share_tied(model)
-    cast(Any, model).computed = MethodType(lambda _self, work: work(), model)
-    register_fsdp_forward_method(model, "computed")
+    for module in (model, *_own_groups(model)):
+        cast(Any, module).computed = MethodType(lambda _self, work: work(), module)
+        register_fsdp_forward_method(module, "computed")
     setattr(model, _WORLD, world)
     return model
 
@@ -90,6 +97,13 @@ def _without_experts(text: PretrainedConfig, mesh: MeshConfig) -> str:
         f"of {ranks} ranks some would have none of its {experts} experts: make trainer.mesh.shard x context a divisor "
         "of their number"
     )
+
+
+def wide_parameter(model: PreTrainedModel) -> str:
+    """A parameter that the architecture computes in float32 beside bfloat16 ones, or "": FSDP2's policy knows one
+    type."""
+    strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return next((name for name, _ in model.named_parameters() if any(kept in name for kept in strict)), "")
 
 
 def _share_tied(model: PreTrainedModel) -> None:
@@ -120,8 +134,17 @@ def within(model: PreTrainedModel, work: Callable[[], T]) -> T:
     pass may begin at. With several ranks the head is whole meanwhile."""
     if not isinstance(model, FSDPModule):
         return work()
+    for module in _own_groups(model):
+        work = partial(cast(Any, module).computed, work)
     with grouped_products():
         return cast(Any, model).computed(work)
+
+
+def _own_groups(model: PreTrainedModel) -> list[Any]:
+    """The head, where it is gathered on its own, and not with the last norm or with the embeddings."""
+    head: Any = model.get_output_embeddings()
+    alone = isinstance(head, FSDPModule) and len(cast(Any, head)._get_fsdp_state()._modules) == 1
+    return [head] if alone else []
 
 
 def reshard(model: PreTrainedModel) -> None:

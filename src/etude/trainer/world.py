@@ -6,7 +6,7 @@ whoever starts the ranks:
 
     RANK, WORLD_SIZE           this rank, and their number
     LOCAL_RANK                 its device on this machine
-    MASTER_ADDR, MASTER_PORT   where rank 0 listens; on a loopback address, nobody else can connect
+    MASTER_ADDR, MASTER_PORT   where rank 0 listens; to a loopback address only this machine's processes can connect
 
     rank = (replica * shard + part) * context + slice
 
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from etude.config import MeshConfig
 from etude.errors import RunFailed, UserError, first_line
-from etude.processes import LISTENER
+from etude.processes import LISTENER, place_number
 
 T = TypeVar("T")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -64,7 +64,7 @@ class World:
     def join(cls, mesh: MeshConfig, device: str, seconds: float) -> World:
         """Meets the other ranks. `seconds` is the deadline of a wait for another rank. Raises UserError if the
         environment names another number of ranks, RunFailed if they do not come."""
-        size = int(os.environ.get("WORLD_SIZE", "1"))
+        size = place_number("WORLD_SIZE", "1")
         if size != mesh.ranks:
             raise UserError(
                 f"trainer.mesh needs {mesh.ranks} ranks, and this process is one of {size} (WORLD_SIZE): start "
@@ -72,7 +72,10 @@ class World:
             )
         if size == 1:
             return cls(0, mesh, device)
-        rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        rank = place_number("RANK")
+        local = place_number("LOCAL_RANK", str(rank))
+        if rank >= size:
+            raise UserError(f"RANK is {rank} in the environment, and WORLD_SIZE {size}: ranks are counted from 0")
         kind = torch.device(device).type
         own = f"{kind}:{local}" if kind != "cpu" else device
         if kind == "cuda":
@@ -222,12 +225,15 @@ def free_port() -> int:
 
 def _store(rank: int, size: int) -> Any:
     """The store of the rendezvous. torchrun's agent has it already; else rank 0 makes it."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not (host := os.environ.get("MASTER_ADDR", "")):
+        raise UserError("MASTER_ADDR is missing in the environment: it is the address of rank 0's machine")
+    port = place_number("MASTER_PORT")
     limit = timedelta(seconds=_JOIN_SECONDS)
     own = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     options: dict[str, Any] = {}
     if host in _LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         if own:  # by default a store listens at all addresses of the machine
             inherited = os.environ.pop(LISTENER, None)
             listens = int(inherited) if inherited else socket.create_server((host, port)).detach()
@@ -247,6 +253,7 @@ class _Watch(threading.Thread):
         # Of each other rank: its last word, or the last number of its places, and when that was new.
         self._seen: dict[tuple[int, bool], tuple[str, float]] = {}
         self._lock = threading.Lock()
+        store.set(f"rank/{rank}", f"0|0|{self._place}")  # a rank that ends within the first second is named, too
 
     def at(self, place: str) -> None:
         """Says where this rank is."""

@@ -110,10 +110,12 @@ def main() -> None:
     """
     bound_kernels(os.environ)
     try:
-        with attended(Path(sys.argv[1])):
-            trainer = Trainer(Path(sys.argv[1]))
-            with trainer.world.named_failures():
-                _train(trainer, [int(version) for version in sys.argv[2:]])
+        run = Path(sys.argv[1])
+        with attended(run):
+            options = runfolder.load_config(run).trainer
+            world = World.join(options.mesh, options.device, options.collective_seconds)
+            with world.named_failures():  # those of the start, too
+                _train(Trainer(run, world), [int(version) for version in sys.argv[2:]])
     except (UserError, RunFailed) as e:
         print(f"etude: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, UserError) else 1)
@@ -148,22 +150,16 @@ class Trainer:
     """State of the trainer process: the model, its optimizer, and their version. Raises UserError if the run folder's
     newest version cannot be continued."""
 
-    def __init__(self, run: Path):
+    def __init__(self, run: Path, world: World | None = None):
         self.run = run
         self.config: RLConfig = runfolder.load_config(run)
         config = self.config
+        self.world = world = world or World(device=config.trainer.device)
         torch.set_num_threads(config.trainer.threads)
         torch.manual_seed(config.seed)
         if config.deterministic:
             use_deterministic_algorithms()
         root = config.store or str(run)
-        self.world = world = World.join(config.trainer.mesh, config.trainer.device, config.trainer.collective_seconds)
-        with world.named_failures():
-            self._begin(root)
-
-    def _begin(self, root: str) -> None:
-        """Loads the newest version, or publishes the first. The stores are in the folder or at the URL `root`."""
-        run, config, world = self.run, self.config, self.world
         self.rollouts: Store = open_store(f"{root}/rollouts")
         self.weights = weights = open_store(f"{root}/weights", durable=True)
         self._checkpoints = run / "checkpoints"
@@ -304,8 +300,8 @@ class Trainer:
         """The audited episodes of the groups as rows with advantages. New flags of the audit go to the ledger."""
         config = self.config
         batch = self._batch(groups)
-        if self.learner.reference is not None:
-            self.writer.wait()  # the reference takes the place of tensors that the checkpoint may hold
+        if self.learner.swaps:
+            self.writer.wait()  # the others take the place of tensors that the checkpoint may hold
         self.probes.score(self.version)
         progress = self.world.agree(lambda: self.clock.progress(self.version, config.trainer.steps))
         probes = self.world.agree(self.probes.arrived, list[ProbeComparison])
@@ -510,7 +506,14 @@ def make_learner(config: RLConfig, world: World) -> Learner:
         support.say_noise(model)
     if options.activation_checkpointing:
         checkpoint_activations(model, offload=options.offload_activations)
-    execution = allowed(model, "rows" if config.deterministic else options.execution)
+    execution, refused = None, ""
+    try:
+        execution = allowed(model, "rows" if config.deterministic else options.execution)
+    except UserError as e:
+        refused = str(e)
+    # A trial takes the loss of another rank for a failure of the model. Here the loss shows.
+    if why := next(filter(None, world.gathered(refused)), ""):
+        raise UserError(why)
     reshard(model)
     reference = Reference(model) if preset.kl_beta else None
     teacher = None

@@ -137,11 +137,17 @@ class Restorer:
         version the weights are the published ones; before it they are, if these can be read."""
         step, began = manifest.step, runfolder.now()
         if isinstance(step, StepRecord) and step.updates:
+            batch, damage = None, ""
             try:
-                batch, judge = self.batch(manifest.groups), _as_recorded(step)
-                train_step(self.learner, batch, self.config, manifest.version - 1, 0.0, judge=judge, lr=step.lr)
+                batch = self.batch(manifest.groups)
             except BlobDamaged as e:
-                self._note(str(e).partition(";")[0])
+                damage = str(e).partition(";")[0]
+            damage = next(filter(None, self.world.gathered(damage)), "")  # on any rank: then none computes the step
+            if batch is None or damage:
+                self._note(damage)
+            else:
+                judge = _as_recorded(step)
+                train_step(self.learner, batch, self.config, manifest.version - 1, 0.0, judge=judge, lr=step.lr)
         self.clock.repeated(began)
         failpoint("trainer.repeated")
         if self.holds(manifest):

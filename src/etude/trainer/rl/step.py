@@ -46,6 +46,11 @@ class Learner:
     execution: Execution | Literal["auto"] | None = None  # allowed by the model; None: the configuration's
     teacher: Reference | None = None  # of [distill]; None: the model itself
 
+    @property
+    def swaps(self) -> bool:
+        """Whether other weights take the place of the model's during a step."""
+        return self.reference is not None or self.teacher is not None
+
     def drop(self) -> None:
         """Frees the collected gradients without an update."""
         self.optimizer.drop()
