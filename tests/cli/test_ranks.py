@@ -126,3 +126,8 @@ def test_a_process_of_torchrun_is_one_of_the_ranks(etude):
         assert out.splitlines() == lines
         assert ("the disk is full" in err) == bool(rank)
         assert ("note" in err) == (not rank)
+
+
+def test_half_of_torchruns_environment_is_refused(etude):
+    out, err = etude("finish", WORLD_SIZE="2").communicate(timeout=60)
+    assert (out, "names ranks, but RANK is not set: start ranks by torchrun" in err) == ("", True)
