@@ -348,8 +348,18 @@ def start_ranks(
 
 
 def own_rank() -> int | None:
-    """The number of this process among ranks that train together; None for a process that is none of several."""
-    return place_number("RANK") if place_number("WORLD_SIZE", "1") > 1 else None
+    """The number of this process among ranks that train together; None for a process that is none of several. Raises
+    UserError for half of torchrun's environment."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    values = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")}
+    wrong = [name for name, value in values.items() if not (value if name == "MASTER_ADDR" else value.isdecimal())]
+    if wrong:
+        raise UserError(
+            f"WORLD_SIZE = {values['WORLD_SIZE']!r} names ranks, but {wrong[0]} is {values[wrong[0]] or 'not set'}: "
+            "start ranks by torchrun, or unset WORLD_SIZE"
+        )
+    return int(values["RANK"])
 
 
 def place_number(name: str, default: str = "") -> int:

@@ -121,8 +121,14 @@ def test_ctrl_c_ends_all_ranks_with_one_sentence(etude):
 
 def test_a_process_of_torchrun_is_one_of_the_ranks(etude):
     for rank, lines in ((0, ["rank 0 of 2 writes outputs/tuned"]), (1, [])):
-        process = etude("fail 1", WORLD_SIZE="2", RANK=str(rank)) if rank else etude("finish", WORLD_SIZE="2", RANK="0")
+        torchrun = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        process = etude("fail 1" if rank else "finish", **torchrun)
         out, err = process.communicate(timeout=60)
         assert out.splitlines() == lines
         assert ("the disk is full" in err) == bool(rank)
         assert ("note" in err) == (not rank)
+
+
+def test_half_of_torchruns_environment_is_refused(etude):
+    out, err = etude("finish", WORLD_SIZE="2").communicate(timeout=60)
+    assert (out, "names ranks, but RANK is not set: start ranks by torchrun" in err) == ("", True)

@@ -7,6 +7,7 @@ origin of tasks replaces all earlier origins; its other keys override those of e
 
 from __future__ import annotations
 
+import difflib
 import shlex
 import tomllib
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from typing import Any
 
 from etude.config import load_toml
 from etude.errors import UserError
+
+_FLAGS = ("--resume", "--deterministic", "--dry-run", "--keys")  # of `etude train`, which have no value
 
 
 def split_overlays(words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -86,7 +89,8 @@ def _tables(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, text = flag[2:].partition("=")
         if not equals:
             if not rest:
-                raise UserError(f"{flag} needs a value")
+                meant = difflib.get_close_matches(flag, _FLAGS, 1, 0.7)
+                raise UserError(f"{flag} needs a value" + (f"; did you mean {meant[0]}?" if meant else ""))
             text = rest.pop(0)
         *tables, leaf = key.split(".")
         node = data

@@ -160,6 +160,14 @@ def _tables(annotation: Any, listed: bool) -> Iterator[type[Section]]:
             yield from _tables(part, listed)
 
 
+def _closest(key: str, names: list[str]) -> str:
+    """The key or table that `key` resembles most, as a whole and in its last part; "" for none."""
+    depth, last = key.count(".") + 1, key.split(".")[-1]
+    shapes = dict.fromkeys([*names, *(".".join(name.split(".")[:depth]) for name in names)])
+    alike = [n for n in shapes if difflib.SequenceMatcher(None, n.split(".")[-1], last).ratio() > 0.6]
+    return next(iter(difflib.get_close_matches(key, alike, 1, 0.7)), "")
+
+
 def error_sentence(
     error: pydantic.ValidationError,
     data: Any,
@@ -186,9 +194,9 @@ def error_sentence(
         table = cast(dict[str, Any], table)[part] if inside else None
     key = ".".join(parts) or "the configuration"
     if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key, [k.name for k in keys(kind)] if kind else [], 1, 0.7)
+        close = _closest(key, [k.name for k in keys(kind)] if kind else [])
         stage = kind.model_fields["stage"].default if kind and "stage" in kind.model_fields else "rl"
-        hint = f"did you mean {close[0]}?" if close else f"`etude train --keys {stage}` prints the known keys"
+        hint = f"did you mean {close}?" if close else f"`etude train --keys {stage}` prints the known keys"
         return f"{where}: unknown key {key}{shape}; {hint}"
     if first["type"] in ("model_type", "dict_type") and kind:
         below = [k.name for k in keys(kind) if k.name.startswith(f"{key}.")]
