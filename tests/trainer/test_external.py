@@ -26,7 +26,8 @@ def test_the_run_hears_how_a_trainer_ends(tmp_path, monkeypatch):
         pass
     ours = Heartbeat(logs / runfolder.RUN_BEAT)
     trainer = Elsewhere("trainer", logs / runfolder.TRAINER_BEAT, 20, ours)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "1")
     with attended(tmp_path / "run"):
         assert not trainer.log.exists(), "rank 0 speaks for all"

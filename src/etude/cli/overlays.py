@@ -17,6 +17,7 @@ from typing import Any
 from etude.config import load_toml
 from etude.errors import UserError
 
+OF_RANKS = ("mesh", "launcher", "collective_seconds")  # keys of [trainer] that a resumed run may change
 _FLAGS = ("--resume", "--deterministic", "--dry-run", "--keys")  # of `etude train`, which have no value
 
 
@@ -43,6 +44,15 @@ def read_toml(path: Path, overrides: Sequence[str] = (), overlays: Sequence[Path
     for tables in (*map(load_toml, (path, *overlays)), _tables(overrides)):
         data = _merged(data, tables)
     return data
+
+
+def with_ranks(stored: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A stored configuration with overrides of the keys that a resumed run may change. Raises UserError for others."""
+    tables = _tables(overrides)
+    if tables.keys() - {"trainer"} or tables.get("trainer", {}).keys() - set(OF_RANKS):
+        *some, last = (f"trainer.{key}" for key in OF_RANKS)
+        raise UserError(f"a resumed run keeps its configuration, but for {', '.join(some)} and {last}")
+    return _merged(stored, tables)
 
 
 def configuration_text(files: Sequence[Path], overrides: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from etude import runfolder
-from etude.cli.overlays import configuration_text, read_toml, split_overlays
+from etude.cli.overlays import OF_RANKS, configuration_text, read_toml, split_overlays, with_ranks
 from etude.cli.ranks import run_ranks, silent
 from etude.config import LiveConfig, RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
@@ -79,13 +79,18 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
     if arguments.deterministic:
         overrides += ["--deterministic", "true"]
     if arguments.resume and arguments.config.is_dir():
-        if rest or arguments.deterministic:
-            raise UserError("a resumed run keeps its configuration; drop the overlays and overrides")
+        if len(files) > 1 or arguments.deterministic:
+            raise UserError("a resumed run keeps its configuration; drop the overlays and --deterministic")
         folder, toml = arguments.config, None
-        stored = read_json(folder / "config.json")
+        stored = with_ranks(read_json(folder / "config.json"), overrides)
         if stored.get("stage", "rl") != "rl":
             return _finetune(arguments, stored["stage"], stored, f"{folder}/config.json", folder)
-        config = with_models(runfolder.load_config(folder))
+        config = runfolder.load_config(folder)
+        if overrides:
+            config = validate(RLConfig, stored, f"{folder}/config.json")
+            if not arguments.dry_run:
+                _keep(config, folder)
+        config = with_models(config)
         check_whole(config)
     else:
         if arguments.resume and not arguments.config.exists():
@@ -99,8 +104,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
         if arguments.resume and not arguments.dry_run:
             if not folder.exists():
                 raise UserError(f"{folder} holds no run yet; start it without --resume")
-            if runfolder.load_config(folder) != without_secrets(config):
+            kept, new = runfolder.load_config(folder), without_secrets(config)
+            if _without_ranks(kept) != _without_ranks(new):
                 raise UserError(f"{where} differs from the configuration of {folder}; resume the folder itself")
+            if kept != new:
+                _keep(new, folder)
     if arguments.dry_run:
         print(without_secrets(config).model_dump_json(indent=2), flush=True)
         from etude.sandbox.backends.choose import check_sandbox
@@ -121,6 +129,18 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
 
     arguments.interrupted = f"`etude train --resume {folder}` continues the run"
     train_rl(config, folder, resume=arguments.resume, toml=toml)
+
+
+def _without_ranks(config: RLConfig) -> dict[str, Any]:
+    """A configuration, but for the keys that a resumed run may change."""
+    values = config.model_dump()
+    values["trainer"] = {key: value for key, value in values["trainer"].items() if key not in OF_RANKS}
+    return values
+
+
+def _keep(config: RLConfig, folder: Path) -> None:
+    """Stores a configuration with other ranks in a run's folder."""
+    runfolder.write(folder / "config.json", (config.model_dump_json(indent=2) + "\n").encode(), runfolder.PRIVATE)
 
 
 def _check_models(config: Any) -> None:

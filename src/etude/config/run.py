@@ -356,15 +356,6 @@ class TrainerConfig(Section):
     collective_seconds: float = option(600.0, "deadline of a rank's wait for the other ranks", gt=0)
 
     @pydantic.model_validator(mode="after")
-    def _one_rank_checks_itself(self) -> TrainerConfig:
-        if self.self_check and self.mesh.ranks > 1:
-            raise ValueError(
-                f"trainer.self_check compares passes of one rank, and trainer.mesh has {self.mesh.ranks}: drop one of "
-                "the two"
-            )
-        return self
-
-    @pydantic.model_validator(mode="after")
     def _offload_leaves_a_gpu(self) -> TrainerConfig:
         for name in ("offload_activations", "offload_optimizer"):
             if getattr(self, name) and self.device == "cpu":
@@ -382,10 +373,10 @@ class TrainerConfig(Section):
                 f'trainer.execution = "{self.execution}" is for one rank, and trainer.mesh has {self.mesh.ranks}: set '
                 '"packed" or "rows", or drop trainer.mesh'
             )
-        if self.self_check and self.dtype != "float32" and self.mesh.shard * self.mesh.context > 1:
+        if self.self_check:
             raise ValueError(
-                "trainer.self_check needs the float32 gradient, which a divided model has not in "
-                f'{self.dtype}: set trainer.dtype = "float32", or drop it'
+                f"trainer.self_check compares passes of one rank, and trainer.mesh has {self.mesh.ranks}: drop one of "
+                "the two"
             )
         check_device_of_ranks(self.device, self.mesh)
         return self

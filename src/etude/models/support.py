@@ -169,6 +169,13 @@ def mesh_refusal(config: PretrainedConfig, mesh: MeshConfig) -> str:
         return f"{text.model_type} has no experts: drop {key}"
     if experts % mesh.expert:
         return f"{key} must divide the {experts} experts of {text.model_type}"
+    ranks = mesh.shard * mesh.context
+    of_one, parts = experts // mesh.expert, ranks // mesh.expert
+    if experts and -(-of_one // parts) * (parts - 1) >= of_one:  # transformers' loader fails on such a rank alone
+        return (
+            f"of {ranks} ranks some would have none of its {experts} experts: make trainer.mesh.shard x context a "
+            "divisor of their number"
+        )
     with torch.device("meta"):
         model: Any = auto_class(config).from_config(config)
     keep_text(model)

@@ -22,12 +22,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from etude.config import MeshConfig
 from etude.errors import UserError
-from etude.models import context_parallel
+from etude.models import context_parallel, support
 from etude.models.dtypes import set_computing_dtype
 from etude.models.experts import grouped_products, record_before_dispatch
 from etude.models.loading import load_config, load_model
@@ -37,7 +36,6 @@ from etude.weights.ranks import Shard
 
 T = TypeVar("T")
 _WORLD = "etude_world"
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of their number
 
 
 def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrainedModel:
@@ -46,7 +44,7 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
     `load_model` does, and for an architecture that transformers cannot divide."""
     context_parallel.join(world.context)
     mesh, narrow = world.mesh, dtype != torch.float32
-    if world.size > 1 and (why := _without_experts(load_config(path).get_text_config(), mesh)):
+    if world.size > 1 and (why := support.mesh_refusal(load_config(path), mesh)):
         raise UserError(f"{path}: {why}")
     if mesh.shard * mesh.context == 1:
         model = load_model(path, dtype=dtype, device=world.device)
@@ -83,20 +81,6 @@ def load_sharded(path: Path | str, dtype: torch.dtype, world: World) -> PreTrain
         register_fsdp_forward_method(module, "computed")
     setattr(model, _WORLD, world)
     return model
-
-
-def _without_experts(text: PretrainedConfig, mesh: MeshConfig) -> str:
-    """The reason why a rank would hold no expert of a layer, with advice, in one sentence; "" without a reason.
-    transformers' loader joins experts one by one, and fails on such a rank alone."""
-    experts = next((n for key in _EXPERTS if (n := getattr(text, key, None))), 0)
-    ranks = mesh.shard * mesh.context
-    of_one, parts = experts // mesh.expert, ranks // mesh.expert
-    if not experts or all(rows_of(of_one, part, parts) for part in range(parts)):
-        return ""
-    return (
-        f"of {ranks} ranks some would have none of its {experts} experts: make trainer.mesh.shard x context a divisor "
-        "of their number"
-    )
 
 
 def wide_parameter(model: PreTrainedModel) -> str:
