@@ -316,7 +316,12 @@ def of_world(folders, played):
 PACKED = ("share/", "entropy/", "router/split", "memory/")  # depend on how rows are packed, or the machine is
 
 
-@pytest.mark.parametrize(("count", "case"), [(n, case) for n in MESHES for case in gradient_cases(n)], ids=str)
+def marked(count: int, *values: object) -> object:
+    """Parameters of a test; four ranks on two cores take too long for every commit."""
+    return pytest.param(count, *values, marks=[pytest.mark.slow] if count > 2 else [])
+
+
+@pytest.mark.parametrize(("count", "case"), [marked(n, case) for n in MESHES for case in gradient_cases(n)])
 def test_ranks_agree_with_one_process(of_world, count, case):
     x = of_world(count)[0][case]
     assert max(x["logprobs"], x["loss"]) <= LOGPROBS
@@ -326,7 +331,7 @@ def test_ranks_agree_with_one_process(of_world, count, case):
     assert (x["replayed"][1]["flipped"] > 0) == case.replays
 
 
-@pytest.mark.parametrize(("count", "name"), [(n, step) for n in MESHES for step in steps_of(n)], ids=str)
+@pytest.mark.parametrize(("count", "name"), [marked(n, step) for n in MESHES for step in steps_of(n)])
 def test_a_step_of_ranks_is_that_of_one_process(of_world, count, name):
     """Weights: AdamW divides a gradient by its size, so rounding moves elements that have almost none."""
     x = of_world(count)[0][name]
@@ -339,7 +344,7 @@ def test_a_step_of_ranks_is_that_of_one_process(of_world, count, name):
     assert ulp <= 1
 
 
-@pytest.mark.parametrize("count", MESHES)
+@pytest.mark.parametrize("count", [marked(n) for n in MESHES])
 def test_a_rank_holds_its_share_of_the_states(of_world, count):
     """1.1 / N of master weights and moments, of parameters and of gradients; experts and tied embeddings, too."""
     figures = of_world(count)

@@ -187,6 +187,7 @@ def killed(ranks, victim, place):
             assert f"rank {victim} has ended" in rank.output.splitlines()[-1], rank.output[-2000:]
 
 
+@pytest.mark.slow
 def test_other_ranks_resume_and_compute_steps_again(dense, alone, tmp_path):
     """Four ranks, two, one, two; the two find a damaged file of the four, and the last two a missing one of the two."""
     folder = copied(dense, tmp_path)
@@ -216,6 +217,7 @@ def test_other_ranks_resume_and_compute_steps_again(dense, alone, tmp_path):
     assert conservation.ok, conservation.sentence
 
 
+@pytest.mark.slow
 def test_guards_act_on_all_ranks(tmp_path):
     """Two steps are skipped, one of them without any row, then the weights go back; one process does the same. An
     engine's answer to the probes is compared with the scores of all ranks."""
@@ -338,7 +340,8 @@ def test_a_rank_that_hangs_is_named(dense, tmp_path, victim):
         ranks[victim].process.kill()
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_missed(dense, tmp_path, victim):
     folder = copied(dense, tmp_path)
     count = with_options(folder, (1, 2, 1, 1), collective_seconds=3.0)

@@ -65,19 +65,18 @@ LORA = {"lora": {"rank": 4, "targets": ["q_proj", "experts.gate_up_proj", "exper
 NARROW, NONE, CROSSING = {"dtype": "bfloat16"}, {"packing": "none"}, {"packing": "crossing"}
 CASES = {
     "moe": Case("midtrain"),
-    "dense": Case("sft", model="dense", trainer=DENSE),
-    "apply": Case("apply", trainer=APPLY),
-    "replicate": Case("midtrain", "moe", {"replicate": 2}),
     "expert": Case("midtrain", "moe", {"shard": 2, "expert": 2}),
     "context": Case("midtrain", "moe", {"context": 2}),
-    "four": Case("midtrain", "moe", {"replicate": 2, "shard": 2, "expert": 2}),
-    "shard apply": Case("apply", "apply", {"shard": 2}, trainer=APPLY),
     "to one": Case("midtrain", "moe", {"shard": 2}, then={}),
-    "from one": Case("sft", "dense", {}, "dense", DENSE, then={"shard": 2}),
 }
 MORE = {
     "moe": CASES["moe"],
-    "dense": CASES["dense"],
+    "dense": Case("sft", model="dense", trainer=DENSE),
+    "apply": Case("apply", trainer=APPLY),
+    "replicate": Case("midtrain", "moe", {"replicate": 2}),
+    "four": Case("midtrain", "moe", {"replicate": 2, "shard": 2, "expert": 2}),
+    "shard apply": Case("apply", "apply", {"shard": 2}, trainer=APPLY),
+    "from one": Case("sft", "dense", {}, "dense", DENSE, then={"shard": 2}),
     "new": Case("midtrain", model="new", trainer=NEW),
     "distill": Case("sft", model="dense", teacher="dense"),
     "none": Case("midtrain", trainer=NONE),
