@@ -261,7 +261,7 @@ def token_rows(rows: Sequence[PromptRow]) -> TokenRows:
     )
 
 
-def collate(rows: Sequence[PromptRow], device: str = "cpu") -> Samples:
+def collate(rows: Sequence[PromptRow], device: torch.device | str = "cpu") -> Samples:
     """The sampled tokens of all rows."""
     completions = [c for row in rows for c in row.completions]
 
