@@ -216,6 +216,7 @@ def test_resume_reaches_every_stage(tmp_path, monkeypatch):
 def test_keys_of_the_other_stages_are_printed_and_their_run_folders_resumed(tmp_path, monkeypatch, capsys):
     from etude.trainer.finetune import pretrain
     from etude.trainer.finetune.config import SftConfig
+    from etude.trainer.world import World
 
     for stage, key in (("sft", "max_lines"), ("midtrain", "mix.code"), ("apply", "measured")):
         with pytest.raises(SystemExit) as stop:
@@ -223,7 +224,7 @@ def test_keys_of_the_other_stages_are_printed_and_their_run_folders_resumed(tmp_
         assert not stop.value.code
         assert f"\n{key} = " in capsys.readouterr().out
     config = SftConfig(model={"path": tmp_path}, data={"files": ["chats.jsonl"]})
-    pretrain.prepare(tmp_path / "run", config, resume=False)
+    pretrain.prepare(tmp_path / "run", config, False, World())
     asked = []
     monkeypatch.setattr(pretrain, "sft", lambda config, output, *, resume, show: asked.append((config, output, resume)))
     with pytest.raises(SystemExit) as stop:

@@ -50,7 +50,8 @@ def etude(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = tmp_path / "package"
     package.mkdir()
     (package / "sitecustomize.py").write_text(
-        "import runpy, sys\n"
+        "import runpy, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
         "own = runpy.run_module\n"
         "runpy.run_module = lambda name, **o: own('small' if name == 'etude.cli.main' else name, **o)\n"
     )

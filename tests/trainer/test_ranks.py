@@ -317,8 +317,10 @@ PACKED = ("share/", "entropy/", "router/split", "memory/")  # depend on how rows
 
 
 def marked(count: int, *values: object) -> object:
-    """Parameters of a test; four ranks on two cores take too long for every commit."""
-    return pytest.param(count, *values, marks=[pytest.mark.slow] if count > 2 else [])
+    """Parameters of a test, all of which take too long for the fast suite; two ranks are its smoke."""
+    return pytest.param(
+        count, *values, marks=[pytest.mark.slow] if count > 2 else [pytest.mark.slow, pytest.mark.smoke]
+    )
 
 
 @pytest.mark.parametrize(("count", "case"), [marked(n, case) for n in MESHES for case in gradient_cases(n)])

@@ -274,6 +274,8 @@ def kill_and_end(ready, tmp_path, kills, alone):
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_killed_ranks_go_on_as_if_nothing_had_been(dense, tmp_path):
     kills = [(0, "publisher.manifest:2"), (1, "trainer.consumed:2")]
     (tmp_path / "one").mkdir()
@@ -325,7 +327,8 @@ def comes_late(folder, victim):
         program(folder)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_hangs_is_named(dense, tmp_path, victim):
     folder = copied(dense, tmp_path)
     count = with_options(folder, (1, 2, 1, 1), collective_seconds=5.0)
