@@ -126,12 +126,9 @@ def _ranks(mesh: str, steps: int, prompts: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         words = ["benchmarks.ranks_side", mesh, folder, str(steps), str(prompts)]
         group = start_ranks("ranks", words, Path(folder), count, {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"})
-        deadline = time.monotonic() + SECONDS
         try:
-            while group.exit_code is None:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"mesh {mesh} took more than {SECONDS:.0f} s")
-                time.sleep(0.1)
+            if not group.ends(SECONDS):
+                raise RuntimeError(f"mesh {mesh} took more than {SECONDS:.0f} s")
         finally:
             group.stop(5)
         if group.exit_code:

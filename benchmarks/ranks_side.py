@@ -20,7 +20,7 @@ from etude.trainer.rl.execution import BatchResult, evaluate, run
 from etude.trainer.rl.plan import ExecutionPlan, TokenRows, passes_of, shape_of
 from etude.trainer.sharding import load_sharded, local
 from etude.trainer.world import World
-from etude.weights.ranks import rows_of
+from etude.weights.ranks import held_rows
 
 NANO = Path(__file__).parent.parent / "models" / "nano"
 GROUP, PROMPT, BUDGET, RATE = 4, 120, 2048, 1e-5
@@ -59,13 +59,13 @@ def main() -> None:
         optimizer.apply(RATE)
         seconds.append(time.perf_counter() - started)
         assert np.isfinite(result.loss)
-    states = {name: rows_of(tensor) for name, tensor in optimizer.state().items()}
+    states = {name: held_rows(tensor) for name, tensor in optimizer.state().items()}
     figures = {
         "seconds": seconds,
         "bytes": sum(t.nbytes for t in states.values()) + sum(local(p).nbytes for p in model.parameters()),
     }
     (out / f"rank-{world.rank}.json").write_text(json.dumps(figures))
-    published = {name: rows_of(part) for name, part in optimizer.published().items()}
+    published = {name: held_rows(part) for name, part in optimizer.published().items()}
     torch.save({"logprobs": logprobs_N, "published": published}, out / f"rank-{world.rank}.pt")
     world.close()
 

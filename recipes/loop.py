@@ -43,7 +43,7 @@ from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.step import Learner, train_step
 from etude.weights.publisher import Publisher
-from etude.weights.ranks import rows_of
+from etude.weights.ranks import held_rows
 from etude.weights.runs import with_models
 
 RETRIES = 2  # of an episode that infrastructure lost
@@ -162,7 +162,7 @@ class Trainer:
         """
         tensors = self.optimizer.published()
         self.publisher.publish(version, tensors, groups, {})
-        return {name: rows_of(tensor) for name, tensor in tensors.items()}
+        return {name: held_rows(tensor) for name, tensor in tensors.items()}
 
 
 class EnginePolicy:

@@ -169,6 +169,11 @@ class RankGroup:
         codes = [child.exit_code for child in self.children]
         return None if None in codes else next(filter(None, codes), 0)
 
+    def ends(self, seconds: float) -> bool:
+        """Whether the ranks end within so many seconds."""
+        self._watch.join(seconds)
+        return self.exit_code is not None
+
     @property
     def log(self) -> Path:
         """The log of rank 0, or of the rank that failed first."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main, train
-from etude.config import validate
+from etude.cli.overlays import read_toml
+from etude.config import RLConfig, validate
 
 ROOT = Path(__file__).parents[2]
 TOML, TINY = str(ROOT / "recipes/demo.toml"), str(ROOT / "tests/tasks/data/tiny")
@@ -346,3 +347,35 @@ def test_counts_of_an_evaluation_are_positive(flag, value, tmp_path, capsys):
         main.main(["eval", "nano", "--suite", str(tmp_path), flag, value])
     assert stop.value.code == 2
     assert "should be greater than or equal to" in capsys.readouterr().err
+
+
+def test_a_resumed_run_may_have_other_ranks_and_nothing_else(tmp_path, monkeypatch, capsys):
+    from etude import runfolder
+    from etude.run import launch
+
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(launch, "train_rl", lambda config, folder, **options: started.append(config.trainer))
+    (tmp_path / "run.toml").write_text('name = "run"\n[tasks]\nrepository = "here"\n[trainer]\nsteps = 2\n')
+    with pytest.raises(SystemExit):
+        main.main(["train", "run.toml"])
+    config = validate(RLConfig, read_toml(tmp_path / "run.toml"), "run.toml")
+    runfolder.create(tmp_path / "outputs" / "run", config, None)
+    stored = tmp_path / "outputs" / "run" / "config.json"
+    before = stored.read_bytes()
+    for words, sentence in (
+        (["--trainer.steps", "3"], "but for trainer.mesh, trainer.launcher and trainer.collective_seconds"),
+        (["--trainer.mesh.shard", "0"], "trainer.mesh.shard"),
+        (["--trainer.mesh.shard", "2", "--trainer.mesh.expert", "3"], "must divide shard x context = 2"),
+        (["--trainer.mesh.context", "3"], "trainer.mesh.context"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main.main(["train", "--resume", "outputs/run", *words])
+        assert stop.value.code == 2
+        assert sentence in capsys.readouterr().err
+        assert stored.read_bytes() == before, "what is refused leaves the run as it was"
+    for words, ranks in ((["outputs/run", "--trainer.mesh.shard", "2"], 2), (["run.toml"], 1)):
+        with pytest.raises(SystemExit) as stop:
+            main.main(["train", "--resume", *words])
+        assert not stop.value.code, capsys.readouterr().err
+        assert started[-1].mesh.ranks == runfolder.load_config(tmp_path / "outputs" / "run").trainer.mesh.ranks == ranks

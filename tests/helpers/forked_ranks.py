@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from etude.trainer.world import free_port
+from tests.helpers.ranks import free_port
 
 SECONDS = 240.0  # deadline of all ranks
 

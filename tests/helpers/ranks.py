@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from etude.trainer.world import free_port
-
 SECONDS = 240.0
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def start_ranks(count: int, module: str, *arguments: str, threads: int = 1) -> list[subprocess.Popen[str]]:

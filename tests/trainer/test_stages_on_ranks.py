@@ -29,9 +29,10 @@ from etude.trainer.finetune.config import ApplyConfig, MidtrainConfig, OptimConf
 from etude.trainer.finetune.folder import load
 from etude.trainer.finetune.packed import PackedSteps
 from etude.trainer.finetune.passes import shares
-from etude.trainer.world import World, free_port
+from etude.trainer.world import World
 from tests.helpers import apply_edits, forked_ranks
 from tests.helpers.folders import write_folder
+from tests.helpers.ranks import free_port
 from tests.trainer.test_folder_stages import chat
 from tests.trainer.test_pretrain import CODE, MODEL
 

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
         if overrides:
             config = validate(RLConfig, stored, f"{folder}/config.json")
             if not arguments.dry_run:
-                _keep(config, folder)
+                _keep(with_models(config), folder)
         config = with_models(config)
         check_whole(config)
     else:
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
             if _without_ranks(kept) != _without_ranks(new):
                 raise UserError(f"{where} differs from the configuration of {folder}; resume the folder itself")
             if kept != new:
-                _keep(new, folder)
+                _keep(config, folder)
     if arguments.dry_run:
         print(without_secrets(config).model_dump_json(indent=2), flush=True)
         from etude.sandbox.backends.choose import check_sandbox
@@ -139,8 +139,12 @@ def _without_ranks(config: RLConfig) -> dict[str, Any]:
 
 
 def _keep(config: RLConfig, folder: Path) -> None:
-    """Stores a configuration with other ranks in a run's folder."""
-    runfolder.write(folder / "config.json", (config.model_dump_json(indent=2) + "\n").encode(), runfolder.PRIVATE)
+    """Stores a configuration with other ranks in a run's folder. Raises UserError if the model cannot be divided so, or
+    while the run goes on."""
+    _check_models(config)
+    with runfolder.lock(folder):
+        kept = without_secrets(config).model_dump_json(indent=2) + "\n"
+        runfolder.write(folder / "config.json", kept.encode(), runfolder.PRIVATE)
 
 
 def _check_models(config: Any) -> None:

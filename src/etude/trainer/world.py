@@ -114,11 +114,6 @@ class World:
         return self.rank // self.mesh.context
 
     @property
-    def slice(self) -> int:
-        """The part of each row that this rank computes, counted from 0."""
-        return self.rank % self.mesh.context
-
-    @property
     def replica(self) -> int:
         """The copy of the model that this rank holds a part of, counted from 0."""
         return self.rank // (self.mesh.shard * self.mesh.context)
@@ -214,13 +209,6 @@ def _end_of(future: Future[object]) -> list[str] | None:
     if error is None:
         return []
     return ["user", str(error)] if isinstance(error, UserError) else ["", f"rank 0 failed: {first_line(error)}"]
-
-
-def free_port() -> int:
-    """A port of the loopback device that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _store(rank: int, size: int) -> Any:

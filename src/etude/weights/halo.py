@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as _typed_dist
 
-from etude.weights.ranks import Parts, Ranks, Shard, rows_of
+from etude.weights.ranks import Parts, Ranks, Shard, held_rows
 from etude.weights.ulpd.chunk_grid import Bits, Schema, unsigned
 
 dist = cast(Any, _typed_dist)  # its functions have no types
@@ -80,7 +80,7 @@ def exchange(ranks: Ranks, division: Division, parts: Parts) -> dict[str, Bits]:
     at = 0
     for run in division.sent:
         spec, first = specs[run.tensor], int(division.first_T[run.tensor])
-        part = unsigned(rows_of(parts[spec.name]))[run.start - first : run.stop - first].view(torch.uint8)
+        part = unsigned(held_rows(parts[spec.name]))[run.start - first : run.stop - first].view(torch.uint8)
         outgoing[at : at + part.numel()].copy_(part)
         at += part.numel()
     incoming, sizes_in = _buffer(ranks, division, division.received)
@@ -100,7 +100,7 @@ def exchange(ranks: Ranks, division: Division, parts: Parts) -> dict[str, Bits]:
 
 def _elements_of(part: torch.Tensor | Shard) -> tuple[int, int]:
     """The elements [first, stop) of the whole tensor that this process holds; (0, 0) for none."""
-    rows = rows_of(part)
+    rows = held_rows(part)
     if rows.is_meta or not rows.numel():
         return 0, 0
     first = part.first * (rows.numel() // len(rows) if rows.ndim else 1) if isinstance(part, Shard) else 0

@@ -29,7 +29,7 @@ from etude.records import AdaptedBase, Anchor, PayloadPart, PolicyVersion, Skip,
 from etude.store import Store
 from etude.weights.halo import Division, divide, exchange
 from etude.weights.manifest import create, manifests, read_manifest, schema_key
-from etude.weights.ranks import AnchorFailed, Attempt, Parts, Ranks, Share, rows_of, schema_of_parts
+from etude.weights.ranks import AnchorFailed, Attempt, Parts, Ranks, Share, held_rows, schema_of_parts
 from etude.weights.signature import sign
 from etude.weights.snapshots import HeldPart, Snapshots
 from etude.weights.ulpd import codec
@@ -492,7 +492,7 @@ class Publisher:
         parts: list[HeldPart] = []
         for number in sorted({division.schema.chunks[i].tensor for i in division.chunks}):
             spec = division.schema.tensors[number]
-            rows, first = rows_of(tensors[spec.name]), int(division.first_T[number])
+            rows, first = held_rows(tensors[spec.name]), int(division.first_T[number])
             parts.append(HeldPart(spec, rows, first, halos.get(spec.name)))
         return division, self._snapshots.take(parts)
 

@@ -60,7 +60,7 @@ class Ranks:
         return int(of_all) % 2**64
 
 
-def rows_of(part: Tensor | Shard) -> Tensor:
+def held_rows(part: Tensor | Shard) -> Tensor:
     """The rows that this process holds."""
     return part.rows if isinstance(part, Shard) else part
 
@@ -76,7 +76,7 @@ def digest_of_parts(parts: Parts, types: Mapping[str, torch.dtype]) -> int:
     that this would round."""
     total = 0
     for name, part in parts.items():
-        rows = rows_of(part)
+        rows = held_rows(part)
         if rows.is_meta or not rows.numel():
             continue
         narrow = narrow_lossless(name, rows, types[name])
@@ -89,7 +89,7 @@ def digest_of_parts(parts: Parts, types: Mapping[str, torch.dtype]) -> int:
 def _outline(part: Tensor | Shard) -> Tensor:
     """A tensor of the whole's type and shape."""
     if not isinstance(part, Shard) or not part.rows.ndim:
-        return rows_of(part)
+        return held_rows(part)
     return part.rows.new_empty((part.total, *part.rows.shape[1:]), device="meta")
 
 

@@ -16,7 +16,6 @@ until that version is durable, and are deleted then.
 from __future__ import annotations
 
 import os
-import time
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -169,12 +168,9 @@ def _run_trainer(folder: Path, source: int, lock: int, seconds: float) -> None:
     argv = ["etude.trainer.rl.process", str(folder), str(source)]
     ranks = runfolder.load_config(folder).trainer.mesh.ranks
     child = processes.start_ranks("trainer", argv, logs, ranks, holds=[lock])
-    deadline = time.monotonic() + seconds
     try:
-        while child.exit_code is None:
-            if time.monotonic() > deadline:
-                raise RunFailed(f"the trainer took longer than {seconds:.0f} seconds, see {child.log}; give it more")
-            time.sleep(0.05)
+        if not child.ends(seconds):
+            raise RunFailed(f"the trainer took longer than {seconds:.0f} seconds, see {child.log}; give it more")
     finally:
         child.stop(10)
     if failure := child.failure():

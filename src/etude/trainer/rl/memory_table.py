@@ -32,7 +32,7 @@ from etude.trainer.lora import Adapters
 from etude.trainer.optimizer import BUCKET
 from etude.trainer.rl.pass_sizes import activation_bytes, head_bytes, sizes_of
 from etude.trainer.rl.presets import loss_preset
-from etude.weights.ranks import rows_of
+from etude.weights.ranks import held_rows
 
 GIB = 2**30
 _CONTEXT = 1.0 * GIB  # of a process on a GPU: driver, libraries, workspaces of products; usually 0.5 to 1
@@ -291,7 +291,7 @@ def _gathered(config: RLConfig, model: PreTrainedModel, device: str, each: int) 
 
 def _beside_adapters(config: RLConfig, adapters: Adapters, live: int, device: str) -> list[Term]:
     """The memory of adapters besides their states: the base, here and in engines that add to it."""
-    base, offload = [rows_of(t).nbytes for t in adapters.base().values()], config.trainer.offload_optimizer
+    base, offload = [held_rows(t).nbytes for t in adapters.base().values()], config.trainer.offload_optimizer
     mesh = config.trainer.mesh
     parts, each = mesh.shard * mesh.context, mesh.ranks if offload or device == "host" else 1
     advice = "" if offload or device == "host" else "set trainer.offload_optimizer = true"
