@@ -482,7 +482,7 @@ def test_a_ledger_of_another_schema_is_refused(url):
     with engine.begin() as connection:
         connection.execute(sa.text("UPDATE meta SET value = '0' WHERE key = 'schema'"))
     engine.dispose()
-    with pytest.raises(UserError, match="has schema 0, this etude reads 4"):
+    with pytest.raises(UserError, match="has schema 0, this etude reads 5"):
         Ledger.open(url)
 
 
@@ -515,3 +515,42 @@ def test_a_statement_of_postgresql_has_a_deadline(postgres):
     with ledger._engine.connect() as connection:
         assert connection.exec_driver_sql("SHOW statement_timeout").scalar_one() == "30s"
     ledger.close()
+
+
+def test_engines_come_and_go(ledger):
+    assert ledger.members.engines() == []
+    ledger.members.join("http://b", "eu-1")
+    ledger.members.join("http://a", "eu-0")
+    assert [(e.url, e.name, e.state, e.version) for e in ledger.members.engines()] == [
+        ("http://a", "eu-0", "joining", -1), ("http://b", "eu-1", "joining", -1),
+    ]  # fmt: skip
+    ledger.members.set([("http://a", "serving", "", 3), ("http://never", "serving", "", 3)])
+    ledger.members.join("http://a", "eu-0")  # once more: it serves already
+    assert (ledger.members.engines()[0].state, ledger.members.engines()[0].version) == ("serving", 3)
+    assert ledger.members.drain("http://a", "by its operator")
+    ledger.members.set([("http://a", "draining", "by its operator", 3)])
+    assert ledger.members.engines()[0].leaving == "by its operator"
+    ledger.members.set([("http://a", "gone", "it was killed", 3)])
+    assert not ledger.members.drain("http://a", "again"), "one that is gone cannot be asked"
+    assert not ledger.members.drain("http://c", "it never joined")
+    ledger.members.join("http://a", "eu-0")  # started anew
+    again = ledger.members.engines()[0]
+    assert (again.state, again.version, again.why, again.leaving) == ("joining", -1, "", "")
+
+
+def test_the_stage_and_its_beats(ledger):
+    assert ledger.members.stage() == ("ended", 0)
+    ledger.members.set_stage("training")
+    ledger.members.set_stage("training")
+    assert ledger.members.stage() == ("training", 2)
+
+
+def test_a_lease_names_the_version_of_its_group_and_players_elsewhere_keep_theirs(ledger):
+    ledger.admit(0, "t", 2, 4)
+    (here,), (away,) = ledger.lease("controller", 1, LONG), ledger.lease("elsewhere/eu-0", 1, LONG)
+    assert (here.version, away.version) == (4, 4)
+    assert ledger.members.players() == {"controller": 1, "elsewhere/eu-0": 1}
+    ledger.recover([])
+    assert ledger.members.players() == {"elsewhere/eu-0": 1}
+    assert finish(ledger, away), "its player goes on, and its result counts"
+    assert not finish(ledger, here), "its player has ended with the controller"

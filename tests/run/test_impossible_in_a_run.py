@@ -54,7 +54,7 @@ def test_an_impossible_task_that_is_passed_is_an_alarm_and_belongs_to_no_group(t
             run = Run(
                 folder=tmp_path, config=config, pool=TaskPool(tiny), ledger=Ledger.open(f"sqlite:///{tmp_path}/l.db"),
                 weights=open_store(f"{tmp_path}/weights"), rollouts=open_store(f"{tmp_path}/rollouts"), sandbox=sandbox,
-                engines=Engines((), client, None),
+                engines=Engines([], client, None),
                 children=(), concurrency=episode_concurrency(4, rows=4, staleness=0, prompts=1, group=2),
                 impossible=_impossible(tiny, tmp_path / "impossible"),
                 training=context_of(*settings, training=True), measuring=context_of(*settings),

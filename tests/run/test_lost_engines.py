@@ -1,6 +1,7 @@
-"""Engines that are lost, late or wrong while others serve: what the controller makes of their answers."""
+"""Engines that join, leave, lag, are lost or wrong while others serve: what the controller makes of their answers."""
 
 import asyncio
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
+from etude.ledger import Ledger
 from etude.protocol.backends.client import EngineClient, EngineError, EngineLost
 from etude.run import versions
-from etude.run.state import EngineRecord, Engines, EngineState, Progress, Run, check_processes
+from etude.run.state import EngineRecord, Engines, Progress, Run, check_processes
 from etude.run.versions import check_engines, observe_versions, wait_for_version
 
-A, B = "http://a", "http://b"
+A, B, C = "http://a", "http://b", "http://c"
 
 
 class Servers:
@@ -22,9 +24,15 @@ class Servers:
     follows = True
 
     def __init__(self) -> None:
-        self.version = {A: 3, B: 3}
+        self.version = {A: 3, B: 3, C: 3}
         self.fault: dict[str, Exception | str] = {}
         self.brought: list[tuple[str, int]] = []
+        self.checked: list[str] = []
+
+    async def check(self, http: Any, url: str) -> None:
+        self.checked.append(url)
+        if isinstance(fault := self.fault.get(url), UserError):
+            raise fault
 
     async def health(self, http: Any, url: str, timeout: float) -> dict[str, Any]:
         fault = self.fault.get(url)
@@ -50,12 +58,16 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, published: int = 3) -> None:
         self.servers = Servers()
-        self.client = EngineClient([A, B], backend=self.servers)  # type: ignore[arg-type]
+        self.client = EngineClient((), backend=self.servers)  # type: ignore[arg-type]
+        self.ledger = Ledger.open(f"sqlite:///{tempfile.mkdtemp()}/ledger.db")
         self.scored: list[tuple[str, int]] = []
         probes = SimpleNamespace(served=lambda url, version: self.scored.append((url, version)))
-        self.engines = Engines([EngineState(A, None), EngineState(B, None)], self.client, probes)  # type: ignore[arg-type]
+        self.engines = Engines([], self.client, probes)  # type: ignore[arg-type]
+        for number, url in enumerate((A, B)):
+            self.engines.add(url, f"engine-{number}", serves=True)
         self.run: Run = SimpleNamespace(  # type: ignore[assignment]
             engines=self.engines,
+            ledger=self.ledger,
             record=EngineRecord(),
             progress=Progress(),
             weights=None,
@@ -65,6 +77,7 @@ class Watched:
             sandbox=SimpleNamespace(alive=True),
         )
         monkeypatch.setattr(versions, "_PATIENCE", 0.05)
+        monkeypatch.setattr(versions, "MEMBERS_SECONDS", 0.0)
         monkeypatch.setattr(versions, "SILENT_SECONDS", 0.1)
         monkeypatch.setattr(versions, "read_manifest", lambda store, version: SimpleNamespace(live="d"))
         monkeypatch.setattr(versions, "published_versions", lambda store, after: list(range(after + 1, published + 1)))
@@ -76,7 +89,10 @@ class Watched:
                 await asyncio.sleep(0.01)
 
     def lost(self) -> list[str]:
-        return [state.url for state in self.engines.states if state.lost]
+        return [state.url for state in self.engines.states if state.state == "gone"]
+
+    def rows(self) -> dict[str, str]:
+        return {row.url: row.state for row in self.ledger.members.engines()}
 
 
 @pytest.mark.parametrize("fault", [EngineLost("gone"), "silent", "failed"])
@@ -100,7 +116,7 @@ def test_a_run_goes_on_while_one_engine_serves_and_takes_the_other_back_when_it_
         assert watched.lost() == [A], "tokens of version 3 would be older than admission allows"
         servers.version[A] = 5
         await watched.look(lambda: not watched.lost())
-        assert {watched.client._server(str(n), None) for n in range(2)} <= {A, B}
+        assert watched.client.serving == {A, B}
         servers.fault = {A: fault, B: fault}
         with pytest.raises(RunFailed, match=r"engine at http://. is lost: (has not answered|failed).* --resume RUN"):
             await watched.look(lambda: False)
@@ -212,5 +228,120 @@ def test_one_dead_process_of_several_engines_is_no_end(monkeypatch: pytest.Monke
         children[1].exit_code = 2
         with pytest.raises(UserError, match="it was killed"):
             check_processes(watched.run)
+
+    asyncio.run(play())
+
+
+def test_engines_join_serve_and_leave_while_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        servers, ledger = watched.servers, watched.ledger
+        await watched.look(lambda: watched.scored)
+        assert watched.rows() == {A: "serving", B: "serving"}
+        servers.version[C] = 2
+        ledger.members.join(C, "eu-0")
+        await watched.look(lambda: C in servers.checked and watched.rows().get(C) == "joining")
+        for _ in range(3):
+            await observe_versions(watched.run)
+        assert watched.client.serving == {A, B}, "tokens of version 2 would be older than admission allows"
+        servers.version[C] = 3
+        await watched.look(lambda: watched.rows()[C] == "serving")
+        assert watched.client.serving == {A, B, C}
+        assert ledger.members.drain(A, "by its operator")
+        await watched.look(lambda: watched.rows()[A] == "draining")
+        assert watched.client.serving == {B, C}
+        servers.fault[B] = "draining"  # it got SIGTERM
+        await watched.look(lambda: watched.rows()[B] == "draining")
+        ledger.members.set([(A, "gone", "it has left", 3)])
+        await watched.look(lambda: watched.lost() == [A])
+        ledger.members.join(A, "eu-1")  # started anew at the same address
+        await watched.look(lambda: watched.client.serving == {A, C})
+        assert servers.checked == [C, A]
+        await watched.engines.aclose()
+
+    asyncio.run(play())
+    printed = capsys.readouterr().err
+    assert f"the engine at {C} has joined" in printed
+    assert f"the engine at {A} gets no new turns: by its operator" in printed
+    assert f"the engine at {B} gets no new turns: it is about to end" in printed
+
+
+def test_an_engine_that_lags_is_drained_and_serves_again_once_it_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        await watched.look(lambda: watched.scored)
+        watched.servers.version[B] = 4
+        await watched.look(lambda: watched.engines.states[1].version == 4)
+        assert watched.run.progress.served == 3, "one version behind is within the bound"
+        watched.servers.version[B] = 5
+        await watched.look(lambda: watched.run.progress.served == 5)
+        assert watched.rows() == {A: "draining", B: "serving"}
+        watched.servers.version[A] = 5
+        await watched.look(lambda: watched.client.serving == {A, B})
+        monkeypatch.setattr(versions, "swap_seconds", lambda config: 0.05)
+        watched.servers.version[B] = 6
+        await watched.look(lambda: watched.run.progress.served == 6)
+        assert watched.rows()[A] == "draining", "a swap may not take for ever either"
+        await watched.engines.aclose()
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_the_run_cannot_use_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        watched.servers.fault[C] = UserError("it takes 64 tokens")
+        watched.ledger.members.join(C, "eu-0")
+        await watched.look(lambda: watched.rows().get(C) == "gone")
+        (row,) = [row for row in watched.ledger.members.engines() if row.url == C]
+        assert row.why == "it takes 64 tokens"
+        assert watched.client.serving == {A, B}
+        await watched.engines.aclose()
+
+    asyncio.run(play())
+
+
+def test_a_run_whose_engines_come_and_go_waits_for_one_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        watched.engines.elastic = True
+        await watched.look(lambda: watched.scored)
+        watched.servers.fault = {A: "failed", B: "failed"}
+        await watched.look(lambda: len(watched.lost()) == 2)
+        request = asyncio.create_task(watched.client._reached(lambda _: watched.client._server("s", None), answer, 20))
+        watched.ledger.members.join(C, "eu-0")
+        await watched.look(lambda: watched.client.serving == {C})
+        assert await request == C
+        monkeypatch.setattr(versions, "swap_seconds", lambda config: 0.1)
+        monkeypatch.setattr(versions, "start_seconds", lambda inference, model: 0.0)
+        watched.servers.fault[C] = "failed"
+        with pytest.raises(RunFailed, match="no engine has served for 0 s: http://c: failed: broken"):
+            await watched.look(lambda: False)
+        await watched.engines.aclose()
+
+    async def answer(url: str) -> str:
+        return url
+
+    asyncio.run(play())
+
+
+def test_a_wedged_engine_costs_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        await watched.look(lambda: watched.scored)
+        monkeypatch.setattr(versions, "SILENT_SECONDS", 1.0)
+        monkeypatch.setattr(versions, "_PATIENCE", 0.5)
+        watched.servers.fault[A] = "silent"
+        began, looks = asyncio.get_running_loop().time(), 0
+        while not watched.lost():
+            await observe_versions(watched.run)
+            looks += 1
+            await asyncio.sleep(0.01)
+        seconds = asyncio.get_running_loop().time() - began
+        assert seconds < 2.5
+        assert looks > 10, "an engine that does not answer holds up one look, not each"
+        await watched.engines.aclose()
 
     asyncio.run(play())

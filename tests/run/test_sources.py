@@ -144,7 +144,7 @@ def test_the_least_share_of_decided_tests_is_a_source_s_own(tmp_path: Path, monk
         {"repository": "a", "heldout_fraction": 0, "min_decided": 0.0},
         {"dataset": str(other), "min_decided": 0.9},
     )
-    monkeypatch.setattr(launch, "trainable", lambda part, share: asked.append(share) or part)
+    monkeypatch.setattr(sources, "trainable", lambda part, share: asked.append(share) or part)
     whole = launch._taskset(found, tmp_path, LiveView("", ()))
     assert ([part.name for part in whole.parts], asked) == (["tiny-1.0", "other-2.0"], [0.1, 0.9])
     assert folders_of_tasks(found, tmp_path) == [TINY, other], "what an evaluation can measure of the run"

@@ -23,11 +23,12 @@ from etude.inference.engine.requests import Request
 from etude.inference.engine.runner import Runner
 from etude.inference.server.server import build_app
 from etude.inference.server.weights import ServedVersion, WeightWatcher
+from etude.ledger import Ledger
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends import EngineClient, EngineError
 from etude.renderers import renderer_for
 from etude.rollout import probes
-from etude.run.state import Engines, EngineState, Run
+from etude.run.state import Engines, Run
 from etude.run.versions import observe_versions
 from etude.store import open_store
 from etude.tasks import dataset
@@ -197,9 +198,7 @@ def asked(run, engines, version):
 
     async def ask():
         async with asyncio.timeout(SECONDS), EngineClient(engines) as client:
-            asker = probes.ProbeScorer(
-                store, probes.ProbeSequences(ids=probes.read_probe_sequences(store)), client, engines
-            )
+            asker = probes.ProbeScorer(store, probes.ProbeSequences(ids=probes.read_probe_sequences(store)), client)
             for _ in range(2):  # it is seen at every tick
                 for url in engines:
                     asker.served(url, version)
@@ -249,13 +248,15 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
         asks = probes.ProbeSequences(ids=tuple(sequences))
         async with (
             EngineClient(engines) as client,
-            aclosing(probes.ProbeScorer(answers, asks, client, engines)) as asker,
+            aclosing(probes.ProbeScorer(answers, asks, client)) as asker,
         ):
-            names = ("pool", "impossible", "ledger", "rollouts", "sandbox", "training", "measuring", "concurrency")
+            names = ("pool", "impossible", "rollouts", "sandbox", "training", "measuring", "concurrency")
             watched = Run(
                 folder=run, config=config, weights=weights, children=[], **dict.fromkeys(names),
-                engines=Engines([EngineState(url, None) for url in engines], client, asker),
+                ledger=Ledger.open(f"sqlite:///{run}/ledger.db"), engines=Engines([], client, asker),
             )  # fmt: skip
+            for number, url in enumerate(engines):
+                watched.engines.add(url, str(number), serves=True)
             for _ in range(3):
                 await observe_versions(watched)
             await asyncio.gather(*asker._asking.values())
@@ -307,7 +308,7 @@ def test_an_unreachable_engine_is_one_sentence(tmp_path, capsys, monkeypatch):
 
     async def ask():
         async with EngineClient(["http://127.0.0.1:9"]) as client:
-            asker = probes.ProbeScorer(store, probes.ProbeSequences(ids=([3, 4],)), client, ["http://127.0.0.1:9"])
+            asker = probes.ProbeScorer(store, probes.ProbeSequences(ids=([3, 4],)), client)
             asker.served("http://127.0.0.1:9", 3)
             await asyncio.gather(*asker._asking.values())
 

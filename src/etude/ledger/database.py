@@ -49,12 +49,20 @@ def _connected(engine: sa.Engine, create: Callable[[sa.Connection], None], what:
     except UserError:
         engine.dispose()
         raise
+    except UnicodeDecodeError as e:
+        engine.dispose()
+        raise unreadable(what, engine) from e
     except DBAPIError as e:
         engine.dispose()
         kind = Outage if is_outage(e) else UserError
         advice = "set PGPASSWORD" if "password" in reason(e) else "check the path or the URL"
         raise kind(f"the {what} {engine.url} cannot be opened: {reason(e)}; {advice}") from e
     return engine
+
+
+def unreadable(what: str, engine: sa.Engine) -> UserError:
+    """The error of a damaged file of which even SQLite's own message cannot be decoded."""
+    return UserError(f"the {what} {engine.url} is damaged: restore it from a copy")
 
 
 def reason(error: DBAPIError) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+ELSEWHERE = "elsewhere/"
+"""The beginning of the names of lease holders that do not end with the controller."""
 _Held = tuple[int, int, int, int]  # group, member, attempt, renewals
 
 

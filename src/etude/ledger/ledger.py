@@ -15,29 +15,29 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 from sqlalchemy import bindparam
-from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
+from sqlalchemy.exc import IntegrityError
 
 from etude.errors import UserError
 from etude.ledger import flagged as flagged_rows
 from etude.ledger import representation
 from etude.ledger.conservation import Conservation, check, count_outcomes
-from etude.ledger.database import Outage, is_outage, persist, reason
+from etude.ledger.database import persist
 from etude.ledger.digests import EPISODE, GROUP, damaged, seal
 from etude.ledger.digests import check as check_rows
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
 from etude.ledger.group_rows import MIXED, RESULTS_CONSUMED, RESULTS_READY, consume_groups, groups_of_tasks, load_groups
-from etude.ledger.leases import LeaseWatch
+from etude.ledger.leases import ELSEWHERE, LeaseWatch
 from etude.ledger.leaving_behind import leaves_in_time
+from etude.ledger.membership import Membership
 from etude.ledger.schema import connect, counters, episodes, groups, meta
+from etude.ledger.tables import RunTables, persistent
 from etude.records import LOST, Episode, EpisodeBlob, Group, Outcome, PolicyVersion, Population
 
 MAX_RETRIES = 2
@@ -46,7 +46,8 @@ MAX_RETRIES = 2
 
 @dataclass(frozen=True)
 class EpisodeLease:
-    """The right to play one episode for a number of seconds, which a renewal starts again."""
+    """The right to play one episode for a number of seconds, which a renewal starts again. `version` was served when
+    the group was admitted: older weights play none of it."""
 
     group_id: int
     index: int
@@ -54,6 +55,7 @@ class EpisodeLease:
     member: int
     attempt: int
     owner: str
+    version: int = 0
 
 
 def blob_key(group: int, member: int, attempt: int) -> str:
@@ -84,8 +86,6 @@ class Figures:
     consumed_version: int  # newest version that consumed a group; -1 before the first
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _e, _g = episodes.c, groups.c
 
 # Frequent statements are built once: building one costs more than SQLite needs to run it.
@@ -99,6 +99,7 @@ _RETRY = (
         reason=bindparam("why"),
     )
 )  # fmt: skip
+_UNLEASED = {"state": "pending", "attempt": _e.attempt + 1, "owner": None, "lease": None}
 _MEMBER_DONE = (
     sa.update(groups).where(_g.id == bindparam("g")).values(unfinished=_g.unfinished - 1).returning(_g.unfinished)
 )
@@ -110,7 +111,7 @@ _COUNT = (
 )
 _LEASED = sa.select(_e.group_id, _e.member, _e.attempt, _e.renewals, _e.lease_seconds).where(_e.state == "leased")
 _EPISODES = (
-    sa.select(_e.group_id, _e.member, _e.attempt, _e.state, _e.renewals, _g.task_id)
+    sa.select(_e.group_id, _e.member, _e.attempt, _e.state, _e.renewals, _g.task_id, _g.admitted_version)
     .join_from(episodes, groups, _g.id == _e.group_id)
     .order_by(_e.group_id, _e.member)
     .with_for_update(of=episodes, skip_locked=True)
@@ -128,24 +129,13 @@ _TOTALS = sa.select(
 _WAITING = sa.select(_g.id, _g.state, _g.admitted_version).where(_g.state != "consumed").order_by(_g.id)
 
 
-def persistent(method: Callable[Concatenate[Ledger, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """The method, repeated while the database server is away. For methods whose repetition after a commit changes
-    nothing."""
-
-    @wraps(method)
-    def tried(self: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
-        return persist(lambda _: method(self, *args, **kwargs))
-
-    return tried
-
-
-class Ledger:
+class Ledger(RunTables):
     """One run's ledger. Methods raise UserError when the database cannot be reached, is full or is damaged."""
 
     def __init__(self, engine: sa.Engine):
-        self._engine = engine
+        super().__init__(engine)
         self._watch = LeaseWatch()
-        self._reader = engine.execution_options(read_only=True)
+        self.members = Membership(engine)
 
     @classmethod
     def open(cls, url: str, run: str | None = None) -> Ledger:
@@ -191,23 +181,13 @@ class Ledger:
     def _lease(self, owner: str, limit: int, seconds: float, call: str, again: bool) -> list[EpisodeLease]:
         with self._write() as c:
             if again and (rows := c.execute(_GRANTED, {"lease": call}).all()):
-                return [EpisodeLease(r.group_id, r.group_id, r.task_id, r.member, r.attempt, owner) for r in rows]
+                return [_lease_of(row, row.attempt, owner) for row in rows]
             rows = list(c.execute(_PENDING, {"limit": limit}).all())
             if over := self._watch.over(c.execute(_LEASED).all()):
                 expired = c.execute(_OVER, {"ids": [lease[:2] for lease in over]}).all()
                 rows += [row for row in expired if (row.group_id, row.member, row.attempt, row.renewals) in over]
                 rows = sorted(rows, key=lambda row: (row.group_id, row.member))[:limit]
-            leases = [
-                EpisodeLease(
-                    group_id=row.group_id,
-                    index=row.group_id,
-                    task_id=row.task_id,
-                    member=row.member,
-                    attempt=row.attempt + (row.state == "leased"),
-                    owner=owner,
-                )
-                for row in rows
-            ]
+            leases = [_lease_of(row, row.attempt + (row.state == "leased"), owner) for row in rows]
             if leases:
                 held = {"state": "leased", "owner": owner, "lease": call, "lease_seconds": seconds, "renewals": 0}
                 c.execute(_LEASE, [{"g": x.group_id, "m": x.member, "attempt": x.attempt} | held for x in leases])
@@ -219,6 +199,13 @@ class Ledger:
         mine = sa.update(episodes).where(_e.state == "leased", _e.owner == owner)
         with self._write() as c:
             return c.execute(mine.values(lease_seconds=seconds, renewals=_e.renewals + 1)).rowcount
+
+    @persistent
+    def release(self, owner: str) -> None:
+        """Sends the leased episodes of `owner` back to pending, under new attempt numbers."""
+        mine = sa.update(episodes).where(_e.state == "leased", _e.owner == owner)
+        with self._write() as c:
+            c.execute(mine.values(_UNLEASED))
 
     def finish(
         self,
@@ -332,7 +319,8 @@ class Ledger:
     def recover(self, manifests: Sequence[PolicyVersion]) -> None:
         """Makes the ledger follow the published versions; call it on resume, before any process leases or trains.
         Groups that a manifest names become consumed by it, and consumed groups that none names become ready again.
-        Every lease goes back to pending under a new attempt number, so a late result of its owner is ignored. Raises
+        The leases of processes that ended with the controller go back to pending under a new attempt number, so a late
+        result is ignored; those of players `ELSEWHERE` expire if the players are gone. Raises
         UserError if a manifest names a group that was never admitted here, or if the database is damaged."""
         with self._write() as c:
             check_rows(c)
@@ -343,8 +331,8 @@ class Ledger:
                 except ValueError as e:
                     why = f"the ledger does not belong to the published versions: {e}; start a new run"
                     raise UserError(why) from e
-            again = {"state": "pending", "attempt": _e.attempt + 1, "owner": None, "lease": None}
-            c.execute(sa.update(episodes).where(_e.state == "leased").values(again))
+            here = ~_e.owner.startswith(ELSEWHERE, autoescape=True)
+            c.execute(sa.update(episodes).where(_e.state == "leased", here).values(_UNLEASED))
             proof = check(c, manifests)
             if not proof.ok:
                 raise damaged(c, proof.sentence)
@@ -492,26 +480,9 @@ class Ledger:
             where = f"the ledger {self._engine.url} belongs to run {bound!r}"
             raise UserError(f"{where}; give this run a database of its own")
 
-    @contextmanager
-    def _write(self) -> Generator[sa.Connection]:
-        with self._errors(), self._engine.begin() as connection:
-            yield connection
 
-    @contextmanager
-    def _read(self) -> Generator[sa.Connection]:
-        with self._errors(), self._reader.begin() as connection:
-            yield connection
-
-    @contextmanager
-    def _errors(self) -> Generator[None]:
-        try:
-            yield
-        except (IntegrityError, ProgrammingError):
-            raise
-        except DBAPIError as e:
-            kind = Outage if is_outage(e) else UserError
-            why = f"the ledger {self._engine.url} failed: {reason(e)}; check the disk or the server, then --resume"
-            raise kind(why) from e
+def _lease_of(row: Any, attempt: int, owner: str) -> EpisodeLease:
+    return EpisodeLease(row.group_id, row.group_id, row.task_id, row.member, attempt, owner, row.admitted_version)
 
 
 def _finished(c: sa.Connection, lease: EpisodeLease, values: Mapping[str, Any]) -> bool:

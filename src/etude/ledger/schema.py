@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import sqlalchemy as sa
 
 from etude.errors import UserError
 from etude.ledger.database import open_database
 
-VERSION = "4"
+VERSION = "5"
 """The version of the tables; a ledger of another version is refused."""
 
 metadata = sa.MetaData()
@@ -15,9 +17,14 @@ metadata = sa.MetaData()
 meta = sa.Table(
     "meta",
     metadata,
-    sa.Column("key", sa.String, primary_key=True),  # "schema", "run"
+    sa.Column("key", sa.String, primary_key=True),  # see META
     sa.Column("value", sa.String, nullable=False),
 )
+
+RunStage = Literal["training", "ended"]
+STAGES: tuple[RunStage, ...] = get_args(RunStage)
+META = {"schema": VERSION, "run": "", "stage": "ended", "beat": "0"}
+"""Version of the tables, name of the run, stage of the run for its players, and the controller's count of beats."""
 
 counters = sa.Table(
     "counters",
@@ -89,6 +96,20 @@ impossible = sa.Table(
 )
 """Episodes of impossible tasks, which are played beside the groups and never trained on."""
 
+engines = sa.Table(
+    "engines",
+    metadata,
+    sa.Column("url", sa.String, primary_key=True),
+    sa.Column("name", sa.String, nullable=False),  # of the engine in its fleet
+    sa.Column(
+        "state", sa.String, sa.CheckConstraint("state IN ('joining', 'serving', 'draining', 'gone')"), nullable=False
+    ),
+    sa.Column("why", sa.String, nullable=False),  # it gets no turns
+    sa.Column("version", sa.Integer, nullable=False),  # of its weights, by its last report; -1 before the first
+    sa.Column("leaving", sa.String, nullable=False),  # why it was asked to leave; empty: it was not
+)
+"""The inference servers of the run, those that have left included (`membership.py`)."""
+
 
 def connect(url: str) -> sa.Engine:
     """An engine on the ledger at `url`; missing tables are made. Raises UserError."""
@@ -100,10 +121,12 @@ def _create(connection: sa.Connection) -> None:
     metadata.create_all(connection)
     values = {row.key: row.value for row in connection.execute(sa.select(meta))}
     if not values:
-        connection.execute(sa.insert(meta), [{"key": "schema", "value": VERSION}, {"key": "run", "value": ""}])
+        connection.execute(sa.insert(meta), [{"key": key, "value": value} for key, value in META.items()])
         connection.execute(sa.insert(counters), [{"name": name, "value": 0} for name in COUNTERS])
-    elif values["schema"] != VERSION:
+    elif values.get("schema") != VERSION:
         raise UserError(
-            f"the ledger {connection.engine.url} has schema {values['schema']}, this etude reads {VERSION}; "
+            f"the ledger {connection.engine.url} has schema {values.get('schema')}, this etude reads {VERSION}; "
             "finish that run with the etude that began it"
         )
+    elif values.keys() != META.keys() or values["stage"] not in STAGES or not values["beat"].isdecimal():
+        raise UserError(f"the ledger {connection.engine.url} is damaged: restore it from a copy, or start a new run")

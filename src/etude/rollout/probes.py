@@ -83,14 +83,15 @@ def take_probe_results(store: Store) -> list[ProbeResult]:
 class ProbeScorer:
     """Requests scores of engines in the background: once per engine and version, one at a time. Never raises."""
 
-    def __init__(self, store: Store, sequences: ProbeSequences, client: EngineClient, engines: Sequence[str]) -> None:
+    def __init__(self, store: Store, sequences: ProbeSequences, client: EngineClient) -> None:
         self._store, self._ids, self._client = store, sequences.ids, client
-        self._numbers = {url: number for number, url in enumerate(engines)}
+        self._numbers: dict[str, int] = {}  # of engines, in the order in which they came
         self._done: dict[str, int] = {}  # version of an engine's last request
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def served(self, url: str, version: int) -> None:
         """Requests scores of an engine that now serves `version`, unless that was done or a request is under way."""
+        self._numbers.setdefault(url, len(self._numbers))
         task = self._asking.get(url)
         if self._ids and self._done.get(url, -1) < version and (task is None or task.done()):
             self._asking[url] = asyncio.create_task(self._ask(url, version))

@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
@@ -26,13 +27,17 @@ from etude.run.vllm_environment import reason_of, vllm_python
 from etude.runfolder import PRIVATE
 from etude.store import write_durably
 
+LOOPBACK_HOST = "127.0.0.1"
 START_SECONDS = {"etude": 180.0, "vllm": 1800.0}  # vLLM may compile first
 START_SECONDS_A_GB = 20.0
 WORKER = "etude.inference.vllm.worker.WorkerExtension"
 
 
-def server_config(folder: Path, config: RLConfig, number: int) -> ServerConfig:
-    """The configuration of inference server `number` of the run in `folder`."""
+def server_config(
+    folder: Path, config: RLConfig, number: int, *, host: str = LOOPBACK_HOST, kept: Path | None = None
+) -> ServerConfig:
+    """The configuration of inference server `number` of the run in `folder`, which listens at `host`. `kept` is the
+    folder for its own files, by default that of the run."""
     inference, key = config.inference, config.weights.signing_key
     engine = inference.model_dump(exclude=set(InferenceConfig.model_fields) - set(ServerConfig.model_fields))
     source = WeightSource(
@@ -40,10 +45,11 @@ def server_config(folder: Path, config: RLConfig, number: int) -> ServerConfig:
         relay=config.weights.relay,
         trainer_dtype=config.trainer.dtype,
         public_key=Path(f"{key}.pub") if key else None,
-        accepted=folder / f"accepted-{number}.json" if key else None,
+        accepted=(kept or folder) / f"accepted-{number}.json" if key else None,
     )
     own = {
         "model": config.model.path,
+        "host": host,
         "port": inference.port and inference.port + number,
         "source": source,
         "max_model_len": config.rollout.context,
@@ -53,6 +59,44 @@ def server_config(folder: Path, config: RLConfig, number: int) -> ServerConfig:
     return ServerConfig.model_validate(engine | own)
 
 
+@dataclass(frozen=True)
+class StartedEngine:
+    """An inference server whose process is started. `known` is its URL, empty while the server chooses the port."""
+
+    child: processes.Child
+    logs: Path
+    number: int
+    known: str = ""
+
+    def url(self, seconds: float) -> str:
+        """The server's URL once it answers. Raises UserError if it ends, or does not answer within `seconds`."""
+        if not self.known:
+            return engine_url(self.child, self.logs, self.number, seconds)
+        _wait_for_health(self.child, self.known, time.monotonic() + seconds, seconds)
+        return self.known
+
+
+def start_engine(
+    folder: Path,
+    config: RLConfig,
+    logs: Path,
+    token: str,
+    number: int = 0,
+    *,
+    host: str = LOOPBACK_HOST,
+    placed: bool = False,
+    holds: Sequence[int] = (),
+) -> StartedEngine:
+    """Starts inference server `number` of the run in `folder`, with the API key `token`; it listens at `host`.
+    `placed`: its GPUs are those that this process sees, and its own files go into `logs`. The server keeps the
+    descriptors `holds` open."""
+    if config.inference.engine == "vllm":
+        return _start_vllm(config, logs, token, number, host, placed, holds)
+    kept = logs if placed else None
+    own = server_config(folder, config, number, host=host, kept=kept)
+    return StartedEngine(spawn_engine(own, logs, number, token, holds=holds), logs, number)
+
+
 def start_engines(
     folder: Path, config: RLConfig, logs: Path, token: str, *, holds: Sequence[int] = ()
 ) -> tuple[list[processes.Child], list[str]]:
@@ -60,21 +104,19 @@ def start_engines(
     With inference.urls there are no processes. Raises UserError if a server does not answer. The servers keep the
     descriptors `holds` open. Start the trainer afterwards: vLLM measures its device, and refuses to start unless its
     share is free, and to go on if the free memory grows meanwhile."""
-    inference, children = config.inference, list[processes.Child]()
+    inference, engines = config.inference, list[StartedEngine]()
     if inference.urls:
-        return children, list(inference.urls)
+        return [], list(inference.urls)
     try:
-        if inference.engine == "vllm":
-            return children, _start_vllm(config, logs, token, holds, children)
         for number in range(inference.servers):
-            own = server_config(folder, config, number)
-            children.append(spawn_engine(own, logs, number, token, holds=holds))
+            engines.append(start_engine(folder, config, logs, token, number, holds=holds))
         seconds = start_seconds(inference, config.model.path)
-        return children, [engine_url(child, logs, number, seconds) for number, child in enumerate(children)]
+        urls = [engine.url(seconds) for engine in engines]
     except BaseException:
-        for child in children:
-            child.stop(1)
+        for engine in engines:
+            engine.child.stop(1)
         raise
+    return [engine.child for engine in engines], urls
 
 
 def start_seconds(inference: InferenceConfig, model: str | Path) -> float:
@@ -99,38 +141,30 @@ def backend_of(folder: Path, config: RLConfig) -> EngineBackend:
 
 
 def _start_vllm(
-    config: RLConfig, logs: Path, token: str, holds: Sequence[int], children: list[processes.Child]
-) -> list[str]:
-    """Starts servers of vLLM, which join `children`; returns their URLs once all answer."""
-    inference, urls, folder = config.inference, list[str](), logs / "package"
+    config: RLConfig, logs: Path, token: str, number: int, host: str, placed: bool, holds: Sequence[int]
+) -> StartedEngine:
+    inference, folder = config.inference, logs / "package"
     folder.mkdir(exist_ok=True)  # for PYTHONPATH: no other package of this environment is in it
     link = folder.absolute() / "etude"
-    link.unlink(missing_ok=True)
-    link.symlink_to(Path(etude.__file__).parent, target_is_directory=True)
-    for number in range(inference.servers):
-        port = inference.port + number if inference.port else _free_port()
-        env = {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(link.parent), os.environ.get("PYTHONPATH")))),
-            TOKEN_VARIABLE: token,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_API_KEY": token,
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        if config.trainer.router_replay:
-            env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # this runner returns experts
-        if not inference.on_cpu:
-            env["CUDA_VISIBLE_DEVICES"] = _visible(inference.devices[number])
-        log = logs / f"inference-{number}.log"
-        words, python = vllm_arguments(config, port), vllm_python(inference)
-        child = processes.start("inference server", words, log, env, holds=holds, python=python, reason=reason_of)
-        children.append(child)
-        urls.append(f"http://127.0.0.1:{port}")
-    seconds = start_seconds(inference, config.model.path)
-    deadline = time.monotonic() + seconds
-    for child, url in zip(children, urls, strict=True):
-        _wait_for_health(child, url, deadline, seconds)
-    return urls
+    if not link.exists():
+        link.symlink_to(Path(etude.__file__).parent, target_is_directory=True)
+    port = inference.port + number if inference.port else _free_port(host)
+    env = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(link.parent), os.environ.get("PYTHONPATH")))),
+        TOKEN_VARIABLE: token,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_API_KEY": token,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if config.trainer.router_replay:
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # this runner returns experts
+    if not inference.on_cpu and not placed:
+        env["CUDA_VISIBLE_DEVICES"] = _visible(inference.devices[number])
+    log = logs / f"inference-{number}.log"
+    words, python = vllm_arguments(config, port, host), vllm_python(inference)
+    child = processes.start("inference server", words, log, env, holds=holds, python=python, reason=reason_of)
+    return StartedEngine(child, logs, number, f"http://{host}:{port}")
 
 
 def _visible(device: str) -> str:
@@ -143,12 +177,12 @@ def _visible(device: str) -> str:
     return str(number) if names is None else names[number]
 
 
-def vllm_arguments(config: RLConfig, port: int) -> list[str]:
+def vllm_arguments(config: RLConfig, port: int, host: str = LOOPBACK_HOST) -> list[str]:
     """The module and arguments of a vLLM server of the run."""
     inference = config.inference
     share, cache = inference.gpu_memory_utilization, int(inference.vllm_cache_mb * 2**20)
     options = {
-        "--host": "127.0.0.1",
+        "--host": host,
         "--port": port,
         "--dtype": inference.dtype,
         "--max-model-len": config.rollout.context,
@@ -166,8 +200,8 @@ def vllm_arguments(config: RLConfig, port: int) -> list[str]:
     return ["vllm.entrypoints.cli.main", "serve", config.model.path, *words, *flags, *inference.args]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as free:
         return free.getsockname()[1]
 
 

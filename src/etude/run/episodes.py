@@ -6,14 +6,14 @@ import asyncio
 import hashlib
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.ledger import EpisodeLease, blob_key, put_blob
 from etude.records import Episode, Outcome, Task
 from etude.rollout import EpisodeId, RolloutContext, Taskset, run_episode
-from etude.run.state import Run, check_processes
+from etude.run.state import Play, Run
 
 STOP_SECONDS = 30.0  # until cancelled episodes have closed their boxes
 NOTICE_SECONDS = 0.1  # until a killed process is seen as gone
@@ -21,36 +21,28 @@ QUARANTINED_SHARE = 0.1  # of the episodes that have ended, above which the run 
 FEW_QUARANTINED = 8  # quarantined episodes, up to which a run goes on in any case
 
 
-@dataclass(frozen=True)
-class LiveEpisode:
-    """An episode in flight, played since `since` on the monotonic clock."""
-
-    lease: EpisodeLease
-    since: float
-
-
 def episode_seed(seed: int, group: int, member: int) -> int:
     """A 63-bit seed from counters, so that an episode's randomness does not depend on when or where it ran."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{group}/{member}".encode(), digest_size=8).digest()) >> 1
 
 
-async def play_leased(run: Run, lease: EpisodeLease) -> None:
+async def play_leased(play: Play, lease: EpisodeLease) -> None:
     """Plays a leased episode, and records it when it ends."""
-    taskset = run.pool.taskset
+    taskset = play.pool.taskset
     task = taskset.by_id.get(lease.task_id)
     if task is None:
         raise UserError(
-            f"group {lease.group_id} of the ledger is of task {lease.task_id}, which no source of {run.folder} has: "
+            f"group {lease.group_id} of the ledger is of task {lease.task_id}, which no source of {play.folder} has: "
             "restore its tasks, or start a new run"
         )
-    seed = episode_seed(run.config.seed, lease.index, lease.member)
+    seed = episode_seed(play.config.seed, lease.index, lease.member)
     episode_id = EpisodeId(lease.group_id, lease.member, lease.attempt, seed)
-    episode = await _play(run, replace(run.training, taskset=taskset), task, episode_id)
-    await asyncio.to_thread(_record, run, lease, episode)  # a database that is away delays this episode alone
-    run.progress.finished += 1
+    episode = await _play(play, replace(play.training, taskset=taskset), task, episode_id)
+    await asyncio.to_thread(_record, play, lease, episode)  # a database that is away delays this episode alone
+    play.progress.finished += 1
     failpoint("controller.finished")
     if episode.outcome is Outcome.QUARANTINED:
-        _alarm(run, episode)
+        _alarm(play, episode)
 
 
 async def play_impossible(run: Run, tasks: Taskset, number: int) -> None:
@@ -81,23 +73,23 @@ async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
             _ = task.cancelled() or task.exception()  # read, so that asyncio does not complain
 
 
-async def _play(run: Run, context: RolloutContext, task: Task, episode_id: EpisodeId) -> Episode:
+async def _play(play: Play, context: RolloutContext, task: Task, episode_id: EpisodeId) -> Episode:
     """Plays an episode with the task's decoys, which its impossible version has, too. Raises RunFailed if a process has
     died, the cause of a lost episode: its retries would be lost as well."""
-    config = run.config
+    config = play.config
     decoys = context.taskset.of(task)[0].decoys(task, config.seed, config.cheats.decoys)
     episode = await run_episode(context, task, episode_id, decoys)
     if episode.outcome is Outcome.INFRA:
         await asyncio.sleep(NOTICE_SECONDS)
-        check_processes(run)
+        play.check()
     return episode
 
 
-def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
+def _record(play: Play, lease: EpisodeLease, episode: Episode) -> None:
     """Blob first, ledger second: a row that says "done" always has its tokens."""
     key = blob_key(lease.group_id, lease.member, lease.attempt)
-    blob = None if episode.outcome.lost else put_blob(run.rollouts, key, episode)
-    run.ledger.finish(
+    blob = None if episode.outcome.lost else put_blob(play.rollouts, key, episode)
+    play.ledger.finish(
         lease,
         outcome=episode.outcome,
         reward=episode.reward,
@@ -111,15 +103,15 @@ def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
     )
 
 
-def _alarm(run: Run, episode: Episode) -> None:
+def _alarm(play: Play, episode: Episode) -> None:
     """Prints that an episode is quarantined. Raises RunFailed if too many are: the fault is then no rare one, and the
     remaining episodes of the groups are no fair sample of the policy."""
-    run.progress.quarantined += 1
+    play.progress.quarantined += 1
     what = f"episode {episode.id} (task {episode.task_id}) is quarantined, not trained on: {episode.detail}"
     print(what, file=sys.stderr)
-    count, of = run.progress.quarantined, max(run.progress.finished, 1)
+    count, of = play.progress.quarantined, max(play.progress.finished, 1)
     if count > max(FEW_QUARANTINED, QUARANTINED_SHARE * of):
         raise RunFailed(
             f"{count} of {of} episodes are quarantined, the last for {episode.detail}: this is a mistake in etude or "
-            f"in your code that it calls; once it is mended, continue with --resume {run.folder}"
+            f"in your code that it calls; once it is mended, continue with --resume {play.folder}"
         )

@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from etude.errors import UserError
 from etude.evals import EvalResult, evaluate, readiness_of
 from etude.grading import open_sandbox
 from etude.ledger import BlobDamaged, Ledger, get_blob
-from etude.processes import Elsewhere, Heartbeat, Process
+from etude.processes import Child, Elsewhere, Heartbeat, Process
 from etude.protocol.backends import EngineClient
 from etude.records import Episode, encode
 from etude.rollout import (
@@ -39,12 +39,12 @@ from etude.rollout import (
 )
 from etude.run import loop
 from etude.run.engines import backend_of, engine_token, start_engines, start_seconds
-from etude.run.inputs import check_inputs, check_playable, run_taskset, trainable
+from etude.run.inputs import check_inputs, check_playable, run_taskset
 from etude.run.monitor import Monitor
 from etude.run.parts import concurrency_of, context_of, egress_of, profiles_of, renderer_of
 from etude.run.run_report import finish_report
-from etude.run.sources import BUILDER, TaskPool, missing
-from etude.run.state import Engines, EngineState, Run, check_processes, last_version
+from etude.run.sources import BUILDER, TaskPool, missing, trained_tasks
+from etude.run.state import Engines, Run, check_processes, last_version
 from etude.run.versions import check_engines, observe_versions, swap_seconds, wait_for_version
 from etude.sandbox import Sandbox
 from etude.store import Store, open_store
@@ -103,7 +103,8 @@ def train_rl(
         view.stage("start engines")
         token = engine_token()
         servers, urls = start_engines(folder, config, logs, token, holds=[lock])
-        engines, children = dict(zip(urls, servers, strict=False)), list[Process](servers)
+        engines = {url: next(iter(servers[n : n + 1]), None) for n, url in enumerate(urls)}
+        children = list[Process](servers)
         try:
             children.append(_trainer(config, folder, logs, lock))
             sandbox = (boxes or partial(open_sandbox, config.sandbox))(
@@ -111,11 +112,10 @@ def train_rl(
                 egress=egress_of(config, taskset, folder),
                 repeatable=config.deterministic,
             )
-            client = EngineClient(urls, token, backend_of(folder, config))
-            states = [EngineState(url, engines.get(url)) for url in client.base_urls]
+            client = EngineClient((), token, backend_of(folder, config))
             command = ["etude.run.sources", str(folder)]
             builder = partial(processes.start, BUILDER, command, logs / "tasks.log", holds=[lock])
-            report = asyncio.run(_run_stages(inputs, view, children, client, states, sandbox, started, builder))
+            report = asyncio.run(_run_stages(inputs, view, children, client, engines, sandbox, started, builder))
         finally:
             for child in children:
                 child.stop(10)
@@ -162,11 +162,9 @@ def _taskset(config: RLConfig, folder: Path, view: LiveView) -> Taskset:
         print(f"sandbox.type = {config.sandbox.type!r} is for episodes; tasks are built in namespaces", file=sys.stderr)
     with _stage(folder, view, "build tasks"):
         taskset = run_taskset(config, folder, view.note)
-    sources, later = config.tasks.sources or (config.tasks,), missing(config, folder)
-    shares = (source.min_decided for n, source in enumerate(sources) if n not in later)
-    parts = [trainable(part, share) for part, share in zip(taskset.parts, shares, strict=True)]
-    check_playable(parts, renderer_of(config), config.sandbox)
-    return replace(taskset, parts=tuple(parts))
+    taskset = trained_tasks(config, folder, taskset)
+    check_playable(taskset.parts, renderer_of(config), config.sandbox)
+    return taskset
 
 
 def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
@@ -179,6 +177,7 @@ def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
     reset_probes(answers, sequences)
     ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
     ledger.recover(manifests(weights))
+    ledger.members.part("it ended with an earlier attempt of the run")
     rollouts = open_store(f"{root}/rollouts")
     for group, member, blob in ledger.untrained():
         try:
@@ -194,21 +193,24 @@ async def _run_stages(
     view: LiveView,
     children: list[Process],
     client: EngineClient,
-    states: Sequence[EngineState],
+    urls: Mapping[str, Child | None],
     boxes: AbstractAsyncContextManager[Sandbox],
     started: float,
     builder: Callable[[], Process],
 ) -> RunReport:
-    """Evaluates, trains, evaluates again and reports, once engines and trainer are started. `builder` starts the
-    process that builds the sources for training alone."""
+    """Evaluates, trains, evaluates again and reports, once engines and trainer are started. `urls` are those of the
+    engines, with the process where this one has started it. `builder` starts the process that builds the sources for
+    training alone."""
     config, folder = inputs.config, inputs.folder
     async with (
         boxes as sandbox,
         client,
-        aclosing(ProbeScorer(inputs.probes, inputs.sequences, client, client.base_urls)) as scorer,
-        aclosing(Engines(states, client, scorer)) as engines,
+        aclosing(ProbeScorer(inputs.probes, inputs.sequences, client)) as scorer,
+        aclosing(Engines([], client, scorer)) as engines,
         open_agent(config.rollout.agent) as agent,
     ):
+        for number, (url, child) in enumerate(urls.items()):
+            engines.add(url, f"engine-{number}", child, serves=True)
         taskset = inputs.pool.taskset
         settings = config, taskset, sandbox, client, agent
         run = Run(

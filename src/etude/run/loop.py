@@ -26,6 +26,7 @@ nothing moves, the watch loop prints what the run waits for, and at last ends th
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -41,12 +42,13 @@ from etude.rollout import (
     groups_to_admit,
 )
 from etude.run import sources
-from etude.run.episodes import LiveEpisode, cancel, play_impossible, play_leased
+from etude.run.episodes import cancel, play_impossible
+from etude.run.leased import LeasedEpisodes, LiveEpisode
 from etude.run.state import Progress, Run, check_processes, last_version
 from etude.run.versions import observe_versions
 
 TICK_SECONDS = 0.1
-LEASE_SECONDS = 120.0  # after which episodes of a dead controller are played again
+BEAT_SECONDS = 1.0  # between two signs of life for players
 OWNER = "controller"
 
 
@@ -55,40 +57,57 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
     rollout, progress = run.config.rollout, run.progress
     curriculum = sources.curriculum_of(run.pool.taskset, rollout.group, run.config.seed)
     learned = 0
-    live: dict[asyncio.Task[None], LiveEpisode] = {}
+    episodes = LeasedEpisodes(run, OWNER)
     impossible = _ImpossibleTasks(run)
-    renewed = time.monotonic()
-    stall = StallWatchdog(rollout.stall_seconds, renewed)
+    stall = StallWatchdog(rollout.stall_seconds, time.monotonic())
+    players = _Players(run)
     try:
         while run.trainer.exit_code != 0:
             check_processes(run)
             await observe_versions(run)
-            count = sum(not task.done() for task in live)
-            run.concurrency.observe(time.monotonic(), count, _requests(run))
+            live = episodes.live
+            elsewhere = await players.look()
+            progress.live = len(live) + elsewhere
+            run.concurrency.rows = max(1, len(run.engines.serving)) * run.config.inference.max_batch
+            run.concurrency.observe(time.monotonic(), progress.live, _requests(run))
             for number in sources.arrived(run.folder, run.pool):
                 await asyncio.to_thread(sources.join, run.config, run.folder, run.pool, number)
                 sources.extend(curriculum, run.pool.taskset, rollout.group, run.config.seed)
             # In threads: episodes go on while the ledger's server is away.
             learned = await asyncio.to_thread(_admit, run, curriculum, learned)
-            if (free := run.concurrency.limit - count) > 0:
-                leases = await asyncio.to_thread(run.ledger.lease, OWNER, free, LEASE_SECONDS)
-                for lease in leases:
-                    live[asyncio.create_task(play_leased(run, lease))] = LiveEpisode(lease, time.monotonic())
-                count += len(leases)
+            await episodes.fill(0 if run.players else run.concurrency.limit - elsewhere)
             impossible.play()
-            if time.monotonic() - renewed > LEASE_SECONDS / 3:
-                await asyncio.to_thread(run.ledger.renew, OWNER, LEASE_SECONDS)
-                renewed = time.monotonic()
-            progress.live, progress.limit = count, run.concurrency.limit
+            progress.limit = run.concurrency.limit
             progress.tests_run, progress.tests_remembered = run.sandbox.stats.misses, run.sandbox.stats.hits
-            _check_stall(run, stall, [episode for task, episode in live.items() if not task.done()])
+            _check_stall(run, stall, live)
             tick(progress)
             await asyncio.sleep(TICK_SECONDS)
-            for task in [task for task in live if task.done()]:
-                task.result()
-                del live[task]
+            episodes.reap()
     finally:
-        await cancel([*live, *impossible.live])
+        await episodes.close()
+        await cancel(impossible.live)
+        await players.close()
+
+
+class _Players:
+    """The players of a run, as its ledger has them: the controller's beats for them, and their live episodes."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._beat, self._live = run, -math.inf, 0
+
+    async def look(self) -> int:
+        """The number of episodes that players have leased. Shows them now and then that the controller lives."""
+        run, now = self._run, time.monotonic()
+        if now > self._beat + BEAT_SECONDS:
+            self._beat = now
+            await asyncio.to_thread(run.ledger.members.set_stage, "training")
+            held = await asyncio.to_thread(run.ledger.members.players)
+            self._live = sum(count for owner, count in held.items() if owner != OWNER)
+        return self._live
+
+    async def close(self) -> None:
+        """Ends the stage for the players."""
+        await asyncio.to_thread(self._run.ledger.members.set_stage, "ended")
 
 
 class _ImpossibleTasks:
@@ -121,6 +140,7 @@ def _admit(run: Run, curriculum: Curriculum | MixedCurriculum, learned: int) -> 
     rollout = run.config.rollout
     figures = run.ledger.figures()
     run.progress.trained, run.progress.accepted = figures.consumed_version, figures.accepted
+    run.progress.in_flight = figures.in_flight
     if rollout.staleness == 0 and run.progress.served > max(figures.consumed_version, 0):
         return learned  # on-policy, a draw depends on all earlier results: the ledger must catch up with the engines
     # On-policy, only groups of versions that are already trained count: those are complete, whatever the timing.
@@ -152,7 +172,8 @@ def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisode]) ->
     progress, now = run.progress, time.monotonic()
     timeline = run.folder / "timeline.jsonl"  # where the trainer notes steps that it computes again after a resume
     repeated = timeline.stat().st_size if timeline.exists() else 0
-    marks = (progress.finished, progress.served, progress.trained, progress.engine.get("generated_tokens"), repeated)
+    tokens = progress.engine.get("generated_tokens")
+    marks = (progress.finished, progress.in_flight, progress.served, progress.trained, tokens, repeated)
     still = stall.observe(marks, now)
     if stall.warns(still):
         print(f"no progress for {still:.0f} s: {diagnose_stall(_snapshot(run, live, now))}", file=sys.stderr)
@@ -177,7 +198,7 @@ def _snapshot(run: Run, live: Sequence[LiveEpisode], now: float) -> StallSnapsho
         prompts=rollout.prompts,
         ready=len(run.ledger.ready_groups(rollout.prompts, in_order=False)),
         takeable=len(taken),
-        live=len(live),
+        live=run.progress.live,
         at_engine=_requests(run),
         oldest=f"member {lease.member} of group {lease.group_id} (task {lease.task_id})" if lease else "",
         oldest_seconds=now - oldest.since if oldest else 0.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude import runfolder
@@ -25,6 +25,14 @@ class TaskPool:
 
     taskset: Taskset
     waiting: tuple[int, ...] = ()
+
+
+def trained_tasks(config: RLConfig, folder: Path, taskset: Taskset) -> Taskset:
+    """The tasks without those that are not trained on (`inputs.trainable`). Raises UserError if none is left."""
+    sources, later = config.tasks.sources or (config.tasks,), missing(config, folder)
+    shares = (source.min_decided for n, source in enumerate(sources) if n not in later)
+    parts = [trainable(part, share) for part, share in zip(taskset.parts, shares, strict=True)]
+    return replace(taskset, parts=tuple(parts))
 
 
 def missing(config: RLConfig, folder: Path) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
-"""The versions that engines serve, proved by digests of their tensors, and the loss and return of engines.
+"""The versions that engines serve, proved by digests of their tensors, and the coming and going of engines.
 
 A task per engine requests its report, so that a silent engine delays no other. An engine is lost if it is silent for
-`SILENT_SECONDS`, if its process has ended or if it fails: the others play its turns, and the run ends with the last
-engine. A lost engine serves again once it answers and has caught up with the others. Servers that do not follow the
-store by themselves (vLLM) are updated from here.
+`SILENT_SECONDS`, if its process has ended or if it fails: the others play its turns. An engine that lags behind the
+others gets no new turns, so that admission does not wait for it. It serves again once it answers and has caught up.
+Engines that join (`ledger/membership.py`) serve once they are as new as the others; those that leave are drained first.
+The run ends with the last engine, unless others may join. Servers that do not follow the store by themselves (vLLM) are
+updated from here.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from typing import Any
 
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
+from etude.ledger import MemberState
 from etude.models import size_of
 from etude.protocol.backends import EngineError
 from etude.rollout import EngineConfiguration, engine_differences, precision_warnings
+from etude.run.engines import start_seconds
 from etude.run.state import EngineState, Run, check_processes
 from etude.weights import published_versions, read_manifest
 
@@ -26,6 +30,10 @@ SWAP_SECONDS = {"etude": 120.0, "vllm": 1800.0}  # from a version's manifest to 
 SWAP_SECONDS_A_GB = 30.0  # more of it for each GB of the model
 SILENT_SECONDS = 30.0  # after which an engine is lost
 REFUSED = 3  # failed updates in a row, after which an engine is lost
+MEMBERS_SECONDS = 1.0  # between two looks at the ledger's table of engines
+FORGET_SECONDS = 600.0  # of silence, after which an engine that is gone is not asked any more
+ASK_SECONDS = 0.002  # between two requests for an engine's report, for each engine of the run
+_JOINED: tuple[MemberState, str, int] = ("joining", "", -1)  # state, why and version of an engine that has just joined
 CHECK_SECONDS = 300.0
 DYING_SECONDS = 10.0  # that a server takes to end after a failure; its log says more than its answer
 _PATIENCE = 1.0  # seconds that `observe_versions` waits for reports
@@ -36,9 +44,11 @@ async def observe_versions(run: Run) -> None:
     """Reads every engine's version and load, compares the served digest with the published digest, and has new versions
     scored by logprob probes. Prints, once each, the differences of the engines' configurations, and engines with a head
     below float32. Raises RunFailed if no engine is left or an engine serves other tensors."""
+    await _read_members(run)
     await _ask(run)
     if not run.engines.client.backend.follows:
         await _bring(run)
+    await _write_members(run)
     serving = run.engines.serving
     healths = {state.url: state.health for state in serving if state.health is not None}
     if not healths:
@@ -57,6 +67,41 @@ async def observe_versions(run: Run) -> None:
     sums = {name: float(sum(health[name] for health in healths.values())) for name in SUMMED}
     busy = sum(health["busy_seconds"] for health in healths.values()) / len(healths)
     run.progress.engine = sums | {"busy_seconds": busy}
+
+
+async def _read_members(run: Run) -> None:
+    """Takes in the engines that have joined the ledger, and notes those that leave or have left."""
+    now, engines = time.monotonic(), run.engines
+    if now < engines.looked + MEMBERS_SECONDS:
+        return
+    engines.looked = now
+    known = {state.url: state for state in engines.states}
+    for row in await asyncio.to_thread(run.ledger.members.engines):
+        state = known.get(row.url)
+        written: tuple[MemberState, str, int] = (row.state, row.why, row.version)
+        if state is None or (written == _JOINED and state.noted not in (None, _JOINED)):
+            if row.state != "gone":
+                engines.add(row.url, row.name).noted = written
+        elif row.state == "gone" and state.noted is not None and state.noted[0] != "gone":
+            engines.lose(state, row.why or "it has left")
+        else:
+            state.leaving = row.leaving
+
+
+async def _write_members(run: Run) -> None:
+    """Writes what has changed in the engines' states into the ledger, from which players read it."""
+    engines = run.engines
+    for state in engines.states:
+        if state.noted is None:
+            await asyncio.to_thread(run.ledger.members.join, state.url, state.name)
+    changed = [state for state in engines.states if state.noted != state.member]
+    for state in changed:
+        state.noted = state.member
+    if changed:
+        await asyncio.to_thread(run.ledger.members.set, [(state.url, *state.member) for state in changed])
+    for state in list(engines.states):
+        if engines.elastic and state.state == "gone" and _silent(state) > FORGET_SECONDS:
+            engines.forget(state)
 
 
 def _check_digest(run: Run, url: str, health: dict[str, Any]) -> None:
@@ -78,24 +123,71 @@ def _check_digest(run: Run, url: str, health: dict[str, Any]) -> None:
 
 async def _ask(run: Run) -> None:
     """Requests every engine's report, waits up to `_PATIENCE` for them, and decides which engines serve."""
-    for state in run.engines.states:
-        if state.asking is None or state.asking.done():
-            state.unanswered = state.unanswered or time.monotonic()
-            state.asking = asyncio.create_task(_health(run, state))
-    await asyncio.wait([state.asking for state in run.engines.states if state.asking], timeout=_PATIENCE)
-    for state in run.engines.states:
-        why = _fault(state)
-        if state.lost and not why and state.version >= run.progress.served:
-            run.engines.regain(state)
-        elif why and not state.lost and not run.engines.lose(state, why):
-            raise RunFailed(f"the engine at {state.url} is lost: {why}; continue with --resume {run.folder}")
+    engines, now = run.engines, time.monotonic()
+    new = list[asyncio.Task[None]]()
+    for state in engines.states:
+        idle = state.asking is None or state.asking.done()
+        if idle and now - state.looked >= ASK_SECONDS * len(engines.states):
+            state.looked, state.unanswered = now, state.unanswered or now
+            new.append(asyncio.create_task(_health(run, state)))
+            state.asking = new[-1]
+    if new:  # those of earlier calls that still wait delay nothing
+        await asyncio.wait(new, timeout=_PATIENCE)
+    for state in engines.states:
+        if why := _fault(state):
+            if state.state != "gone" and not engines.lose(state, why):
+                raise RunFailed(f"the engine at {state.url} is lost: {why}; continue with --resume {run.folder}")
+        elif state.health is None:
+            continue
+        elif why := state.leaving or _leaves(state) or _lags(run, state):
+            if state.serves:
+                engines.drain(state, why)
+            elif state.state == "joining":
+                state.why = why
+        elif not state.serves and state.version >= run.progress.served:
+            engines.serve(state)
+    _check_served(run)
+
+
+def _check_served(run: Run) -> None:
+    """Raises RunFailed if no engine has served for as long as a new one may take to start and to fetch its weights."""
+    engines, now = run.engines, time.monotonic()
+    engines.unserved = None if engines.serving else engines.unserved or now
+    limit = swap_seconds(run.config) + start_seconds(run.config.inference, run.config.model.path)
+    if engines.unserved is not None and now - engines.unserved > limit:
+        why = next((f": {state.url}: {state.why}" for state in reversed(engines.states) if state.why), "")
+        raise RunFailed(f"no engine has served for {limit:.0f} s{why}; continue with --resume {run.folder}")
+
+
+def _leaves(state: EngineState) -> str:
+    return "it is about to end" if state.health is not None and state.health["status"] == "draining" else ""
+
+
+def _lags(run: Run, state: EngineState) -> str:
+    """Why an engine lags: another one is more than the staleness bound ahead of it, or has been ahead for longer than a
+    swap may take."""
+    newest = max((other.version for other in run.engines.serving), default=-1)
+    if state.version >= newest:
+        state.behind = None
+        return ""
+    state.behind = state.behind or time.monotonic()
+    late = time.monotonic() - state.behind > swap_seconds(run.config)
+    if late or (state.version >= 0 and newest - state.version > max(1, run.config.rollout.staleness)):
+        return f"it serves version {state.version}, others version {newest}"
+    return ""
+
+
+def _silent(state: EngineState) -> float:
+    """Seconds since the engine was asked for the report that it has not given yet."""
+    return time.monotonic() - state.unanswered if state.unanswered else 0.0
 
 
 def _fault(state: EngineState) -> str:
     if state.child is not None and state.child.exit_code is not None:
         return f"{state.child.end()}; see {state.child.log}"
-    silent = time.monotonic() - state.unanswered if state.unanswered else 0.0
-    if silent > SILENT_SECONDS:
+    if state.refusal:
+        return state.refusal
+    if (silent := _silent(state)) > SILENT_SECONDS:
         return f"has not answered for {silent:.0f} s ({state.trouble or 'no answer yet'})"
     if state.health is not None and state.health["status"] == "failed":
         return f"failed: {state.health['error']}"
@@ -107,12 +199,19 @@ def _fault(state: EngineState) -> str:
 
 
 async def _health(run: Run, state: EngineState) -> None:
+    client = run.engines.client
     try:
-        health = await run.engines.client.health(state.url)
+        if not state.checked:
+            async with asyncio.timeout(CHECK_SECONDS):
+                await client.check(state.url)
+            state.checked = True
+        health = await client.health(state.url)
         before, state.health, state.unanswered = state.version, health, None
         state.fallen = (state.fallen or state.version < before) and state.version < run.progress.served
-    except EngineError as e:
-        state.trouble = str(e)
+    except (EngineError, TimeoutError) as e:
+        state.trouble = str(e) or "no answer"
+    except UserError as e:
+        state.refusal = str(e)
 
 
 async def _bring(run: Run) -> None:
@@ -155,7 +254,8 @@ async def wait_for_version(run: Run, version: int, *, seconds: float | None = No
     while time.monotonic() < deadline:
         check_processes(run)
         await observe_versions(run)
-        if all(state.version >= version for state in run.engines.serving):
+        serving = run.engines.serving
+        if serving and all(state.version >= version for state in serving):
             return
         await asyncio.sleep(0.1)
     raise RunFailed(

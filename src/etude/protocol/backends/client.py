@@ -83,27 +83,29 @@ class EngineBackend(Protocol):
         mend."""
         ...
 
+    def note(self, url: str, version: int) -> None:
+        """Notes that another process has made a version live at the server."""
+        ...
+
 
 class EngineClient:
-    """The client of one or several inference servers with the same model. A session stays on one server, which holds
-    its keys and values; a new session goes to the server with the fewest requests in flight. A request without a
-    session belongs to the session of its asyncio task: an agent loop runs in one task. The turns of a lost server are
-    sampled again from their first token at another server. `token` is the servers' token, `backend` their kind."""
+    """The client of the inference servers with the same model, which may come and go. A session stays on one server,
+    which holds its keys and values; a new session goes to the server with the fewest requests in flight. A request
+    without a session belongs to the session of its asyncio task: an agent loop runs in one task. The turns of a lost
+    server are sampled again from their first token at another server. While no server gets turns, requests wait for
+    one. `token` is the servers' token, `backend` their kind."""
 
     def __init__(
-        self, base_urls: Sequence[str], token: str | None = None, backend: EngineBackend | None = None
+        self, base_urls: Sequence[str] = (), token: str | None = None, backend: EngineBackend | None = None
     ) -> None:
-        if not base_urls:
-            raise ValueError("the engine client needs at least one URL")
-        self.base_urls = [url.rstrip("/") for url in base_urls]
         self.backend = backend or EtudeBackend()
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS)
         self._http = httpx2.AsyncClient(limits=limits, trust_env=False, headers=bearer(token), timeout=_LIMITS)
         self._numbers = itertools.count()
         self._sessions: weakref.WeakKeyDictionary[asyncio.Task[object], str] = weakref.WeakKeyDictionary()
         self._servers: dict[str, str] = {}
-        self._lost: set[str] = set()
-        self._attempts: dict[str, set[asyncio.Future[Any]]] = {url: set() for url in self.base_urls}
+        self._serving = {url.rstrip("/") for url in base_urls}
+        self._attempts: dict[str, set[asyncio.Future[Any]]] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,15 +117,31 @@ class EngineClient:
         """Closes all connections."""
         await self._http.aclose()
 
+    @property
+    def serving(self) -> frozenset[str]:
+        """The servers that get turns."""
+        return frozenset(self._serving)
+
+    def serve(self, url: str, version: int | None = None) -> None:
+        """Sends turns to a server, a new one or one that was away. `version` is that of its weights, where another
+        process has made it live."""
+        self._serving.add(url)
+        if version is not None:
+            self.backend.note(url, version)
+
+    def drain(self, url: str) -> None:
+        """Sends a server no new turns; those that it has begun go on."""
+        self._serving.discard(url)
+
     def lose(self, url: str) -> None:
         """Sends a server nothing any more; its turns go to other servers."""
-        self._lost.add(url)
-        for attempt in list(self._attempts[url]):
+        self._serving.discard(url)
+        for attempt in list(self._attempts.get(url, ())):
             attempt.cancel()
 
-    def regain(self, url: str) -> None:
-        """Sends turns to a lost server again."""
-        self._lost.discard(url)
+    def unfinished(self, url: str) -> int:
+        """The number of requests in flight at a server."""
+        return len(self._attempts.get(url, ()))
 
     async def generate(
         self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
@@ -150,7 +168,7 @@ class EngineClient:
                     raise
                 raise EngineError(f"{url} was lost in the middle of a turn: {type(e).__name__} {e}") from None
             except asyncio.CancelledError:
-                if begun and url in self._lost:
+                if begun and url not in self._serving:
                     raise EngineError(f"{url} was lost in the middle of a turn") from None
                 raise
 
@@ -200,17 +218,21 @@ class EngineClient:
             raise EngineError(f"{url} does not answer: {type(e).__name__} {e}") from None
 
     async def _reached(
-        self, server: Callable[[str | None], str], attempt: Callable[[str], Awaitable[T]], timeout: float
+        self, server: Callable[[str | None], str | None], attempt: Callable[[str], Awaitable[T]], timeout: float
     ) -> T:
-        """The result of the first attempt that a server answers. `server` chooses the server of an attempt; its
-        argument is the server to avoid, which lost the last attempt."""
+        """The result of the first attempt that a server answers. `server` chooses the server of an attempt, None while
+        there is none; its argument is the server to avoid, which lost the last attempt."""
         lost: Exception | None = None
         url, avoided = "", None
         tried = set[str]()
         try:
             async with asyncio.timeout(timeout):
                 while True:
-                    url = server(avoided)
+                    if (chosen := server(avoided)) is None:
+                        lost = lost or EngineLost("no engine serves")
+                        await asyncio.sleep(BUSY_SECONDS)
+                        continue
+                    url = chosen
                     if url in tried:
                         await asyncio.sleep(lost.seconds if isinstance(lost, EngineBusy) else BUSY_SECONDS)
                     tried.add(url)
@@ -224,8 +246,8 @@ class EngineClient:
             if isinstance(lost, EngineBusy):
                 raise EngineError(f"{url} was busy for {timeout:.1f} seconds: {lost}") from None
             if lost is not None:
-                why = f"{type(lost).__name__} {lost}"
-                raise EngineError(f"{url} could not be reached for {timeout:.1f} seconds: {why}") from None
+                what, why = url or "an engine", f"{type(lost).__name__} {lost}"
+                raise EngineError(f"{what} could not be reached for {timeout:.1f} seconds: {why}") from None
             raise
 
     async def _unless_lost(self, url: str, attempt: Callable[[str], Awaitable[T]]) -> T:
@@ -237,7 +259,7 @@ class EngineClient:
             return await task
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if url in self._lost and not (current and current.cancelling()):
+            if url not in self._serving and not (current and current.cancelling()):
                 raise EngineLost(f"{url} does not answer any more") from None
             raise
         finally:
@@ -253,12 +275,13 @@ class EngineClient:
             weakref.finalize(task, self._servers.pop, session, None)
         return self._sessions[task]
 
-    def _server(self, session: str | None, avoided: str | None) -> str:
-        serving = [url for url in self.base_urls if url not in self._lost] or self.base_urls
-        others = [url for url in serving if url != avoided] or serving
+    def _server(self, session: str | None, avoided: str | None) -> str | None:
+        others = sorted(self._serving - {avoided}) or sorted(self._serving)
+        if not others:
+            return None
         url = self._servers.get(session or "")
         if url not in others:
-            url = min(others, key=lambda url: len(self._attempts[url]))
+            url = min(others, key=self.unfinished)
         if session is not None:
             self._servers[session] = url
             while len(self._servers) > SESSIONS:
@@ -312,6 +335,9 @@ class EtudeBackend:
 
     async def bring(self, http: httpx2.AsyncClient, url: str, version: int) -> None:
         """Does nothing: the server follows the store."""
+
+    def note(self, url: str, version: int) -> None:
+        """Does nothing: every token names its version."""
 
 
 async def _streamed(http: httpx2.AsyncClient, url: str, body: bytes, on_tokens: OnTokens) -> Generation:

@@ -333,6 +333,12 @@ class VllmBackend:
         if at.live.version < version:
             at.live = await server.update(version, keep=True)
 
+    def note(self, url: str, version: int) -> None:
+        """Keeps the version, under which new sessions begin."""
+        at = self._at(url)
+        if at.live.version != version:
+            at.live = LiveVersion(version, "", 0.0)
+
 
 class VllmServer:
     """A vLLM server in development mode, whose workers have the `etude.inference.vllm.worker.WorkerExtension`."""

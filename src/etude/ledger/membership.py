@@ -1,0 +1,108 @@
+"""The inference servers of a run, which come and go while it goes on, and the stage of the run for its players.
+
+    joining ──(as new as the others)──> serving <──(has caught up)── draining
+       ^                                   │  └──(lags, or leaves)──────^  │
+       └────────(is started anew)───────── gone <──(silent, dead)──────────┘
+
+A server joins by itself, or by the controller that has started it. The controller alone decides on `state`; `leaving`
+is what an operator, or a server that is asked to end, sets. Every process that sends turns reads this table: turns go
+to servers in the state `serving`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from etude.ledger.schema import RunStage, engines, episodes, meta
+from etude.ledger.tables import RunTables, persistent
+
+MemberState = Literal["joining", "serving", "draining", "gone"]
+_c, _e = engines.c, episodes.c
+
+
+@dataclass(frozen=True)
+class MemberEngine:
+    """The row of an inference server. `why` is the reason why it gets no turns, `leaving` why it was asked to leave."""
+
+    url: str
+    name: str
+    state: MemberState
+    why: str
+    version: int
+    leaving: str
+
+
+class Membership(RunTables):
+    """The tables of who takes part in a run. Methods raise UserError as those of `Ledger` do, and may be repeated."""
+
+    @persistent
+    def join(self, url: str, name: str) -> None:
+        """Adds a server as joining, also one that was gone or was asked to leave; any other keeps its state."""
+        values = {"name": name, "state": "joining", "why": "", "version": -1, "leaving": ""}
+        try:
+            with self._write() as c:
+                row = c.execute(sa.select(_c.state, _c.leaving).where(_c.url == url)).one_or_none()
+                if row is None:
+                    c.execute(sa.insert(engines), {"url": url} | values)
+                elif row.state == "gone" or row.leaving:
+                    c.execute(sa.update(engines).where(_c.url == url).values(values))
+        except IntegrityError:
+            pass  # another process has added it in this moment
+
+    @persistent
+    def set(self, states: Sequence[tuple[str, MemberState, str, int]]) -> None:
+        """Sets URL, state, why and version of servers; nothing happens to one that never joined."""
+        rows: list[dict[str, object]] = [
+            {"at": url, "state": state, "why": why, "version": version} for url, state, why, version in states
+        ]
+        with self._write() as c:
+            if rows:
+                c.execute(sa.update(engines).where(_c.url == sa.bindparam("at")), rows)
+
+    @persistent
+    def drain(self, url: str, why: str) -> bool:
+        """Asks a server to leave: it gets no new turns, and ends. False if no such server is there."""
+        there = (_c.url == url, _c.state != "gone")
+        with self._write() as c:
+            return c.execute(sa.update(engines).where(*there).values(leaving=why)).rowcount > 0
+
+    @persistent
+    def part(self, why: str, keep: Sequence[str] = ()) -> None:
+        """Counts all servers as gone, but those whose names are in `keep`."""
+        others = (_c.state != "gone", _c.name.not_in(list(keep)))
+        with self._write() as c:
+            c.execute(sa.update(engines).where(*others).values(state="gone", why=why))
+
+    @persistent
+    def engines(self) -> list[MemberEngine]:
+        """All servers, by name."""
+        query = sa.select(_c.url, _c.name, _c.state, _c.why, _c.version, _c.leaving).order_by(_c.name, _c.url)
+        with self._read() as c:
+            return [MemberEngine(*row) for row in c.execute(query)]
+
+    @persistent
+    def players(self) -> dict[str, int]:
+        """Number of leased episodes by the holder of the leases."""
+        query = sa.select(_e.owner, sa.func.count()).where(_e.state == "leased").group_by(_e.owner).order_by(_e.owner)
+        with self._read() as c:
+            return {row[0]: row[1] for row in c.execute(query)}
+
+    @persistent
+    def set_stage(self, stage: RunStage) -> None:
+        """Names the stage of the run for its players, and counts a beat of the controller."""
+        with self._write() as c:
+            beat = int(c.execute(sa.select(meta.c.value).where(meta.c.key == "beat")).scalar_one())
+            for key, value in (("stage", stage), ("beat", str(beat + 1))):
+                c.execute(sa.update(meta).where(meta.c.key == key).values(value=value))
+
+    @persistent
+    def stage(self) -> tuple[RunStage, int]:
+        """The stage of the run, and a number that grows while the controller lives."""
+        with self._read() as c:
+            values = {row.key: row.value for row in c.execute(sa.select(meta))}
+        return values["stage"], int(values["beat"])

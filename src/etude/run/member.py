@@ -1,0 +1,75 @@
+"""An engine of a run that a placer has started: `python -m etude.run.member FILE` (`away.py`).
+
+The process starts the inference server as its child, joins the ledger with the server's URL, and watches both. Asked to
+leave, by SIGTERM or by the ledger, it says so there first: turns go to other engines, and the server hands back those
+that it cannot finish.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import httpx2
+
+from etude.processes import Child
+from etude.protocol import bearer, own_token
+from etude.run.away import RESTART, AwayProcess, Patience, run_process
+from etude.run.engines import engine_token, start_engine, start_seconds
+
+LOOK_SECONDS = 1.0
+DRAIN_SECONDS = 25.0  # that a server has to end its turns, or to hand them back
+
+
+def serve(process: AwayProcess, stopping: threading.Event) -> int:
+    """Serves until it is asked to leave or the server ends. Returns the exit code. Raises UserError."""
+    config, ledger = process.config, process.open_ledger()
+    engine = start_engine(
+        process.folder, config, process.place, engine_token(), process.number, host=process.address, placed=True
+    )
+    try:
+        url = engine.url(start_seconds(config.inference, config.model.path))
+        ledger.members.join(url, process.name)
+        print(f"{process.name} serves at {url}", flush=True)
+        why = _until_it_leaves(process, engine.child, stopping, url)
+        ledger.members.drain(url, why)
+        ended = engine.child.exit_code
+        engine.child.stop(DRAIN_SECONDS)
+        ledger.members.set([(url, "gone", why, -1)])
+        print(f"{process.name} has left: {why}", flush=True)
+        return 0 if ended is None else 2 if ended == 2 else RESTART
+    finally:
+        engine.child.stop(1)
+        ledger.close()
+
+
+def _until_it_leaves(process: AwayProcess, child: Child, stopping: threading.Event, url: str) -> str:
+    """Waits until the engine must leave; returns why."""
+    ledger, patience = process.open_ledger(), Patience()
+    try:
+        while not stopping.wait(LOOK_SECONDS):
+            if child.exit_code is not None:
+                return child.end()
+            row = next((row for row in ledger.members.engines() if row.url == url), None)
+            if row is not None and row.leaving:
+                return row.leaving
+            if (row is None or row.state == "gone") and _answers(url):  # it was silent for a while
+                ledger.members.join(url, process.name)
+            if patience.over(ledger.members.stage()[1]):
+                return "its run has ended"
+        return "its host ends it"
+    finally:
+        ledger.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        health = httpx2.get(f"{url}/health", timeout=LOOK_SECONDS, trust_env=False, headers=bearer(own_token()))
+    except httpx2.HTTPError:
+        return False
+    return health.status_code == 200
+
+
+if __name__ == "__main__":
+    sys.exit(run_process(Path(sys.argv[1]), serve))
