@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -70,10 +71,10 @@ class Line:
         self._file = self._socket.makefile("r")
         self._lock = threading.Lock()
 
-    def ask(self, seconds: float = _OPEN_SECONDS, **request: Any) -> dict[str, Any]:
+    def ask(self, limit: float = _OPEN_SECONDS, /, **request: Any) -> dict[str, Any]:
         """The keeper's answer."""
         with self._lock:
-            self._socket.settimeout(seconds)
+            self._socket.settimeout(limit)
             self._socket.sendall(json.dumps(request).encode() + b"\n")
             if not (line := self._file.readline()):
                 raise ConnectionError("the keeper is gone")
@@ -213,6 +214,7 @@ def _keep(order: dict[str, Any], listener: socket.socket) -> None:
     threading.Thread(target=accept, daemon=True).start()
     keeper.watch()
     (keeper.folder / "control").unlink(missing_ok=True)
+    shutil.rmtree(keeper.folder / "files", ignore_errors=True)
     time.sleep(_LOOK_SECONDS)  # the last answer is on its way
 
 

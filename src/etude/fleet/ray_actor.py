@@ -36,7 +36,7 @@ class JobActor:
             self._begins.set()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def _ask(self, seconds: float = 20.0, **request: Any) -> dict[str, Any]:
+    def _ask(self, limit: float = 20.0, /, **request: Any) -> dict[str, Any]:
         """The keeper's answer, also for a while after the child's end; a keeper that is gone gets a successor unless
         the child has ended for good. Raises OSError."""
         with self._lock:
@@ -47,7 +47,7 @@ class JobActor:
                     self._opened += 1
                 if self._line is None:
                     return self._end or {}
-                status = self._line.ask(seconds, **request)
+                status = self._line.ask(limit, **request)
             except OSError:
                 if self._line is not None:
                     self._line.close()

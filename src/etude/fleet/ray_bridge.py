@@ -54,18 +54,31 @@ def _head(address: str) -> str:
     return head
 
 
+def _cluster(head: str) -> str | None:
+    """The id of the cluster of a head: a successor that knows nothing of it has another; None while nobody answers."""
+    from ray._raylet import GcsClient
+
+    host, _, port = head.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_POLL_SECONDS).close()
+        return GcsClient(address=head).cluster_id.hex()
+    except Exception:  # of several classes by version: it does not answer
+        return None
+
+
 class _Driver:
     """This process as a driver of Ray: the actors of a run by their names."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, head: str, run: str) -> None:
         import ray
 
         from etude.fleet.ray_actor import JobActor
 
         self.ray, self.run, self.kind = ray, run, ray.remote(JobActor)
         self.actors: dict[str, Any] = {}
-        self.asked: dict[str, Any] = {}  # by name, the status on its way
+        self.pending: dict[str, Any] = {}  # by name, the status on its way
         self.group: Any = None  # the placement group of ranks
+        self.head, self.cluster = head, _cluster(head)
 
     def known(self, name: str) -> Any:
         """The actor of a name, perhaps of another driver; None if there is none."""
@@ -143,19 +156,21 @@ class _Driver:
         for name, offset in offsets.items():
             if (actor := self.known(name)) is None:
                 answers[name] = {"missing": True}
-            elif name not in self.asked:
-                self.asked[name] = actor.status.remote(offset)
-        waiting = {ref: name for name, ref in self.asked.items()}
+            elif name not in self.pending:
+                self.pending[name] = actor.status.remote(offset)
+        waiting = {ref: name for name, ref in self.pending.items()}
         ready = self.ray.wait([*waiting], num_returns=len(waiting), timeout=_POLL_SECONDS)[0] if waiting else []
         for ref in ready:
             name = waiting[ref]
-            del self.asked[name]
+            del self.pending[name]
             try:
                 answers[name] = json.loads(self.ray.get(ref))
             except self.ray.exceptions.ActorUnavailableError:
                 continue
             except self.ray.exceptions.RayActorError:
                 self.actors.pop(name, None)  # perhaps another driver has made a new one
+        if offsets.keys() - answers.keys() and _cluster(self.head) not in (None, self.cluster):
+            sys.exit("the head is another one, which does not know the actors: another bridge makes them")
         return answers
 
     def stop(self, name: str, seconds: float) -> dict[str, Any]:
@@ -167,7 +182,7 @@ class _Driver:
             status = json.loads(self.ray.get(actor.stop.remote(seconds), timeout=seconds + _ANSWER_SECONDS))
         self.ray.kill(actor, no_restart=True)
         self.actors.pop(name, None)
-        self.asked.pop(name, None)
+        self.pending.pop(name, None)
         deadline = time.monotonic() + _FREE_SECONDS
         while time.monotonic() < deadline:  # until the name is free
             try:
@@ -205,7 +220,7 @@ def main() -> None:
         import ray
 
         ray.init(address=head, namespace=run, log_to_driver=False, configure_logging=False)
-        driver = _Driver(run)
+        driver = _Driver(head, run)
     except UserError as e:
         return send({"refused": str(e)})
     except Exception as e:

@@ -173,13 +173,13 @@ class _Bridge:
             raise RuntimeError(answer["error"])
         return answer
 
-    def ask(self, seconds: float = _CALL_SECONDS, **request: Any) -> dict[str, Any]:
+    def ask(self, limit: float = _CALL_SECONDS, /, **request: Any) -> dict[str, Any]:
         """The answer to a request. Raises OSError when the bridge is gone or late, RuntimeError for errors of Ray, and
         UserError."""
         with self.lock:
             self._socket.settimeout(_CALL_SECONDS)
             self._socket.sendall(json.dumps(request).encode() + b"\n")
-            return self._read(seconds)
+            return self._read(limit)
 
     def close(self) -> None:
         """Ends the bridge."""
