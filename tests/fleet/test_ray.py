@@ -76,7 +76,7 @@ def test_a_job_survives_its_actor_and_its_driver_and_starts_again(head, tmp_path
     wait_until(lambda: again.status.get("pid"), 60)
     assert again.status["pid"] == child
     again.stop(10)
-    assert (again.exit_code, again.end()) == (0, "the eu-0 exited with code 0")
+    assert (again.exit_code, again.end()) == (0, "the eu-0 exited with code 0: drained")
     assert not Path(f"/proc/{child}").exists()
 
     third = later.start(Job("eu-0", JOB.argv, {"WORD": "other"}, JOB.files))

@@ -84,6 +84,7 @@ class PlayersTable(PlacedTable):
     """Processes that play episodes, each with boxes of its own."""
 
     count: int = option(1, "players", ge=1)
+    episodes: int = option(64, "episodes that a player plays at a time, at most", ge=1)
     cpus: float = option(1.0, "CPUs that Ray or SLURM keeps for a player", gt=0)
     restarts: int = option(-1, "restarts of a player that ends by itself; -1: without end", ge=-1)
 

@@ -14,5 +14,6 @@ code alone, no torch. Nothing of etude's is pickled: actors take and return text
 
 from etude.fleet.files import kuberay_files, slurm_files
 from etude.fleet.place import Job, Placed, Placer, namespace, open_placer
+from etude.fleet.ray_jobs import ray_log
 
 PUBLIC = ("",)

@@ -154,7 +154,7 @@ def open_placer(
             return LocalPlacer(logs, restarts, holds)
         case "ray":
             need('placer = "ray"', "ray")
-            from etude.fleet.ray_jobs import RayPlacer
+            from etude.fleet.ray_jobs import RayPlacer  # it imports jobs from here
 
             return RayPlacer(table.address, namespace(folder), logs, restarts)
         case "attach":

@@ -14,8 +14,10 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -328,3 +330,27 @@ def check_token() -> None:
             'placer = "ray" needs the token of the cluster: set RAY_AUTH_TOKEN, or write it into ~/.ray/auth_token '
             "(`ray get-auth-token --generate` makes one)"
         )
+
+
+def ray_log(address: str, run: str, name: str) -> Iterator[str]:
+    """The log of a job in a cluster, in pieces, as long as it is now. Raises UserError."""
+    check_token()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            bridge = _Bridge(address, run, Path(folder) / "ray.log")
+        except (OSError, RuntimeError) as e:
+            raise UserError(f"the cluster of Ray at {address} cannot be used ({e})") from None
+        try:
+            offset, deadline = 0, time.monotonic() + _CALL_SECONDS
+            while time.monotonic() < deadline:
+                status = bridge.ask(call="poll", offsets={name: offset}).get(name)
+                if status is not None and "missing" in status:
+                    raise UserError(f"the cluster of Ray at {address} has no process {name!r} of this run")
+                if status is not None and "offset" in status:
+                    yield status["log"]
+                    if status["offset"] == offset:
+                        return
+                    offset = status["offset"]
+            raise UserError(f"the process {name!r} did not answer for {_CALL_SECONDS:.0f} seconds")
+        finally:
+            bridge.close()
