@@ -23,14 +23,14 @@ from etude.cli.main import COMMANDS
 ROOT = Path(etude.__file__).parent
 # From top to bottom. A file imports its own room and rooms further to the right, never one to the left.
 ROOMS = (
-    "cli", "audit", "live", "run", "dashboard", "evals", "trainer", "inference", "rollout", "harness", "tasks",
-    "grading", "sandbox", "corpus", "edits", "ledger", "weights", "protocol", "renderers", "models", "code",
+    "cli", "audit", "live", "run", "fleet", "dashboard", "evals", "trainer", "inference", "rollout", "harness",
+    "tasks", "grading", "sandbox", "corpus", "edits", "ledger", "weights", "protocol", "renderers", "models", "code",
 )  # fmt: skip
 FOUNDATIONS = ("runfolder", "config", "records", "processes", "store", "failpoints", "errors")
 ORDER = (*ROOMS, *FOUNDATIONS)
 # Rooms and foundations that never name torch, not even inside a function: what `pip install etude` brings.
 LIGHT = (
-    "live", "dashboard", "evals", "rollout", "harness", "tasks", "grading", "sandbox", "corpus", "edits", "protocol",
+    "live", "fleet", "dashboard", "evals", "rollout", "harness", "tasks", "grading", "sandbox", "corpus", "edits", "protocol",
     "ledger", "renderers", "code", *FOUNDATIONS,
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "numba"}

@@ -2,6 +2,7 @@
 
 outputs/NAME/
   config.json  config.toml     resolved; and the files and overrides as given; without secrets
+  fleet.json                   resolved, of a run with --fleet
   config.digest                of config.json when the run began or was resumed last
   metrics.jsonl                one object per optimizer step; metrics.next.json is that of a version on its way
   metrics.digests.jsonl        of the lines of metrics.jsonl
@@ -36,7 +37,7 @@ from typing import Any
 
 import blake3
 
-from etude.config import RLConfig, validate
+from etude.config import FleetConfig, RLConfig, validate
 from etude.config.secrets import redacted, without_secrets
 from etude.errors import UserError
 from etude.store import write_durably
@@ -130,6 +131,23 @@ def load_config(folder: Path) -> RLConfig:
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"{path} is damaged ({e}); restore the file, or start a new run") from None
     return validate(RLConfig, values, str(path))
+
+
+def keep_fleet(folder: Path, fleet: FleetConfig) -> None:
+    """Stores the fleet of a run, for its next attempts. Raises UserError."""
+    write(folder / "fleet.json", (fleet.model_dump_json(indent=2) + "\n").encode(), PRIVATE)
+
+
+def load_fleet(folder: Path) -> FleetConfig | None:
+    """The fleet of a run; None for a run without one. Raises UserError if it is damaged."""
+    path = folder / "fleet.json"
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} is damaged ({e}); give --fleet") from None
+    return validate(FleetConfig, values, str(path))
 
 
 def config_changed(folder: Path) -> bool:

@@ -30,6 +30,7 @@ COMMANDS = {
     "serve": "serve a model over an OpenAI-compatible HTTP API",
     "models": "list the models that have a name",
     "weights": "inspect, verify, move and tidy the versions of a weight store",
+    "fleet": "add engines and players to a run, and see them",
     "live": "learn from users, and release to them",
     "apply": "apply a sketched edit to a file",
     "export": "write the episodes of a run as ATIF trajectories, tokens included",

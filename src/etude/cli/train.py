@@ -14,7 +14,7 @@ from typing import Any
 from etude import runfolder
 from etude.cli.overlays import OF_RANKS, configuration_text, read_toml, split_overlays, with_ranks
 from etude.cli.ranks import run_ranks, silent
-from etude.config import LiveConfig, RLConfig, Section, keys, validate
+from etude.config import FleetConfig, LiveConfig, RLConfig, Section, check_fleet, keys, load_toml, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
 from etude.models import check_devices, check_present, has_weights
@@ -27,7 +27,7 @@ OUTPUTS = Path("outputs")
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude train`; further words are overlays and overrides."""
-    parser.usage = "etude train [--resume] [--deterministic] [--dry-run] CONFIG [@ OVERLAY ...] [--TABLE.KEY VALUE ...]"
+    parser.usage = "etude train [--resume] [--deterministic] [--dry-run] [--fleet FILE] CONFIG [@ OVERLAY ...] [--TABLE.KEY VALUE ...]"
     parser.epilog = (
         "Values come from the defaults, then from the files, left to right, then from --TABLE.KEY VALUE. Tables are "
         "merged key by key; arrays and values are replaced. Relative paths start at the current folder."
@@ -42,13 +42,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="print the resolved configuration as JSON, and on stderr what it needs of memory, and stop",
     )
     parser.add_argument(
+        "--fleet",
+        type=Path,
+        metavar="FILE",
+        help="TOML that says where the run's processes are placed (docs/fleet.md); a resumed run keeps its own",
+    )
+    parser.add_argument(
         "--keys",
         action=_PrintKeys,
         nargs="?",
         const="rl",
-        choices=("midtrain", "sft", "apply", "rl", "live"),
+        choices=("midtrain", "sft", "apply", "rl", "live", "fleet"),
         metavar="STAGE",
-        help="print the keys of a stage (midtrain, sft, apply, rl, live; default: rl), their defaults and meanings",
+        help="print the keys of a stage (midtrain, sft, apply, rl, live, fleet; default: rl), their defaults and meanings",
     )
 
 
@@ -109,6 +115,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
                 raise UserError(f"{where} differs from the configuration of {folder}; resume the folder itself")
             if kept != new:
                 _keep(config, folder)
+    fleet = _fleet(arguments, config, folder)
     if arguments.dry_run:
         print(without_secrets(config).model_dump_json(indent=2), flush=True)
         from etude.sandbox.backends.choose import check_sandbox
@@ -128,7 +135,22 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
     from etude.run.launch import train_rl
 
     arguments.interrupted = f"`etude train --resume {folder}` continues the run"
-    train_rl(config, folder, resume=arguments.resume, toml=toml)
+    train_rl(config, folder, resume=arguments.resume, toml=toml, fleet=fleet)
+
+
+def _fleet(arguments: argparse.Namespace, config: RLConfig, folder: Path) -> FleetConfig | None:
+    """The fleet behind --fleet, which a resumed run keeps from then on, else that of the resumed run. Raises
+    UserError."""
+    if (path := arguments.fleet) is None:
+        fleet, where = (runfolder.load_fleet(folder), f"{folder}/fleet.json") if arguments.resume else (None, "")
+    else:
+        fleet, where = validate(FleetConfig, load_toml(path), str(path)), str(path)
+    if fleet is not None:
+        check_fleet(fleet, config, where)
+        if path is not None and arguments.resume and not arguments.dry_run:
+            with runfolder.lock(folder):
+                runfolder.keep_fleet(folder, fleet)
+    return fleet
 
 
 def _without_ranks(config: RLConfig) -> dict[str, Any]:
@@ -203,15 +225,17 @@ def stage_kinds() -> dict[str, type[Section]]:
     from etude.trainer.finetune.config import ApplyConfig, MidtrainConfig, SftConfig
 
     finetune: dict[str, type[Section]] = {"midtrain": MidtrainConfig, "sft": SftConfig, "apply": ApplyConfig}
-    return {**finetune, "rl": RLConfig, "live": LiveConfig}
+    return {**finetune, "rl": RLConfig, "live": LiveConfig, "fleet": FleetConfig}
 
 
 def _finetune(
     arguments: argparse.Namespace, stage: str, data: dict[str, Any], where: str, folder: Path | None = None
 ) -> int | None:
     kinds = stage_kinds()
-    if stage == "live":
-        raise UserError(f"{where} is of stage live: see `etude live --help`")
+    if stage in ("live", "fleet"):
+        raise UserError(f"{where} is of stage {stage}: see `etude {stage} --help`")
+    if arguments.fleet is not None:
+        raise UserError(f"--fleet is for stage rl, and {where} is of stage {stage}: drop it")
     if not isinstance(stage, str) or stage not in kinds:
         raise UserError(f"{where}: unknown stage {stage!r}; use midtrain, sft, apply or rl")
     config: Any = with_models(validate(kinds[stage], data, where))

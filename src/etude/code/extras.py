@@ -20,6 +20,7 @@ EXTRAS = {
     "train": "`etude train`, `demo` and `bench`",
     "apply": "tables of edits and JavaScript",
     "live": "`etude live`",
+    "ray": "fleets in a cluster of Ray",
     "postgres": "ledgers and logs in PostgreSQL",
 }
 _SHOWN = 3

@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 
 from etude import processes, runfolder
-from etude.config import RLConfig
+from etude.config import FleetConfig, RLConfig
 from etude.config.secrets import ledger_password
 from etude.dashboard import LiveView, RunReport, duration, final_table
 from etude.errors import UserError
@@ -73,10 +73,16 @@ class _Inputs:
 
 
 def train_rl(
-    config: RLConfig, folder: Path, *, resume: bool, toml: str | None, boxes: Boxes | None = None
+    config: RLConfig,
+    folder: Path,
+    *,
+    resume: bool,
+    toml: str | None,
+    boxes: Boxes | None = None,
+    fleet: FleetConfig | None = None,
 ) -> RunReport:
     """Runs or resumes the stage in `folder` and writes its report. `toml` is the text of the configuration, kept for
-    people. `boxes` opens the sandbox of the episodes, e.g. a benchmark's with slower tools; by default that of
+    people. `fleet` places its processes. `boxes` opens the sandbox of the episodes, e.g. a benchmark's with slower tools; by default that of
     [sandbox]. Raises UserError or RunFailed."""
     started = runfolder.now()
     if not resume:
@@ -84,6 +90,8 @@ def train_rl(
     check_inputs(config)
     if not resume:
         runfolder.create(folder, config, toml)
+        if fleet is not None:
+            runfolder.keep_fleet(folder, fleet)
     with runfolder.lock(folder) as lock, LiveView(config.name, STAGES) as view:
         if runfolder.config_changed(folder):
             print(f"etude: {folder / 'config.json'} has changed since the last attempt", file=sys.stderr)

@@ -1,0 +1,207 @@
+"""`etude fleet ACTION`: adds engines and players to a run that goes on, shows them, and lets them leave."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from etude import runfolder
+from etude.cli.overlays import read_toml
+from etude.config import EnginesTable, FleetConfig, PlayersTable, RLConfig, check_fleet, load_toml, validate
+from etude.errors import RunFailed, UserError
+from etude.fleet import Placed, Placer, kuberay_files, namespace, open_placer, ray_log, slurm_files
+from etude.ledger import Ledger
+from etude.protocol import TOKEN_VARIABLE, own_token
+
+STOP_SECONDS = 30.0  # a server may take 25 to hand back its turns
+_LOOK_SECONDS = 1.0
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude fleet`, one sub-command per action."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str, *words: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        helps = {"fleet": "TOML of a fleet (`etude train --keys fleet`)", "run": "folder of a run", "config": "its TOML"}
+        for word in words:
+            sub.add_argument(word, type=Path, help=helps[word])
+        return sub
+
+    action("up", "add a fleet's engines and players to a run that goes on", "fleet", "run")
+    status = action("status", "show the engines of a run, and the episodes that are being played", "run")
+    status.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    drain = action("drain", "let engines of a run leave: they end their turns or hand them back", "run")
+    drain.add_argument("urls", nargs="+", metavar="URL", help="engines, as `etude fleet status` lists them")
+    logs = action("logs", "print the log of an engine or a player", "run")
+    logs.add_argument("name", help="as `etude fleet status` lists it")
+    logs.add_argument("--address", help="HOST:PORT of the head of Ray that has it; default: that of the run's fleet")
+    files = action("files", "write the files of a scheduler that starts the fleet and the run", "fleet", "config")
+    files.add_argument("--for", dest="scheduler", choices=("slurm", "kuberay"), required=True, help="the scheduler")
+    files.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write them into")
+    files.add_argument("--image", help="kuberay: container image with etude[train,ray]")
+    files.add_argument("--claim", help="kuberay: PersistentVolumeClaim that holds the run folder and its inputs")
+
+
+def run(arguments: argparse.Namespace, _: list[str]) -> int | None:
+    """Does the action. Raises UserError or RunFailed."""
+    match arguments.action:
+        case "up":
+            return _up(arguments)
+        case "status":
+            return _status(arguments.run, as_json=arguments.json)
+        case "drain":
+            return _drain(arguments.run, arguments.urls)
+        case "logs":
+            return _logs(arguments.run, arguments.name, arguments.address)
+        case _:
+            return _files(arguments)
+
+
+def _fleet_of(path: Path, config: RLConfig) -> FleetConfig:
+    fleet = validate(FleetConfig, load_toml(path), str(path))
+    check_fleet(fleet, config, str(path))
+    return fleet
+
+
+def _ledger(folder: Path, config: RLConfig) -> Ledger:
+    return Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
+
+
+def _up(arguments: argparse.Namespace) -> None:
+    """Starts a fleet. Jobs of this machine live as long as this process; those of Ray go on."""
+    folder = arguments.run.absolute()
+    config = runfolder.load_config(folder)
+    fleet = _fleet_of(arguments.fleet, config)
+    if fleet.trainer is not None:
+        raise UserError(f"{arguments.fleet}: a run that goes on keeps its trainer: drop [trainer]")
+    if (folder / "report.json").exists() and not runfolder.is_running(folder):
+        raise UserError(f"{arguments.run} has ended: resume it, with --fleet {arguments.fleet} if it is to have these")
+    if (token := own_token()) is None:
+        raise UserError(f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    placers, here, away = list[Placer](), list[Placed](), list[Placed]()
+    try:
+        for table, jobs in _jobs(fleet, folder, config, token):
+            placer = open_placer(table, folder, folder / "logs" / "latest")
+            placers.append(placer)
+            for job in jobs:
+                (here if table.placer == "local" else away).append(placer.start(job))
+                print(f"{job.name} starts: `etude fleet logs {arguments.run} {job.name}` prints its log", flush=True)
+        _join_attached(fleet, folder, config)
+        _wait(here)
+    finally:
+        for placed in here:
+            with suppress(KeyboardInterrupt):
+                placed.stop(STOP_SECONDS)
+        for placer in placers:
+            placer.close()
+
+
+def _jobs(fleet: FleetConfig, folder: Path, config: RLConfig, token: str) -> Iterator[tuple[Any, list[Any]]]:
+    """Tables and their jobs. Names have a part of their own: they are not those of jobs that the run has already."""
+    from etude.run.jobs import engine_job, player_job
+
+    mark = secrets.token_hex(2)
+    tables: list[EnginesTable | PlayersTable] = [table for table in fleet.engines if table.placer != "attach"]
+    tables += [fleet.players] if fleet.players is not None else []
+    for table in tables:
+        jobs = list[Any]()
+        for number, name in enumerate(table.names):
+            words = f"{name.rpartition('-')[0]}-{mark}-{number}", number, folder, config, token
+            own = engine_job(table, *words, away=True) if isinstance(table, EnginesTable) else None
+            jobs.append(own or player_job(table, *words, away=True))
+        yield table, jobs
+
+
+def _join_attached(fleet: FleetConfig, folder: Path, config: RLConfig) -> None:
+    attached = [(url, f"{table.name}-{number}") for table in fleet.engines for number, url in enumerate(table.urls)]
+    if attached:
+        with closing(_ledger(folder, config)) as ledger:
+            for url, name in attached:
+                ledger.join_engine(url, name)
+
+
+def _wait(jobs: list[Placed]) -> None:
+    """Returns when all jobs have ended. Raises RunFailed if one has failed."""
+    failed = list[str]()
+    left = list(jobs)
+    while left:
+        for job in [job for job in left if job.ends(_LOOK_SECONDS / len(left))]:
+            left.remove(job)
+            failed += [why] if (why := job.failure()) else []
+    if failed:
+        raise RunFailed("; ".join(failed))
+
+
+def _status(run: Path, *, as_json: bool) -> None:
+    config = runfolder.load_config(run)
+    with closing(_ledger(run, config)) as ledger:
+        engines, players = ledger.engines(), ledger.players()
+    if as_json:
+        return print(json.dumps({"engines": [asdict(row) for row in engines], "players": players}))
+    table = Table("name", "url", "state", "version", "why", box=None)
+    for row in engines:
+        version = str(row.version) if row.version >= 0 else ""
+        table.add_row(row.name, row.url, row.state, version, row.why or row.leaving)
+    Console(width=max(100, shutil.get_terminal_size().columns)).print(table)
+    for owner, count in players.items():
+        print(f"{owner} plays {count} episode{'s' if count > 1 else ''}")
+
+
+def _drain(run: Path, urls: list[str]) -> None:
+    config = runfolder.load_config(run)
+    with closing(_ledger(run, config)) as ledger:
+        there = {row.url for row in ledger.engines() if row.state != "gone"}
+        if wrong := [url for url in urls if url.rstrip("/") not in there]:
+            raise UserError(f"{run} has no engine {wrong[0]}: `etude fleet status {run}` lists them")
+        for url in urls:
+            ledger.drain_engine(url.rstrip("/"), "asked by `etude fleet drain`")
+            print(f"{url} gets no new turns, and ends")
+
+
+def _logs(run: Path, name: str, address: str | None) -> None:
+    """Prints a log: of this machine's file, which the placer of the run keeps as well, else of the cluster."""
+    runfolder.load_config(run)
+    path = run / "logs" / "latest" / f"{name}.log"
+    if address is None and "/" not in name and path.exists():
+        with path.open(errors="replace") as file:
+            return shutil.copyfileobj(file, sys.stdout)
+    fleet = runfolder.load_fleet(run)
+    heads = fleet.addresses if fleet is not None else ()
+    if not (address or heads):
+        raise UserError(f"{path} does not exist: name a process of the run, or the --address of the head that has it")
+    for piece in ray_log(address or heads[0], namespace(run), name):
+        sys.stdout.write(piece)
+
+
+def _files(arguments: argparse.Namespace) -> None:
+    config = validate(RLConfig, read_toml(arguments.config), str(arguments.config))
+    fleet = _fleet_of(arguments.fleet, config)
+    options = {"--image": arguments.image, "--claim": arguments.claim}
+    if arguments.scheduler == "slurm":
+        if wrong := [flag for flag, value in options.items() if value is not None]:
+            raise UserError(f"{wrong[0]} is for --for kuberay: drop it")
+        paths = str(arguments.config.absolute()), str(arguments.fleet.absolute())
+        files = slurm_files(fleet, config, paths)
+    else:
+        if lacking := [flag for flag, value in options.items() if value is None]:
+            raise UserError(f"--for kuberay needs {lacking[0]}")
+        texts = {"run.toml": arguments.config.read_text(), "fleet.toml": arguments.fleet.read_text()}
+        files = kuberay_files(fleet, config, texts, image=arguments.image, claim=arguments.claim)
+    runfolder.make(arguments.output)
+    for name, text in files.items():
+        runfolder.write(arguments.output / name, text.encode())
+        print(arguments.output / name)

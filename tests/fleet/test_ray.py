@@ -1,0 +1,141 @@
+"""Jobs in a cluster of Ray: one head of this machine for all tests."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from etude.config import EnginesTable, RanksTable
+from etude.errors import UserError
+from etude.fleet import Job, open_placer
+from tests.fleet.test_place import lines, wait_until
+from tests.helpers.ray_cluster import TOKEN, Head
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+
+WORKER = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("drained", flush=True), sys.exit(0)))
+print("ray" in str(os.environ).lower() and [n for n in os.environ if n.startswith("RAY")], flush=True)
+print(os.environ["WORD"], open(sys.argv[1] + "/member.json").read(), flush=True)
+count = 0
+while True:
+    time.sleep(0.2)
+    count += 1
+    if count % 5 == 0:
+        print("alive", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "fleet_worker.py").write_text(WORKER)
+    (folder / "fleet_rank.py").write_text(RANK)
+    saved = dict(os.environ)
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    head = Head({"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2] / "src")])})
+    head.start()
+    yield head
+    head.kill()
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+def placer_of(head, tmp_path):
+    return open_placer(EnginesTable(name="eu", placer="ray", address=head.address), tmp_path / "run", tmp_path)
+
+
+JOB = Job("eu-0", ("fleet_worker", "{folder}"), {"WORD": "secret"}, {"member.json": "{}"})
+
+
+def test_a_job_survives_its_actor_and_its_driver_and_starts_again(head, tmp_path):
+    placer = placer_of(head, tmp_path)
+    placed = placer.start(JOB)
+    wait_until(lambda: "secret {}" in lines(placed), 60)
+    child, actor = placed.status["pid"], placed.status["actor"]
+    assert lines(placed)[0] == "[]"  # none of Ray's variables, of which one is the token
+
+    os.kill(child, signal.SIGKILL)  # its keeper starts it again
+    wait_until(lambda: lines(placed).count("secret {}") == 2)
+    wait_until(lambda: placed.status["pid"] not in (None, child))
+    child = placed.status["pid"]
+
+    os.kill(actor, signal.SIGKILL)  # Ray starts it again, and the child has seen nothing
+    wait_until(lambda: placed.status.get("actor", actor) != actor and placed.status.get("pid"), 60)
+    assert placed.status["pid"] == child
+    assert placed.status["starts"] == 2
+
+    placer.close()  # as when the controller is killed
+    later = placer_of(head, tmp_path)
+    again = later.start(JOB)
+    wait_until(lambda: again.status.get("pid"), 60)
+    assert again.status["pid"] == child
+    again.stop(10)
+    assert (again.exit_code, again.end()) == (0, "the eu-0 exited with code 0: drained")
+    assert not Path(f"/proc/{child}").exists()
+
+    third = later.start(Job("eu-0", JOB.argv, {"WORD": "other"}, JOB.files))
+    wait_until(lambda: "other {}" in lines(third), 60)
+    third.stop(10)
+    later.close()
+
+
+def test_a_job_outlives_the_head_and_is_adopted_by_the_next(head, tmp_path):
+    placer = placer_of(head, tmp_path)
+    placed = placer.start(JOB)
+    wait_until(lambda: placed.status.get("pid"), 60)
+    child, keeper = placed.status["pid"], placed.status["keeper"]
+    head.kill()
+    time.sleep(3)
+    assert Path(f"/proc/{child}").exists()
+    assert placed.exit_code is None
+    head.start()
+    opened = placed.status["actor"]
+    wait_until(lambda: placed.status["actor"] != opened, 90)
+    assert (placed.status["pid"], placed.status["keeper"]) == (child, keeper)
+    placed.stop(10)
+    assert placed.exit_code == 0
+    placer.close()
+
+
+RANK = """
+import json, os, sys, time
+place = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+print(json.dumps(place), flush=True)
+while not os.path.exists(sys.argv[1] + place["RANK"]):
+    time.sleep(0.05)
+sys.exit(open(sys.argv[1] + place["RANK"]).read() or 0)
+"""
+
+
+def test_ranks_are_placed_together_and_end_together(head, tmp_path):
+    placer = open_placer(RanksTable(placer="ray", address=head.address), tmp_path / "run", tmp_path)
+    group = placer.start_group(Job("trainer", ("fleet_rank", f"{tmp_path}/end-")), 2)
+    wait_until(lambda: len(group.ranks) == 2 and all(map(lines, group.ranks)), 60)
+    places = [json.loads(lines(rank)[0]) for rank in group.ranks]
+    assert [place["RANK"] for place in places] == ["0", "1"]
+    assert {(p["WORLD_SIZE"], p["LOCAL_RANK"], p["MASTER_ADDR"]) for p in places} == {("2", "0", "127.0.0.1")}
+    assert len({place["MASTER_PORT"] for place in places}) == 1
+    pid = group.ranks[0].status["pid"]
+    (tmp_path / "end-1").write_text("etude: the disk is full")
+    assert group.ends(30)
+    assert group.failure() == "the trainer-1 exited with code 1: the disk is full"
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    placer.close()
+
+
+def test_a_wrong_token_is_refused_in_a_sentence(head, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
+    with pytest.raises(UserError, match="refuses the token: set RAY_AUTH_TOKEN to that of the cluster"):
+        placer_of(head, tmp_path)
+
+
+def test_a_head_that_is_not_there_is_refused_in_a_sentence(head, tmp_path):
+    table = EnginesTable(name="eu", placer="ray", address="127.0.0.1:9")
+    with pytest.raises(UserError, match="no head of Ray answers at 127.0.0.1:9"):
+        open_placer(table, tmp_path / "run", tmp_path)
