@@ -35,7 +35,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
     def action(name: str, text: str, *words: str) -> argparse.ArgumentParser:
         sub = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-        helps = {"fleet": "TOML of a fleet (`etude train --keys fleet`)", "run": "folder of a run", "config": "its TOML"}
+        helps = {
+            "fleet": "TOML of a fleet (`etude train --keys fleet`)",
+            "run": "folder of a run",
+            "config": "its TOML",
+        }
         for word in words:
             sub.add_argument(word, type=Path, help=helps[word])
         return sub
@@ -131,7 +135,7 @@ def _join_attached(fleet: FleetConfig, folder: Path, config: RLConfig) -> None:
     if attached:
         with closing(_ledger(folder, config)) as ledger:
             for url, name in attached:
-                ledger.join_engine(url, name)
+                ledger.members.join(url, name)
 
 
 def _wait(jobs: list[Placed]) -> None:
@@ -149,7 +153,7 @@ def _wait(jobs: list[Placed]) -> None:
 def _status(run: Path, *, as_json: bool) -> None:
     config = runfolder.load_config(run)
     with closing(_ledger(run, config)) as ledger:
-        engines, players = ledger.engines(), ledger.players()
+        engines, players = ledger.members.engines(), ledger.members.players()
     if as_json:
         return print(json.dumps({"engines": [asdict(row) for row in engines], "players": players}))
     table = Table("name", "url", "state", "version", "why", box=None)
@@ -164,11 +168,11 @@ def _status(run: Path, *, as_json: bool) -> None:
 def _drain(run: Path, urls: list[str]) -> None:
     config = runfolder.load_config(run)
     with closing(_ledger(run, config)) as ledger:
-        there = {row.url for row in ledger.engines() if row.state != "gone"}
+        there = {row.url for row in ledger.members.engines() if row.state != "gone"}
         if wrong := [url for url in urls if url.rstrip("/") not in there]:
             raise UserError(f"{run} has no engine {wrong[0]}: `etude fleet status {run}` lists them")
         for url in urls:
-            ledger.drain_engine(url.rstrip("/"), "asked by `etude fleet drain`")
+            ledger.members.drain(url.rstrip("/"), "asked by `etude fleet drain`")
             print(f"{url} gets no new turns, and ends")
 
 

@@ -114,7 +114,9 @@ class FleetConfig(Section):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two tables [[engines]] are called {twice!r}: give each a name of its own")
         if wrong := next((name for name in names if name in (PLAYERS, "trainer", "fleet")), None):
-            raise ValueError(f"a table [[engines]] is called {wrong!r}, which is the name of another process: rename it")
+            raise ValueError(
+                f"a table [[engines]] is called {wrong!r}, which is the name of another process: rename it"
+            )
         urls = [url.rstrip("/") for table in self.engines for url in table.urls]
         if twice := next((url for url in urls if urls.count(url) > 1), None):
             raise ValueError(f"urls name the server {twice} twice")
@@ -138,6 +140,8 @@ def check_fleet(fleet: FleetConfig, config: RLConfig, where: str) -> None:
         raise UserError(f"{where}: its [[engines]] count the servers: drop inference.servers")
     if fleet.engines and inference.port:
         raise UserError(f"{where}: its servers take free ports: drop inference.port")
+    if config.deterministic and any(table.placer == "attach" for table in fleet.engines):
+        raise UserError(f'{where}: deterministic = true needs engines that the run starts: drop placer = "attach"')
     for table in placed:
         if table.gpus and inference.on_cpu:
             raise UserError(

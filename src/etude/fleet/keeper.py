@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from etude import processes
-from etude.fleet.place import Job, with_folder, write_files
+from etude.fleet.place import with_folder, write_files
 from etude.fleet.supervise import Supervised
 
 GRACE_SECONDS = 180.0

@@ -107,9 +107,7 @@ class LocalPlacer:
 
     def start_group(self, job: Job, count: int) -> Placed:
         """Starts ranks, of which none goes on without the others."""
-        return processes.start_ranks(
-            job.name, self._words(job), self._logs, count, dict(job.env), holds=self._holds
-        )
+        return processes.start_ranks(job.name, self._words(job), self._logs, count, dict(job.env), holds=self._holds)
 
     def close(self) -> None:
         """Does nothing: children die with this process."""

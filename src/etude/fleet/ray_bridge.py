@@ -42,7 +42,9 @@ def _head(address: str) -> str:
     except Exception as e:  # AuthenticationError, and others by version
         if "auth" not in str(e).lower():
             raise
-        raise UserError(f"the head of Ray at {head} refuses the token: set RAY_AUTH_TOKEN to that of the cluster") from None
+        raise UserError(
+            f"the head of Ray at {head} refuses the token: set RAY_AUTH_TOKEN to that of the cluster"
+        ) from None
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     words = [sys.executable, "-P", "-c", _OPEN, head]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "timeout": 3 * _ANSWER_SECONDS}

@@ -207,8 +207,10 @@ class RayPlacer:
         self._opened.wait(CONNECT_SECONDS + 10)
         if self._bridge is None:
             self._closed.set()
-            raise self._refusal if isinstance(self._refusal, UserError) else UserError(
-                f"the cluster of Ray at {address} cannot be used ({self._refusal}): see {logs}/ray.log"
+            raise (
+                self._refusal
+                if isinstance(self._refusal, UserError)
+                else UserError(f"the cluster of Ray at {address} cannot be used ({self._refusal}): see {logs}/ray.log")
             )
 
     def start(self, job: Job) -> RayJob:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.config import RLConfig, validate
@@ -31,8 +31,8 @@ RESTART = 1  # exit code after which the placer starts the process again
 @dataclass(frozen=True)
 class AwayProcess:
     """The description of such a process: the run's folder and configuration, the name in the fleet, the number among
-    those of the same kind, and the most episodes that a player plays at a time. `away`: the process does not end with
-    the controller, and others reach its host by `host`."""
+    those of the same table, and the most episodes that a player plays at a time. `away`: the process does not end with
+    the controller, and listens at its host's address instead of the loopback device. `host`: that of the controller."""
 
     folder: Path
     config: RLConfig
@@ -40,7 +40,7 @@ class AwayProcess:
     number: int = 0
     episodes: int = 0
     away: bool = False
-    host: str = ""
+    host: str = field(default_factory=socket.gethostname)
     place: Path = Path()  # the folder of the file, for the process's own files
 
     def text(self) -> str:
@@ -51,13 +51,26 @@ class AwayProcess:
 
     def open_ledger(self) -> Ledger:
         """The run's ledger. Raises UserError."""
-        return Ledger.open(self.config.ledger or f"sqlite:///{self.folder}/ledger.db", self.config.name)
+        url = self.config.ledger or f"sqlite:///{self.folder}/ledger.db"
+        if url.startswith("sqlite") and self.host != socket.gethostname():
+            raise UserError(
+                f"the ledger is an SQLite file of the machine {self.host}, and this is {socket.gethostname()}: set "
+                'ledger = "postgresql://..."'
+            )
+        return Ledger.open(url, self.config.name)
+
+    def check_store(self) -> None:
+        """Raises UserError if the run's store is a folder that is not there."""
+        if self.config.store is None and not (self.folder / "config.json").exists():
+            raise UserError(
+                f"{self.folder} is no folder of a run on {socket.gethostname()}: set store to a URL such as "
+                "s3://BUCKET/RUN, or share the folder between the machines"
+            )
 
     @property
     def address(self) -> str:
-        """The address that the process listens at: the loopback device, or for a process that is away that of its
-        host."""
-        return self.host or (_own_address() if self.away else "127.0.0.1")
+        """The address that the process listens at."""
+        return _own_address() if self.away else "127.0.0.1"
 
 
 def described(path: Path) -> AwayProcess:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.code import fetch_library
-from etude.config import RLConfig, SandboxConfig, TaskSource
+from etude.config import FleetConfig, RLConfig, SandboxConfig, TaskSource
 from etude.errors import UserError
 from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
@@ -31,8 +31,9 @@ Note = Callable[[str, int, int], None]
 """A function that shows the progress of a build: its stage, the parts that are done, and all parts."""
 
 
-def check_inputs(config: RLConfig) -> None:
-    """Raises UserError for mistakes in a configuration; called before a run folder is written."""
+def check_inputs(config: RLConfig, fleet: FleetConfig | None = None) -> None:
+    """Raises UserError for mistakes in a configuration; called before a run folder is written. Devices and engines that
+    the fleet has elsewhere are not looked for here."""
     from etude.trainer.rl.presets import loss_preset
 
     tasks = config.tasks
@@ -40,7 +41,9 @@ def check_inputs(config: RLConfig) -> None:
     check_before_training(Path(config.model.path))
     renderer = renderer_of(config)
     say_dropped(renderer)  # or what is wrong with tokenizer and template
-    check_python(config.inference)
+    engines_here = fleet is None or not fleet.engines or any(table.placer == "local" for table in fleet.engines)
+    if engines_here:
+        check_python(config.inference)
     if config.ledger is not None:
         parse_database_url(config.ledger, "ledger")
     if config.weights.signing_key is not None:
@@ -79,9 +82,12 @@ def check_inputs(config: RLConfig) -> None:
         for source in tasks.sources or (tasks,):
             _check_source(source, "tasks.sources" if tasks.sources else "tasks", config)
     _check_architecture(config)  # last: it loads torch and transformers
-    if config.trainer.launcher == "local":  # others may start it on other machines
+    trainer_here = fleet is None or fleet.trainer is None or fleet.trainer.placer == "local"
+    if config.trainer.launcher == "local" and trainer_here:  # others may start it on other machines
         check_devices(config.trainer.device, config.trainer.mesh.ranks)
-    if config.inference.engine == "etude" and not config.inference.urls:  # others have a PyTorch of their own
+    if (
+        config.inference.engine == "etude" and engines_here and not config.inference.urls
+    ):  # others have a PyTorch of their own
         check_device(config.inference.device, "inference.device")
     if config.rollout.documents:
         _check_documents(config)

@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from etude.config.secrets import ledger_password
 from etude.dashboard import LiveView, RunReport, duration, final_table
 from etude.errors import UserError
 from etude.evals import EvalResult, evaluate, readiness_of
+from etude.fleet import Placed
 from etude.grading import open_sandbox
 from etude.ledger import BlobDamaged, Ledger, get_blob
 from etude.processes import Child, Elsewhere, Heartbeat, Process
@@ -40,6 +41,7 @@ from etude.rollout import (
 from etude.run import loop
 from etude.run.engines import backend_of, engine_token, start_engines, start_seconds
 from etude.run.inputs import check_inputs, check_playable, run_taskset
+from etude.run.jobs import RunFleet
 from etude.run.monitor import Monitor
 from etude.run.parts import concurrency_of, context_of, egress_of, profiles_of, renderer_of
 from etude.run.run_report import finish_report
@@ -82,12 +84,12 @@ def train_rl(
     fleet: FleetConfig | None = None,
 ) -> RunReport:
     """Runs or resumes the stage in `folder` and writes its report. `toml` is the text of the configuration, kept for
-    people. `fleet` places its processes. `boxes` opens the sandbox of the episodes, e.g. a benchmark's with slower tools; by default that of
-    [sandbox]. Raises UserError or RunFailed."""
+    people. `fleet` places its processes. `boxes` opens the sandbox of the episodes, e.g. a benchmark's with slower
+    tools; by default that of [sandbox]. Raises UserError or RunFailed."""
     started = runfolder.now()
     if not resume:
         runfolder.check_new(folder)
-    check_inputs(config)
+    check_inputs(config, fleet)
     if not resume:
         runfolder.create(folder, config, toml)
         if fleet is not None:
@@ -107,14 +109,17 @@ def train_rl(
             if not resume:  # nothing of it is worth continuing, and the mended configuration may have its name
                 shutil.rmtree(folder)
             raise
-        inputs = _open_inputs(config, folder, TaskPool(taskset, missing(config, folder)))
+        placed = RunFleet(fleet or FleetConfig.model_construct())
+        inputs = _open_inputs(config, folder, TaskPool(taskset, missing(config, folder)), placed.away)
         view.stage("start engines")
-        token = engine_token()
-        servers, urls = start_engines(folder, config, logs, token, holds=[lock])
-        engines = {url: next(iter(servers[n : n + 1]), None) for n, url in enumerate(urls)}
-        children = list[Process](servers)
+        token, children, engines = engine_token(), list[Process | Placed](), dict[str, Child | None]()
         try:
-            children.append(_trainer(config, folder, logs, lock))
+            placed.place(config, folder, logs, token, [lock])
+            if not placed.tables.engines:
+                servers, urls = start_engines(folder, config, logs, token, holds=[lock])
+                engines = {url: next(iter(servers[n : n + 1]), None) for n, url in enumerate(urls)}
+                children += servers
+            children.append(placed.trainer or _trainer(config, folder, logs, lock))
             sandbox = (boxes or partial(open_sandbox, config.sandbox))(
                 machine_profiles=profiles_of(config),
                 egress=egress_of(config, taskset, folder),
@@ -123,10 +128,13 @@ def train_rl(
             client = EngineClient((), token, backend_of(folder, config))
             command = ["etude.run.sources", str(folder)]
             builder = partial(processes.start, BUILDER, command, logs / "tasks.log", holds=[lock])
-            report = asyncio.run(_run_stages(inputs, view, children, client, engines, sandbox, started, builder))
+            report = asyncio.run(
+                _run_stages(inputs, view, children, client, engines, placed, sandbox, started, builder)
+            )
         finally:
             for child in children:
                 child.stop(10)
+            placed.close()
     return _shown(report, folder)
 
 
@@ -175,9 +183,10 @@ def _taskset(config: RLConfig, folder: Path, view: LiveView) -> Taskset:
     return taskset
 
 
-def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
+def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool, away: Sequence[str]) -> _Inputs:
     """Opens the ledger and the stores, recovers the ledger and stores the logprob probes, before a process leases or
-    trains. Untrained episodes whose blobs are missing or damaged are played again."""
+    trains. Untrained episodes whose blobs are missing or damaged are played again. Of earlier engines those named
+    `away` may still serve."""
     root = config.store or str(folder)
     weights, answers = open_store(f"{root}/weights"), open_store(f"{root}/probes")
     length = min(PROBE_TOKENS, config.rollout.context)
@@ -185,7 +194,7 @@ def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
     reset_probes(answers, sequences)
     ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
     ledger.recover(manifests(weights))
-    ledger.members.part("it ended with an earlier attempt of the run")
+    ledger.members.part("it ended with an earlier attempt of the run", away)
     rollouts = open_store(f"{root}/rollouts")
     for group, member, blob in ledger.untrained():
         try:
@@ -199,9 +208,10 @@ def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
 async def _run_stages(
     inputs: _Inputs,
     view: LiveView,
-    children: list[Process],
+    children: list[Process | Placed],
     client: EngineClient,
     urls: Mapping[str, Child | None],
+    fleet: RunFleet,
     boxes: AbstractAsyncContextManager[Sandbox],
     started: float,
     builder: Callable[[], Process],
@@ -214,11 +224,13 @@ async def _run_stages(
         boxes as sandbox,
         client,
         aclosing(ProbeScorer(inputs.probes, inputs.sequences, client)) as scorer,
-        aclosing(Engines([], client, scorer)) as engines,
+        aclosing(Engines([], client, scorer, elastic=bool(fleet.tables.engines))) as engines,
         open_agent(config.rollout.agent) as agent,
     ):
         for number, (url, child) in enumerate(urls.items()):
             engines.add(url, f"engine-{number}", child, serves=True)
+        for url, name in fleet.attached.items():
+            await asyncio.to_thread(inputs.ledger.members.join, url, name)
         taskset = inputs.pool.taskset
         settings = config, taskset, sandbox, client, agent
         run = Run(
@@ -234,6 +246,7 @@ async def _run_stages(
             sandbox=sandbox,
             engines=engines,
             children=children,
+            fleet=fleet,
             concurrency=concurrency_of(config),
         )
         try:

@@ -75,7 +75,7 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
                 sources.extend(curriculum, run.pool.taskset, rollout.group, run.config.seed)
             # In threads: episodes go on while the ledger's server is away.
             learned = await asyncio.to_thread(_admit, run, curriculum, learned)
-            await episodes.fill(0 if run.players else run.concurrency.limit - elsewhere)
+            await episodes.fill(0 if run.fleet.playing else run.concurrency.limit - elsewhere)
             impossible.play()
             progress.limit = run.concurrency.limit
             progress.tests_run, progress.tests_remembered = run.sandbox.stats.misses, run.sandbox.stats.hits

@@ -24,6 +24,7 @@ DRAIN_SECONDS = 25.0  # that a server has to end its turns, or to hand them back
 
 def serve(process: AwayProcess, stopping: threading.Event) -> int:
     """Serves until it is asked to leave or the server ends. Returns the exit code. Raises UserError."""
+    process.check_store()
     config, ledger = process.config, process.open_ledger()
     engine = start_engine(
         process.folder, config, process.place, engine_token(), process.number, host=process.address, placed=True

@@ -11,10 +11,12 @@ from typing import Any
 
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
+from etude.fleet import Placed
 from etude.ledger import Ledger, MemberState
 from etude.processes import Child, Process
 from etude.protocol.backends import EngineClient
 from etude.rollout import Concurrency, ProbeScorer, RolloutContext, Taskset
+from etude.run.jobs import RunFleet
 from etude.run.sources import BUILDER, TaskPool
 from etude.sandbox import Sandbox
 from etude.store import Store
@@ -187,13 +189,13 @@ class Run(Play):
     measuring: RolloutContext  # of evaluations and impossible tasks
     weights: Store
     engines: Engines
-    children: list[Process]
+    children: list[Process | Placed]
     concurrency: Concurrency
-    players: int = 0  # processes that play the run's episodes; 0: the controller does
+    fleet: RunFleet = field(default_factory=RunFleet)
     record: EngineRecord = field(default_factory=EngineRecord)
 
     @property
-    def trainer(self) -> Process:
+    def trainer(self) -> Process | Placed:
         """The trainer's process, or its ranks."""
         return next(child for child in self.children if child.name == "trainer")
 
@@ -206,6 +208,7 @@ def check_processes(run: Run) -> None:
     """Raises RunFailed, or UserError where the user can help, if a necessary process has died; one engine of several is
     not necessary."""
     Play.check(run)
+    run.fleet.check()
     for child in run.children:
         if child.exit_code is None or (child.exit_code == 0 and child.name in ENDING):
             continue
