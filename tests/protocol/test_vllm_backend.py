@@ -6,6 +6,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,8 +16,10 @@ from etude.models.files import expert_layers
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.backends.client import EngineLost
-from etude.protocol.backends.vllm import KeptKeys, VllmBackend, WeightsOf, spans_to_versions
+from etude.protocol.backends.vllm import KeptKeys, VllmBackend, WeightsOf
+from etude.protocol.backends.vllm_answers import spans_to_versions
 from etude.protocol.wire import GenerateRequest
+from etude.records import joined
 from etude.store import open_store
 from etude.weights.publisher import Publisher
 from tests.helpers.fake_vllm import fake_vllm
@@ -103,20 +106,13 @@ def test_requests_swaps_versions_experts_and_scores(server, published):
 
 def test_probes_show_an_error_of_decoding(server, published, monkeypatch):
     (url, fake), (store, _) = server, published
-    right = fake._answer
-
-    def off(key, generation, body):
-        answer = right(key, generation, body)
-        for entry in answer["choices"][0]["logprobs"]["content"]:
-            entry["logprob"] -= 0.5
-        return answer
 
     async def play():
         async with EngineClient([url], backend=backend(store)) as client:
             await client.bring(url, 2)
             passed = await client.score(url, [IDS, IDS[:9]], SECONDS)
             decoded = await client.score(url, [IDS, IDS[:9]], SECONDS, decoded=True)
-            monkeypatch.setattr(fake, "_answer", off)
+            monkeypatch.setattr(fake, "off", -0.5)
             return passed, decoded, await client.score(url, [IDS, IDS[:9]], SECONDS, decoded=True)
 
     passed, decoded, wrong = (scores.logprobs for scores in asyncio.run(play()))
@@ -128,18 +124,20 @@ def test_probes_show_an_error_of_decoding(server, published, monkeypatch):
         assert not error[:-count].any()
 
 
-def test_a_streamed_answer_is_that_of_one_piece(server, published):
+def test_an_answer_in_parts_is_that_of_one_piece(server, published):
     url, _ = server
 
     async def play():
         async with EngineClient([url], backend=backend(published[0])) as client:
             await client.bring(url, 2)
             parts, request = [], GenerateRequest(ids=IDS, max_tokens=12, seed=3, session="a", routes_from=0)
-            streamed = await client.generate(request, SECONDS, parts.extend)
-            return parts, streamed, await client.generate(request, SECONDS)
+            every = msgspec.structs.replace(request, part_seconds=0.0)
+            return await client.generate(every, SECONDS, parts.append), parts, await client.generate(request, SECONDS)
 
-    parts, streamed, whole = asyncio.run(play())
-    assert parts == streamed.ids == whole.ids
+    streamed, parts, whole = asyncio.run(play())
+    assert len(parts) > 2
+    assert joined(parts) == streamed
+    assert streamed.ids == whole.ids
     assert streamed.versions == whole.versions == [2] * 12
     assert streamed.routes == whole.routes
 
