@@ -1,4 +1,4 @@
-"""The answer to one request in the making: its parts, which may come from several servers, and the request for its rest.
+"""The answer to one request in the making: its parts, which may come from several servers, and the request for its end.
 
 A server that is lost, or hands a turn back, costs the tokens after its last part: the next server gets the prompt and
 all tokens that came. Draws depend on the seed and the position alone, so under equal weights the turn is the
@@ -54,11 +54,11 @@ class GrowingTurn:
             )  # fmt: skip
         if part.routes is not None:
             end = self._prompt + len(self.ids) + len(part.ids) - 1
-            if (part.routes.first, part.routes.end) != (self._routed, end):
+            if part.routes.first != self._routed or part.routes.end > end:
                 raise ValueError(
                     f"experts of positions {part.routes.first} to {part.routes.end} came, not {self._routed} to {end}"
                 )
-            self._routed = end
+            self._routed = part.routes.end
         if part.ids or part.routes or part.finish_reason:
             self.parts.append(part)
         self.ids += part.ids
