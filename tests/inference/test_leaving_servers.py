@@ -68,7 +68,6 @@ def test_a_turn_outlives_the_kill_of_its_server(tmp_path, other):
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 def test_sigterm_lets_turns_end_or_hands_them_back(tmp_path, other):
     """Half a minute: the turn is longer than the server waits."""
     child, url = start(tmp_path)
@@ -76,10 +75,11 @@ def test_sigterm_lets_turns_end_or_hands_them_back(tmp_path, other):
     assert child.exit_code == 0, child.log.read_text()
     assert gone < 25
     assert (len(turn.ids), turn.routes.end) == (3500, 50 + 3500 - 1)
-    assert resumed == (gone > 19), "it was handed back, or it has ended"
+    assert resumed == (gone > 17.5), "it was handed back, or it has ended"
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_second_sigterm_and_an_idle_server_end_at_once(tmp_path, other):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

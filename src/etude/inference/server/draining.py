@@ -17,8 +17,8 @@ from etude.inference.engine.engine import Engine
 from etude.protocol import DRAINING, Refusal
 from etude.protocol.apis import shaped_refusal
 
-HAND_BACK_SECONDS = 20.0
-_LEAVE_SECONDS = 21.5  # what has not ended by then is cut off
+HAND_BACK_SECONDS = 18.0  # orchestrators kill after 25 to 30, and the rest of a busy machine takes its time
+_LEAVE_SECONDS = 19.5  # what has not ended by then is cut off
 _CUT_SECONDS = 1  # to tell it so
 
 
