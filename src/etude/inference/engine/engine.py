@@ -168,8 +168,8 @@ class Engine:
         return self.submit(request).future.result(timeout)
 
     def next_part(self, sequence: RunningSequence) -> Future[Generation]:
-        """What is sampled after the sequence's last part, as soon as there is something, between two steps. The end
-        of the sequence leaves it unresolved: the sequence's own future has the rest."""
+        """The tokens after the sequence's last part, as soon as there are any, between two steps. The end of the
+        sequence leaves it unresolved: the sequence's own future has the rest."""
         future: Future[Generation] = Future()
         future.set_running_or_notify_cancel()
         with self._wake:

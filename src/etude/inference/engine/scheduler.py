@@ -355,7 +355,7 @@ class Scheduler:
         sequence.future.set_exception(error)
 
     def part(self, sequence: RunningSequence) -> Generation | None:
-        """What was sampled since the last part, None if nothing was. Raises an error of reading the experts."""
+        """The tokens since the last part, None if there are none. Raises an error of reading the experts."""
         if self.states.count(sequence) == sequence.sent:
             return None
         ids, log_probs, versions = self.states.result(sequence, sequence.sent)

@@ -54,7 +54,7 @@ class TokenRoutes:
             sequence = self._engine.submit(request)
             if request.part_seconds is None:
                 generation = await generation_of(http, sequence)
-                if not self._given(generation).finish_reason:
+                if not self._outgoing(generation).finish_reason:
                     raise going_away()
                 return answer(http, generation)
             return await self._in_parts(http, sequence, request.part_seconds)
@@ -66,13 +66,13 @@ class TokenRoutes:
         parts = parts_of(self._engine, sequence, seconds)
         first = await unless_gone(http, sequence, asyncio.ensure_future(anext(parts)))
         if first.finish_reason:
-            return Response(frame(self._given(first)), media_type=_FRAMES)
+            return Response(frame(self._outgoing(first)), media_type=_FRAMES)
 
         async def frames() -> AsyncIterator[bytes]:
             yield frame(first)
             try:
                 async for part in parts:
-                    yield frame(self._given(part))
+                    yield frame(self._outgoing(part))
             except RequestFailed as e:
                 yield frame(str(e))
             except Exception as e:  # the engine ended: without a last part the answer goes on elsewhere
@@ -82,7 +82,7 @@ class TokenRoutes:
 
         return StreamingResponse(frames(), media_type=_FRAMES)
 
-    def _given(self, part: Generation) -> Generation:
+    def _outgoing(self, part: Generation) -> Generation:
         """A part as it is sent: one that a drain ended has no reason, so it goes on elsewhere."""
         back = self._drain.handed_back and part.finish_reason == "abort"
         return msgspec.structs.replace(part, finish_reason="") if back else part

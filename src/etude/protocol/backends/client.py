@@ -168,11 +168,12 @@ class EngineClient:
         try:
             if turn.rest() is not None:
                 await self._reached(lambda avoided: self._server(session, avoided), attempt, timeout)
-            return turn.generation()
         except EngineError:
             if answers and asyncio.get_running_loop().time() >= deadline:
                 raise TimeoutError from None  # an earlier server was lost, but this one was only slow
             raise
+        try:
+            return turn.generation()
         except ValueError as e:
             raise EngineError(str(e)) from None
 

@@ -48,10 +48,16 @@ class GrowingTurn:
             raise ValueError("a part's ids, log-probabilities and versions differ in number")
         if self._fetching:
             last = self.parts[-1]
-            part = Generation(
-                ids=[], logprobs=[], versions=[], finish_reason=self._complete() if part.finish_reason else "",
-                routes=part.routes, kv_version=last.kv_version, recipe=part.recipe,
-            )  # fmt: skip
+            part = msgspec.structs.replace(
+                last,
+                ids=[],
+                logprobs=[],
+                versions=[],
+                finish_reason=self._complete() if part.finish_reason else "",
+                routes=part.routes,
+                accepted_draft_tokens=0,
+                rejected_draft_tokens=0,
+            )
         if part.routes is not None:
             end = self._prompt + len(self.ids) + len(part.ids) - 1
             if part.routes.first != self._routed or part.routes.end > end:
