@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import openai
 import pytest
 
@@ -40,7 +41,7 @@ class Held(Scripted):
     async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
         generation = await super().generate(request, *rest)
         for token in generation.ids[:-1]:
-            rest[1]([token])
+            rest[1](msgspec.structs.replace(generation, ids=[token]))
         await self.let_go.wait()
         return generation
 

@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from etude.harness.endpoint.recording import Recording
 from etude.harness.endpoint.server import Endpoint, open_endpoint
 from etude.harness.loop import EngineModel, EpisodeSpec, Sampling
@@ -33,14 +35,15 @@ class Talker:
     def __init__(self, folder: Path) -> None:
         self._speaker = Speaker(folder)
 
-    async def generate(self, request: GenerateRequest, timeout: float, on_tokens: Any = None) -> Generation:
+    async def generate(self, request: GenerateRequest, timeout: float, on_part: Any = None) -> Generation:
         """One of two short turns, by the length of the prompt."""
         calls = [("bash", {"command": "ls"})] if len(request.ids) % 2 else []
         ids = self._speaker.turn(*calls, text="Fine.")[: request.max_tokens]
         await asyncio.sleep(random.random() / 100)
-        if on_tokens is not None:
-            on_tokens(ids[:-1])
-        return Generation(ids=ids, logprobs=[-0.5] * len(ids), versions=[0] * len(ids), finish_reason="stop")
+        whole = Generation(ids=ids, logprobs=[-0.5] * len(ids), versions=[0] * len(ids), finish_reason="stop")
+        if on_part is not None:
+            on_part(msgspec.structs.replace(whole, ids=ids[:-1]))
+        return whole
 
 
 async def _renew(endpoint: Endpoint, key: str, make: Any) -> None:

@@ -37,7 +37,7 @@ from tests.helpers.http_apps import answering
 
 PARAMS = {
     "max_tokens", "temperature", "top_p", "seed", "stop_token_ids", "logprobs", "prompt_logprobs", "ignore_eos",
-    "detokenize", "routed_experts_prompt_start",
+    "detokenize", "routed_experts_prompt_start", "stream_interval",
 }  # fmt: skip
 FIELDS = {"request_id", "token_ids", "sampling_params", "cache_salt", "stream", "stream_options"}
 
@@ -54,6 +54,7 @@ class FakeVllm:
     answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict[str, list[dict[str, Any]]])  # spans
     calls: list[str] = field(default_factory=list[str])
     token_seconds: float = 0.0  # that a token takes longer
+    off: float = 0.0  # of the log-probabilities of sampled tokens
     _live: dict[str, int] = field(default_factory=dict[str, int])
     _names: dict[int, str] = field(default_factory=lambda: {-1: "default"})
     _worker: WorkerExtension | None = None
@@ -71,6 +72,7 @@ class FakeVllm:
                 Route("/health", lambda _: Response()),
                 Route("/version", lambda _: JSONResponse({"version": "0.32.0"})),
                 Route("/server_info", lambda _: JSONResponse({"vllm_config": self.vllm_config()})),
+                Route("/weight_info", lambda _: JSONResponse({"weight_version": self._names[self.engine.version]})),
                 Route("/metrics", self.metrics),
             ]
         )
@@ -110,33 +112,36 @@ class FakeVllm:
             top_p=params["top_p"], seed=params["seed"], stop=tuple(params["stop_token_ids"]), session=salt,
             routes_from=start,
         )  # fmt: skip
-        loop, came = asyncio.get_running_loop(), asyncio.Queue[int | None]()
+        loop, came = asyncio.get_running_loop(), asyncio.Queue[tuple[int, float] | None]()
 
-        def count(token: int, _: float) -> None:
+        def count(token: int, logprob: float) -> None:
             self._live[key] += 1
             time.sleep(self.token_seconds)
-            loop.call_soon_threadsafe(came.put_nowait, token)
+            loop.call_soon_threadsafe(came.put_nowait, (token, logprob + self.off))
 
         sequence = self.engine.submit(request, count)
         sequence.future.add_done_callback(lambda _: loop.call_soon_threadsafe(came.put_nowait, None))
-        if body.get("stream"):
-            return StreamingResponse(self._events(key, sequence, came, body), media_type="text/event-stream")
-        try:
-            generation = await asyncio.wrap_future(sequence.future)
-        finally:
-            sequence.abort()
-        return JSONResponse(self._answer(key, generation, body))
+        assert body["stream"], "answers come as events"
+        return StreamingResponse(self._events(key, sequence, came, body), media_type="text/event-stream")
 
     async def _events(self, key: str, sequence: Any, came: asyncio.Queue, body: dict[str, Any]) -> AsyncIterator[str]:
-        sent = 0
+        """The first token at once, then so many together; the rest with the end."""
+        every, sent = body["sampling_params"].get("stream_interval", 1), 0
+        ready: list[tuple[int, float]] = []
         try:
-            while (token := await came.get()) is not None:
-                sent += 1
-                entry = {"token_id": token, "logprob": 0.0}
-                choice = {"index": 0, "token_ids": [token], "logprobs": {"content": [entry]}, "finish_reason": None}
-                yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+            while (sampled := await came.get()) is not None:
+                ready.append(sampled)
+                if sent and len(ready) < every:
+                    continue
+                content = [{"token_id": token, "logprob": logprob} for token, logprob in ready]
+                choice = {"index": 0, "token_ids": [token for token, _ in ready], "finish_reason": None}
+                yield f"data: {json.dumps({'choices': [choice | {'logprobs': {'content': content}}]})}\n\n"
+                sent, ready = sent + len(ready), []
             whole = self._answer(key, sequence.future.result(), body)
-            last = whole["choices"][0] | {"token_ids": [], "logprobs": {"content": []}}
+            last = whole["choices"][0]
+            last |= {
+                "token_ids": last["token_ids"][sent:], "logprobs": {"content": last["logprobs"]["content"][sent:]}
+            }  # fmt: skip
             yield f"data: {json.dumps({'choices': [last]})}\n\n"
             yield f"data: {json.dumps({'choices': [], 'usage': whole['usage']})}\n\ndata: [DONE]\n\n"
         finally:
@@ -153,7 +158,7 @@ class FakeVllm:
         self.answers[key] = spans = self._spans(generation.versions)
         content = [
             {"token_id": i, "logprob": p, "rank": 1, "top_logprobs": [{"token_id": i, "logprob": p, "rank": 1}]}
-            for i, p in zip(generation.ids, generation.logprobs, strict=True)
+            for i, p in zip(generation.ids, (logprob + self.off for logprob in generation.logprobs), strict=True)
         ]
         choice = {
             "index": 0, "finish_reason": generation.finish_reason, "token_ids": generation.ids,

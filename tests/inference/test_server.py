@@ -26,6 +26,7 @@ from etude.inference.server.server import run
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.wire import GenerateRequest
+from etude.records import joined
 from etude.renderers import document_text, renderer_for
 from etude.renderers.base import PlainEncoder, load_tokenizer
 from etude.run.engines import engine_url, spawn_engine
@@ -116,9 +117,9 @@ def test_a_streamed_generation_is_told_as_it_is_sampled_and_ends_with_its_reader
     async def play():
         async with EngineClient([url], TOKEN) as client:
             parts, ids = [], list(range(100, 150))
-            request = GenerateRequest(ids=ids, max_tokens=300, top_p=0.9, seed=7)
+            request = GenerateRequest(ids=ids, max_tokens=300, top_p=0.9, seed=7, part_seconds=0.0)
             generation = await client.generate(request, SECONDS, parts.append)
-            whole = await client.generate(request, SECONDS)
+            whole = await client.generate(msgspec.structs.replace(request, part_seconds=60.0), SECONDS)
             with pytest.raises(EngineError, match="the prompt is empty"):
                 await client.generate(GenerateRequest(ids=[], max_tokens=9), SECONDS, parts.append)
             begun = asyncio.Event()
@@ -134,7 +135,8 @@ def test_a_streamed_generation_is_told_as_it_is_sampled_and_ends_with_its_reader
 
     before = httpx2.get(f"{url}/health", headers=AUTH).json()["generated_tokens"]
     parts, generation, whole, sampled = asyncio.run(play())
-    assert [token for part in parts for token in part] == generation.ids == whole.ids
+    assert joined(parts) == generation
+    assert generation.ids == whole.ids
     assert len(parts) > 1
     assert generation.versions == [0] * 300
     assert sampled - before < 600 + 3900

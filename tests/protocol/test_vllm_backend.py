@@ -6,6 +6,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,10 +16,13 @@ from etude.models.files import expert_layers
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.backends.client import EngineLost
-from etude.protocol.backends.vllm import KeptKeys, VllmBackend, WeightsOf, spans_to_versions
+from etude.protocol.backends.vllm import KeptKeys, VllmBackend, WeightsOf
+from etude.protocol.backends.vllm_answers import body_of, spans_to_versions
 from etude.protocol.wire import GenerateRequest
+from etude.records import joined
 from etude.store import open_store
 from etude.weights.publisher import Publisher
+from tests.helpers.cut_link import cut_link
 from tests.helpers.fake_vllm import fake_vllm
 from tests.helpers.faulty_link import linked
 
@@ -103,20 +107,13 @@ def test_requests_swaps_versions_experts_and_scores(server, published):
 
 def test_probes_show_an_error_of_decoding(server, published, monkeypatch):
     (url, fake), (store, _) = server, published
-    right = fake._answer
-
-    def off(key, generation, body):
-        answer = right(key, generation, body)
-        for entry in answer["choices"][0]["logprobs"]["content"]:
-            entry["logprob"] -= 0.5
-        return answer
 
     async def play():
         async with EngineClient([url], backend=backend(store)) as client:
             await client.bring(url, 2)
             passed = await client.score(url, [IDS, IDS[:9]], SECONDS)
             decoded = await client.score(url, [IDS, IDS[:9]], SECONDS, decoded=True)
-            monkeypatch.setattr(fake, "_answer", off)
+            monkeypatch.setattr(fake, "off", -0.5)
             return passed, decoded, await client.score(url, [IDS, IDS[:9]], SECONDS, decoded=True)
 
     passed, decoded, wrong = (scores.logprobs for scores in asyncio.run(play()))
@@ -128,20 +125,110 @@ def test_probes_show_an_error_of_decoding(server, published, monkeypatch):
         assert not error[:-count].any()
 
 
-def test_a_streamed_answer_is_that_of_one_piece(server, published):
+def test_an_answer_in_parts_is_that_of_one_piece(server, published):
     url, _ = server
 
     async def play():
         async with EngineClient([url], backend=backend(published[0])) as client:
             await client.bring(url, 2)
             parts, request = [], GenerateRequest(ids=IDS, max_tokens=12, seed=3, session="a", routes_from=0)
-            streamed = await client.generate(request, SECONDS, parts.extend)
-            return parts, streamed, await client.generate(request, SECONDS)
+            every = msgspec.structs.replace(request, part_seconds=0.0)
+            return await client.generate(every, SECONDS, parts.append), parts, await client.generate(request, SECONDS)
 
-    parts, streamed, whole = asyncio.run(play())
-    assert parts == streamed.ids == whole.ids
+    streamed, parts, whole = asyncio.run(play())
+    assert len(parts) > 2
+    assert joined(parts) == streamed
+    assert streamed.ids == whole.ids
     assert streamed.versions == whole.versions == [2] * 12
     assert streamed.routes == whole.routes
+
+
+def lost(server, published, request, *, cut_at: int, on_way=None):
+    """The undisturbed turn; the turn whose server is lost after so many parts; its parts, the tokens that came before,
+    and how often it went on elsewhere. `on_way(client, link, number)` is called after part `number`."""
+    url, fake = server
+
+    async def play():
+        async with EngineClient([url], backend=backend(published[0])) as client:
+            await client.bring(url, 2)
+            whole = await client.generate(request, SECONDS)
+        async with (
+            cut_link(url) as link,
+            EngineClient([link.url, url], backend=backend(published[0])) as client,
+        ):
+            for each in (link.url, url):
+                await client.bring(each, 2)
+            parts, there = [], 0
+
+            def on_part(part):
+                nonlocal there
+                parts.append(part)
+                there += len(part.ids) * (not client.resumed)
+                if on_way is not None:
+                    on_way(client, link, len(parts))
+                elif len(parts) == cut_at:
+                    link.cut()
+
+            fake.token_seconds = 0.005
+            turn = await client.generate(request, SECONDS, on_part)
+            return whole, turn, parts, there, client.resumed
+
+    try:
+        return asyncio.run(play())
+    finally:
+        fake.token_seconds = 0.0
+
+
+def test_a_turn_that_is_lost_in_the_middle_goes_on_from_its_tokens(server, published):
+    """Greedy, as vLLM's draws depend on where a request begins. Experts come with the end alone: the server that goes
+    on has computed them all."""
+    request = GenerateRequest(
+        ids=IDS, max_tokens=60, temperature=0.0, seed=3, session="m", routes_from=4, part_seconds=0.01
+    )
+    whole, turn, parts, there, resumed = lost(server, published, request, cut_at=3)
+    assert (turn.ids, turn.versions, turn.finish_reason) == (whole.ids, [2] * 60, "length")
+    # Float32: steps of decoding and passes over a prompt sum in another order.
+    assert np.allclose(turn.logprobs, whole.logprobs, atol=1e-4)
+    assert (turn.routes.first, turn.routes.end) == (4, len(IDS) + 60 - 1)
+    assert all(part.routes is None for part in parts[:-1])
+    assert joined(parts) == turn
+    assert 3 <= there < 60
+    assert resumed == 1
+
+
+def test_the_rest_of_a_turn_draws_other_numbers_than_its_beginning():
+    short = GenerateRequest(ids=[1, 2], max_tokens=9, seed=2**63 - 1)
+    longer = msgspec.structs.replace(short, ids=[1, 2, 3])
+    seeds = [body_of(request)["sampling_params"]["seed"] for request in (short, longer)]
+    assert seeds == [1, 2]
+
+
+def test_tokens_whose_version_is_uncertain_are_sampled_again(server, published, monkeypatch):
+    """A server that names no version, as one that was started anew does; and tokens that come after a swap has begun,
+    which leave with the last event only."""
+    request = GenerateRequest(ids=IDS, max_tokens=40, temperature=0.0, session="u", part_seconds=0.0)
+
+    def swapped(client, link, number):
+        if number == 2:
+            client.backend._at(link.url).swaps += 2
+            asyncio.get_running_loop().call_later(0.1, link.cut)
+
+    whole, turn, parts, there, resumed = lost(server, published, request, cut_at=0, on_way=swapped)
+    assert (turn.ids, turn.versions, resumed) == (whole.ids, [2] * 40, 1)
+    assert there == sum(len(part.ids) for part in parts[:2]) < 40
+
+    async def play():
+        async with EngineClient([server[0]], backend=backend(published[0])) as client:
+            await client.bring(server[0], 2)
+            parts = []
+            monkeypatch.setattr(client.backend, "_is_fed", unfed)
+            await client.generate(request, SECONDS, parts.append)
+            return parts
+
+    async def unfed(*_):
+        return False
+
+    assert len(asyncio.run(play())) == 1
 
 
 @pytest.mark.parametrize("fault", ["lose", "refuse", "cut"])

@@ -12,6 +12,7 @@ from etude.errors import RunFailed, UserError
 from etude.ledger import Ledger
 from etude.protocol.backends.client import EngineClient, EngineError, EngineLost
 from etude.run import versions
+from etude.run.jobs import RunFleet
 from etude.run.state import EngineRecord, Engines, Progress, Run, check_processes
 from etude.run.versions import check_engines, observe_versions, wait_for_version
 
@@ -75,6 +76,7 @@ class Watched:
             children=[],
             config=RLConfig.model_validate({"tasks": {"repository": "unused"}}),
             sandbox=SimpleNamespace(alive=True),
+            fleet=RunFleet(),
         )
         monkeypatch.setattr(versions, "_PATIENCE", 0.05)
         monkeypatch.setattr(versions, "MEMBERS_SECONDS", 0.0)

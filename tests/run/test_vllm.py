@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -17,7 +18,9 @@ from etude.models.files import expert_layers
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends.client import EngineClient
 from etude.protocol.backends.vllm import VllmBackend, VllmServer, WeightsOf
+from etude.protocol.backends.vllm_answers import StreamedAnswer
 from etude.protocol.wire import GenerateRequest
+from etude.records import Generation, joined
 from etude.store import open_store
 from etude.weights.publisher import Publisher
 from tests.helpers.fake_vllm import fake_vllm
@@ -147,11 +150,19 @@ def request(n: int, tokens: int = TOKENS) -> GenerateRequest:
 
 
 @on_vllm
-def test_versions_are_cut_where_vllm_stood_still(vllm, published):
+def test_versions_are_cut_where_vllm_stood_still(vllm, published, monkeypatch):
     """A version comes while eight requests run. None is dropped; a request's tokens that had come while the scheduler
     stood still are the old version's, all others the new one's."""
     store, digests = published
-    came = [0] * 8
+    came, parts = [0] * 8, []
+
+    class Counted(StreamedAnswer):
+        def add(self, event) -> None:
+            super().add(event)
+            if self._request.max_tokens == TOKENS:
+                came[self._request.seed] = len(self.ids)
+
+    monkeypatch.setattr("etude.protocol.backends.vllm.StreamedAnswer", Counted)
 
     async def play() -> tuple:
         async with EngineClient([vllm], backend=backend(store)) as client:
@@ -162,15 +173,13 @@ def test_versions_are_cut_where_vllm_stood_still(vllm, published):
             while (await server.ask("etude_status"))["staging"]:
                 await asyncio.sleep(0.05)
 
-            def count(n: int, ids: list[int]) -> None:
-                came[n] += len(ids)
-
-            running = [
-                asyncio.create_task(client.generate(request(n), SECONDS, lambda ids, n=n: count(n, ids)))
-                for n in range(8)
-            ]
+            requests = [msgspec.structs.replace(request(n), part_seconds=0.0) for n in range(8)]
+            running = [asyncio.create_task(client.generate(each, SECONDS, parts.append)) for each in requests]
             while min(came) < 5:
                 await asyncio.sleep(0.05)
+            client.backend._at(vllm).swaps += 1
+            assert parts
+            assert all(part.versions == [0] * len(part.ids) for part in parts)
             await server.send("POST", "/pause", mode="keep")
             await asyncio.sleep(3)  # what had been sampled arrives
             stood = list(came)
@@ -201,16 +210,25 @@ def test_turns_of_a_vllm_server_that_is_killed_are_played_by_another(vllm, publi
             for url in (vllm, other):
                 score.append((await client.score(url, [list(range(100, 140))], SECONDS)).logprobs[0])
             client._servers |= {str(n): vllm for n in range(4)}
-            running = [asyncio.create_task(client.generate(request(n, 400), SECONDS)) for n in range(4)]
-            while (await client.health(vllm))["running"] < 4:
-                await asyncio.sleep(0.2)
+            parts: list[list[Generation]] = [[] for _ in range(4)]
+            running = [
+                asyncio.create_task(client.generate(request(n, 400), SECONDS, parts[n].append)) for n in range(4)
+            ]
+            while not all(parts):
+                await asyncio.sleep(0.02)
             os.kill(victim, signal.SIGKILL)
-            return digest, score, await asyncio.gather(*running)
+            while client.resumed < 4:
+                await asyncio.sleep(0.02)
+            there = [joined(each).ids for each in parts]
+            return digest, score, there, await asyncio.gather(*running)
 
     with fake_vllm(NANO) as (other, fake):
-        digest, (of_vllm, of_fake), answers = asyncio.run(play(other))
+        digest, (of_vllm, of_fake), there, answers = asyncio.run(play(other))
     assert digest == digests[1]
     assert len(fake.answers) == 4
+    assert all(0 < len(ids) < 400 for ids in there)
+    assert [answer.ids[: len(ids)] for ids, answer in zip(there, answers, strict=True)] == there
+    assert all(answer.routes.end == 50 + 400 - 1 for answer in answers)
     assert [answer.versions for answer in answers] == [[1] * 400] * 4
     assert max(abs(a - b) for a, b in zip(of_vllm, of_fake, strict=True)) < 0.3, "bfloat16 against float32"
     assert engines

@@ -64,10 +64,14 @@ class Policy(Protocol):
     """The source of sampled tokens; the engine's client is one."""
 
     async def generate(
-        self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
+        self,
+        request: GenerateRequest,
+        timeout: float,
+        on_part: Callable[[Generation], None] | None = None,
+        begun: Generation | None = None,
     ) -> Generation:
-        """Samples one answer; `on_tokens` is called with the sampled ids as they come. TimeoutError after `timeout`
-        seconds."""
+        """Samples one answer; `on_part` is called with its parts as they come. `begun`: what has been sampled of it
+        already. TimeoutError after `timeout` seconds."""
         ...
 
 
@@ -104,8 +108,8 @@ class EngineModel:
         on_tokens: Callable[[list[int]], None] | None = None,
         cut: Callable[[Generation], Generation] = lambda generation: generation,
     ) -> Generation:
-        """Samples a turn after the tokens of a ledger, and appends the turn as `cut` leaves it. Raises TimeoutError,
-        Aborted or EngineError."""
+        """Samples a turn after the tokens of a ledger, and appends the turn as `cut` leaves it. `on_tokens` is called
+        with the sampled ids as they come. Raises TimeoutError, Aborted or EngineError."""
         prompt, sampling = ledger.prompt(), self.sampling
         request = GenerateRequest(
             ids=prompt,
@@ -117,10 +121,16 @@ class EngineModel:
             session=session,
             routes_from=ledger.routed if sampling.routes else None,
             documents=ledger.documents,
+            part_seconds=None if on_tokens is None else 0.0,
         )
+
+        def grown(part: Generation) -> None:
+            assert on_tokens is not None
+            on_tokens(part.ids)
+
         # The policy has a deadline of its own, and can distinguish a lost engine from a slow one.
         async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
-            generation = await self.policy.generate(request, seconds, on_tokens)
+            generation = await self.policy.generate(request, seconds, None if on_tokens is None else grown)
         if generation.finish_reason == "abort":
             raise Aborted("the engine aborted a turn")
         generation = cut(generation)

@@ -25,6 +25,7 @@ from etude.protocol.guard import HANDLERS, Guarded, busy, characters, check_brac
 from etude.protocol.serving import open_listener, raise_file_limit, run_server, server_config
 from etude.protocol.wire import (
     CONFLICT,
+    DRAINING,
     JSON,
     MAX_NAME,
     MSGPACK,

@@ -1,6 +1,6 @@
 """The bodies of the engine's token routes, as JSON or MessagePack: one definition for client and server, without torch.
 
-POST /generate   GenerateRequest -> Generation, or with `stream` frames of ids and the Generation last
+POST /generate   GenerateRequest -> Generation, or with `part_seconds` its parts as frames
 POST /score      ScoreRequest -> SequenceScores; status `CONFLICT` if another version came meanwhile
 
 An unknown field is refused: a misspelt option must not be ignored in silence.
@@ -17,6 +17,7 @@ from etude.records import Generation, Record
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 CONFLICT = 409
+DRAINING = "draining"  # status of a server that ends, and code of its refusals
 MAX_NAME = 512  # characters of a session's name
 MAX_SEQUENCES = 256  # in one request to score
 TURN_HEADER, WEIGHTS_HEADER = "x-etude-turn", "x-etude-weights"
@@ -29,8 +30,9 @@ class GenerateRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     """At most `max_tokens` tokens after `ids`, the stop token included. `documents` stand before `ids`, in their order;
     each attends to itself alone and is computed once for all requests (docs/documents.md). `session` names the episode,
     whose older keys and values the request may reuse. `routes_from` is the first position whose experts are returned,
-    positions of documents counted. `stream`: the answer comes as frames (`frame`). A temperature below 1e-4 counts as
-    0."""
+    positions of documents counted. With `part_seconds` the answer comes in parts (`records.joined`), at most one in so
+    many seconds; 0: as tokens come. An answer whose last part has no reason goes on at another server, from its tokens.
+    A temperature below 1e-4 counts as 0."""
 
     ids: _Ids
     max_tokens: int
@@ -41,7 +43,7 @@ class GenerateRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     session: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
     routes_from: int | None = None
     documents: Annotated[tuple[_Ids, ...], msgspec.Meta(max_length=4096)] = ()
-    stream: bool = False
+    part_seconds: float | None = None
 
 
 class ScoreRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,16 +81,16 @@ class SequenceScores(Record, frozen=True, kw_only=True):
     logprobs: tuple[list[float], ...]
 
 
-def frame(part: list[int] | Generation) -> bytes:
-    """One part of a streamed answer: four bytes of length, little-endian, and MessagePack."""
+def frame(part: Generation | str) -> bytes:
+    """One part of an answer, or why it failed: four bytes of length, little-endian, and MessagePack."""
     data = msgspec.msgpack.encode(part)
     return struct.pack("<I", len(data)) + data
 
 
-def take_frames(buffer: bytearray) -> list[list[int] | Generation]:
-    """The complete parts at the front of `buffer`, which are removed from it. Raises msgspec.MsgspecError."""
-    parts: list[list[int] | Generation] = []
+def take_frames(buffer: bytearray) -> list[Generation | str]:
+    """The complete frames at the front of `buffer`, which are removed from it. Raises msgspec.MsgspecError."""
+    parts: list[Generation | str] = []
     while len(buffer) >= 4 and len(buffer) >= (end := 4 + struct.unpack_from("<I", buffer)[0]):
-        parts.append(msgspec.msgpack.decode(bytes(buffer[4:end]), type=list[int] | Generation))
+        parts.append(msgspec.msgpack.decode(bytes(buffer[4:end]), type=Generation | str))
         del buffer[:end]
     return parts

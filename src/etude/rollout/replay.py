@@ -79,7 +79,11 @@ class RecordedPolicy:
         return len(self._turns)
 
     async def generate(
-        self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
+        self,
+        request: GenerateRequest,
+        timeout: float,
+        on_part: Callable[[Generation], None] | None = None,
+        begun: Generation | None = None,
     ) -> Generation:
         """See `harness.loop.Policy`. Raises TokenLedgerError for another prompt, or if no turn is left."""
         if self.played == self.turns:

@@ -6,12 +6,15 @@ import asyncio
 import hashlib
 import sys
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
+from etude.harness import EngineModel, Model
 from etude.ledger import EpisodeLease, blob_key, put_blob
-from etude.records import Episode, Outcome, Task
+from etude.protocol import GenerateRequest
+from etude.protocol.backends import EngineClient, OnPart
+from etude.records import Episode, Generation, Outcome, Task
 from etude.rollout import EpisodeId, RolloutContext, Taskset, run_episode
 from etude.run.state import Play, Run
 
@@ -37,12 +40,33 @@ async def play_leased(play: Play, lease: EpisodeLease) -> None:
         )
     seed = episode_seed(play.config.seed, lease.index, lease.member)
     episode_id = EpisodeId(lease.group_id, lease.member, lease.attempt, seed)
-    episode = await _play(play, replace(play.training, taskset=taskset), task, episode_id)
+    context = replace(play.training, taskset=taskset, model=_since_admission(play.training.model, lease.version))
+    episode = await _play(play, context, task, episode_id)
     await asyncio.to_thread(_record, play, lease, episode)  # a database that is away delays this episode alone
     play.progress.finished += 1
     failpoint("controller.finished")
     if episode.outcome is Outcome.QUARANTINED:
         _alarm(play, episode)
+
+
+@dataclass(frozen=True)
+class _SinceAdmission:
+    """The policy of an episode: older weights than those that its group was admitted under sample none of its
+    tokens."""
+
+    client: EngineClient
+    version: int
+
+    async def generate(
+        self, request: GenerateRequest, timeout: float, on_part: OnPart | None = None, begun: Generation | None = None
+    ) -> Generation:
+        return await self.client.generate(request, timeout, on_part, begun, oldest=self.version)
+
+
+def _since_admission(model: Model, version: int) -> Model:
+    if not isinstance(model, EngineModel) or not isinstance(model.policy, EngineClient):
+        return model
+    return replace(model, policy=_SinceAdmission(model.policy, version))
 
 
 async def play_impossible(run: Run, tasks: Taskset, number: int) -> None:

@@ -89,7 +89,9 @@ class _Script:
     def __init__(self, turns: Sequence[list[int]]) -> None:
         self._turns = iter(turns)
 
-    async def generate(self, request: GenerateRequest, timeout: float, on_tokens: object = None) -> Generation:
+    async def generate(
+        self, request: GenerateRequest, timeout: float, on_part: object = None, begun: object = None
+    ) -> Generation:
         turn = next(self._turns)
         recipe = "none" if request.documents else ""
         return Generation(

@@ -134,6 +134,7 @@ class Engine:
         self._arrived: list[RunningSequence] = []  # submitted from any thread; under the lock
         self._swaps: deque[tuple[int, Callable[[], None], Future[float]]] = deque()
         self._scores: deque[tuple[list[int], int, Client, Future[tuple[int, PromptScores]]]] = deque()
+        self._parts: list[tuple[RunningSequence, Future[Generation]]] = []  # requested from any thread; under the lock
         self._resting = 0.0  # seconds of passes until the next prompt of a client is scored beside them
         self._paused: str | None = None
         self._clear_cache = False
@@ -165,6 +166,16 @@ class Engine:
         """Submit a request and wait for its generation. Needs the thread. Raises TimeoutError after `timeout`
         seconds."""
         return self.submit(request).future.result(timeout)
+
+    def next_part(self, sequence: RunningSequence) -> Future[Generation]:
+        """The tokens after the sequence's last part, as soon as there are any, between two steps. The end of the
+        sequence leaves it unresolved: the sequence's own future has the rest."""
+        future: Future[Generation] = Future()
+        future.set_running_or_notify_cancel()
+        with self._wake:
+            self._parts.append((sequence, future))
+            self._wake.notify()
+        return future
 
     def swap(self, version: int, apply: Callable[[], None]) -> Future[float]:
         """Call `apply`, which writes new weights into the live tensors, between two steps, and go on as `version`. The
@@ -330,9 +341,30 @@ class Engine:
             if errors:
                 self._check_itself(errors[0].__cause__ or errors[0])
                 scheduler.drop_aborted()
+            if self._parts:
+                self._send_parts()
             if busy:
                 self.counters.busy_seconds += time.perf_counter() - start
                 self.counters.steps += 1
+
+    def _send_parts(self) -> None:
+        with self._wake:
+            requested, self._parts = self._parts, []
+        still: list[tuple[RunningSequence, Future[Generation]]] = []
+        for sequence, future in requested:
+            if sequence.future.done():
+                continue
+            try:
+                part = self.scheduler.part(sequence)
+            except Exception as e:
+                sequence.fail(e)
+                continue
+            if part is None:
+                still.append((sequence, future))
+            else:
+                future.set_result(part)
+        with self._wake:
+            self._parts += still
 
     def _may_score(self) -> bool:
         """Whether the next prompt is scored now: beside running sequences those of clients get a fourth of the time,

@@ -20,6 +20,7 @@ MAX_STOP_IDS = 16
 MAX_TEMPERATURE = 1e6
 LEAST_TEMPERATURE = 1e-4
 """Below it the most probable token is taken, as at temperature 0: smaller divisors overflow float32 logits."""
+MAX_PART_SECONDS = 3600.0
 _AFTER_DOCUMENTS = 2**32  # above every token id
 
 
@@ -92,6 +93,8 @@ class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
             raise ValueError(f"temperature must lie in [0, {MAX_TEMPERATURE:g}], got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.part_seconds is not None and not 0.0 <= self.part_seconds <= MAX_PART_SECONDS:
+            raise ValueError(f"part_seconds must lie in [0, {MAX_PART_SECONDS:g}], got {self.part_seconds}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must lie in [0, 2^63), got {shown(self.seed)}")
         if len(self.stop) > MAX_STOP_IDS:
@@ -146,6 +149,7 @@ class RunningSequence:
     undrafted: bool = False  # the next token is drawn in a pass without drafts
     top_logprobs: list[TopLogprobs] = field(default_factory=list)  # at each sampled token, if requested
     sampled: SampledTokens = ([], [], [])  # before it last gave its place
+    sent: int = 0  # sampled tokens that left the engine in parts
 
     @property
     def prefix(self) -> list[int]:
@@ -265,9 +269,19 @@ class SequenceStates:
         stopped_N = (self.stop[slot_N] == self.last[slot_N][:, None]).any(axis=1)
         return ["" if not done else "stop" if stop else "length" for done, stop in zip(done_N, stopped_N, strict=True)]
 
-    def result(self, sequence: RunningSequence) -> SampledTokens:
-        """Ids, log-probabilities and versions of the sampled tokens."""
-        sampled = slice(len(sequence.request.prompt), int(self.length[sequence.slot]))
+    def count(self, sequence: RunningSequence) -> int:
+        """The number of sampled tokens."""
+        if sequence.slot < 0:
+            return len(sequence.sampled[0])
+        return int(self.length[sequence.slot]) - len(sequence.request.prompt)
+
+    def result(self, sequence: RunningSequence, first: int = 0) -> SampledTokens:
+        """Ids, log-probabilities and versions of the sampled tokens, from number `first` on. A sequence without a slot
+        has those from before it gave its place."""
+        if sequence.slot < 0:
+            ids, log_probs, versions = sequence.sampled
+            return ids[first:], log_probs[first:], versions[first:]
+        sampled = slice(len(sequence.request.prompt) + first, int(self.length[sequence.slot]))
         arrays = (self.ids, self.log_probs, self.versions)
         ids, log_probs, versions = (array[sequence.slot, sampled].tolist() for array in arrays)
         return ids, log_probs, versions

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -312,21 +313,22 @@ class Scheduler:
     def _finish(self, sequence: RunningSequence, reason: str) -> None:
         """Free slot and pages, keep the reusable ones in the cache, and answer."""
         self.documents.release(sequence)
-        generation = Generation(ids=[], logprobs=[], versions=[], finish_reason=reason)
-        if sequence.slot >= 0 and sequence.error is None:
+        sampled, generation = self.states.result(sequence)[0], None
+        if sequence.error is None:
             try:
                 generation = self._result(sequence, reason)
             except Exception as e:
                 sequence.fail(e)
-        self.loads.end(sequence, max(0, sequence.fed - sequence.cached) + len(generation.ids))
+        self.loads.end(sequence, max(0, sequence.fed - sequence.cached) + len(sampled))
         self._changed = True
         if sequence.error is not None:
             self._finish_failed(sequence, sequence.error)
             return
         if sequence.slot >= 0:
-            self._free(sequence, generation.ids)
+            self._free(sequence, sampled)
         self.counters.finished += 1
         self.counters.aborted += reason == "abort"
+        assert generation is not None
         sequence.future.set_result(generation)
 
     def _free(self, sequence: RunningSequence, ids: list[int]) -> None:
@@ -352,23 +354,41 @@ class Scheduler:
         _log.warning("%s", error, exc_info=error.__cause__)
         sequence.future.set_exception(error)
 
-    def _result(self, sequence: RunningSequence, reason: str) -> Generation:
-        request = sequence.request
-        ids, log_probs, versions = self.states.result(sequence)
-        accepted, rejected = draft_counts(sequence, self.states)
-        routes = None
-        if request.routes_from is not None and self.cache.experts is not None and ids:
-            routes = self.cache.routes(sequence.pages, request.routes_from, len(request.prompt) + len(ids) - 1)
+    def part(self, sequence: RunningSequence) -> Generation | None:
+        """The tokens since the last part, None if there are none. Raises an error of reading the experts."""
+        if self.states.count(sequence) == sequence.sent:
+            return None
+        ids, log_probs, versions = self.states.result(sequence, sequence.sent)
+        request, routes = sequence.request, None
+        if request.routes_from is not None and self.cache.experts is not None and sequence.slot >= 0:
+            # All but the last sampled token have been fed.
+            end = len(request.prompt) + sequence.sent - 1
+            first = end if sequence.sent else request.routes_from
+            routes = self.cache.routes(sequence.pages, first, end + len(ids))
+        sequence.sent += len(ids)
         return Generation(
             ids=ids,
             logprobs=log_probs,
             versions=versions,
-            finish_reason=reason,
+            finish_reason="",
             routes=routes,
+            kv_version=sequence.kv_version,
+            recipe=RECIPE if request.documents else "",
+        )
+
+    def _result(self, sequence: RunningSequence, reason: str) -> Generation:
+        """The last part: all that was sampled, if it is the first, too."""
+        part = self.part(sequence) or Generation(ids=[], logprobs=[], versions=[], finish_reason="")
+        if sequence.slot < 0 and not sequence.sampled[0]:
+            return msgspec.structs.replace(part, finish_reason=reason)
+        accepted, rejected = draft_counts(sequence, self.states) if sequence.slot >= 0 else (0, 0)
+        return msgspec.structs.replace(
+            part,
+            finish_reason=reason,
             kv_version=sequence.kv_version,
             cached_tokens=sequence.cached,
             cached_document_tokens=sequence.cached_documents,
-            recipe=RECIPE if request.documents else "",
+            recipe=RECIPE if sequence.request.documents else "",
             accepted_draft_tokens=accepted,
             rejected_draft_tokens=rejected,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from etude.inference.engine.requests import PromptTooLong, RequestFailed, Runnin
 from etude.protocol import MSGPACK, asking, busy, decoded, error, headers
 from etude.records import Generation, Record
 
+R = TypeVar("R")
 T = TypeVar("T", bound=Record)
 
 _WAITING = 1024  # limit on sequences that wait for a slot (at least), and on sequences to score
@@ -58,15 +60,40 @@ def check_score_room(engine: Engine, sequences: int) -> None:
         raise busy("too many sequences wait to be scored")
 
 
-async def generation_of(http: HTTPRequest, sequence: RunningSequence) -> Generation:
-    """The sequence's generation; aborts the sequence if the client disconnects first. Raises RequestFailed."""
-    generation = asyncio.wrap_future(sequence.future)
+async def unless_gone(http: HTTPRequest, sequence: RunningSequence, result: asyncio.Future[R]) -> R:
+    """A result of the sequence; aborts the sequence if the client disconnects first."""
     gone = asyncio.ensure_future(http.receive())  # the message after the body is the disconnection
     try:
-        await asyncio.wait((generation, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not generation.done():
+        await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
             sequence.abort()
-        return await generation
+        return await result
+    except BaseException:
+        sequence.abort()
+        result.cancel()
+        raise
+    finally:
+        gone.cancel()
+
+
+async def generation_of(http: HTTPRequest, sequence: RunningSequence) -> Generation:
+    """The sequence's generation; aborts the sequence if the client disconnects first. Raises RequestFailed."""
+    return await unless_gone(http, sequence, asyncio.wrap_future(sequence.future))
+
+
+async def parts_of(engine: Engine, sequence: RunningSequence, seconds: float) -> AsyncIterator[Generation]:
+    """The sequence's generation in parts, at most one in so many seconds; only the last has a reason. Aborts the
+    sequence if nobody wants the rest. Raises RequestFailed."""
+    whole = asyncio.wrap_future(sequence.future)
+    try:
+        while not whole.done():
+            if seconds:
+                await asyncio.wait((whole,), timeout=seconds)
+            if not whole.done():
+                part = asyncio.wrap_future(engine.next_part(sequence))
+                await asyncio.wait((whole, part), return_when=asyncio.FIRST_COMPLETED)
+                if part.done():  # the engine resolves it before the whole
+                    yield part.result()
+        yield await whole
     finally:
         sequence.abort()
-        gone.cancel()

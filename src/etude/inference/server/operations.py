@@ -22,19 +22,22 @@ from starlette.routing import Route
 
 from etude.inference.engine.configuration import configuration, digest_of
 from etude.inference.engine.engine import Engine
+from etude.inference.server.draining import Drain
 from etude.inference.server.weights import WeightWatcher
-from etude.protocol import error
+from etude.protocol import DRAINING, error
 
+OPERATIONS = ("/health", "/metrics", "/weights/", "/pause", "/resume", "/is_paused")
+"""Beginnings of the paths of these routes, which a server that drains answers, too."""
 OPERATOR_PATHS = ("/pause", "/resume")
 """The routes that change the server for everybody."""
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 class OperationRoutes:
-    """The operator's routes of one engine, whose weights `watcher` follows."""
+    """The operator's routes of one engine, whose weights `watcher` follows, and of its server's `drain`."""
 
-    def __init__(self, engine: Engine, watcher: WeightWatcher) -> None:
-        self._engine, self._watcher = engine, watcher
+    def __init__(self, engine: Engine, watcher: WeightWatcher, drain: Drain) -> None:
+        self._engine, self._watcher, self._drain = engine, watcher, drain
         self._device = str(next(engine.model.parameters()).device)
         self._configuration = configuration(engine)
         self._started = time.monotonic()
@@ -82,9 +85,11 @@ class OperationRoutes:
 
     def _status(self) -> str:
         """ "ok"; "repairing": the old version is served until the newest has been fetched again; "failed": no tries are
-        left."""
+        left; "draining": the server ends."""
         if self._engine.failure is not None or self._watcher.error:
             return "failed"
+        if self._drain.begun:
+            return DRAINING
         return "repairing" if self._watcher.trouble else "ok"
 
     async def _chunk(self, http: HTTPRequest) -> Response:

@@ -3,6 +3,7 @@
 `token_routes.py`   /generate, /score
 `openai.py`         the /v1 routes of OpenAI and Anthropic, /v1/apply, vLLM's /tokenize, /detokenize, /version, /ping
 `operations.py`     /health, /metrics, /pause, /resume, /is_paused, /weights/chunks/N
+`draining.py`       SIGTERM
 
 `etude serve` calls `run`. Runs and evaluations start a process that dies with its parent (`etude.run.engines`):
 
@@ -22,16 +23,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 
 from etude.config import ServerConfig, validate
 from etude.errors import UserError
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.loading import described, load_engine
 from etude.inference.engine.requests import Request
+from etude.inference.server.draining import Drain, DrainedServer, Draining
 from etude.inference.server.openai import OpenAI
-from etude.inference.server.operations import OPERATOR_PATHS, OperationRoutes
+from etude.inference.server.operations import OPERATIONS, OPERATOR_PATHS, OperationRoutes
 from etude.inference.server.token_routes import TokenRoutes
 from etude.inference.server.weights import WeightWatcher
 from etude.models.dtypes import published_dtypes, round_to
@@ -56,8 +58,8 @@ _WARM_UP_SECONDS = 300.0
 
 
 def run(config: ServerConfig, access: Access = LOOPBACK) -> None:
-    """Load the model, warm up, and answer until SIGINT or SIGTERM. Raises UserError; RuntimeError if the engine
-    failed."""
+    """Load the model, warm up, and answer until SIGINT, or until SIGTERM and the end of what runs. Raises UserError;
+    RuntimeError if the engine failed."""
     raise_file_limit()
     with open_listener(config.host, config.port, access) as listener:
         torch.set_num_threads(config.threads)
@@ -79,10 +81,11 @@ def run(config: ServerConfig, access: Access = LOOPBACK) -> None:
             watcher.start()
             with _stage("compiling kernels and measuring passes"):  # before the first request waits for them
                 _warm_up(engine)
-            app = build_app(engine, watcher, Path(config.model), config.served_model_name)
+            drain = Drain(engine)
+            app = build_app(engine, watcher, Path(config.model), config.served_model_name, drain)
             app = Guarded(app, access, content_types=(JSON, MSGPACK), operator=OPERATOR_PATHS, refuse=shaped_refusal)
             print(context_line(engine), flush=True)
-            _answer(app, engine, listener, config.ready_file)
+            _answer(app, drain, engine, listener, config.ready_file)
         finally:
             watcher.close()
             engine.close()
@@ -129,19 +132,22 @@ def context_line(engine: Engine) -> str:
     return line
 
 
-def build_app(engine: Engine, watcher: WeightWatcher, folder: Path, names: Sequence[str] = ()) -> Starlette:
+def build_app(
+    engine: Engine, watcher: WeightWatcher, folder: Path, names: Sequence[str] = (), drain: Drain | None = None
+) -> Starlette:
     """The ASGI application on a running engine. `names` are the model's names; by default its folder's name."""
-    parts = TokenRoutes(engine, watcher), OperationRoutes(engine, watcher), OpenAI(engine, folder, names)
+    drain = drain or Drain(engine)
+    parts = TokenRoutes(engine, watcher, drain), OperationRoutes(engine, watcher, drain), OpenAI(engine, folder, names)
     routes = [route for part in parts for route in part.routes()]
-    return Starlette(routes=routes, exception_handlers=SHAPED_HANDLERS)
+    counted = Middleware(Draining, drain=drain, open_paths=OPERATIONS)
+    return Starlette(routes=routes, middleware=[counted], exception_handlers=SHAPED_HANDLERS)
 
 
-def _answer(app: Guarded, engine: Engine, listener: socket.socket, ready_file: Path | None) -> None:
+def _answer(app: Guarded, drain: Drain, engine: Engine, listener: socket.socket, ready_file: Path | None) -> None:
     """Answer on `listener` until a signal comes or the engine fails."""
-    server = uvicorn.Server(server_config(app))
+    server = DrainedServer(server_config(app), drain)
     engine.on_failure = lambda: setattr(server, "should_exit", True)
-    # uvicorn raises the signal again after the last answer; a requested end is not a failure.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM):  # after the server's end: a requested one is not a failure
         signal.signal(number, lambda *_: None)
     run_server(server, listener, "serving", ready_file)
 

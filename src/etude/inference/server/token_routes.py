@@ -1,12 +1,13 @@
 """The routes of training, with ids as input and output (`etude.protocol.wire`).
 
-POST /generate   ids in, a Generation out
+POST /generate   ids in, a Generation out, whole or in parts
 POST /score      sequences in, log-probabilities of their tokens out; 409 if the version changes meanwhile
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -15,18 +16,31 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from etude.inference.engine.engine import Engine
-from etude.inference.engine.requests import Request, RequestFailed, check_sequence
-from etude.inference.server.choices import call_on
-from etude.inference.server.http import answer, check_room, check_score_room, error_of, generation_of, read_body
+from etude.inference.engine.requests import Request, RequestFailed, RunningSequence, check_sequence
+from etude.inference.server.draining import Drain, going_away
+from etude.inference.server.http import (
+    answer,
+    check_room,
+    check_score_room,
+    error_of,
+    generation_of,
+    parts_of,
+    read_body,
+    unless_gone,
+)
 from etude.inference.server.weights import WeightWatcher
 from etude.protocol import CONFLICT, GenerateRequest, ScoreRequest, SequenceScores, as_one_member, error, frame
+from etude.records import Generation
+
+_log = logging.getLogger(__name__)
+_FRAMES = "application/octet-stream"
 
 
 class TokenRoutes:
-    """The token routes of one engine, whose weights `watcher` follows."""
+    """The token routes of one engine, whose weights `watcher` follows; a `drain` hands turns back."""
 
-    def __init__(self, engine: Engine, watcher: WeightWatcher) -> None:
-        self._engine, self._watcher = engine, watcher
+    def __init__(self, engine: Engine, watcher: WeightWatcher, drain: Drain) -> None:
+        self._engine, self._watcher, self._drain = engine, watcher, drain
 
     def routes(self) -> list[Route]:
         """The routes, to be mounted."""
@@ -37,38 +51,41 @@ class TokenRoutes:
         request = Request(**msgspec.structs.asdict(await read_body(http, GenerateRequest)))
         check_room(self._engine, 1)
         try:
-            if request.stream:
-                return self._streamed(request)
-            return answer(http, await generation_of(http, self._engine.submit(request)))
+            sequence = self._engine.submit(request)
+            if request.part_seconds is None:
+                generation = await generation_of(http, sequence)
+                if not self._outgoing(generation).finish_reason:
+                    raise going_away()
+                return answer(http, generation)
+            return await self._in_parts(http, sequence, request.part_seconds)
         except (ValueError, RuntimeError, RequestFailed) as e:
             return error_of(e)
 
-    def _streamed(self, request: Request) -> Response:
-        """The sampled ids as they come, all that are ready in one frame, and then the generation."""
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[int | None] = asyncio.Queue()
-
-        def put(token: int | None) -> None:
-            call_on(loop, events.put_nowait, token)
-
-        sequence = self._engine.submit(request, lambda token, _: put(token))
-        sequence.future.add_done_callback(lambda _: put(None))
+    async def _in_parts(self, http: HTTPRequest, sequence: RunningSequence, seconds: float) -> Response:
+        """The parts as frames. Raises RequestFailed before the first one; later the last frame says why."""
+        parts = parts_of(self._engine, sequence, seconds)
+        first = await unless_gone(http, sequence, asyncio.ensure_future(anext(parts)))
+        if first.finish_reason:
+            return Response(frame(self._outgoing(first)), media_type=_FRAMES)
 
         async def frames() -> AsyncIterator[bytes]:
+            yield frame(first)
             try:
-                token = await events.get()
-                while token is not None:
-                    ids = [token]
-                    while not events.empty() and (token := events.get_nowait()) is not None:
-                        ids.append(token)
-                    yield frame(ids)
-                    token = token if token is None else await events.get()
-                if sequence.future.exception() is None:  # else the answer ends without a generation
-                    yield frame(sequence.future.result())
+                async for part in parts:
+                    yield frame(self._outgoing(part))
+            except RequestFailed as e:
+                yield frame(str(e))
+            except Exception as e:  # the engine ended: without a last part the answer goes on elsewhere
+                _log.warning("an answer has lost its engine: %s", e)
             finally:
                 sequence.abort()
 
-        return StreamingResponse(frames(), media_type="application/octet-stream")
+        return StreamingResponse(frames(), media_type=_FRAMES)
+
+    def _outgoing(self, part: Generation) -> Generation:
+        """A part as it is sent: one that a drain ended has no reason, so it goes on elsewhere."""
+        back = self._drain.handed_back and part.finish_reason == "abort"
+        return msgspec.structs.replace(part, finish_reason="") if back else part
 
     async def _score(self, http: HTTPRequest) -> Response:
         """Log-probabilities under one version, with its number and digest."""

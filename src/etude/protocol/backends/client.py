@@ -17,11 +17,14 @@ import httpx2
 import msgspec
 
 from etude.protocol.access import bearer
-from etude.protocol.wire import CONFLICT, MSGPACK, GenerateRequest, ScoreRequest, SequenceScores, take_frames
+from etude.protocol.backends.growing_turn import GrowingTurn
+from etude.protocol.wire import CONFLICT, DRAINING, MSGPACK, GenerateRequest, ScoreRequest, SequenceScores, take_frames
 from etude.records import Generation
 
 T = TypeVar("T")
-OnTokens = Callable[[list[int]], None]
+OnPart = Callable[[Generation], None]
+PART_SECONDS = 0.5
+"""Between two parts of an answer, of which nobody reads the tokens as they come. A lost server costs no more."""
 SESSIONS = 10_000  # remembered by a client; the oldest are forgotten first
 BUSY_SECONDS = 0.2  # between two attempts at a server that does not answer, or is busy without a retry-after
 _BUSY_AT_MOST = 10.0
@@ -56,10 +59,9 @@ class EngineBackend(Protocol):
     follows: bool
     """Whether the servers follow the store of weights by themselves; `bring` updates others."""
 
-    async def generate(
-        self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_tokens: OnTokens | None
-    ) -> Generation:
-        """Samples one answer."""
+    async def generate(self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_part: OnPart) -> None:
+        """Samples one answer, in parts of `request.part_seconds`. Without a reason in the last part the server has
+        handed the answer back."""
         ...
 
     async def score(
@@ -92,8 +94,9 @@ class EngineClient:
     """The client of the inference servers with the same model, which may come and go. A session stays on one server,
     which holds its keys and values; a new session goes to the server with the fewest requests in flight. A request
     without a session belongs to the session of its asyncio task: an agent loop runs in one task. The turns of a lost
-    server are sampled again from their first token at another server. While no server gets turns, requests wait for
-    one. `token` is the servers' token, `backend` their kind."""
+    server go on at another from their tokens. While no server gets turns, requests wait for one. `token` is the
+    servers' token, `backend` their kind; `resumed` counts the turns' continuations, `recomputed_tokens` what was
+    computed again for them."""
 
     def __init__(
         self, base_urls: Sequence[str] = (), token: str | None = None, backend: EngineBackend | None = None
@@ -105,6 +108,7 @@ class EngineClient:
         self._sessions: weakref.WeakKeyDictionary[asyncio.Task[object], str] = weakref.WeakKeyDictionary()
         self._servers: dict[str, str] = {}
         self._serving = {url.rstrip("/") for url in base_urls}
+        self.resumed = self.recomputed_tokens = 0
         self._attempts: dict[str, set[asyncio.Future[Any]]] = {}
 
     async def __aenter__(self) -> Self:
@@ -144,35 +148,61 @@ class EngineClient:
         return len(self._attempts.get(url, ()))
 
     async def generate(
-        self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
+        self,
+        request: GenerateRequest,
+        timeout: float,
+        on_part: OnPart | None = None,
+        begun: Generation | None = None,
+        *,
+        oldest: int = -1,
     ) -> Generation:
-        """Samples one answer; `on_tokens` is called with the sampled ids as they come. A request to a busy or lost
-        server is repeated, there or at another server, until the deadline; after the first streamed tokens a lost
-        server is an error, because another server would sample other tokens. Raises TimeoutError after `timeout`
-        seconds, EngineError if no server could be reached in that time, or if a server refused the request."""
+        """Samples one answer; `on_part` is called with its parts as they come, one every `request.part_seconds`
+        (default: `PART_SECONDS`). `begun` are those that an earlier process has got, joined. No token is sampled by
+        weights before version `oldest`. A request to a busy or
+        lost server is repeated, there or at another server, until the deadline; what was sampled is kept. Raises
+        TimeoutError after `timeout` seconds, EngineError if no server could be reached in that time, or if a server
+        refused the request."""
         session = request.session if request.session is not None else self._task_session()
-        named = msgspec.structs.replace(request, session=session)
-        begun = False
+        every = PART_SECONDS if request.part_seconds is None else request.part_seconds
+        turn = GrowingTurn(msgspec.structs.replace(request, session=session, part_seconds=every), begun)
+        deadline, answers = asyncio.get_running_loop().time() + timeout, False
 
-        def heard(ids: list[int]) -> None:
-            nonlocal begun
-            begun = True
-            assert on_tokens is not None
-            on_tokens(ids)
+        async def attempt(url: str) -> None:
+            nonlocal answers
+            answers, rest, again = False, turn.rest(), bool(turn.ids)
+            if rest is None:
+                return
 
-        async def attempt(url: str) -> Generation:
-            try:
-                return await self.backend.generate(self._http, url, named, heard if on_tokens else None)
-            except (httpx2.TransportError, EngineLost) as e:
-                if not begun:
-                    raise
-                raise EngineError(f"{url} was lost in the middle of a turn: {type(e).__name__} {e}") from None
-            except asyncio.CancelledError:
-                if begun and url not in self._serving:
-                    raise EngineError(f"{url} was lost in the middle of a turn") from None
-                raise
+            def take(part: Generation) -> None:
+                nonlocal answers
+                if min(part.versions, default=oldest) < oldest:
+                    raise EngineLost(f"{url} serves version {min(part.versions)}, this turn needs version {oldest}")
+                answers = True
+                try:
+                    added = turn.add(part)
+                except ValueError as e:
+                    raise EngineError(f"{url} sent what does not follow the tokens before: {e}") from None
+                if again and part.finish_reason:
+                    self.recomputed_tokens += len(rest.ids) + sum(map(len, rest.documents)) - part.cached_tokens
+                if on_part is not None:
+                    on_part(added)
 
-        return await self._reached(lambda avoided: self._server(session, avoided), attempt, timeout)
+            self.resumed += again
+            await self.backend.generate(self._http, url, rest, take)
+            if turn.rest() is not None:
+                raise EngineLost(f"{url} handed a turn back")
+
+        try:
+            if turn.rest() is not None:
+                await self._reached(lambda avoided: self._server(session, avoided), attempt, timeout)
+        except EngineError:
+            if answers and asyncio.get_running_loop().time() >= deadline:
+                raise TimeoutError from None  # an earlier server was lost, but this one was only slow
+            raise
+        try:
+            return turn.generation()
+        except ValueError as e:
+            raise EngineError(str(e)) from None
 
     async def score(
         self, url: str, sequences: Sequence[list[int]], timeout: float, *, decoded: bool = False
@@ -294,20 +324,24 @@ class EtudeBackend:
 
     follows = True
 
-    async def generate(
-        self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_tokens: OnTokens | None
-    ) -> Generation:
-        """One answer, streamed if there is an `on_tokens`."""
-        body = msgspec.msgpack.encode(msgspec.structs.replace(request, stream=on_tokens is not None))
-        if on_tokens is not None:
-            return await _streamed(http, url, body, on_tokens)
-        response = await http.post(f"{url}/generate", content=body, headers=_HEADERS)
-        check_not_busy(response)
-        check_accepted(url, response)
-        try:
-            return msgspec.msgpack.decode(response.content, type=Generation)
-        except msgspec.MsgspecError as e:
-            raise EngineError(f"{url} sent an answer that is not a generation: {e}") from None
+    async def generate(self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_part: OnPart) -> None:
+        """One answer, as frames."""
+        body, buffer = msgspec.msgpack.encode(request), bytearray()
+        async with http.stream("POST", f"{url}/generate", content=body, headers=_HEADERS) as response:
+            if response.status_code != 200:
+                await response.aread()
+                check_not_busy(response)
+                check_accepted(url, response)
+            async for chunk in response.aiter_bytes():
+                buffer += chunk
+                try:
+                    parts = take_frames(buffer)
+                except msgspec.MsgspecError as e:
+                    raise EngineError(f"{url} sent an answer that is not a generation: {e}") from None
+                for part in parts:
+                    if isinstance(part, str):
+                        raise EngineError(f"{url} failed in the middle of a turn: {part}")
+                    on_part(part)
 
     async def score(
         self, http: httpx2.AsyncClient, url: str, sequences: Sequence[list[int]], decoded: bool
@@ -340,38 +374,26 @@ class EtudeBackend:
         """Does nothing: every token names its version."""
 
 
-async def _streamed(http: httpx2.AsyncClient, url: str, body: bytes, on_tokens: OnTokens) -> Generation:
-    buffer = bytearray()
-    async with http.stream("POST", f"{url}/generate", content=body, headers=_HEADERS) as response:
-        if response.status_code != 200:
-            await response.aread()
-            check_not_busy(response)
-            check_accepted(url, response)
-        try:
-            async for chunk in response.aiter_bytes():
-                buffer += chunk
-                for part in take_frames(buffer):
-                    if isinstance(part, Generation):
-                        return part
-                    on_tokens(part)
-        except msgspec.MsgspecError as e:
-            raise EngineError(f"{url} sent an answer that is not a generation: {e}") from None
-    raise EngineError(f"{url} ended its answer in the middle of a turn")
-
-
 def reason_of(response: httpx2.Response) -> str:
     """The message in a server's error response."""
+    return _field(response, "message") or response.text[:200]
+
+
+def _field(response: httpx2.Response, name: str) -> str:
+    """A field of a server's error, "" if there is none."""
     try:
         body = msgspec.json.decode(response.content)
         error = cast(Any, body.get("error", body) if isinstance(body, dict) else None)
-        return str(error["message"])
+        return str(error[name])
     except (msgspec.MsgspecError, KeyError, TypeError):
-        return response.text[:200]
+        return ""
 
 
 def check_not_busy(response: httpx2.Response) -> None:
-    """Raises EngineBusy for status 503 with a retry-after."""
+    """For status 503 with a retry-after raises EngineBusy, and EngineLost if the server is going away."""
     if response.status_code == 503 and "retry-after" in response.headers:
+        if _field(response, "code") == DRAINING:
+            raise EngineLost(reason_of(response))
         raise EngineBusy(response)
 
 

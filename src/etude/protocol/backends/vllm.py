@@ -3,7 +3,7 @@
     POST /inference/v1/generate            --enable-scale-out; --logprobs-mode processed_logprobs: log-probabilities of
                                            the distribution that is sampled from; --enable-return-routed-experts
     POST /collective_rpc, /pause, /resume  VLLM_SERVER_DEV_MODE=1; the worker has `etude.inference.vllm.worker`
-    GET  /server_info, /metrics
+    GET  /server_info, /weight_info, /metrics
 
 An update is stage, pause, swap, resume. The scheduler keeps its requests, with their keys and values (`mode=keep`), and
 the weight version is set while nothing runs: the response names, span by span, the version that sampled each token.
@@ -12,31 +12,34 @@ the weight version is set while nothing runs: the response names, span by span, 
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import re
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httpx2
-import msgspec
-import numpy as np
 
 from etude.errors import UserError
-from etude.protocol.backends.client import SESSIONS, EngineError, EngineLost, OnTokens, check_answer
+from etude.protocol.backends.client import SESSIONS, EngineError, EngineLost, OnPart, check_answer
+from etude.protocol.backends.vllm_answers import (
+    GENERATE,
+    StreamedAnswer,
+    body_of,
+    events_of,
+    params_of,
+    spans_to_versions,
+)
 from etude.protocol.wire import GenerateRequest, SequenceScores
-from etude.records import Generation, Routes
+from etude.records import Generation, joined
 
 OLDEST_VLLM = (0, 32)
-GENERATE = "/inference/v1/generate"
 STAGE_SECONDS = 3600.0  # to fetch and verify a version, beside the requests
 DECODED = 32  # tokens decoded in place of a scored sequence's last ones; etude's engine decodes as many
 _POLL = 0.1
 _RPC_SECONDS = 900.0  # one call of a worker; the first reads the checkpoint again
+_INFO_SECONDS = 5.0
 _METRICS_SECONDS = 1.0  # between two readings of a server's metrics
 _METRIC = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|generation_tokens_total)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.M
@@ -76,6 +79,9 @@ class _VllmState:
 
     live: LiveVersion = LiveVersion(-1, "", 0.0)
     followed: bool = False
+    swaps: int = 0  # begun and ended ones: odd during a swap
+    fed: float = -1.0  # when the server last named the live version, on the monotonic clock
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     configuration: dict[str, Any] = field(default_factory=dict[str, Any])
     figures: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_FIGURES.values(), 0.0))
     read: float = -_METRICS_SECONDS  # time of the figures, on the monotonic clock
@@ -149,51 +155,70 @@ class VllmBackend:
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_tokens: OnTokens | None
-    ) -> Generation:
-        """One answer under the run's weights, streamed if there is an `on_tokens`. Raises EngineLost for a server that
-        was started anew."""
-        generation = await self._generate(http, url, request, on_tokens)
-        if min(generation.versions, default=0) < 0:
-            self._servers[url] = _VllmState(configuration=self._at(url).configuration)
-            raise EngineLost(f"{url} has been started anew, without the weights of the run")
-        return generation
+    async def generate(self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_part: OnPart) -> None:
+        """One answer under the run's weights. Raises EngineLost for a server that was started anew."""
 
-    async def _generate(
-        self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_tokens: OnTokens | None
-    ) -> Generation:
-        """`kv_version` is the version under which the session began: no key is older."""
+        def take(part: Generation) -> None:
+            if min(part.versions, default=0) < 0:
+                self._servers[url] = _VllmState(configuration=self._at(url).configuration)
+                raise EngineLost(f"{url} has been started anew, without the weights of the run")
+            on_part(part)
+
+        await self._generate(http, url, request, take)
+
+    async def _generate(self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_part: OnPart) -> None:
+        """`kv_version` is the version under which the session began: no key is older. A token leaves before the last
+        event if its version is certain: no swap has begun since before the request, and the server that answers has
+        named this version since. Tokens that come later wait for the last event, and a lost server costs them, too."""
         if request.documents:
             raise EngineError("vLLM computes no documents: use etude's engine")
-        began = self._kept.began(request.session, self._at(url).live.version)
-        body = _body(request) | {"cache_salt": self._kept.salt(began), "stream": on_tokens is not None}
+        at = self._at(url)
+        version, swaps, certain, fed = at.live.version, at.swaps, 0, False
+        began = self._kept.began(request.session, version)
+        answer = StreamedAnswer(url, request, self._layers, began)
+        every = float("inf") if request.part_seconds is None else request.part_seconds
+        first, left = 0.0, time.monotonic()  # times of the first event and of the last part
         with self._busy.at(url):
-            if on_tokens is None:
-                response = await http.post(f"{url}{GENERATE}", json=body)
-                check_answer(url, response)
-                answer = cast(dict[str, Any], response.json())
-            else:
-                answer = await _streamed(http, url, body, on_tokens)
-        choice, usage = answer["choices"][0], answer.get("usage") or {}
-        ids = cast(list[int], choice["token_ids"])
-        versions = spans_to_versions(choice.get("weight_versions"), len(ids), url)
-        return Generation(
-            ids=ids,
-            logprobs=_logprobs(url, choice, ids),
-            versions=versions,
-            finish_reason=_finish_reason(url, choice["finish_reason"]),
-            routes=self._routes(url, request, choice, len(ids)),
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-            kv_version=began,
-        )
+            body = body_of(request) | {"cache_salt": self._kept.salt(began)}
+            async with http.stream("POST", f"{url}{GENERATE}", json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    check_answer(url, response)
+                try:
+                    async for event in events_of(url, response):
+                        answer.add(event)
+                        first = first or time.monotonic()
+                        if at.swaps == swaps and swaps % 2 == 0 and version >= 0:
+                            certain = len(answer.ids)
+                        if answer.ended or certain == answer.sent or time.monotonic() - left < every:
+                            continue
+                        left, fed = time.monotonic(), fed or await self._is_fed(http, url, at, first)
+                        if fed:
+                            on_part(answer.part(certain, version))
+                except httpx2.TransportError:
+                    if not answer.ended:
+                        raise
+        on_part(answer.last())
 
-    def _routes(self, url: str, request: GenerateRequest, choice: Mapping[str, Any], sampled: int) -> Routes | None:
-        if request.routes_from is None or not sampled:
-            return None
-        if self._layers is None or not choice.get("routed_experts"):
-            raise EngineError(f"{url} returns no experts: start it with --enable-return-routed-experts")
-        return _routes_of(_decoded(url, choice["routed_experts"]), request.routes_from, self._layers)
+    async def _is_fed(self, http: httpx2.AsyncClient, url: str, at: _VllmState, since: float) -> bool:
+        """Whether the server has named the live version at some moment after `since`: one that was started anew has the
+        weights of its checkpoint. Asked once for all requests that had begun."""
+        async with at.asking:
+            if at.fed < since:
+                now, swaps = time.monotonic(), at.swaps
+                try:
+                    response = await http.get(f"{url}/weight_info", timeout=_INFO_SECONDS)
+                    name = response.json()["weight_version"] if response.status_code == 200 else ""
+                except httpx2.HTTPError:
+                    name = ""
+                if name == str(at.live.version) and at.swaps == swaps and not swaps % 2 and self._at(url) is at:
+                    at.fed = now
+        return at.fed >= since
+
+    async def _whole(self, http: httpx2.AsyncClient, url: str, request: GenerateRequest) -> Generation:
+        parts: list[Generation] = []
+        await self._generate(http, url, request, parts.append)
+        return joined(parts)
 
     async def score(
         self, http: httpx2.AsyncClient, url: str, sequences: Sequence[list[int]], decoded: bool
@@ -215,7 +240,7 @@ class VllmBackend:
         count = min(DECODED, len(ids) // 2)
         if not decoded or not count:
             return logprobs, {version}
-        own = await self._generate(http, url, GenerateRequest(ids=ids[:-count], max_tokens=count), None)
+        own = await self._whole(http, url, GenerateRequest(ids=ids[:-count], max_tokens=count))
         passed, other = await self._score(http, url, [*ids[:-count], *own.ids])
         first = len(logprobs) - count
         ends = zip(logprobs[first:], own.logprobs, passed[first:], strict=True)
@@ -226,7 +251,7 @@ class VllmBackend:
         }
 
     async def _score(self, http: httpx2.AsyncClient, url: str, ids: list[int]) -> tuple[list[float], int]:
-        body = {"token_ids": ids, "sampling_params": _params(max_tokens=1, temperature=0.0, prompt_logprobs=0)}
+        body = {"token_ids": ids, "sampling_params": params_of(max_tokens=1, temperature=0.0, prompt_logprobs=0)}
         with self._busy.at(url):
             response = await http.post(f"{url}{GENERATE}", json=body)
         check_answer(url, response)
@@ -283,7 +308,7 @@ class VllmBackend:
         }
         trial = GenerateRequest(ids=[0, 1], max_tokens=2, routes_from=None if self._layers is None else 0)
         try:
-            await self._generate(http, url, trial, None)
+            await self._whole(http, url, trial)
         except EngineError as e:
             raise UserError(f"{url} cannot play episodes: {e}") from None
 
@@ -327,11 +352,20 @@ class VllmBackend:
     async def bring(self, http: httpx2.AsyncClient, url: str, version: int) -> None:
         """Updates the server, whose requests continue with their keys and values. Raises NotLive."""
         server, at = VllmServer(http, url), self._at(url)
-        if not at.followed:
-            reached, digest = await server.follow(self._weights, keep=True)
-            at.live, at.followed = LiveVersion(reached, digest, 0.0), True
-        if at.live.version < version:
-            at.live = await server.update(version, keep=True)
+
+        def swapping() -> None:
+            at.swaps += 1
+
+        try:
+            if not at.followed:
+                swapping()
+                reached, digest = await server.follow(self._weights, keep=True)
+                at.live, at.followed = LiveVersion(reached, digest, 0.0), True
+                at.swaps += 1
+            if at.live.version < version:
+                at.live = await server.update(version, keep=True, swapping=swapping)
+        finally:
+            at.swaps += at.swaps % 2
 
     def note(self, url: str, version: int) -> None:
         """Keeps the version, under which new sessions begin."""
@@ -389,9 +423,17 @@ class VllmServer:
             await self._resume(version, keep)
         return version, str(digest)
 
-    async def update(self, version: int, *, keep: bool, seconds: float = STAGE_SECONDS) -> LiveVersion:
+    async def update(
+        self,
+        version: int,
+        *,
+        keep: bool,
+        seconds: float = STAGE_SECONDS,
+        swapping: Callable[[], None] = lambda: None,
+    ) -> LiveVersion:
         """Makes a version live. With `keep`, requests continue with their keys and values, and the prefix cache stays;
-        else all are computed again. Raises NotLive if the old version stays."""
+        else all are computed again. `swapping` is called before the server pauses. Raises NotLive if the old version
+        stays."""
         end = time.monotonic() + seconds
         await self.ask("etude_stage", str(version))
         while (status := await self.ask("etude_status"))["staging"]:
@@ -402,6 +444,7 @@ class VllmServer:
         if staged < 0:
             raise NotLive(f"the server does not find version {version} in the store")
         began = time.monotonic()
+        swapping()
         await self.send("POST", "/pause", mode="keep")
         try:
             answer = await self.ask("etude_swap", str(staged))
@@ -416,100 +459,3 @@ class VllmServer:
             await self.send("POST", "/reset_prefix_cache", reset_running_requests="true")
         await self.send("POST", "/update_weight_version", body={"new_version": str(version)})
         await self.send("POST", "/resume")
-
-
-# Bodies ---------------------------------------------------------------------------------------------------------------
-
-
-def _params(**own: Any) -> dict[str, Any]:
-    """Sampling parameters that keep out the defaults of a model's generation_config.json."""
-    return {"top_p": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False, **own}
-
-
-def _body(request: GenerateRequest) -> dict[str, Any]:
-    params = _params(
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        stop_token_ids=list(request.stop),
-    )
-    if request.routes_from is not None:
-        params["routed_experts_prompt_start"] = request.routes_from
-    return {"request_id": f"etude-{uuid.uuid4().hex}", "token_ids": request.ids, "sampling_params": params}
-
-
-def _logprobs(url: str, choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
-    content = cast(list[dict[str, Any]], (choice.get("logprobs") or {}).get("content") or [])
-    if [entry["token_id"] for entry in content] != list(ids):
-        raise EngineError(f"{url} sent log-probabilities of other tokens than it sampled")
-    return [float(entry["logprob"]) for entry in content]
-
-
-def _decoded(url: str, text: str) -> np.ndarray:
-    try:
-        return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    except (ValueError, EOFError) as e:
-        raise EngineError(f"{url} sent experts that are no array: {e}") from None
-
-
-async def _streamed(http: httpx2.AsyncClient, url: str, body: dict[str, Any], on_tokens: OnTokens) -> dict[str, Any]:
-    """The whole answer, put together from the events of a stream."""
-    content: list[Any] = []
-    whole: dict[str, Any] = {"token_ids": [], "logprobs": {"content": content}, "finish_reason": None}
-    body = body | {"stream_options": {"include_usage": True}}
-    usage: dict[str, Any] = {}
-    async with http.stream("POST", f"{url}{GENERATE}", json=body) as response:
-        if response.status_code != 200:
-            await response.aread()
-            check_answer(url, response)
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = msgspec.json.decode(line.removeprefix("data: "), type=dict[str, Any])
-            if "error" in event:
-                raise EngineLost(f"{url} failed in the middle of a turn: {event['error']}")
-            usage = event.get("usage") or usage
-            for choice in event.get("choices") or ():
-                ids = choice.get("token_ids") or []
-                whole["token_ids"] += ids
-                content += (choice.get("logprobs") or {}).get("content") or []
-                for name in ("finish_reason", "weight_versions", "routed_experts"):
-                    whole[name] = choice.get(name) or whole.get(name)
-                if ids:
-                    on_tokens(ids)
-    if whole["finish_reason"] is None:
-        raise EngineLost(f"{url} ended its answer in the middle of a turn")
-    return {"choices": [whole], "usage": usage}
-
-
-def _finish_reason(url: str, reason: str | None) -> str:
-    """The reason as a Generation has it. Raises EngineError for one that etude does not know."""
-    if reason not in ("stop", "length", "abort"):
-        raise EngineError(f"{url} ended a turn for {reason!r}, which etude does not know")
-    return reason
-
-
-def _routes_of(array_TLK: np.ndarray, first: int, layers: Sequence[int]) -> Routes:
-    """The experts of positions from `first` on, in `layers`; `array_TLK` holds all layers of the model. Raises
-    EngineError for an array with fewer."""
-    if array_TLK.ndim != 3 or max(layers) >= array_TLK.shape[1]:
-        raise EngineError(f"experts of shape {array_TLK.shape} are no array of this model's")
-    chosen_TLK = array_TLK[:, list(layers)]
-    wide = array_TLK.dtype.itemsize > 1  # by the type: it must not change within an episode
-    data = np.ascontiguousarray(chosen_TLK, "<u2" if wide else "u1").tobytes()
-    return Routes(first=first, ids=data, layers=len(layers), slots=array_TLK.shape[2], wide=wide)
-
-
-def spans_to_versions(spans: Sequence[Mapping[str, Any]] | None, count: int, url: str) -> list[int]:
-    """The weight version of each of `count` sampled tokens, from `version`, `start` and `end` of contiguous spans; -1
-    for a version that is no number. Raises EngineError if the spans do not cover the tokens once, in order."""
-    versions: list[int] = []
-    for span in spans or ():
-        name = str(span["version"])
-        if span["start"] != len(versions):
-            break
-        versions += [int(name) if name.isdigit() else -1] * (span["end"] - span["start"])
-    if len(versions) != count:
-        raise EngineError(f"{url} does not say which weights sampled each of {count} tokens: {spans}")
-    return versions
