@@ -107,7 +107,7 @@ class EngineClient:
         self._numbers = itertools.count()
         self._sessions: weakref.WeakKeyDictionary[asyncio.Task[object], str] = weakref.WeakKeyDictionary()
         self._servers: dict[str, str] = {}
-        self._serving = {url.rstrip("/") for url in base_urls}
+        self._serving = dict.fromkeys(url.rstrip("/") for url in base_urls)
         self.resumed = self.recomputed_tokens = 0
         self._attempts: dict[str, set[asyncio.Future[Any]]] = {}
 
@@ -129,17 +129,17 @@ class EngineClient:
     def serve(self, url: str, version: int | None = None) -> None:
         """Sends turns to a server, a new one or one that was away. `version` is that of its weights, where another
         process has made it live."""
-        self._serving.add(url)
+        self._serving[url] = None
         if version is not None:
             self.backend.note(url, version)
 
     def drain(self, url: str) -> None:
         """Sends a server no new turns; those that it has begun go on."""
-        self._serving.discard(url)
+        self._serving.pop(url, None)
 
     def lose(self, url: str) -> None:
         """Sends a server nothing any more; its turns go to other servers."""
-        self._serving.discard(url)
+        self._serving.pop(url, None)
         for attempt in list(self._attempts.get(url, ())):
             attempt.cancel()
 
@@ -306,7 +306,7 @@ class EngineClient:
         return self._sessions[task]
 
     def _server(self, session: str | None, avoided: str | None) -> str | None:
-        others = sorted(self._serving - {avoided}) or sorted(self._serving)
+        others = [url for url in self._serving if url != avoided] or list(self._serving)
         if not others:
             return None
         url = self._servers.get(session or "")

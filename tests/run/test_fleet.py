@@ -1,0 +1,105 @@
+"""Whole runs whose engines and players are placed: they are killed and leave, and the run ends as an undisturbed one."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from etude.ledger import Ledger
+from tests.run.test_run import CONFIG, SECONDS, etude, finished, undisturbed, versions  # noqa: F401
+
+FLEET = """
+[[engines]]
+name = "here"
+count = 2
+
+[players]
+count = 2
+episodes = 3
+"""
+
+
+def begin(folder: Path, *arguments: str, config: str = CONFIG, fleet: str = FLEET) -> subprocess.Popen[str]:
+    (folder / "run.toml").write_text(config)
+    (folder / "fleet.toml").write_text(fleet)
+    return etude(folder, "train", "run.toml", "--fleet", "fleet.toml", *arguments)
+
+
+def wait(process: subprocess.Popen[str], until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not until():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def pids_of(parent: int, word: str) -> list[int]:
+    """The processes below `parent` whose command has the word."""
+    rows = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    table = [line.split(None, 2) for line in rows.splitlines()[1:]]
+    below, level = list[int](), {parent}
+    while level:
+        inner = [(int(pid), args) for pid, ppid, args in table if int(ppid) in level]
+        below += [pid for pid, args in inner if word in args]
+        level = {pid for pid, _ in inner}
+    return below
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_players_and_engines_that_are_killed_cost_a_run_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    process = begin(tmp_path)
+    run = tmp_path / "outputs/run"
+    wait(process, lambda: (run / "metrics.jsonl").exists())  # episodes of the second step are being played
+    ledger = Ledger.open(f"sqlite:///{run}/ledger.db")
+    wait(process, lambda: len(ledger.members.players()) == 2)
+    os.kill(pids_of(process.pid, "etude.run.player")[0], signal.SIGKILL)
+    os.kill(pids_of(process.pid, "etude.inference.server.server")[0], signal.SIGKILL)
+    code, output = finished(process)
+    assert code == 0, output
+    assert versions(tmp_path) == versions(undisturbed)
+    assert "Traceback" not in output
+    report = json.loads((run / "report.json").read_text())
+    assert report["checks"]["ledger_conserved"]
+    assert {row.state for row in ledger.members.engines()} == {"gone"}
+    assert len(ledger.members.engines()) >= 3, "the engine that was killed was started again, at another address"
+
+
+@pytest.mark.slow
+def test_an_engine_that_an_operator_drains_leaves_and_another_joins(tmp_path: Path) -> None:
+    config = CONFIG.replace("steps = 3", "steps = 6").replace("deterministic = true\n", "").replace(
+        "staleness = 0", "staleness = 1"
+    )  # fmt: skip
+    os.environ["ETUDE_API_KEY"] = "of-the-test"
+    try:
+        process = begin(tmp_path, config=config, fleet=FLEET.partition("[players]")[0])
+        run = tmp_path / "outputs/run"
+        wait(process, lambda: (run / "metrics.jsonl").exists())
+        ledger = Ledger.open(f"sqlite:///{run}/ledger.db")
+        (tmp_path / "more.toml").write_text('[[engines]]\nname = "more"\n')
+        more = etude(tmp_path, "fleet", "up", "more.toml", "outputs/run")
+        first = ledger.members.engines()[0].url
+        code, output = finished(etude(tmp_path, "fleet", "drain", "outputs/run", first))
+        assert code == 0, output
+
+        def states() -> dict[str, str]:
+            return {row.name.partition("-")[0]: row.state for row in ledger.members.engines() if row.url != first}
+
+        wait(process, lambda: next(row.state for row in ledger.members.engines() if row.url == first) == "gone")
+        wait(process, lambda: states().get("more") == "serving")
+        code, output = finished(etude(tmp_path, "fleet", "status", "outputs/run"))
+        assert code == 0, output
+        assert first in output
+        more.send_signal(signal.SIGTERM)
+        code, output = finished(process)
+        assert code == 0, output
+        assert f"the engine at {first} gets no new turns: asked by `etude fleet drain`" in output
+        assert json.loads((run / "report.json").read_text())["checks"]["ledger_conserved"]
+        more.communicate(timeout=60)
+    finally:
+        del os.environ["ETUDE_API_KEY"]
