@@ -150,6 +150,7 @@ class EngineClient:
 
             def take(part: Generation) -> None:
                 nonlocal answers
+                self.resumed += again and not answers
                 answers = True
                 try:
                     added = turn.add(part)
@@ -160,7 +161,6 @@ class EngineClient:
                 if on_part is not None:
                     on_part(added)
 
-            self.resumed += again
             await self.backend.generate(self._http, url, rest, take)
             if turn.rest() is not None:
                 raise EngineLost(f"{url} handed a turn back")
