@@ -87,7 +87,7 @@ def test_a_second_sigterm_and_an_idle_server_end_at_once(tmp_path, other):
     began = time.monotonic()
     idle.stop(20)
     assert idle.exit_code == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 12  # far less than a drain takes
 
     async def play():
         async with EngineClient([url, other]) as client:
@@ -106,5 +106,5 @@ def test_a_second_sigterm_and_an_idle_server_end_at_once(tmp_path, other):
             turn.cancel()
             return seconds
 
-    assert asyncio.run(play()) < 5
+    assert asyncio.run(play()) < 12
     assert child.exit_code == 0, child.log.read_text()

@@ -16,11 +16,14 @@ from etude.config import EngineConfig
 from etude.inference.engine.loading import load_engine
 from etude.inference.server import draining
 from etude.inference.server.draining import Drain
+from etude.inference.server.server import build_app
+from etude.inference.server.weights import WeightWatcher
 from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.wire import GenerateRequest
 from etude.records import joined
 from tests.helpers.cut_link import cut_link
 from tests.helpers.engines import serving
+from tests.helpers.http_apps import guarded
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
 SECONDS = 120.0
@@ -53,6 +56,34 @@ class Servers:
 def servers():
     with ExitStack() as stack:
         yield Servers(stack)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("passes", [0, 9])
+def test_turns_of_an_engine_that_dies_go_on_elsewhere(servers, passes):
+    """Before the first token, and in the middle."""
+    engine = load_engine(NANO, EngineConfig(cache_mb=64), deterministic=True, routes=True)
+    left = passes
+
+    def before(*_):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise IndexError("no such row")
+
+    engine.model.get_decoder().register_forward_pre_hook(before)
+    engine.start()
+
+    async def play():
+        async with EngineClient([url, servers.urls[1]]) as client:
+            return await client.generate(TURN, SECONDS), await undisturbed(servers, TURN), client.resumed
+
+    with guarded(build_app(engine, WeightWatcher(engine, None), NANO)) as port:
+        url = f"http://127.0.0.1:{port}"
+        turn, whole, resumed = asyncio.run(play())
+    assert isinstance(engine.failure, IndexError)
+    assert (turn.ids, turn.logprobs, turn.routes) == (whole.ids, whole.logprobs, whole.routes)
+    assert resumed == (passes > 0)
 
 
 async def undisturbed(servers: Servers, request: GenerateRequest):
@@ -189,8 +220,9 @@ def test_a_server_that_drains_refuses_and_hands_back(servers, monkeypatch):
             assert drain.handed_back
             handed = await piece
             assert (handed.status_code, handed.json()["error"]["code"]) == (503, "draining")
+            while not client.resumed:
+                await asyncio.sleep(0.02)
             running.cancel()
-            assert client.resumed == 1
             lonely = EngineClient(servers.urls[:1])
             with pytest.raises(EngineError, match=r"could not be reached for 0\.5 seconds: .* is going away"):
                 await lonely.generate(TURN, 0.5)

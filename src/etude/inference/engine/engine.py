@@ -231,6 +231,11 @@ class Engine:
             self._wake.notify()
 
     @property
+    def closed(self) -> bool:
+        """Whether it takes no requests any more: it was closed, or its thread has failed."""
+        return self._closed
+
+    @property
     def is_paused(self) -> bool:
         """Whether `pause` was called without a later `resume`."""
         return self._paused is not None

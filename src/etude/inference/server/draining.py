@@ -17,7 +17,7 @@ from etude.inference.engine.engine import Engine
 from etude.protocol import DRAINING, Refusal
 from etude.protocol.apis import shaped_refusal
 
-HAND_BACK_SECONDS = 18.0  # orchestrators kill after 25 to 30, and the rest of a busy machine takes its time
+HAND_BACK_SECONDS = 18.0  # the process must be gone after 25, on a busy machine, too
 _LEAVE_SECONDS = 19.5  # what has not ended by then is cut off
 _CUT_SECONDS = 1  # to tell it so
 

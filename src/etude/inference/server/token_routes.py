@@ -58,8 +58,12 @@ class TokenRoutes:
                     raise going_away()
                 return answer(http, generation)
             return await self._in_parts(http, sequence, request.part_seconds)
-        except (ValueError, RuntimeError, RequestFailed) as e:
-            return error_of(e)
+        except Exception as e:
+            if self._engine.closed:  # whatever ended it was no fault of this request
+                raise going_away() from e
+            if isinstance(e, ValueError | RuntimeError | RequestFailed):
+                return error_of(e)
+            raise
 
     async def _in_parts(self, http: HTTPRequest, sequence: RunningSequence, seconds: float) -> Response:
         """The parts as frames. Raises RequestFailed before the first one; later the last frame says why."""

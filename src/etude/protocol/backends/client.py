@@ -177,6 +177,7 @@ class EngineClient:
                 nonlocal answers
                 if min(part.versions, default=oldest) < oldest:
                     raise EngineLost(f"{url} serves version {min(part.versions)}, this turn needs version {oldest}")
+                self.resumed += again and not answers
                 answers = True
                 try:
                     added = turn.add(part)
@@ -187,7 +188,6 @@ class EngineClient:
                 if on_part is not None:
                     on_part(added)
 
-            self.resumed += again
             await self.backend.generate(self._http, url, rest, take)
             if turn.rest() is not None:
                 raise EngineLost(f"{url} handed a turn back")
