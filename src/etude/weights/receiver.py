@@ -223,6 +223,11 @@ class Receiver:
         assert self._held is not None
         return self._held.schema.types
 
+    @property
+    def held(self) -> tuple[PolicyVersion, Schema] | None:
+        """The manifest of the held version, and the schema of the tensors that an engine of it computes with."""
+        return None if self._held is None or self.manifest is None else (self.manifest, self._held.schema)
+
     def behind(self) -> bool:
         """Whether there may be a newer version, by one look-up."""
         return self.version < 0 or self._store.exists(key(self.version + 1))
