@@ -1,10 +1,11 @@
 """Finds the memory of a checkpoint's tensors in a vLLM model, by watching vLLM's own loader.
 
-vLLM stacks queries, keys and values, gates and ups, and experts; each model's `load_weights` decides the place of each
-tensor. So that loader gets placeholder tensors, and every copy into the model's memory is recorded instead of made: its
-source identifies the published elements, its destination their place. No table of names per architecture is needed. Each
-of several workers watches its own loader, which takes the slices of that worker. The loader cannot know whether a kernel rearranged the memory after loading. So the same loader then gets the checkpoint
-that the server was started with, and every copy must find its values there.
+vLLM stacks queries, keys and values, gates and ups, and experts, and divides them among workers; each model's
+`load_weights` decides the place of each tensor. So that loader gets placeholder tensors, and every copy into the
+model's memory is recorded instead of made: its source identifies the published elements, its destination their place.
+No table of names per architecture is needed. The loader cannot know whether a kernel rearranged the memory after
+loading. So the same loader then gets the checkpoint that the server was started with, and every copy must find its
+values there.
 """
 
 from __future__ import annotations

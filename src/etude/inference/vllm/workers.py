@@ -44,7 +44,7 @@ class Workers:
         try:
             return counted(live, [word[1:] for word in words], self.rank)
         except ValueError as e:
-            raise UserError(f"this server {e}; serve the model that the run trains, on workers of this server") from None
+            raise UserError(f"this server {e}; serve the model that the run trains") from None
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Adds the bytes of all workers, in place."""

@@ -311,7 +311,7 @@ class VllmBackend:
                         "cannot be updated: start vLLM with --worker-extension-cls "
                         "etude.inference.vllm.worker.WorkerExtension",
                     ),
-                    (refused := refused_parallelism(parallel), refused),
+                    (refused_parallelism(parallel), refused_parallelism(parallel)),
                     (model.get("quantization"), "serves quantised weights, which are not the published ones"),
                     (
                         config.get("speculative_config"),
@@ -412,10 +412,12 @@ class VllmServer:
         else all are computed again. Raises NotLive if the old version stays."""
         end = time.monotonic() + seconds
         await self.ask("etude_stage", str(version))
-        while any(worker["staging"] for worker in (status := await self.ask("etude_status"))):
+        status = await self.ask("etude_status")
+        while any(worker["staging"] for worker in status):
             if time.monotonic() > end:
                 raise NotLive(f"version {version} was not fetched within {seconds:g} s")
             await asyncio.sleep(_POLL)
+            status = await self.ask("etude_status")
         staged = min(int(worker["staged"]) for worker in status)
         if staged < 0:
             raise NotLive(f"the server does not find version {version} in the store")
@@ -439,16 +441,14 @@ class VllmServer:
 
 
 def _whole(answers: Sequence[Mapping[str, Any]]) -> tuple[int, str]:
-    """The version that all workers hold, and its digest, which is the sum of theirs. Raises NotLive if they hold another
-    sum, or several versions."""
+    """The version that all workers hold, and the sum of their digests, which is its digest. Raises NotLive for another
+    sum, and for several versions."""
     versions, published = {int(answer["version"]) for answer in answers}, {str(answer["digest"]) for answer in answers}
     if len(versions) != 1 or len(published) != 1:
         raise NotLive(f"its workers hold versions {', '.join(map(str, sorted(versions)))}")
     version, digest = versions.pop(), f"{sum(int(str(answer['share']), 16) for answer in answers) % 2**64:016x}"
     if {digest} != published:
-        raise NotLive(
-            f"the digest of the live tensors is {digest}, that of version {version} is {published.pop()}"
-        )
+        raise NotLive(f"the digest of the live tensors is {digest}, that of version {version} is {published.pop()}")
     return version, digest
 
 
