@@ -80,7 +80,7 @@ def test_an_engine_of_either_type_follows_versions_of_adapters_bit_for_bit(base,
             continue
         update = receiver.poll()
         assert update.before == {}, "an engine holds the base already"
-        receiver.swap(update, whole=version == 3)
+        receiver.swap(update)
         receiver.commit(update)
         assert (receiver.version, receiver.manifest) == (version, published)
         assert (

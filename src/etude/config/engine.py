@@ -141,8 +141,6 @@ class WeightSource(Section):
     relay: str | None = option(None, "URL of the cluster's relay, which is tried before the store")
     trainer_dtype: Literal["float32", "bfloat16"] = option("float32", "type that the store's trainer computes in")
     peers: tuple[str, ...] = option((), "URLs of servers that may repair this one's weights")
-    coordinator: str | None = option(None, "URL of the coordinator of this server's replica")
-    member: str = option("", "name of this server in its replica")
     public_key: Path | None = option(None, "serve only versions that this key has signed")
     accepted: Path | None = option(None, "file that remembers the newest signed version served")
 

@@ -187,7 +187,7 @@ def _wait_for_health(child: processes.Child, url: str, deadline: float, seconds:
 
 
 def engine_token() -> str:
-    """The API key of this process's engines: the environment's, which relays and coordinators take too, else a new key.
+    """The API key of this process's engines: the environment's, which relays take too, else a new key.
     Raises UserError."""
     return own_token() or new_token()
 

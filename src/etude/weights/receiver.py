@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from etude.errors import SwapUndone, UserError
+from etude.errors import UserError
 from etude.protocol import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import Store
@@ -44,8 +44,9 @@ BetweenSteps = Callable[[int, Callable[[], None]], object]
 """Calls a function between two steps of the engine, which goes on as the given version; returns afterwards."""
 
 
-class WeightsMismatch(SwapUndone):
-    """The live tensors did not take a version's values; they were restored and the old version goes on."""
+class WeightsMismatch(Exception):
+    """The live tensors did not take a version's values: they hold the version before, whole, with which the engine goes
+    on."""
 
 
 @dataclass(frozen=True)
