@@ -195,7 +195,7 @@ class FakeVllm:
                 return {"error": f"{url} has no version yet; feed it after the first one is published"}
             live = named_tensors(self.engine.model)
             self._worker = WorkerExtension()
-            self._worker._etude = Following((url, relay, public_key), self.engine.model, live, Receiver(store, live))
+            self._worker._etude = Following((url, relay, public_key), self.engine.model, Receiver(store, live))
         return {"version": self._worker._etude.receiver.version}
 
     async def _swap(self, version: str) -> dict[str, Any]:
