@@ -120,7 +120,7 @@ def _start_vllm(
         if config.trainer.router_replay:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # this runner returns experts
         if not inference.on_cpu:
-            env["CUDA_VISIBLE_DEVICES"] = _visible(inference.devices[number])
+            env["CUDA_VISIBLE_DEVICES"] = visible_devices(inference, number)
         log = logs / f"inference-{number}.log"
         words, python = vllm_arguments(config, port), vllm_python(inference)
         child = processes.start("inference server", words, log, env, holds=holds, python=python, reason=reason_of)
@@ -133,9 +133,15 @@ def _start_vllm(
     return urls
 
 
+def visible_devices(inference: InferenceConfig, number: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a server: a GPU for each of its workers. Raises UserError for one that this process does
+    not see."""
+    own = inference.devices[number * inference.workers : (number + 1) * inference.workers]
+    return ",".join(map(_visible, own))
+
+
 def _visible(device: str) -> str:
-    """The GPU of a server in CUDA_VISIBLE_DEVICES. The numbers of a configuration are those of the GPUs that this
-    process sees. Raises UserError for one that it does not see."""
+    """The GPU in CUDA_VISIBLE_DEVICES; the numbers of a configuration are those of the GPUs that this process sees."""
     number, seen = int(device.partition(":")[2] or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = None if seen is None else seen.split(",")
     if names is not None and number >= len(names):
