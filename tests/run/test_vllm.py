@@ -22,7 +22,7 @@ from etude.store import open_store
 from etude.weights.publisher import Publisher
 from tests.helpers.fake_vllm import fake_vllm
 from tests.helpers.faulty_link import linked
-from tests.helpers.vllm_server import on_vllm, serving
+from tests.helpers.vllm_server import TWO_WORKERS, on_vllm, serving
 from tests.run.test_run import CONFIG, ROOT, start, versions
 
 NANO = ROOT / "models/nano"
@@ -109,6 +109,20 @@ def test_a_run_on_vllm_outlives_the_killing_of_a_server(tmp_path, monkeypatch):
     checked(tmp_path, output, 3)
     assert engines
     assert not any(map(lives, engines)), "an engine has outlived its server"
+
+
+@on_vllm
+def test_a_run_on_a_vllm_of_two_workers(tmp_path, monkeypatch):
+    """Three steps, O = 1; each worker writes its slices of every version."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ON_CPU)]))
+    for name, value in {"TRITON_INTERPRET": "1", **TWO_WORKERS}.items():
+        monkeypatch.setenv(name, value)
+    args = '\ncache_mb = 1024\nargs = ["--enforce-eager", "--max-num-batched-tokens", "512", "-tp", "2"]\n'
+    options = ["--trainer.router_replay", "true", "--trainer.dtype", "bfloat16"]
+    process = start(tmp_path, *options, config=ASYNCHRONOUS + VLLM + args)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, output
+    checked(tmp_path, output, 3)
 
 
 @pytest.fixture(scope="module")
