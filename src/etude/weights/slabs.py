@@ -77,7 +77,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Sliced:
-    """What this process holds of a tensor, on one device and in one type."""
+    """The elements of a tensor that this process holds, on one device and in one type."""
 
     shape: tuple[int, ...]
     slabs: tuple[Slab, ...]

@@ -29,8 +29,8 @@ class Workers:
     group: Any = None
 
     def counted(self, watch: Callable[[], dict[str, Sliced]]) -> dict[str, Sliced]:
-        """What `watch` finds in this worker, each element counted by one worker that holds it. Raises UserError, on all
-        workers, if one cannot watch its loader, or if the workers together do not hold the tensors."""
+        """The slices that `watch` finds in this worker, each element counted by one worker that holds it. Raises
+        UserError, on all workers, if one cannot watch its loader, or if together they do not hold the tensors."""
         live, failure = dict[str, Sliced](), ""
         try:
             live = watch()
