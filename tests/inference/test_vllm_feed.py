@@ -133,7 +133,7 @@ def test_single_elements_are_written_wherever_the_loader_puts_them(tmp_path, mod
             update = receiver.poll()
             assert update is not None
             receiver.write(update)
-            shares.append(receiver.digest(update.staged.schema))
+            shares.append(receiver.digest(update.staged))
             receiver.commit(update)
         assert digest_text(sum(shares)) == manifest.digest
         for one in models:
@@ -322,6 +322,19 @@ def test_live_weights_that_are_not_the_manifests_are_an_error_and_the_old_ones_c
         assert_serves(vllm, made[0])
         assert server.update(1).digest == manifests[1].digest
     assert_serves(vllm, made[1])
+
+
+def test_a_copy_that_another_worker_counts_is_compared_too(store):
+    vllm = Vllm(store, 2)
+    _, made = publish(store, 2)
+    with answering(vllm.app()) as url:
+        server = Feeder(url)
+        server.update(0)
+        vllm.models[1].norm.data[0] += 1  # the next version does not write there
+        with pytest.raises(NotLive, match="norm has other values in one of several copies"):
+            server.update(1)
+        vllm.models[1].norm.data[0] = made[0]["norm"][0]
+        assert_serves(vllm, made[0])
 
 
 def test_a_worker_that_refuses_a_version_keeps_the_others_from_it(store, vllm, monkeypatch):

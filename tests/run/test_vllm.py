@@ -173,7 +173,7 @@ def test_versions_are_cut_where_vllm_stood_still(vllm, published):
             await client.bring(vllm, 0)
             server = VllmServer(client._http, vllm)
             await server.ask("etude_stage", "1")
-            while (await server.ask("etude_status"))["staging"]:
+            while (await server.ask("etude_status"))[0]["staging"]:
                 await asyncio.sleep(0.05)
 
             def count(n: int, ids: list[int]) -> None:
@@ -188,7 +188,8 @@ def test_versions_are_cut_where_vllm_stood_still(vllm, published):
             await server.send("POST", "/pause", mode="keep")
             await asyncio.sleep(3)  # what had been sampled arrives
             stood = list(came)
-            swapped = await server.ask("etude_swap", "1")
+            (swapped,) = await server.ask("etude_swap", "1")
+            await server.ask("etude_commit")
             await server._resume(1, keep=True)
             return stood, swapped, await asyncio.gather(*running)
 
@@ -197,7 +198,7 @@ def test_versions_are_cut_where_vllm_stood_still(vllm, published):
     assert [answer.versions for answer in answers] == [[0] * n + [1] * (TOKENS - n) for n in stood]
     assert [answer.finish_reason for answer in answers] == ["length"] * 8
     assert all(answer.routes.end == 50 + TOKENS - 1 for answer in answers)
-    assert swapped["digest"] == digests[1]
+    assert swapped["digest"] == swapped["share"] == digests[1]
 
 
 @on_vllm

@@ -91,7 +91,8 @@ class LiveTensors:
                 yield self.ready(ElementChange(spec, slab, positions, positions, values))
             else:
                 inside, places = slab.locate(positions)
-                yield self.ready(ElementChange(spec, slab, positions[inside], places, values[inside]))
+                if places.size:
+                    yield self.ready(ElementChange(spec, slab, positions[inside], places, values[inside]))
 
     def ready(self, change: ElementChange) -> ElementChange:
         """The change with its lists on the device."""
@@ -143,11 +144,17 @@ class LiveTensors:
             if (held - right) % 2**64:
                 yield spec.name
 
-    def digest(self, schema: Schema) -> int:
+    def digest(self, content: Content) -> int:
         """The digest of the elements that this process counts, modulo 2^64. Raises ValueError for bits that no
-        published version can have."""
-        slabs = ((spec, slab) for spec in schema.tensors for slab in self.slices[spec.name].slabs)
-        return sum(slab.digest(spec) for spec, slab in slabs if slab.counted) % 2**64
+        published version can have, and for elements that another process counts and that differ from the content."""
+        total, tensors = 0, content.tensors()
+        for spec in content.schema.tensors:
+            for slab in self.slices[spec.name].slabs:
+                if slab.counted:
+                    total += slab.digest(spec)
+                elif slab.digest(spec) != slab.digest(spec, slab.of(tensors[spec.name])):
+                    raise ValueError(f"{spec.name} has other values in one of several copies")
+        return total % 2**64
 
     def digest_run(self, spec: Spec, start: int, stop: int) -> int:
         """The digest of consecutive elements of a whole tensor. Raises ValueError for bits that no published version
@@ -225,9 +232,9 @@ class Receiver:
         return self._held.schema.types
 
     @property
-    def held(self) -> tuple[PolicyVersion, Schema] | None:
-        """The manifest of the held version, and the schema of the tensors that an engine of it computes with."""
-        return None if self._held is None or self.manifest is None else (self.manifest, self._held.schema)
+    def held(self) -> tuple[PolicyVersion, Content] | None:
+        """The manifest of the held version, and the bits that an engine of it computes with."""
+        return None if self._held is None or self.manifest is None else (self.manifest, self._held)
 
     def behind(self) -> bool:
         """Whether there may be a newer version, by one look-up."""
@@ -309,10 +316,10 @@ class Receiver:
         if wrong:
             self._refuse(update, f"{wrong[0]} does not hold the written values")
 
-    def digest(self, schema: Schema) -> int:
+    def digest(self, content: Content) -> int:
         """The digest of the live elements that this process counts, modulo 2^64. Raises ValueError for values that no
-        version with this schema can have."""
-        return self._live.digest(schema)
+        version can have, and for those that another process counts if they are not the content's."""
+        return self._live.digest(content)
 
     def swap(self, update: WeightUpdate) -> None:
         """`write`, and the digest of all live tensors if whole tensors were written. Raises WeightsMismatch and
@@ -517,7 +524,7 @@ def _check_fit(version: int, published: Schema, live: Tensors) -> None:
 def _difference(live: LiveTensors, update: WeightUpdate) -> str | None:
     """The first difference between the live tensors and the update; None without one."""
     try:
-        actual = digest_text(live.digest(update.staged.schema))
+        actual = digest_text(live.digest(update.staged))
     except ValueError as e:
         return str(e)
     if actual == update.manifest.live:

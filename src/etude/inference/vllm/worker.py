@@ -31,10 +31,10 @@ from etude.records import PolicyVersion
 from etude.store import Store, open_store
 from etude.weights import Trust, newest_manifest, read_public_key
 from etude.weights.adapters import base_schema
+from etude.weights.content import Content
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
 from etude.weights.slabs import Sliced
-from etude.weights.ulpd import Schema
 
 Answer = dict[str, Any]
 MOVED = "this server loaded its weights anew behind etude's back; start it again"
@@ -70,11 +70,11 @@ class Following:
             self.error = f"{type(e).__name__}: {e}"
             raise
 
-    def digest(self, manifest: PolicyVersion, schema: Schema) -> Answer:
+    def digest(self, manifest: PolicyVersion, content: Content) -> Answer:
         """The version in the model's memory, the digest of its manifest, and the share of this worker in the digest of
         that memory: those of all workers add up to it."""
         try:
-            share = self.receiver.digest(schema)
+            share = self.receiver.digest(content)
         except ValueError as e:
             return {"error": str(e)}
         return {"version": manifest.version, "digest": manifest.live, "share": f"{share:016x}"}
@@ -132,7 +132,7 @@ class WorkerExtension:
         except (WeightsMismatch, ValueError) as e:
             return {"error": str(e)}
         following.written = update
-        return following.digest(update.manifest, update.staged.schema)
+        return following.digest(update.manifest, update.staged)
 
     def etude_commit(self) -> Answer:
         """Keeps a version that was written."""
@@ -157,7 +157,7 @@ class WorkerExtension:
         if following.moved():
             return {"error": MOVED}
         if written is not None:
-            return following.digest(written.manifest, written.staged.schema)
+            return following.digest(written.manifest, written.staged)
         if (held := following.receiver.held) is None:
             return {"error": "this server holds no version yet"}
         return following.digest(*held)
@@ -176,7 +176,7 @@ def _follow(worker: Any, source: tuple[str, str, str]) -> Following:
     live = workers.counted(lambda: _watched(worker, model, store))
     beginning = whole_tensors(workers, live)
     trust = Trust(read_public_key(Path(public_key)) if public_key else None)
-    payloads = PayloadSource(store, relay or None, trust, lambda: beginning)
+    payloads = PayloadSource(store, relay or None, trust, (lambda: beginning) if beginning else None)
     return Following(source, model, Receiver(store, live, payloads), beginning)
 
 
