@@ -261,6 +261,12 @@ def vllm(store, request):
     return Vllm(store, request.param)
 
 
+@pytest.fixture
+def two(store):
+    """A server of two workers."""
+    return Vllm(store, 2)
+
+
 def publish(store, count: int, of_folder: bool = False):
     """Manifests and tensors of versions 0 to count - 1; `of_folder`: the first is what a server loads."""
     publisher, made, manifests = Publisher(store, of_folder=of_folder), [checkpoint(1 if of_folder else 2)], []
@@ -290,17 +296,17 @@ def test_feed_brings_a_server_to_the_newest_version(store, vllm, of_folder):
     assert (vllm.paused, vllm.weight_version) == (False, "2")
 
 
-def test_staging_touches_no_live_weight_and_needs_no_pause(store, vllm):
+def test_staging_touches_no_live_weight_and_needs_no_pause(store, two):
     publish(store, 1)
-    with answering(vllm.app()) as url:
+    with answering(two.app()) as url:
         server = Feeder(url)
         server.ask("etude_stage", "0")
         end = time.monotonic() + 30
         while any(worker["staging"] for worker in server.ask("etude_status")):
             assert time.monotonic() < end
         assert {worker["staged"] for worker in server.ask("etude_status")} == {0}
-    assert_serves(vllm, checkpoint(1))
-    assert "pause" not in vllm.calls
+    assert_serves(two, checkpoint(1))
+    assert "pause" not in two.calls
 
 
 def test_live_weights_that_are_not_the_manifests_are_an_error_and_the_old_ones_come_back(store, vllm):
@@ -324,23 +330,22 @@ def test_live_weights_that_are_not_the_manifests_are_an_error_and_the_old_ones_c
     assert_serves(vllm, made[1])
 
 
-def test_a_copy_that_another_worker_counts_is_compared_too(store):
-    vllm = Vllm(store, 2)
+def test_a_copy_that_another_worker_counts_is_compared_too(store, two):
     _, made = publish(store, 2)
-    with answering(vllm.app()) as url:
+    with answering(two.app()) as url:
         server = Feeder(url)
         server.update(0)
-        vllm.models[1].norm.data[0] += 1  # the next version does not write there
+        two.models[1].norm.data[0] += 1  # the next version does not write there
         with pytest.raises(NotLive, match="norm has other values in one of several copies"):
             server.update(1)
-        vllm.models[1].norm.data[0] = made[0]["norm"][0]
-        assert_serves(vllm, made[0])
+        two.models[1].norm.data[0] = made[0]["norm"][0]
+        assert_serves(two, made[0])
 
 
-def test_a_worker_that_refuses_a_version_keeps_the_others_from_it(store, vllm, monkeypatch):
+def test_a_worker_that_refuses_a_version_keeps_the_others_from_it(store, two, monkeypatch):
     manifests, made = publish(store, 2)
-    last = vllm.workers[-1]._etude.receiver
-    with answering(vllm.app()) as url:
+    last = two.workers[-1]._etude.receiver
+    with answering(two.app()) as url:
         server = Feeder(url)
         server.update(0)
 
@@ -350,30 +355,30 @@ def test_a_worker_that_refuses_a_version_keeps_the_others_from_it(store, vllm, m
         monkeypatch.setattr(last, "write", refuse)
         with pytest.raises(NotLive, match="words does not hold the written values"):
             server.update(1)
-        assert_serves(vllm, made[0])
-        assert (vllm.paused, vllm.weight_version) == (False, "0")
+        assert_serves(two, made[0])
+        assert (two.paused, two.weight_version) == (False, "0")
         monkeypatch.undo()
         assert server.update(1).digest == manifests[1].digest
-    assert_serves(vllm, made[1])
+    assert_serves(two, made[1])
 
 
-def test_a_worker_that_cannot_read_a_version_keeps_the_others_from_it(store, vllm, monkeypatch):
+def test_a_worker_that_cannot_read_a_version_keeps_the_others_from_it(store, two, monkeypatch):
     _, made = publish(store, 2)
-    with answering(vllm.app()) as url:
+    with answering(two.app()) as url:
         server = Feeder(url)
         server.update(0)
 
         def lost(limit):
             raise DamagedVersion("version 1: its payload is gone")
 
-        monkeypatch.setattr(vllm.workers[-1]._etude.receiver, "poll", lost)
+        monkeypatch.setattr(two.workers[-1]._etude.receiver, "poll", lost)
         with pytest.raises(NotLive, match="version 1: its payload is gone"):
             server.update(1)
-        assert_serves(vllm, made[0])
-        assert vllm.calls.count("pause") == 1
+        assert_serves(two, made[0])
+        assert two.calls.count("pause") == 1
         monkeypatch.undo()
         server.update(1)
-    assert_serves(vllm, made[1])
+    assert_serves(two, made[1])
 
 
 @pytest.mark.parametrize("cut", ["before the swap", "swapped", "half swapped", "committed"])
@@ -402,39 +407,39 @@ def test_a_swap_that_was_cut_off_is_settled(store, vllm, cut):
     assert_serves(vllm, made[1])
 
 
-def test_a_server_that_holds_a_mixture_stays_paused(store, vllm):
+def test_a_server_that_holds_a_mixture_stays_paused(store, two):
     publish(store, 1)
-    with answering(vllm.app()) as url:
+    with answering(two.app()) as url:
         server = Feeder(url)
         server.update(0)
-        vllm.models[0].norm.data[0] += 1
-        vllm.paused = True
+        two.models[0].norm.data[0] += 1
+        two.paused = True
         with pytest.raises(
             UserError, match=r"cannot follow .*: the digest of the live tensors is .*; start this server again"
         ):
             server.follow(store.url)
-    assert vllm.paused
+    assert two.paused
 
 
-def test_a_damaged_version_leaves_the_server_where_it_is(store, vllm):
+def test_a_damaged_version_leaves_the_server_where_it_is(store, two):
     manifests, _ = publish(store, 1)
     key = manifests[0].payload[0].key
     store.put(key, store.get(key)[:-1])
-    with answering(vllm.app()) as url:
+    with answering(two.app()) as url:
         with pytest.raises(NotLive, match="version 0: its payload"):
             Feeder(url).update(0)
         with pytest.raises(UserError, match="stays at version -1: version 0"):
             feed(url, store, once=True, deadline=0.0)
-    assert "pause" not in vllm.calls
+    assert "pause" not in two.calls
 
 
-def test_a_server_that_loaded_its_weights_anew_is_not_written_to(store, vllm):
+def test_a_server_that_loaded_its_weights_anew_is_not_written_to(store, two):
     publish(store, 1)
-    with answering(vllm.app()) as url:
-        vllm.models[-1].qkv = torch.nn.Parameter(vllm.models[-1].qkv.data.clone(), False)
+    with answering(two.app()) as url:
+        two.models[-1].qkv = torch.nn.Parameter(two.models[-1].qkv.data.clone(), False)
         with pytest.raises(NotLive, match="loaded its weights anew"):
             Feeder(url).update(0)
-    assert not vllm.paused
+    assert not two.paused
 
 
 def test_a_server_that_follows_another_store_says_so(store):
