@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.inference.vllm.workers import Workers, whole_tensors
-from etude.weights.slabs import Sliced, counted, joined, patterns, slab_of, whole
+from etude.weights.slabs import counted, joined, patterns, slab_of, whole
 from etude.weights.ulpd.chunk_grid import schema_of
 from etude.weights.ulpd.digest import digest_part, weights_digest
 from tests.helpers.forked_ranks import run
-from tests.helpers.small_tensors import tensors
+from tests.helpers.small_tensors import sliced, tensors
 
 
 @st.composite
@@ -72,12 +72,6 @@ def test_the_digests_of_single_elements_add_up_to_a_slabs(case):
     slab.memory.copy_(slab.of(values))
     each = [digest_part(spec, values.view(-1)[i : i + 1], i) for i in view.flatten().tolist()]
     assert slab.digest(spec) % 2**64 == sum(each) % 2**64
-
-
-def sliced(tensor: torch.Tensor, dim: int, part: int, parts: int) -> Sliced:
-    """A tensor of which this process holds one part, in memory of its own."""
-    slab = slab_of(torch.empty_like(tensor).chunk(parts, dim)[part], tensor.chunk(parts, dim)[part].clone())
-    return Sliced(tuple(tensor.shape), (slab,), tensor.dtype, tensor.device)
 
 
 def test_pieces_that_follow_each_other_are_one():
