@@ -20,10 +20,6 @@ USERS_FAULTS = (Exception, SystemExit)
 """Exceptions of users' Python that become a sentence: sys.exit there would end etude without one."""
 
 
-class SwapUndone(Exception):
-    """New weights were not taken: the live tensors hold the version before, whole, and the engine goes on with it."""
-
-
 def first_line(error: object) -> str:
     """The first line of an error's message, or its class."""
     return str(error).strip().partition("\n")[0].rstrip() or type(error).__name__

@@ -83,7 +83,10 @@ class FakeVllm:
             "logprobs_mode": "processed_logprobs",
         }  # fmt: skip
         worker = "etude.inference.vllm.worker.WorkerExtension"
-        parallel = {"world_size": 1, "worker_extension_cls": worker}
+        parallel = {
+            "pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1,
+            "enable_expert_parallel": False, "tensor_parallel_size": 1, "worker_extension_cls": worker,
+        }  # fmt: skip
         config: dict[str, Any] = {"model_config": model, "parallel_config": parallel, "speculative_config": None}
         for name, values in self.configuration.items():
             config[name] = values if config[name] is None else config[name] | values
@@ -200,7 +203,7 @@ class FakeVllm:
                 return {"error": f"{url} has no version yet; feed it after the first one is published"}
             live = named_tensors(self.engine.model)
             self._worker = WorkerExtension()
-            self._worker._etude = Following((url, relay, public_key), self.engine.model, live, Receiver(store, live))
+            self._worker._etude = Following((url, relay, public_key), self.engine.model, Receiver(store, live))
         return {"version": self._worker._etude.receiver.version}
 
     async def _swap(self, version: str) -> dict[str, Any]:

@@ -21,7 +21,8 @@ class Feeder:
 
         return asyncio.run(ask())
 
-    def ask(self, method: str, *arguments: str) -> dict[str, Any]:
+    def ask(self, method: str, *arguments: str) -> list[dict[str, Any]]:
+        """The answers of the workers."""
         return self._do("ask", method, *arguments)
 
     def send(self, verb: str, path: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import torch
 
+from etude.weights.slabs import Sliced, slab_of
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -28,3 +30,9 @@ def widened(of: Tensors) -> Tensors:
 
 def copies(of: Tensors) -> Tensors:
     return {name: t.clone() for name, t in of.items()}
+
+
+def sliced(tensor: torch.Tensor, dim: int, part: int, parts: int) -> Sliced:
+    """A tensor of which this process holds one part, in memory of its own."""
+    slab = slab_of(torch.empty_like(tensor).chunk(parts, dim)[part], tensor.chunk(parts, dim)[part].clone())
+    return Sliced(tuple(tensor.shape), (slab,), tensor.dtype, tensor.device)

@@ -1,20 +1,34 @@
-"""A model that keeps its weights as vLLM does, stacked, with a loader that knows where they go."""
+"""A model that keeps its weights as vLLM does, stacked, with a loader that knows where they go.
+
+With several workers it is one of them, as tensor parallelism divides a model: rows of the padded vocabulary, heads of
+queries, all heads of keys and values (there are fewer heads than workers), rows of gates and ups, columns of the
+outputs and of what goes down; the norm is on all.
+"""
 
 from collections.abc import Iterable, Iterator
 
 import torch
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
-PARTS = {"q": slice(0, 6), "k": slice(6, 9), "v": slice(9, 12)}
+HEADS = {"q": 6, "k": 3, "v": 3}
 EXPERTS, INNER, WIDTH, WORDS, PADDED = 3, 4, 6, 10, 16
 
 
 class Stacked(torch.nn.Module):
     """`load_weights` takes the names of a checkpoint, one expert at a time or all in one tensor."""
 
-    def __init__(self, seed: int | None = None):
+    def __init__(self, seed: int | None = None, rank: int = 0, count: int = 1):
         super().__init__()
-        shapes = {"words": (PADDED, WIDTH), "qkv": (12, WIDTH), "w13": (EXPERTS, 2 * INNER, WIDTH), "norm": (WIDTH,)}
+        self.rank, self.count = rank, count
+        queries, inner = HEADS["q"] // count, INNER // count
+        shapes = {
+            "words": (PADDED // count, WIDTH),
+            "qkv": (queries + HEADS["k"] + HEADS["v"], WIDTH),
+            "o": (WIDTH, queries),
+            "w13": (EXPERTS, 2 * inner, WIDTH),
+            "w2": (EXPERTS, WIDTH, inner),
+            "norm": (WIDTH,),
+        }
         for name, shape in shapes.items():
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), False))
         if seed is not None:
@@ -28,20 +42,38 @@ class Stacked(torch.nn.Module):
             loaded.add(name)
         return loaded
 
+    def _own(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This worker's slice."""
+        return tensor.chunk(self.count, dim)[self.rank]
+
     def _places(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         kind, _, rest = name.partition(".")
+        inner, queries = INNER // self.count, HEADS["q"] // self.count
         if kind == "experts" and rest == "gate_up":
             for e in range(EXPERTS):
                 for half, part in enumerate(tensor[e].chunk(2)):
-                    yield self.w13.data[e, half * INNER : (half + 1) * INNER], part
+                    yield self.w13.data[e, half * inner : (half + 1) * inner], self._own(part, 0)
+        elif kind == "experts" and rest == "down":
+            for e in range(EXPERTS):
+                yield self.w2.data[e], self._own(tensor[e], 1)
         elif kind == "experts":
             number, _, which = rest.partition(".")
-            start = 0 if which == "gate" else INNER
-            yield self.w13.data[int(number), start : start + INNER], tensor
-        elif kind in PARTS:
-            yield self.qkv.data[PARTS[kind]], tensor
+            if which == "down":
+                yield self.w2.data[int(number)], self._own(tensor, 1)
+            else:
+                start = 0 if which == "gate" else inner
+                yield self.w13.data[int(number), start : start + inner], self._own(tensor, 0)
+        elif kind == "q":
+            yield self.qkv.data[:queries], self._own(tensor, 0)
+        elif kind in ("k", "v"):
+            start = queries + (HEADS["k"] if kind == "v" else 0)
+            yield self.qkv.data[start : start + HEADS[kind]], tensor
+        elif kind == "o":
+            yield self.o.data, self._own(tensor, 1)
         elif kind == "words":
-            yield self.words.data[: tensor.shape[0]], tensor
+            size = PADDED // self.count
+            own = tensor[self.rank * size : (self.rank + 1) * size]
+            yield self.words.data[: own.shape[0]], own
         elif kind == "norm":
             yield self.norm.data, tensor
         else:
@@ -54,7 +86,9 @@ def checkpoint(seed: int) -> dict[str, torch.Tensor]:
     shapes = {
         "words": (WORDS, WIDTH),
         "experts.gate_up": (EXPERTS, 2 * INNER, WIDTH),
-        **{name: (part.stop - part.start, WIDTH) for name, part in PARTS.items()},
+        "experts.down": (EXPERTS, WIDTH, INNER),
+        **{name: (rows, WIDTH) for name, rows in HEADS.items()},
+        "o": (WIDTH, HEADS["q"]),
         "norm": (WIDTH,),
     }
     return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
@@ -63,7 +97,8 @@ def checkpoint(seed: int) -> dict[str, torch.Tensor]:
 def files(seed: int) -> dict[str, torch.Tensor]:
     """The same as a folder holds it: one tensor per expert and half."""
     tensors = checkpoint(seed)
-    stacked = tensors.pop("experts.gate_up")
+    stacked, down = tensors.pop("experts.gate_up"), tensors.pop("experts.down")
     for e in range(EXPERTS):
         tensors[f"experts.{e}.gate"], tensors[f"experts.{e}.up"] = (part.clone() for part in stacked[e].chunk(2))
+        tensors[f"experts.{e}.down"] = down[e].clone()
     return tensors

@@ -16,6 +16,8 @@ import etude
 
 PYTHON = os.environ.get("ETUDE_VLLM_PYTHON")
 MODEL = Path("models/nano").absolute()
+TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+"""For --tensor-parallel-size 2: vLLM finds cores by itself only for one worker per NUMA node."""
 START_SECONDS = float(os.environ.get("ETUDE_VLLM_START_SECONDS", "900"))
 
 needs_vllm = [

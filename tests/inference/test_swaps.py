@@ -18,7 +18,6 @@ import torch
 
 from etude import processes
 from etude.config import ServerConfig, WeightSource
-from etude.errors import SwapUndone
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
 from etude.inference.server.weights import WeightWatcher
@@ -29,7 +28,7 @@ from etude.records import Generation
 from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
 from etude.weights.publisher import Publisher
-from etude.weights.receiver import LiveTensors, materialise
+from etude.weights.receiver import LiveTensors, WeightsMismatch, materialise
 from tests.inference.test_engine import TOLERANCE, model_of, prompt, score
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
@@ -145,9 +144,9 @@ def test_rot_is_repaired_while_the_engine_stands_still(versions):
 
 def test_swaps_that_are_undone_do_not_end_the_engine():
     engine = Engine(model_of())
-    future = engine.swap(1, lambda: (_ for _ in ()).throw(SwapUndone("the old ones are back")))
+    future = engine.swap(1, lambda: (_ for _ in ()).throw(WeightsMismatch("the old ones are back")))
     engine.step()
-    with pytest.raises(SwapUndone, match="the old ones are back"):
+    with pytest.raises(WeightsMismatch, match="the old ones are back"):
         future.result(0)
     assert engine.version == 0
 

@@ -14,8 +14,9 @@ from etude.models.loading import load_model, named_tensors
 from etude.store import open_store
 from etude.weights.export import export
 from etude.weights.publisher import Publisher
+from etude.weights.ulpd import digest_text
 from tests.helpers.feeder import Feeder
-from tests.helpers.vllm_server import MODEL, needs_vllm, serving
+from tests.helpers.vllm_server import MODEL, TWO_WORKERS, needs_vllm, serving
 
 PROMPTS = ("def add(a, b):\n    return", "import os\n\n\nclass", "for i in range(")
 OPTIONS = "--dtype bfloat16 --max-model-len 512 --max-num-seqs 4 --max-num-batched-tokens 512"
@@ -23,10 +24,11 @@ OPTIONS = "--dtype bfloat16 --max-model-len 512 --max-num-seqs 4 --max-num-batch
 pytestmark = needs_vllm
 
 
-def follower(model: Path, log: Path) -> AbstractContextManager[str]:
+def follower(model: Path, log: Path, workers: int = 1) -> AbstractContextManager[str]:
     """The URL of a vLLM server of `model` with etude's worker class."""
-    worker = "--worker-extension-cls", "etude.inference.vllm.worker.WorkerExtension"
-    return serving(model, log, *OPTIONS.split(), *worker, VLLM_SERVER_DEV_MODE="1")
+    options = [*OPTIONS.split(), "--worker-extension-cls", "etude.inference.vllm.worker.WorkerExtension"]
+    options += ["--tensor-parallel-size", str(workers)]
+    return serving(model, log, *options, VLLM_SERVER_DEV_MODE="1", **(TWO_WORKERS if workers == 2 else {}))
 
 
 def completed(url: str, prompt: str, tokens: int) -> tuple[str, list[float]]:
@@ -60,7 +62,8 @@ def step(tensors: dict[str, torch.Tensor]) -> None:
         tensor.mul_(torch.where(torch.rand(tensor.shape) < 0.05, 1.02, 1.0).to(tensor.dtype))
 
 
-def test_vllm_serves_what_a_fresh_server_of_the_version_would(tmp_path, capsys):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_vllm_serves_what_a_fresh_server_of_the_version_would(tmp_path, capsys, workers):
     torch.manual_seed(0)
     store, tensors = open_store(str(tmp_path / "weights")), named_tensors(load_model(MODEL, dtype=torch.bfloat16))
     publisher = Publisher(store)
@@ -70,7 +73,7 @@ def test_vllm_serves_what_a_fresh_server_of_the_version_would(tmp_path, capsys):
         return publisher.publish(version, tensors, (), {}, last=version == 3).digest
 
     digests = [publish(0)]
-    with follower(MODEL, tmp_path / "followed.log") as url:
+    with follower(MODEL, tmp_path / "followed.log", workers) as url:
         server = Feeder(url)
         assert server.follow(store.url) == -1
         base = [completed(url, prompt, 24) for prompt in PROMPTS]
@@ -91,11 +94,13 @@ def test_vllm_serves_what_a_fresh_server_of_the_version_would(tmp_path, capsys):
             main.main(["weights", "feed", str(tmp_path / "weights"), "--vllm", url, "--once"])
         assert stop.value.code == 0
         assert f"version 3 is live, digest {digests[3]}" in capsys.readouterr().out
-        assert server.ask("etude_digest") == {"version": 3, "digest": digests[3]}
+        shares = server.ask("etude_digest")
+        assert [(share["version"], share["digest"]) for share in shares] == [(3, digests[3])] * workers
+        assert digest_text(sum(int(share["share"], 16) for share in shares)) == digests[3]
         assert server.send("GET", "/weight_info") == {"weight_version": "3"}
         followed = [completed(url, prompt, 24) for prompt in PROMPTS]
     assert [logprobs for _, logprobs in followed] != [logprobs for _, logprobs in base], "an update must change bits"
     export(store, 3, MODEL, tmp_path / "v3")
-    with follower(tmp_path / "v3", tmp_path / "fresh.log") as url:
+    with follower(tmp_path / "v3", tmp_path / "fresh.log", workers) as url:
         fresh = [completed(url, prompt, 24) for prompt in PROMPTS]
     assert followed == fresh  # one request at a time, the same kernels and the same bits: nothing may differ

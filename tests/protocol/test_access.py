@@ -154,21 +154,17 @@ def test_beyond_loopback_a_token_is_needed(host: str) -> None:
     open_listener("localhost", 0, Access()).close()
 
 
-@pytest.mark.parametrize(("module", "flags"), [
-    ("relay", ["--host", "0.0.0.0"]), ("coordinator", ["--host", "0.0.0.0"]), ("coordinator", []),
-    ("relay", ["--host", "no.such.host.invalid"]), ("relay", ["--port", "99999"]),
-])  # fmt: skip
-def test_the_small_servers_end_with_one_sentence(module: str, flags: list[str], tmp_path: Path) -> None:
-    own = ["--store", str(tmp_path)] if module == "relay" else ["--members", "1"]
-    argv = [f"etude.weights.{module}", *own, *flags]
-    child = processes.start(module, argv, tmp_path / "log", {TOKEN_VARIABLE: ""})
+@pytest.mark.parametrize("flags", [["--host", "0.0.0.0"], ["--host", "no.such.host.invalid"], ["--port", "99999"]])
+def test_a_relay_that_cannot_listen_ends_with_one_sentence(flags: list[str], tmp_path: Path) -> None:
+    argv = ["etude.weights.relay", "--store", str(tmp_path), *flags]
+    child = processes.start("relay", argv, tmp_path / "log", {TOKEN_VARIABLE: ""})
     try:
         assert child.popen.wait(60) == 2
     finally:
         child.stop(0)
     lines = child.log.read_text().splitlines()
     assert len(lines) == 1
-    said = ("--host 0.0.0.0 lets other machines in", "cannot listen on", "any process of this machine could ask")
+    said = ("--host 0.0.0.0 lets other machines in", "cannot listen on")
     assert lines[0].removeprefix("etude: ").startswith(said)
 
 

@@ -168,22 +168,6 @@ def relay(folder: Path) -> Iterator[FuzzTarget]:
 
 
 @contextmanager
-def coordinator(folder: Path) -> Iterator[FuzzTarget]:
-    vote = {"member": "a", "ok": True, "version": 3, "ticket": None, "why": ""}
-    routes = (
-        ApiRoute("POST", "/ready", vote),
-        ApiRoute("POST", "/ready", vote | {"ok": False}),
-        ApiRoute("GET", "/health"),
-        ApiRoute("POST", "/applied", vote | {"ticket": 0}),
-        ApiRoute("POST", "/applied", vote | {"ticket": 7, "ok": False}),
-    )
-    key = f"Authorization: Bearer {TOKEN}".encode()
-    with small(folder, "coordinator", "etude.weights.coordinator", "--members", "2", token=TOKEN) as (port, pid):
-        honest = request("GET", "/health", None, key)
-        yield FuzzTarget("coordinator", port, pid, routes, honest, lambda body: answered(body)["members"] == 2, (key,))
-
-
-@contextmanager
 def gateway(folder: Path) -> Iterator[FuzzTarget]:
     """Before a server that answers all chats alike, so that what is refused is refused by the gateway."""
     with process(folder, "stub", "benchmarks.live_stub", "stub") as upstream:
@@ -273,7 +257,7 @@ def endpoint(folder: Path) -> Iterator[FuzzTarget]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("started", [engine, relay, coordinator, endpoint, gateway])
+@pytest.mark.parametrize("started", [engine, relay, endpoint, gateway])
 def test_a_server_under_fuzz(
     started: Callable[[Path], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,35 @@ def test_vllm_takes_its_share_of_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
+    "args", [["-tp", "2"], ["--tensor-parallel-size=2"], ["--enforce-eager", "--tensor_parallel_size", "2"]]
+)
+def test_each_worker_of_vllm_has_a_gpu(monkeypatch: pytest.MonkeyPatch, args: list[str]) -> None:
+    run = config(inference={"engine": "vllm", "device": "cuda:1", "servers": 2, "args": args})
+    assert (run.inference.workers, run.inference.count) == (2, 2)
+    assert run.inference.devices == ("cuda:1", "cuda:2", "cuda:3", "cuda:4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
+    assert [engines.visible_devices(run.inference, number) for number in range(2)] == ["6,5", "4,3"]
+    with pytest.raises(UserError, match="needs cuda:5, and CUDA_VISIBLE_DEVICES"):
+        engines.visible_devices(config(inference=run.inference.model_dump() | {"servers": 3}).inference, 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["-pp", "2"], "args has -pp: servers with pipeline parallelism are not updated, use --tensor-parallel-size"),
+        (["--data-parallel-size=2"], "servers with data parallelism are not updated"),
+        (["-tp", "2", "--decode_context_parallel_size", "2"], "servers with context parallelism are not updated"),
+        (["-tp", "2", "--enable-expert-parallel"], "servers with expert parallelism are not updated"),
+        (["-tp", "two"], "args has --tensor-parallel-size without a number of workers"),
+        (["-tp"], "args has --tensor-parallel-size without a number of workers"),
+    ],
+)
+def test_workers_that_are_not_updated_are_refused_by_name(args: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        config(inference={"engine": "vllm", "args": args})
+
+
+@pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"gpu_memory_utilization": 0.5}, 'with device = "cpu", cache_mb sets'),

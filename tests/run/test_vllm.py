@@ -25,7 +25,7 @@ from etude.store import open_store
 from etude.weights.publisher import Publisher
 from tests.helpers.fake_vllm import fake_vllm
 from tests.helpers.faulty_link import linked
-from tests.helpers.vllm_server import on_vllm, serving
+from tests.helpers.vllm_server import TWO_WORKERS, on_vllm, serving
 from tests.run.test_run import CONFIG, ROOT, start, versions
 
 NANO = ROOT / "models/nano"
@@ -114,6 +114,20 @@ def test_a_run_on_vllm_outlives_the_killing_of_a_server(tmp_path, monkeypatch):
     assert not any(map(lives, engines)), "an engine has outlived its server"
 
 
+@on_vllm
+def test_a_run_on_a_vllm_of_two_workers(tmp_path, monkeypatch):
+    """Three steps, O = 1; each worker writes its slices of every version."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ON_CPU)]))
+    for name, value in {"TRITON_INTERPRET": "1", **TWO_WORKERS}.items():
+        monkeypatch.setenv(name, value)
+    args = '\ncache_mb = 1024\nargs = ["--enforce-eager", "--max-num-batched-tokens", "512", "-tp", "2"]\n'
+    options = ["--trainer.router_replay", "true", "--trainer.dtype", "bfloat16"]
+    process = start(tmp_path, *options, config=ASYNCHRONOUS + VLLM + args)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, output
+    checked(tmp_path, output, 3)
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """A store of two versions, and their digests."""
@@ -170,7 +184,7 @@ def test_versions_are_cut_where_vllm_stood_still(vllm, published, monkeypatch):
             await client.bring(vllm, 0)
             server = VllmServer(client._http, vllm)
             await server.ask("etude_stage", "1")
-            while (await server.ask("etude_status"))["staging"]:
+            while (await server.ask("etude_status"))[0]["staging"]:
                 await asyncio.sleep(0.05)
 
             requests = [msgspec.structs.replace(request(n), part_seconds=0.0) for n in range(8)]
@@ -183,7 +197,8 @@ def test_versions_are_cut_where_vllm_stood_still(vllm, published, monkeypatch):
             await server.send("POST", "/pause", mode="keep")
             await asyncio.sleep(3)  # what had been sampled arrives
             stood = list(came)
-            swapped = await server.ask("etude_swap", "1")
+            (swapped,) = await server.ask("etude_swap", "1")
+            await server.ask("etude_commit")
             await server._resume(1, keep=True)
             return stood, swapped, await asyncio.gather(*running)
 
@@ -192,7 +207,7 @@ def test_versions_are_cut_where_vllm_stood_still(vllm, published, monkeypatch):
     assert [answer.versions for answer in answers] == [[0] * n + [1] * (TOKENS - n) for n in stood]
     assert [answer.finish_reason for answer in answers] == ["length"] * 8
     assert all(answer.routes.end == 50 + TOKENS - 1 for answer in answers)
-    assert swapped["digest"] == digests[1]
+    assert swapped["digest"] == swapped["share"] == digests[1]
 
 
 @on_vllm

@@ -176,6 +176,11 @@ def test_engines_of_others_take_a_share_or_nothing(tmp_path):
     assert int(name.split()[-2].replace(",", "")) == pytest.approx(tokens, rel=0.01)
     assert "driver and libraries of 2 processes" in told
     assert "driver and libraries of 1 process" in terms(**vllm | {"device": "cuda:1"}, servers=2)
+    ((two, _),) = (
+        (n, b) for n, b in terms(**vllm, args=["-tp", "2"], gpu_memory_utilization=0.35).items() if "35%" in n
+    )
+    shared = (0.35 * 80 * GIB - BILLIONS["Qwen3-4B"]) / (36 * 8 * 128 * 2)  # half of the weights and of the heads
+    assert int(two.split()[-2].replace(",", "")) == pytest.approx(shared, rel=0.01)
     with pytest.raises(UserError, match=r"= 0.09 is 7.2 GB of cuda:0: beside 7.5 GB of weights, not one context of"):
         terms(**vllm, gpu_memory_utilization=0.09)
     elsewhere = terms(engine="vllm", urls=["http://host:8000"])

@@ -18,10 +18,12 @@ from etude.weights.audit import audit
 from etude.weights.content import load
 from etude.weights.export import advance, export, export_adapters
 from etude.weights.manifest import Trust
-from etude.weights.payloads import DamagedVersion
+from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.ulpd.digest import weights_digest
+from etude.weights.slabs import counted, patterns, whole
+from etude.weights.ulpd.digest import digest_text, weights_digest
+from tests.helpers.small_tensors import sliced
 from tests.helpers.tiny_models import save_random_model
 
 OF_EXPERTS = ("o_proj", "gate_up_proj", "down_proj")
@@ -66,6 +68,24 @@ class Publishing:
         return self.publisher.publish(version, self.optimizer.published(), (), {}, adapted=adapted)
 
 
+def test_workers_that_hold_columns_add_adapters_to_them(base, store):
+    trainer, tensors = Publishing(base, store, targets="all-linear"), named_tensors(load_model(base))
+    lives = [
+        {n: sliced(t, 1, rank, 2) if t.dim() == 2 else whole(t.clone()) for n, t in tensors.items()} for rank in (0, 1)
+    ]
+    words = [patterns(live) for live in lives]
+    lives = [counted(live, words, rank) for rank, live in enumerate(lives)]
+    receivers = [Receiver(store, live, PayloadSource(store, folder=lambda: tensors)) for live in lives]
+    for version in range(3):
+        published, shares = trainer.publish(version), []
+        for receiver in receivers:
+            update = receiver.poll()
+            receiver.write(update)
+            shares.append(receiver.digest(update.staged))
+            receiver.commit(update)
+        assert digest_text(sum(shares)) == published.live
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("targets", ["all-linear", OF_EXPERTS])
 def test_an_engine_of_either_type_follows_versions_of_adapters_bit_for_bit(base, sparse, store, dtype, targets):
@@ -80,7 +100,7 @@ def test_an_engine_of_either_type_follows_versions_of_adapters_bit_for_bit(base,
             continue
         update = receiver.poll()
         assert update.before == {}, "an engine holds the base already"
-        receiver.swap(update, whole=version == 3)
+        receiver.swap(update)
         receiver.commit(update)
         assert (receiver.version, receiver.manifest) == (version, published)
         assert (

@@ -122,6 +122,18 @@ def test_any_content(data: st.DataObject) -> None:
     assert_as_on_the_host(form, old, new, seed, data.draw(st.integers(0, 1 << 40)))
 
 
+@pytest.mark.parametrize("largest", [BLOCK + 3, triton_kernels.LARGEST])
+@pytest.mark.parametrize(("run", "step"), [(1, 7), (5, 5), (37, 41), (BLOCK + 1, 3 * BLOCK)])
+def test_rows_of_a_digest(monkeypatch, run, step, largest) -> None:
+    monkeypatch.setattr(triton_kernels, "LARGEST", largest)
+    rows = 3 * BLOCK // run + 2
+    values = np.arange(rows * run).astype(np.uint16)
+    starts = [11 + (1 << 33) + row * step for row in range(rows)]
+    digest = sum(int(kernels.digest(values[i * run :][:run], np.uint64(7), s, 16)) for i, s in enumerate(starts))
+    assert triton_kernels.digest_rows(there(values), run, step, 7, starts[0], 16) == digest % 2**64
+    assert int(kernels.digest_rows(values, run, step, np.uint64(7), starts[0], 16)) == digest % 2**64
+
+
 def test_a_digest_of_more_than_one_launch(monkeypatch) -> None:
     monkeypatch.setattr(triton_kernels, "LARGEST", BLOCK + 3)
     values = np.arange(3 * BLOCK).astype(np.uint16)

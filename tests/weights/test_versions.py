@@ -288,7 +288,7 @@ def test_live_tensors_that_did_not_take_the_values_are_put_back(store, applied, 
 
     def half(self, change):  # the first write of a change loses its last element
         monkeypatch.setattr(LiveTensors, "write", write)
-        write(self, replace(change, positions=change.positions[:-1], values=change.values[:-1]))
+        write(self, replace(change, places=change.places[:-1], values=change.values[:-1]))
 
     monkeypatch.setattr(LiveTensors, "write", half)
     object.__setattr__(update, "staged", replace(update.staged, bits=update.staged.bits | {"b": wrong}))

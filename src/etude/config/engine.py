@@ -54,6 +54,15 @@ _OF_THE_RUN = {
 }
 
 
+_WORKERS = ("--tensor-parallel-size", "-tp")
+_NOT_FED = {
+    "pipeline parallelism": ("--pipeline-parallel-size", "-pp"),
+    "data parallelism": ("--data-parallel-size", "-dp"),
+    "context parallelism": ("--prefill-context-parallel-size", "-pcp", "--decode-context-parallel-size", "-dcp"),
+    "expert parallelism": ("--enable-expert-parallel", "-ep"),
+}
+
+
 class InferenceConfig(EngineConfig):
     """The inference servers of a run. Their other settings follow from other tables of the run."""
 
@@ -109,9 +118,23 @@ class InferenceConfig(EngineConfig):
             raise ValueError('gpu_memory_utilization is for a GPU: with device = "cpu", cache_mb sets vLLM\'s memory')
         if not self.on_cpu and "cache_mb" in changed:
             raise ValueError("cache_mb is what gpu_memory_utilization leaves to vLLM on a GPU: set that, and drop it")
-        names = (word.partition("=")[0].replace("_", "-") for word in self.args)
+        names = [word.partition("=")[0].replace("_", "-") for word in self.args]
         if wrong := [name for name in names if name in _OF_THE_RUN]:
             raise ValueError(f"args has {wrong[0]}, which the run gives: set {_OF_THE_RUN[wrong[0]]}")
+        for kind, own in _NOT_FED.items():
+            if wrong := [name for name in names if name in own]:
+                raise ValueError(f"args has {wrong[0]}: servers with {kind} are not updated, use {_WORKERS[0]} alone")
+        try:
+            _ = self.workers
+        except (ValueError, IndexError):
+            raise ValueError(f"args has {_WORKERS[0]} without a number of workers") from None
+
+    @property
+    def workers(self) -> int:
+        """The workers of each server that the run starts, which on a GPU have one each."""
+        values = [word.partition("=") for word in self.args]
+        at = [i for i, (name, _, _) in enumerate(values) if name.replace("_", "-") in _WORKERS]
+        return max(int(values[at[-1]][2] or self.args[at[-1] + 1]), 1) if at else 1
 
     @property
     def count(self) -> int:
@@ -125,13 +148,13 @@ class InferenceConfig(EngineConfig):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of each server that the run starts. Those of vLLM have a GPU each, from `device` on."""
+        """The device of each server that the run starts. Each worker of vLLM has a GPU, from `device` on."""
         if self.urls:
             return ()
         if self.engine == "etude" or self.on_cpu:
             return (self.device,) * self.servers
         kind, _, first = self.device.partition(":")
-        return tuple(f"{kind}:{int(first or 0) + number}" for number in range(self.servers))
+        return tuple(f"{kind}:{int(first or 0) + number}" for number in range(self.servers * self.workers))
 
 
 class WeightSource(Section):
@@ -141,8 +164,6 @@ class WeightSource(Section):
     relay: str | None = option(None, "URL of the cluster's relay, which is tried before the store")
     trainer_dtype: Literal["float32", "bfloat16"] = option("float32", "type that the store's trainer computes in")
     peers: tuple[str, ...] = option((), "URLs of servers that may repair this one's weights")
-    coordinator: str | None = option(None, "URL of the coordinator of this server's replica")
-    member: str = option("", "name of this server in its replica")
     public_key: Path | None = option(None, "serve only versions that this key has signed")
     accepted: Path | None = option(None, "file that remembers the newest signed version served")
 

@@ -148,7 +148,10 @@ def check_fleet(fleet: FleetConfig, config: RLConfig, where: str) -> None:
                 f'{where}: the engines {table.name!r} have gpus = {table.gpus}, and inference.device is "cpu": drop '
                 "gpus, or set the device"
             )
-        if not table.gpus and not inference.on_cpu:
-            raise UserError(f"{where}: the engines {table.name!r} need gpus, since inference.device is a GPU")
+        if not inference.on_cpu and table.gpus != inference.workers:
+            raise UserError(
+                f"{where}: an engine of {table.name!r} has {inference.workers} workers on GPUs: set gpus = "
+                f"{inference.workers}"
+            )
     if fleet.trainer is not None and config.trainer.launcher == "external":
         raise UserError(f'{where}: its [trainer] places the ranks: drop trainer.launcher = "external", or the table')

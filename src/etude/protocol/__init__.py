@@ -4,7 +4,7 @@ deadlines in `serving`), the formats of OpenAI's and Anthropic's APIs (`apis`), 
 models (`backends`).
 
 The controller, agents and tools use `backends.client`; the inference server shares the types of `wire`. The servers are
-`inference/server`, `weights/relay.py`, `weights/coordinator.py` and `harness/endpoint`.
+`inference/server`, `weights/relay.py` and `harness/endpoint`.
 """
 
 from etude.protocol.access import (

@@ -160,16 +160,22 @@ def _start_vllm(
     if config.trainer.router_replay:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # this runner returns experts
     if not inference.on_cpu and not placed:
-        env["CUDA_VISIBLE_DEVICES"] = _visible(inference.devices[number])
+        env["CUDA_VISIBLE_DEVICES"] = visible_devices(inference, number)
     log = logs / f"inference-{number}.log"
     words, python = vllm_arguments(config, port, host), vllm_python(inference)
     child = processes.start("inference server", words, log, env, holds=holds, python=python, reason=reason_of)
     return StartedEngine(child, logs, number, f"http://{host}:{port}")
 
 
+def visible_devices(inference: InferenceConfig, number: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a server: a GPU for each of its workers. Raises UserError for one that this process does
+    not see."""
+    own = inference.devices[number * inference.workers : (number + 1) * inference.workers]
+    return ",".join(map(_visible, own))
+
+
 def _visible(device: str) -> str:
-    """The GPU of a server in CUDA_VISIBLE_DEVICES. The numbers of a configuration are those of the GPUs that this
-    process sees. Raises UserError for one that it does not see."""
+    """The GPU in CUDA_VISIBLE_DEVICES; the numbers of a configuration are those of the GPUs that this process sees."""
     number, seen = int(device.partition(":")[2] or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = None if seen is None else seen.split(",")
     if names is not None and number >= len(names):
@@ -221,7 +227,7 @@ def _wait_for_health(child: processes.Child, url: str, deadline: float, seconds:
 
 
 def engine_token() -> str:
-    """The API key of this process's engines: the environment's, which relays and coordinators take too, else a new key.
+    """The API key of this process's engines: the environment's, which relays take too, else a new key.
     Raises UserError."""
     return own_token() or new_token()
 

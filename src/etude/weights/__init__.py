@@ -5,12 +5,12 @@
     manifest, signature              a version's manifest, which is its commit point; the rules of its readers; keys
     payloads, content                the payloads that lead to a version, their bytes, and the bits on the host
     receiver                         the engine's side: versions staged and swapped into the live tensors
-    repair, replica                  damaged chunks repaired; a swap by all servers of a replica
-    relay, coordinator, service      the small servers of a cluster
+    slabs                            the elements that a process holds: whole tensors, or the slices of a worker
+    repair                           damaged chunks repaired
+    relay                            the small server of a cluster
     retention, audit, export         removal of unneeded objects, checks, and versions as model folders
     adapters, runs                   versions of adapters (LoRA), and the models of runs by name
     preflight/                       checks of a model folder, and its mended copy
-    flip_law                         the share of weights that a step will change
 
 The codec is `ulpd`, which imports nothing else of etude. Imports models, store and records. `content.load` reads a
 version.
@@ -33,7 +33,7 @@ PUBLIC = (
     "ranks",
     "receiver",
     "repair",
-    "replica",
     "retention",
+    "slabs",
     "ulpd",
 )

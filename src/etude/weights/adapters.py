@@ -46,8 +46,8 @@ class Base:
                 "model folder that the run trains"
             )
 
-    def merge(self, manifest: PolicyVersion, adapters: Content, live: Tensors) -> Content:
-        """The weights that an engine of the version computes with; each sum is computed on the device of `live`. Raises
+    def merge(self, manifest: PolicyVersion, adapters: Content, devices: Mapping[str, torch.device]) -> Content:
+        """The weights that an engine of the version computes with; each sum is computed on the tensor's device. Raises
         DamagedVersion if they differ from the trainer's."""
         adapted, of, grid = manifest.adapted, adapters.tensors(), self._content.schema
         assert not isinstance(adapted, msgspec.UnsetType)
@@ -56,7 +56,7 @@ class Base:
         try:
             for name in sorted(n.removesuffix(DOWN) for n in of if n.endswith(DOWN)):
                 weight = weight_name(name, specs)
-                own = as_tensor(arrays[weight], specs[weight]).view(specs[weight].shape).to(live[weight].device)
+                own = as_tensor(arrays[weight], specs[weight]).view(specs[weight].shape).to(devices[weight])
                 total = merged(own, of[name + DOWN], of[name + UP], adapted.scale, grid.types[weight])
                 arrays[weight] = bits(total)
         except (KeyError, RuntimeError) as e:
@@ -82,6 +82,6 @@ def load_live(
         return manifest, content
     try:
         held = Base(base, base_schema(store, manifest), version, manifest.adapted)
-        return manifest, held.merge(manifest, content, base)
+        return manifest, held.merge(manifest, content, {name: tensor.device for name, tensor in base.items()})
     except DamagedVersion as e:
         raise UserError(f"{store.url}: {e}") from None

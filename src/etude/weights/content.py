@@ -36,6 +36,13 @@ class Content:
         """Tensors on the same memory."""
         return {spec.name: as_tensor(self.bits[spec.name], spec).view(spec.shape) for spec in self.schema.tensors}
 
+    def digest_of_each(self) -> dict[str, int]:
+        """The digest of each tensor."""
+        sums = [0] * len(self.schema.tensors)
+        for chunk, digest in zip(self.schema.chunks, self.digests.tolist(), strict=True):
+            sums[chunk.tensor] += digest
+        return {spec.name: total for spec, total in zip(self.schema.tensors, sums, strict=True)}
+
     def chunk(self, number: int) -> Bits:
         """The elements of a chunk; shares memory with its tensor's."""
         return codec.chunk_bits(self.schema, self.bits, self.schema.chunks[number])

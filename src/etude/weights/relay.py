@@ -17,7 +17,9 @@ import logging
 import re
 import sys
 from collections import OrderedDict
+from pathlib import Path
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,10 +27,21 @@ from starlette.routing import Route
 
 from etude.errors import UserError
 from etude.failpoints import failpoint
-from etude.protocol import HANDLERS, Refusal, busy, error
+from etude.protocol import (
+    HANDLERS,
+    Guarded,
+    Refusal,
+    access_of,
+    add_access_flags,
+    busy,
+    error,
+    open_listener,
+    raise_file_limit,
+    run_server,
+    server_config,
+)
 from etude.store import Store, open_store
 from etude.weights.payloads import intact
-from etude.weights.service import add_flags, serve
 
 _log = logging.getLogger(__name__)
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
@@ -127,10 +140,23 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m etude.weights.relay", description="Relay payloads to a cluster.")
     parser.add_argument("--store", required=True, help="URL of the store with the versions")
     parser.add_argument("--budget-mb", type=int, default=4096, help="memory for payloads")
-    add_flags(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; a token is needed beyond loopback")
+    parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument("--ready-file", type=Path, help="written with url and pid once it answers")
+    add_access_flags(parser)
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    return serve("relay", lambda: Relay(open_store(options.store), options.budget_mb * 2**20).app(), options)
+    raise_file_limit()
+    try:
+        access = access_of(options)
+        app = Guarded(Relay(open_store(options.store), options.budget_mb * 2**20).app(), access)
+        listener = open_listener(options.host, options.port, access)
+    except UserError as e:
+        print(f"etude: {e}", file=sys.stderr)
+        return 2
+    with listener:
+        run_server(uvicorn.Server(server_config(app)), listener, "relay", options.ready_file)
+    return 0
 
 
 if __name__ == "__main__":

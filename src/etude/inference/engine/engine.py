@@ -25,7 +25,6 @@ import torch
 from transformers import PreTrainedModel
 
 from etude.config import EngineConfig
-from etude.errors import SwapUndone
 from etude.inference.engine import fused
 from etude.inference.engine.counters import Counters
 from etude.inference.engine.fairness import SHARE
@@ -37,6 +36,7 @@ from etude.models import batch_invariant
 from etude.models.key_values import positions
 from etude.protocol import Client, asking
 from etude.records import Generation
+from etude.weights.receiver import WeightsMismatch
 
 VERSION_CHANGED = -1  # in place of a version: the weights changed while the sequence was scored
 Scored = tuple[int, list[float]]  # the version or VERSION_CHANGED, and log-probabilities
@@ -179,8 +179,8 @@ class Engine:
 
     def swap(self, version: int, apply: Callable[[], None]) -> Future[float]:
         """Call `apply`, which writes new weights into the live tensors, between two steps, and go on as `version`. The
-        future resolves to the seconds that sequences were paused. If `apply` raises SwapUndone, so does the future and
-        the engine goes on with the old version; any other error ends the engine."""
+        future resolves to the seconds that sequences were paused. If `apply` raises WeightsMismatch, so does the future
+        and the engine goes on with the old version; any other error ends the engine."""
         future: Future[float] = Future()
         with self._wake:
             self._check_open()
@@ -407,7 +407,7 @@ class Engine:
             start = time.perf_counter()
             try:
                 apply()
-            except SwapUndone as e:
+            except WeightsMismatch as e:
                 future.set_exception(e)
                 continue
             except BaseException as e:

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from etude.config import WeightSource
-from etude.errors import SwapUndone, UserError
+from etude.errors import UserError
 from etude.inference.engine.engine import Engine
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
@@ -29,7 +29,6 @@ from etude.weights.export import folder_tensors
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch
 from etude.weights.repair import TRIES, Unrepairable
-from etude.weights.replica import CoordinatorVote, NotTogether, ReplicaMember
 from etude.weights.ulpd import weights_digest
 
 _POLL_SECONDS = 0.1
@@ -67,7 +66,6 @@ class WeightWatcher:
         self._swap_seconds = _SWAP_SECONDS + _SWAP_SECONDS_A_GB * size / 1e9
         self._types = types or (torch.bfloat16 if source or _fits_bfloat16(engine.model) else torch.float32)
         self._receiver: Receiver | None = None
-        self._member: ReplicaMember | None = None  # of a replica of several servers
         if source is not None:
             store = open_store(source.weights)
             key = read_public_key(source.public_key) if source.public_key else None
@@ -75,8 +73,6 @@ class WeightWatcher:
             read = None if folder is None else partial(folder_tensors, folder)
             payloads = PayloadSource(store, source.relay, trust, read)
             self._receiver = Receiver(store, self._tensors, payloads, source.peers)
-            if source.coordinator:
-                self._member = ReplicaMember(self._receiver, CoordinatorVote(source.coordinator, source.member))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etude-weights", daemon=True)
         self._failures = 0  # consecutive failures
@@ -118,13 +114,13 @@ class WeightWatcher:
         try:
             if self._damaged:
                 self._repair(receiver)
-            moved = (self._member or receiver).advance(self._swap)
+            moved = receiver.advance(self._swap)
             if moved:
                 self._note(receiver)
             self._failures, self.trouble = 0, ""
             return moved
-        except (DamagedVersion, UserError, Unrepairable, SwapUndone) as e:
-            self._failures += not isinstance(e, NotTogether)  # waiting for other servers is not a failure of this one
+        except (DamagedVersion, UserError, Unrepairable, WeightsMismatch) as e:
+            self._failures += 1
             if str(e) != self.trouble:
                 _log.warning("%s", e)
             self.trouble = str(e)

@@ -3,8 +3,11 @@
 
 vLLM makes that class a base of its worker, and `POST /collective_rpc` (a development route) calls its methods by name.
 The arguments are strings; the result is a dict, with `error` after a refusal. The engine makes no step meanwhile.
-`etude weights feed` is the caller. A receiver like that of etude's own engine fetches, verifies and stages a version in
-a thread while vLLM serves; its live tensors are the model's own memory (`etude.inference.vllm.layout`).
+`etude.protocol.backends.vllm` is the caller. A receiver like that of etude's own engine fetches, verifies and stages a
+version in a thread while vLLM serves; its live tensors are the model's own memory (`etude.inference.vllm.layout`).
+
+A server of several workers gets each call on all of them, and each answers for its slices. A swap is written on all;
+the caller adds the digests of what each counts (`etude.inference.vllm.workers`), and has all commit or all undo.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -12,7 +15,7 @@ a thread while vLLM serves; its live tensors are the model's own memory (`etude.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,17 @@ import torch
 
 from etude.errors import UserError
 from etude.inference.vllm.layout import LoadableModel, check_plain, live_tensors, memory
+from etude.inference.vllm.workers import Workers, whole_tensors
 from etude.processes import end_with_server
-from etude.store import open_store
+from etude.protocol.backends import refused_parallelism
+from etude.records import PolicyVersion
+from etude.store import Store, open_store
 from etude.weights import Trust, newest_manifest, read_public_key
 from etude.weights.adapters import base_schema
+from etude.weights.content import Content
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
-from etude.weights.ulpd import weights_digest
+from etude.weights.slabs import Sliced
 
 Answer = dict[str, Any]
 MOVED = "this server loaded its weights anew behind etude's back; start it again"
@@ -39,10 +46,11 @@ class Following:
 
     source: tuple[str, str, str]  # URLs of store and relay, file of the public key
     model: LoadableModel
-    live: dict[str, torch.Tensor]
     receiver: Receiver
+    beginning: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # until a version is live
     thread: threading.Thread | None = None
     staged: WeightUpdate | None = None
+    written: WeightUpdate | None = None  # neither committed nor undone
     error: str = ""
 
     def __post_init__(self) -> None:
@@ -61,6 +69,15 @@ class Following:
         except Exception as e:
             self.error = f"{type(e).__name__}: {e}"
             raise
+
+    def digest(self, manifest: PolicyVersion, content: Content) -> Answer:
+        """The version in the model's memory, the digest of its manifest, and the share of this worker in the digest of
+        that memory: those of all workers add up to it."""
+        try:
+            share = self.receiver.digest(content)
+        except ValueError as e:
+            return {"error": str(e)}
+        return {"version": manifest.version, "digest": manifest.live, "share": f"{share:016x}"}
 
     def answer(self) -> Answer:
         """The live version, whether staging runs, the staged version or -1, and the last error."""
@@ -102,8 +119,8 @@ class WorkerExtension:
         return self._etude.answer()
 
     def etude_swap(self, version: str) -> Answer:
-        """Makes the staged version live, and compares the digest of all live tensors with its manifest's. If they
-        differ, the old version is restored and `error` names the difference."""
+        """Writes the staged version, between two steps; answers as `etude_digest`. Then all workers must commit or
+        undo. After an `error` this worker holds the old version."""
         following, update = self._etude, self._etude.staged
         if update is None or update.manifest.version != int(version):
             return {"error": f"version {version} is not staged"}
@@ -111,49 +128,75 @@ class WorkerExtension:
             return {"error": MOVED}
         following.staged = None
         try:
-            following.receiver.swap(update, whole=True)
+            following.receiver.write(update)
         except (WeightsMismatch, ValueError) as e:
             return {"error": str(e)}
-        following.receiver.commit(update)
-        return {"version": update.manifest.version, "digest": update.manifest.live}
+        following.written = update
+        return following.digest(update.manifest, update.staged)
+
+    def etude_commit(self) -> Answer:
+        """Keeps a version that was written."""
+        following = self._etude
+        if following.written is not None:
+            following.receiver.commit(following.written)
+            following.written = None
+            following.beginning.clear()
+        return {"version": following.receiver.version}
+
+    def etude_undo(self) -> Answer:
+        """Takes a version back that was written."""
+        following = self._etude
+        if following.written is not None:
+            following.receiver.undo(following.written)
+            following.written = None
+        return {"version": following.receiver.version}
 
     def etude_digest(self) -> Answer:
-        """The digest of the model's live memory; `error` if it differs from that of the live version."""
-        following, manifest = self._etude, self._etude.receiver.manifest
-        if manifest is None:
-            return {"error": "this server holds no version yet"}
+        """The version in the model's memory and the digest of this worker's share, see `Following.digest`."""
+        following, written = self._etude, self._etude.written
         if following.moved():
             return {"error": MOVED}
-        try:
-            live = weights_digest(following.live, following.receiver.types)
-        except ValueError as e:
-            return {"error": f"{e}; start this server again"}
-        if live != manifest.live:
-            why = f"the digest of the live tensors is {live}, that of version {manifest.version} is {manifest.live}"
-            return {"error": f"{why}; start this server again"}
-        return {"version": manifest.version, "digest": live}
+        if written is not None:
+            return following.digest(written.manifest, written.staged)
+        if (held := following.receiver.held) is None:
+            return {"error": "this server holds no version yet"}
+        return following.digest(*held)
 
 
 def _follow(worker: Any, source: tuple[str, str, str]) -> Following:
-    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.distributed.parallel_state import get_world_group
 
+    if refused := refused_parallelism(vars(worker.vllm_config.parallel_config)):
+        raise UserError(f"this server {refused}")
+    group = get_world_group()
+    workers = Workers(group.rank_in_group, group.world_size, group.cpu_group)
     url, relay, public_key = source
     store = open_store(url)
+    model = worker.model_runner.get_model()
+    live = workers.counted(lambda: _watched(worker, model, store))
+    beginning = whole_tensors(workers, live)
     trust = Trust(read_public_key(Path(public_key)) if public_key else None)
+    payloads = PayloadSource(store, relay or None, trust, (lambda: beginning) if beginning else None)
+    return Following(source, model, Receiver(store, live, payloads), beginning)
+
+
+def _watched(worker: Any, model: LoadableModel, store: Store) -> dict[str, Sliced]:
+    """The model's memory of the published tensors, which holds the checkpoint's values. Raises UserError."""
+    from vllm.model_executor.model_loader import get_model_loader
+
     try:
         manifest = newest_manifest(store)
         published = None if manifest is None else base_schema(store, manifest)
     except (DamagedVersion, ValueError) as e:
         raise UserError(f"{e}; publish to another store") from None
     if published is None:
-        raise UserError(f"{url} has no version yet; feed it after the first one is published")
-    model = worker.model_runner.get_model()
+        raise UserError(f"{store.url} has no version yet; feed it after the first one is published")
     live = live_tensors(model, published)
     loader = get_model_loader(worker.vllm_config.load_config)
     if not hasattr(loader, "get_all_weights"):
         raise UserError("this server did not load a checkpoint from files; start it without --load-format")
     check_plain(model, loader.get_all_weights(worker.vllm_config.model_config, model))
-    return Following(source, model, live, Receiver(store, live, PayloadSource(store, relay or None, trust)))
+    return live
 
 
 def _keep_plain_on_cpu() -> None:

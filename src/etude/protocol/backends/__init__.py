@@ -8,4 +8,11 @@ Another kind of server is one file here, an `EngineBackend` of `client`. A run s
 from etude.protocol.backends.chat_formats import ChatAnswer, ChatModel, Conversation
 from etude.protocol.backends.chat_model import ChatClient, ContextSpent, ConversationRefused, check_reachable
 from etude.protocol.backends.client import EngineBackend, EngineClient, EngineError, EngineLost, EtudeBackend, OnPart
-from etude.protocol.backends.vllm import OLDEST_VLLM, NotLive, VllmBackend, VllmServer, WeightsOf
+from etude.protocol.backends.vllm import (
+    OLDEST_VLLM,
+    NotLive,
+    VllmBackend,
+    VllmServer,
+    WeightsOf,
+    refused_parallelism,
+)

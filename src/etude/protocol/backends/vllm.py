@@ -5,8 +5,10 @@
     POST /collective_rpc, /pause, /resume  VLLM_SERVER_DEV_MODE=1; the worker has `etude.inference.vllm.worker`
     GET  /server_info, /weight_info, /metrics
 
-An update is stage, pause, swap, resume. The scheduler keeps its requests, with their keys and values (`mode=keep`), and
-the weight version is set while nothing runs: the response names, span by span, the version that sampled each token.
+An update is stage, pause, swap, commit, resume. Each worker writes the slices that it holds; all commit if the digests
+of their shares add up to the manifest's, else all undo. The scheduler keeps its requests, with their keys and values
+(`mode=keep`), and the weight version is set while nothing runs: the response names, span by span, the version that
+sampled each token.
 """
 
 from __future__ import annotations
@@ -334,10 +336,7 @@ class VllmBackend:
                         "cannot be updated: start vLLM with --worker-extension-cls "
                         "etude.inference.vllm.worker.WorkerExtension",
                     ),
-                    (
-                        parallel["world_size"] != 1,
-                        f"has {parallel['world_size']} workers; etude feeds servers with one",
-                    ),
+                    (refused_parallelism(parallel), refused_parallelism(parallel)),
                     (model.get("quantization"), "serves quantised weights, which are not the published ones"),
                     (
                         config.get("speculative_config"),
@@ -374,6 +373,21 @@ class VllmBackend:
             at.live = LiveVersion(version, "", 0.0)
 
 
+_PARALLEL = {  # kinds that are not fed, and the value that stands for none
+    "pipeline_parallel_size": ("pipeline", 1),
+    "data_parallel_size": ("data", 1),
+    "prefill_context_parallel_size": ("context", 1),
+    "decode_context_parallel_size": ("context", 1),
+    "enable_expert_parallel": ("expert", 0),
+}
+
+
+def refused_parallelism(parallel: Mapping[str, Any]) -> str:
+    """Why the workers of a server with this parallel configuration of vLLM cannot be updated, or ""."""
+    kind = next((kind for name, (kind, none) in _PARALLEL.items() if parallel.get(name, none) > none), "")
+    return kind and f"has {kind} parallelism, which etude does not feed: start vLLM with tensor parallelism alone"
+
+
 class VllmServer:
     """A vLLM server in development mode, whose workers have the `etude.inference.vllm.worker.WorkerExtension`."""
 
@@ -381,18 +395,15 @@ class VllmServer:
         self.url = url.rstrip("/")
         self._http, self._seconds = http, seconds
 
-    async def ask(self, method: str, *arguments: str) -> dict[str, Any]:
-        """The result of a method of the server's worker. Raises NotLive if the worker refuses, EngineLost if the server
-        cannot be reached, and UserError for several workers or a server without development mode."""
-        answers = (await self.send("POST", "/collective_rpc", body={"method": method, "args": list(arguments)}))[
-            "results"
-        ]
-        for answer in cast(list[dict[str, Any]], answers):
+    async def ask(self, method: str, *arguments: str) -> list[dict[str, Any]]:
+        """The results of a method of the server's workers. Raises NotLive if one refuses, EngineLost if the server
+        cannot be reached, and UserError for a server without development mode."""
+        body = {"method": method, "args": list(arguments)}
+        answers = cast(list[dict[str, Any]], (await self.send("POST", "/collective_rpc", body=body))["results"])
+        for answer in answers:
             if answer.get("error"):
                 raise NotLive(str(answer["error"]))
-        if len(answers) != 1:
-            raise UserError(f"{self.url} has {len(answers)} workers; etude feeds servers with one")
-        return answers[0]
+        return answers
 
     async def send(self, verb: str, path: str, body: dict[str, Any] | None = None, **query: str) -> dict[str, Any]:
         """One request. Raises EngineLost without an answer of status 200, UserError for a missing route."""
@@ -415,13 +426,26 @@ class VllmServer:
         swap whose caller was killed is finished if the server's weights are whole."""
         try:
             opened = await self.ask("etude_open", weights.store, weights.relay, weights.public_key)
-            version, paused = int(opened["version"]), (await self.send("GET", "/is_paused"))["is_paused"]
-            digest = (await self.ask("etude_digest"))["digest"] if version >= 0 or paused else ""
+            version, paused = int(opened[0]["version"]), (await self.send("GET", "/is_paused"))["is_paused"]
+            version, digest = await self._settled() if version >= 0 or paused else (version, "")
         except NotLive as e:
             raise UserError(f"{self.url} cannot follow {weights.store}: {e}") from None
         if paused:
             await self._resume(version, keep)
-        return version, str(digest)
+        return version, digest
+
+    async def _settled(self) -> tuple[int, str]:
+        """Version and digest of a server whose last swap is committed, if it is whole, else undone. Raises NotLive."""
+        try:
+            version, digest = _whole(await self.ask("etude_digest"))
+        except NotLive:
+            await self.ask("etude_undo")
+            try:
+                version, digest = _whole(await self.ask("etude_digest"))
+            except NotLive as e:
+                raise NotLive(f"{e}; start this server again") from None
+        await self.ask("etude_commit")
+        return version, digest
 
     async def update(
         self,
@@ -436,26 +460,42 @@ class VllmServer:
         stays."""
         end = time.monotonic() + seconds
         await self.ask("etude_stage", str(version))
-        while (status := await self.ask("etude_status"))["staging"]:
+        status = await self.ask("etude_status")
+        while any(worker["staging"] for worker in status):
             if time.monotonic() > end:
                 raise NotLive(f"version {version} was not fetched within {seconds:g} s")
             await asyncio.sleep(_POLL)
-        staged = int(status["staged"])
+            status = await self.ask("etude_status")
+        staged = min(int(worker["staged"]) for worker in status)
         if staged < 0:
             raise NotLive(f"the server does not find version {version} in the store")
         began = time.monotonic()
         swapping()
         await self.send("POST", "/pause", mode="keep")
         try:
-            answer = await self.ask("etude_swap", str(staged))
+            _, digest = _whole(await self.ask("etude_swap", str(staged)))
         except NotLive:
+            await self.ask("etude_undo")
             await self.send("POST", "/resume")
             raise
+        await self.ask("etude_commit")
         await self._resume(staged, keep)
-        return LiveVersion(staged, str(answer["digest"]), time.monotonic() - began)
+        return LiveVersion(staged, digest, time.monotonic() - began)
 
     async def _resume(self, version: int, keep: bool) -> None:
         if not keep:
             await self.send("POST", "/reset_prefix_cache", reset_running_requests="true")
         await self.send("POST", "/update_weight_version", body={"new_version": str(version)})
         await self.send("POST", "/resume")
+
+
+def _whole(answers: Sequence[Mapping[str, Any]]) -> tuple[int, str]:
+    """The version that all workers hold, and the sum of their digests, which is its digest. Raises NotLive for another
+    sum, and for several versions."""
+    versions, published = {int(answer["version"]) for answer in answers}, {str(answer["digest"]) for answer in answers}
+    if len(versions) != 1 or len(published) != 1:
+        raise NotLive(f"its workers hold versions {', '.join(map(str, sorted(versions)))}")
+    version, digest = versions.pop(), f"{sum(int(str(answer['share']), 16) for answer in answers) % 2**64:016x}"
+    if {digest} != published:
+        raise NotLive(f"the digest of the live tensors is {digest}, that of version {version} is {published.pop()}")
+    return version, digest

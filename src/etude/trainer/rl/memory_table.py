@@ -393,7 +393,8 @@ def _vllm(config: RLConfig, model: PreTrainedModel, devices: Sequence[str], para
     for a share that leaves less than one context."""
     inference, context, terms = config.inference, config.rollout.context, list[Term]()
     share, limits = inference.gpu_memory_utilization, _limits(set(devices), config.trainer.device_memory_gb)
-    weights, per_token = 2 * parameters, 2 * configured(model.config.get_text_config()).elements
+    workers, per_token = inference.workers, 2 * configured(model.config.get_text_config()).elements
+    weights = 2 * parameters // (1 if inference.on_cpu else workers)  # slices on each of several GPUs
     for device in devices:
         if device == "host":
             cache = inference.vllm_cache_mb * 2**20
@@ -402,7 +403,7 @@ def _vllm(config: RLConfig, model: PreTrainedModel, devices: Sequence[str], para
             continue
         taken, name = share * limits.get(device, 0.0), f"vLLM, {share:.0%} of the device"
         if taken:
-            tokens = int((taken - weights) // per_token)
+            tokens = int((taken - weights) * workers // per_token)
             name += f", <= {tokens:,} tokens"
             if tokens < context:
                 raise UserError(
@@ -410,7 +411,7 @@ def _vllm(config: RLConfig, model: PreTrainedModel, devices: Sequence[str], para
                     f"{weights / GIB:.1f} GB of weights, not one context of {context:,} tokens fits; raise it"
                 )
         advice = "lower inference.gpu_memory_utilization, or give it another inference.device"
-        terms += [Term(device, name, taken, advice), _staged(device, parameters)]
+        terms += [Term(device, name, taken, advice), _staged(device, parameters // workers)]
     return terms
 
 

@@ -38,6 +38,13 @@ def digest_part(spec: Spec, part: torch.Tensor, first: int = 0) -> int:
     return int(kernels.digest(bits(part), np.uint64(spec.seed), first, spec.format.width))
 
 
+def digest_rows(spec: Spec, part: torch.Tensor, run: int, step: int, first: int) -> int:
+    """`digest_part` for elements that are not consecutive: rows of `run` elements, one every `step` elements."""
+    if kernels.on_gpu(part):
+        return int(kernels.gpu_kernels().digest_rows(unsigned(part), run, step, spec.seed, first, spec.format.width))
+    return int(kernels.digest_rows(bits(part), run, step, np.uint64(spec.seed), first, spec.format.width))
+
+
 def digest_text(total: int) -> str:
     """A digest in the format of manifests."""
     return f"{total % (1 << 64):016x}"

@@ -162,6 +162,15 @@ def digest(bits, seed, first, w):  # type: ignore[no-untyped-def]
     return total
 
 
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def digest_rows(bits, run, step, seed, first, w):  # type: ignore[no-untyped-def]
+    """`digest` of elements that lie in the tensor as rows of `run` elements, one every `step`."""
+    total = _ZERO
+    for row in range(bits.size // run):
+        total += digest(bits[row * run : (row + 1) * run], seed, first + row * step, w)
+    return total
+
+
 @numba.njit(inline="always")
 def ordered(u, w, signed):  # type: ignore[no-untyped-def]
     """The code of a bit pattern that grows with its value, int64 in [-2^(w-1), 2^(w-1)); unsigned patterns are

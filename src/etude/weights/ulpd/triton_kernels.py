@@ -22,7 +22,7 @@ BLOCK = 2048
 _MODULUS = 1 << 64
 _K = tl.constexpr(0x9E3779B97F4A7C15)
 _M1, _M2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
-_UNSPECIALIZED = ["start", "n"]  # one compilation serves all values
+_UNSPECIALIZED = ["start", "n", "run", "step"]  # one compilation serves all values
 
 
 @triton.jit
@@ -44,12 +44,26 @@ def _ordered(u, W: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
-def digest_kernel(bits, start: tl.int64, n: tl.int32, sums, W: tl.constexpr, BLOCK: tl.constexpr):
-    """sums[block]: the sum of the hashes of the block's elements."""
+def digest_kernel(
+    bits,
+    start: tl.int64,
+    n: tl.int32,
+    run: tl.int32,
+    step: tl.int64,
+    sums,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """sums[block]: the sum of the hashes of the block's elements, which with ROWS are rows of `run` elements in their
+    tensor, one every `step`."""
     block = tl.program_id(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(bits + i, mask=i < n, other=0).to(tl.uint64)
-    hashes = tl.where(i < n, _hash(start, i, value, W), 0)
+    index = i
+    if ROWS:
+        index = (i // run).to(tl.int64) * step + i % run
+    hashes = tl.where(i < n, _hash(start, index, value, W), 0)
     tl.store(sums + block, tl.sum(hashes, 0).to(tl.int64))
 
 
@@ -103,11 +117,17 @@ def add_kernel(
 
 def digest(bits: torch.Tensor, seed: int, first: int, w: int) -> int:
     """Sum of the hashes of all elements, modulo 2^64; `first` is the tensor's index of the first one."""
-    total = 0
-    for offset in range(0, bits.numel(), LARGEST):
-        part = bits[offset : offset + LARGEST]
-        sums = _per_block(part, torch.int64)
-        _launch(digest_kernel, sums, part, _start(seed, first + offset, w), part.numel(), sums, W=w)
+    return digest_rows(bits, 1, 1, seed, first, w)
+
+
+def digest_rows(bits: torch.Tensor, run: int, step: int, seed: int, first: int, w: int) -> int:
+    """`digest` of elements that lie in the tensor as rows of `run` elements, at most LARGEST, one every `step`."""
+    rows, total = LARGEST // run, 0
+    for row in range(0, bits.numel() // run, rows):
+        part = bits[row * run : (row + rows) * run]
+        sums, n = _per_block(part, torch.int64), part.numel()
+        start = _start(seed, first + row * step, w)
+        _launch(digest_kernel, sums, part, start, n, run, step, sums, W=w, ROWS=step != run)
         total += int(sums.sum())
     return total % _MODULUS
 
