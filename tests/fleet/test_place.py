@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etude.config import EnginesTable, RanksTable
-from etude.fleet import Job, namespace, open_placer, place, supervise
+from etude.fleet import FleetJob, Placed, jobs, namespace, open_placer, supervise
 
 WORKER = """
 import os, signal, sys, time
@@ -29,9 +29,11 @@ def module(tmp_path, monkeypatch):
     return "fleet_worker"
 
 
-def start(module: str, logs: Path, what: str, restarts: int = -1) -> place.Placed:
+def start(module: str, logs: Path, what: str, restarts: int = -1) -> Placed:
     placer = open_placer(EnginesTable(name="eu", restarts=restarts), logs, logs)
-    return placer.start(Job("eu-0", (module, "{folder}/member.json", what), {"WORD": "secret"}, {"member.json": "{}"}))
+    return placer.start(
+        FleetJob("eu-0", (module, "{folder}/member.json", what), {"WORD": "secret"}, {"member.json": "{}"})
+    )
 
 
 def wait_until(condition, seconds: float = 20.0) -> None:
@@ -41,7 +43,7 @@ def wait_until(condition, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def lines(placed: place.Placed) -> list[str]:
+def lines(placed: Placed) -> list[str]:
     return placed.log.read_text().splitlines() if placed.log.exists() else []
 
 
@@ -84,24 +86,26 @@ def test_a_stop_does_not_wait_for_the_next_start(module, tmp_path, monkeypatch):
 
 
 def test_a_python_that_is_missing_is_named(tmp_path):
-    placed = open_placer(EnginesTable(name="eu"), tmp_path, tmp_path).start(Job("eu-0", ("x",), python="/no/python"))
+    placed = open_placer(EnginesTable(name="eu"), tmp_path, tmp_path).start(
+        FleetJob("eu-0", ("x",), python="/no/python")
+    )
     assert placed.ends(10)
     assert placed.failure() == "the eu-0 could not be started: No such file or directory"
 
 
 def test_ranks_are_a_group(module, tmp_path):
     placer = open_placer(RanksTable(), tmp_path, tmp_path)
-    group = placer.start_group(Job("trainer", (module, "/dev/null", "0"), {"WORD": "rank"}), 2)
+    group = placer.start_group(FleetJob("trainer", (module, "/dev/null", "0"), {"WORD": "rank"}), 2)
     assert group.ends(20)
     assert (group.exit_code, [*group.pids]) == (0, ["trainer-0", "trainer-1"])
 
 
 def test_the_folder_of_a_job_holds_its_files_alone(tmp_path):
-    place.write_files(tmp_path / "job", {"a.json": "1"})
-    place.write_files(tmp_path / "job", {"b.json": "2"})
+    jobs.write_files(tmp_path / "job", {"a.json": "1"})
+    jobs.write_files(tmp_path / "job", {"b.json": "2"})
     assert [path.name for path in (tmp_path / "job").iterdir()] == ["b.json"]
     with pytest.raises(ValueError, match="not the name of a job's file"):
-        place.write_files(tmp_path / "job", {"../b": "2"})
+        jobs.write_files(tmp_path / "job", {"../b": "2"})
 
 
 def test_runs_of_one_name_have_namespaces_of_their_own(tmp_path):

@@ -34,7 +34,10 @@ class Head:
     def __init__(self, env: dict[str, str], cpus: int = 4) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self.env, self.cpus = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path), **env}, cpus
+        self.env, self.cpus = (
+            {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path), **env},
+            cpus,
+        )
         self.folder = ""
 
     @property

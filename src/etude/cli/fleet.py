@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +20,7 @@ from etude import runfolder
 from etude.cli.overlays import read_toml
 from etude.config import EnginesTable, FleetConfig, PlayersTable, RLConfig, check_fleet, load_toml, validate
 from etude.errors import RunFailed, UserError
-from etude.fleet import Placed, Placer, kuberay_files, namespace, open_placer, ray_log, slurm_files
+from etude.fleet import FleetJob, Placed, Placer, kuberay_files, namespace, open_placer, ray_log, slurm_files
 from etude.ledger import Ledger
 from etude.protocol import TOKEN_VARIABLE, own_token
 
@@ -35,7 +34,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
     def action(name: str, text: str, *words: str) -> argparse.ArgumentParser:
         sub = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-        helps = {"fleet": "TOML of a fleet (`etude train --keys fleet`)", "run": "folder of a run", "config": "its TOML"}
+        helps = {
+            "fleet": "TOML of a fleet (`etude train --keys fleet`)",
+            "run": "folder of a run",
+            "config": "its TOML",
+        }
         for word in words:
             sub.add_argument(word, type=Path, help=helps[word])
         return sub
@@ -110,7 +113,9 @@ def _up(arguments: argparse.Namespace) -> None:
             placer.close()
 
 
-def _jobs(fleet: FleetConfig, folder: Path, config: RLConfig, token: str) -> Iterator[tuple[Any, list[Any]]]:
+def _jobs(
+    fleet: FleetConfig, folder: Path, config: RLConfig, token: str
+) -> Iterator[tuple[EnginesTable | PlayersTable, list[FleetJob]]]:
     """Tables and their jobs. Names have a part of their own: they are not those of jobs that the run has already."""
     from etude.run.jobs import engine_job, player_job
 
@@ -118,11 +123,13 @@ def _jobs(fleet: FleetConfig, folder: Path, config: RLConfig, token: str) -> Ite
     tables: list[EnginesTable | PlayersTable] = [table for table in fleet.engines if table.placer != "attach"]
     tables += [fleet.players] if fleet.players is not None else []
     for table in tables:
-        jobs = list[Any]()
+        jobs = list[FleetJob]()
         for number, name in enumerate(table.names):
             words = f"{name.rpartition('-')[0]}-{mark}-{number}", number, folder, config, token
-            own = engine_job(table, *words, away=True) if isinstance(table, EnginesTable) else None
-            jobs.append(own or player_job(table, *words, away=True))
+            if isinstance(table, EnginesTable):
+                jobs.append(engine_job(table, *words, away=True))
+            else:
+                jobs.append(player_job(table, *words, away=True))
         yield table, jobs
 
 
@@ -180,10 +187,11 @@ def _logs(run: Path, name: str, address: str | None) -> None:
         with path.open(errors="replace") as file:
             return shutil.copyfileobj(file, sys.stdout)
     fleet = runfolder.load_fleet(run)
-    heads = fleet.addresses if fleet is not None else ()
-    if not (address or heads):
+    if address is None and fleet is not None:
+        address = next(iter(fleet.addresses), None)
+    if address is None:
         raise UserError(f"{path} does not exist: name a process of the run, or the --address of the head that has it")
-    for piece in ray_log(address or heads[0], namespace(run), name):
+    for piece in ray_log(address, namespace(run), name):
         sys.stdout.write(piece)
 
 

@@ -114,7 +114,9 @@ class FleetConfig(Section):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two tables [[engines]] are called {twice!r}: give each a name of its own")
         if wrong := next((name for name in names if name in (PLAYERS, "trainer", "fleet")), None):
-            raise ValueError(f"a table [[engines]] is called {wrong!r}, which is the name of another process: rename it")
+            raise ValueError(
+                f"a table [[engines]] is called {wrong!r}, which is the name of another process: rename it"
+            )
         urls = [url.rstrip("/") for table in self.engines for url in table.urls]
         if twice := next((url for url in urls if urls.count(url) > 1), None):
             raise ValueError(f"urls name the server {twice} twice")

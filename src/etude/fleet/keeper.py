@@ -9,8 +9,7 @@ the keeper with no one: two supervisors never start the same child, since a fold
       lock  control                   held by the keeper; its socket
       log   files/                    of the child
 
-`python -m etude.fleet.keeper`, with a JSON object on the standard input: it answers requests, a JSON line each, by
-JSON lines.
+`main` reads a JSON object from the standard input. Requests and answers on the socket are JSON lines.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from etude import processes
-from etude.fleet.place import Job, with_folder, write_files
+from etude.fleet.jobs import with_folder, write_files
 from etude.fleet.supervise import Supervised
 
 GRACE_SECONDS = 180.0
@@ -57,7 +56,7 @@ def job_folder(run: str, name: str) -> Path:
     return place
 
 
-class Line:
+class KeeperLine:
     """A connection to a keeper: requests and answers are JSON lines. Raises OSError when the keeper is gone."""
 
     def __init__(self, folder: Path) -> None:
@@ -86,7 +85,7 @@ class Line:
         self._socket.close()
 
 
-def open_keeper(job: dict[str, Any], run: str, *, grace: float, restarts: int) -> Line:
+def open_keeper(job: dict[str, Any], run: str, *, grace: float, restarts: int) -> KeeperLine:
     """A connection to the keeper of a job on this node: to the one that runs it already, else to a new one. A keeper
     of another job of this name, or with other GPUs, is ended first. Raises OSError."""
     folder = job_folder(run, job["name"])
@@ -95,14 +94,14 @@ def open_keeper(job: dict[str, Any], run: str, *, grace: float, restarts: int) -
     deadline = time.monotonic() + 2 * DRAIN_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            line = Line(folder)
+            line = KeeperLine(folder)
             status = line.ask(call="status", offset=0, limit=0)
             if {key: status[key] for key in own} == own and status["exit_code"] is None:
                 return line
             line.ask(DRAIN_SECONDS + _OPEN_SECONDS, call="end", seconds=DRAIN_SECONDS)
             line.close()
         text = json.dumps({"job": job, "folder": str(folder), "grace": grace, "restarts": restarts, **own})
-        words = [sys.executable, "-P", "-m", "etude.fleet.keeper"]
+        words = [sys.executable, "-P", "-c", "from etude.fleet.keeper import main; main()"]
         done = subprocess.run(words, input=text.encode(), timeout=_OPEN_SECONDS, start_new_session=True, check=False)
         if done.returncode not in (0, HELD):
             raise OSError(f"the keeper of {job['name']} exited with code {done.returncode}: see {folder}/keeper.log")
@@ -110,12 +109,12 @@ def open_keeper(job: dict[str, Any], run: str, *, grace: float, restarts: int) -
 
 
 def _end_orphans(folder: Path, gpus: str) -> None:
-    """Ends keepers of the run's other jobs that nobody watches and that have one of these GPUs: Ray believes it free."""
+    """Ends unwatched keepers of the run's other jobs with one of these GPUs: Ray believes it free."""
     own = {name for name in gpus.split(",") if name}
     for other in folder.parent.iterdir() if own else ():
         with contextlib.suppress(OSError):
             if other != folder:
-                line = Line(other)
+                line = KeeperLine(other)
                 status = line.ask(call="status", offset=0, limit=0)
                 if own & {*status["gpus"].split(",")} and status["lines"] == 1:
                     line.ask(DRAIN_SECONDS + _OPEN_SECONDS, call="end", seconds=DRAIN_SECONDS)
@@ -137,7 +136,7 @@ class _Keeper:
         job: dict[str, Any] = order["job"]
         write_files(self.folder / "files", job["files"])
         log = self.folder / "log"
-        log.write_bytes(b"")
+        log.touch()
         begins = partial(
             processes.start,
             job["name"],
@@ -156,7 +155,8 @@ class _Keeper:
                 self.over.set()
         offset, limit, code = request.get("offset", 0), request.get("limit", LOG_PIECE), self.child.exit_code
         with self.child.log.open("rb") as file:
-            file.seek(min(offset, file.seek(0, os.SEEK_END)))
+            offset = offset if offset <= file.seek(0, os.SEEK_END) else 0  # the log of another node was longer
+            file.seek(offset)
             piece = file.read(limit)
         return {
             "exit_code": code,
@@ -241,7 +241,3 @@ def main() -> None:
     for name in [name for name in os.environ if name.startswith(_OF_RAY)]:
         del os.environ[name]  # Ray's token among them
     _keep(order, listener)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,93 +1,18 @@
-"""Jobs and their placers: a placer starts a job somewhere, and gives a handle with which it is watched and stopped."""
+"""The placers by the tables of a fleet, and that of this machine."""
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from etude import processes
 from etude.code import need
 from etude.config import EnginesTable, PlayersTable, RanksTable
+from etude.fleet.jobs import FleetJob, Placed, Placer, namespace, with_folder, write_files
+from etude.fleet.ray_jobs import RayPlacer
 from etude.fleet.supervise import Supervised
-from etude.runfolder import PRIVATE
-
-FOLDER = "{folder}"
-"""It stands for the folder of a job's files in its arguments."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A process to start: `python -m argv...`. Secrets are in `env` alone. `files`, by name, are written into a private
-    folder where the job runs, which replaces "{folder}" in `argv`. `python`: another one than this process's."""
-
-    name: str
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    files: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    cpus: float = 1.0
-    gpus: int = 0
-    python: str | None = None
-
-
-class Placed(Protocol):
-    """A job that was started, or ranks of one: the surface of `processes.Child`. `log` is on this machine."""
-
-    name: str
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while the job runs or is to be started again."""
-        ...
-
-    @property
-    def log(self) -> Path:
-        """Its output."""
-        ...
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """Its processes on this machine, by the names of their logs."""
-        ...
-
-    def failure(self) -> str | None:
-        """One sentence if the job is gone for another reason than having finished, else None."""
-        ...
-
-    def end(self) -> str:
-        """One sentence about a job that is gone."""
-        ...
-
-    def ends(self, seconds: float) -> bool:
-        """Whether the job ends within so many seconds."""
-        ...
-
-    def stop(self, seconds: float) -> None:
-        """SIGTERM, then SIGKILL after `seconds`; it is not started again."""
-        ...
-
-
-class Placer(Protocol):
-    """Starts jobs in one place."""
-
-    def start(self, job: Job) -> Placed:
-        """Starts a job, and again when it ends by itself. A placer whose jobs outlive it takes a running job of the
-        same name, if it is the same job."""
-        ...
-
-    def start_group(self, job: Job, count: int) -> Placed:
-        """Starts `count` ranks of one program in the environment of torchrun, together or not at all. One that fails
-        ends all, and none is started again."""
-        ...
-
-    def close(self) -> None:
-        """Ends what the placer itself holds; jobs that it stops with itself must be stopped before."""
-        ...
 
 
 class LocalPlacer:
@@ -96,7 +21,7 @@ class LocalPlacer:
     def __init__(self, logs: Path, restarts: int, holds: Sequence[int] = ()) -> None:
         self._logs, self._restarts, self._holds = logs, restarts, holds
 
-    def start(self, job: Job) -> Placed:
+    def start(self, job: FleetJob) -> Placed:
         """Starts a job, and again when it ends by itself."""
         log, python = self._logs / f"{job.name}.log", job.python or sys.executable
         words = self._words(job)
@@ -105,42 +30,17 @@ class LocalPlacer:
         )
         return Supervised(job.name, log, begins, self._restarts)
 
-    def start_group(self, job: Job, count: int) -> Placed:
+    def start_group(self, job: FleetJob, count: int) -> Placed:
         """Starts ranks, of which none goes on without the others."""
-        return processes.start_ranks(
-            job.name, self._words(job), self._logs, count, dict(job.env), holds=self._holds
-        )
+        return processes.start_ranks(job.name, self._words(job), self._logs, count, dict(job.env), holds=self._holds)
 
     def close(self) -> None:
         """Does nothing: children die with this process."""
 
-    def _words(self, job: Job) -> list[str]:
+    def _words(self, job: FleetJob) -> list[str]:
         folder = self._logs.absolute() / f"{job.name}.files"
         write_files(folder, job.files)
         return with_folder(job.argv, folder)
-
-
-def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Makes the private folder of a job, with its files alone."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True)
-    for name, text in files.items():
-        if "/" in name or name.startswith("."):
-            raise ValueError(f"{name!r} is not the name of a job's file")
-        path = folder / name
-        path.touch(PRIVATE)
-        path.write_text(text)
-
-
-def with_folder(argv: Sequence[str], folder: Path) -> list[str]:
-    """The arguments of a job whose files are in `folder`."""
-    return [word.replace(FOLDER, str(folder)) for word in argv]
-
-
-def namespace(folder: Path) -> str:
-    """The name of a run among those of a cluster: its own, and a digest of its place."""
-    place = folder.absolute()
-    return f"etude-{place.name[:60]}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
 
 
 def open_placer(
@@ -154,8 +54,6 @@ def open_placer(
             return LocalPlacer(logs, restarts, holds)
         case "ray":
             need('placer = "ray"', "ray")
-            from etude.fleet.ray_jobs import RayPlacer  # it imports jobs from here
-
             return RayPlacer(table.address, namespace(folder), logs, restarts)
         case "attach":
             raise ValueError("servers that others start have no placer")

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-from etude.fleet.keeper import LINGER_SECONDS, Line, digest, open_keeper
+from etude.fleet.keeper import LINGER_SECONDS, KeeperLine, digest, open_keeper
 
 _LOOK_SECONDS = 1.0
 
@@ -27,7 +27,7 @@ class JobActor:
         begins when all its ranks have a place."""
         self._order: dict[str, Any] = json.loads(order)
         self._lock = threading.Lock()
-        self._line: Line | None = None
+        self._line: KeeperLine | None = None
         self._why, self._opened = "", 0
         self._end: dict[str, Any] | None = None  # the last status of a child that has ended for good
         self._ended = 0.0  # when

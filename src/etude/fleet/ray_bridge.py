@@ -27,7 +27,7 @@ def _head(address: str) -> str:
     """HOST:PORT of the head. Raises UserError if nobody answers there, or not to this token, or to anybody."""
     try:
         from ray._private.services import canonicalize_bootstrap_address_or_die
-        from ray._raylet import GcsClient
+        from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError as e:
         raise UserError(f"placer = \"ray\" needs ray ({e}): pip install 'etude[ray]'") from None
     try:
@@ -42,7 +42,9 @@ def _head(address: str) -> str:
     except Exception as e:  # AuthenticationError, and others by version
         if "auth" not in str(e).lower():
             raise
-        raise UserError(f"the head of Ray at {head} refuses the token: set RAY_AUTH_TOKEN to that of the cluster") from None
+        raise UserError(
+            f"the head of Ray at {head} refuses the token: set RAY_AUTH_TOKEN to that of the cluster"
+        ) from None
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     words = [sys.executable, "-P", "-c", _OPEN, head]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "timeout": 3 * _ANSWER_SECONDS}
@@ -56,7 +58,7 @@ def _head(address: str) -> str:
 
 def _cluster(head: str) -> str | None:
     """The id of the cluster of a head: a successor that knows nothing of it has another; None while nobody answers."""
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 
     host, _, port = head.rpartition(":")
     try:

@@ -24,8 +24,8 @@ from typing import Any
 
 from etude import processes
 from etude.errors import UserError
+from etude.fleet.jobs import FleetJob
 from etude.fleet.keeper import GRACE_SECONDS
-from etude.fleet.place import Job
 from etude.fleet.supervise import FIRST_SECONDS, LONGEST_SECONDS
 
 CONNECT_SECONDS = 90.0
@@ -37,7 +37,7 @@ _CALL_SECONDS, _POLL_SECONDS = 90.0, 1.0
 class RayJob:
     """A job in a cluster. Its log is copied to this machine as it grows."""
 
-    def __init__(self, placer: RayPlacer, job: Job, log: Path) -> None:
+    def __init__(self, placer: RayPlacer, job: FleetJob, log: Path) -> None:
         self.name, self.log, self.job = job.name, log, job
         self.status: dict[str, Any] = {}  # the last one
         self.pids: dict[str, int] = {}  # none of this machine's
@@ -207,11 +207,13 @@ class RayPlacer:
         self._opened.wait(CONNECT_SECONDS + 10)
         if self._bridge is None:
             self._closed.set()
-            raise self._refusal if isinstance(self._refusal, UserError) else UserError(
-                f"the cluster of Ray at {address} cannot be used ({self._refusal}): see {logs}/ray.log"
+            raise (
+                self._refusal
+                if isinstance(self._refusal, UserError)
+                else UserError(f"the cluster of Ray at {address} cannot be used ({self._refusal}): see {logs}/ray.log")
             )
 
-    def start(self, job: Job) -> RayJob:
+    def start(self, job: FleetJob) -> RayJob:
         """Starts a job, or takes the running one of the same name if it is the same job. Raises UserError."""
         placed = RayJob(self, job, self._logs / f"{job.name}.log")
         self._jobs[job.name] = placed
@@ -219,7 +221,7 @@ class RayPlacer:
             self._start(placed)
         return placed
 
-    def start_group(self, job: Job, count: int) -> RayRanks:
+    def start_group(self, job: FleetJob, count: int) -> RayRanks:
         """Places `count` ranks together once there is room, and starts them. They end with this process."""
         self._ranks = RayRanks(self, job.name)
         threading.Thread(target=self._place, args=[self._ranks, job, count], daemon=True).start()
@@ -258,7 +260,7 @@ class RayPlacer:
             raise ConnectionError("no head of Ray answers")
         return self._bridge
 
-    def _order(self, job: Job, *, grace: float, restarts: int, ranks: int = 0) -> dict[str, Any]:
+    def _order(self, job: FleetJob, *, grace: float, restarts: int, ranks: int = 0) -> dict[str, Any]:
         own = {**asdict(job), "env": dict(job.env), "files": dict(job.files), "argv": list(job.argv)}
         return {"job": own, "run": self._run, "grace": grace, "restarts": restarts, "ranks": ranks}
 
@@ -268,7 +270,7 @@ class RayPlacer:
         order = self._order(placed.job, grace=GRACE_SECONDS, restarts=self._restarts)
         self._open().ask(call="start", order=order, host=placed.host)
 
-    def _place(self, ranks: RayRanks, job: Job, count: int) -> None:
+    def _place(self, ranks: RayRanks, job: FleetJob, count: int) -> None:
         order = self._order(job, grace=0.0, restarts=0, ranks=count)
         try:
             answer = self._open().ask(
@@ -276,7 +278,7 @@ class RayPlacer:
             )
         except (UserError, OSError, RuntimeError) as e:
             return ranks.refuse(f"the {job.name}: {e}")
-        ranks.ranks += [RayJob(self, Job(name, job.argv), self._logs / f"{name}.log") for name in answer["names"]]
+        ranks.ranks += [RayJob(self, FleetJob(name, job.argv), self._logs / f"{name}.log") for name in answer["names"]]
 
     def _tend(self) -> None:
         delay = FIRST_SECONDS

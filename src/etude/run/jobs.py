@@ -8,17 +8,17 @@ from urllib.parse import unquote
 
 from etude.config import EnginesTable, PlayersTable, RLConfig
 from etude.config.secrets import ledger_password
-from etude.fleet import Job
+from etude.fleet import FleetJob
 from etude.protocol import TOKEN_VARIABLE
 from etude.run.away import AwayProcess
 
 
 def engine_job(
     table: EnginesTable, name: str, number: int, folder: Path, config: RLConfig, token: str, *, away: bool
-) -> Job:
+) -> FleetJob:
     """An engine of the run in `folder`, which joins the ledger by itself. `away`: other hosts must reach it."""
     process = AwayProcess(folder, config, name, number, away=away)
-    return Job(
+    return FleetJob(
         name,
         ("etude.run.member", "{folder}/member.json"),
         environment(config, token),
@@ -30,10 +30,10 @@ def engine_job(
 
 def player_job(
     table: PlayersTable, name: str, number: int, folder: Path, config: RLConfig, token: str, *, away: bool
-) -> Job:
+) -> FleetJob:
     """A player of the run in `folder`."""
     process = AwayProcess(folder, config, name, number, episodes=table.episodes, away=away)
-    return Job(
+    return FleetJob(
         name,
         ("etude.run.player", "{folder}/player.json"),
         environment(config, token),

@@ -82,8 +82,8 @@ def train_rl(
     fleet: FleetConfig | None = None,
 ) -> RunReport:
     """Runs or resumes the stage in `folder` and writes its report. `toml` is the text of the configuration, kept for
-    people. `fleet` places its processes. `boxes` opens the sandbox of the episodes, e.g. a benchmark's with slower tools; by default that of
-    [sandbox]. Raises UserError or RunFailed."""
+    people. `boxes` opens the sandbox of the episodes, e.g. a benchmark's with slower tools; by default that of
+    [sandbox]. `fleet` places its processes. Raises UserError or RunFailed."""
     started = runfolder.now()
     if not resume:
         runfolder.check_new(folder)

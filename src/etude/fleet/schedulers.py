@@ -106,17 +106,17 @@ def _ray_script(fleet: FleetConfig, config: RLConfig, train: str) -> str:
     ports = "--min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0 --disable-usage-stats"
     lines = [
         "export RAY_AUTH_MODE=token",
-        'export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(python -c \'import secrets; print(secrets.token_hex(32))\')}"',
+        "export RAY_AUTH_TOKEN=\"${RAY_AUTH_TOKEN:-$(python -c 'import secrets; print(secrets.token_hex(32))')}\"",
         f'head="$(hostname -I | cut -d " " -f 1):{PORT}"',
         'export RAY_ADDRESS="$head"',  # address = "auto" of the fleet
         "while true; do",
-        f'    ray start --head --block --port {PORT} --num-cpus 0 --num-gpus 0 --include-dashboard false {ports}',
+        f"    ray start --head --block --port {PORT} --num-cpus 0 --num-gpus 0 --include-dashboard false {ports}",
         "    sleep 5",
         "done &",
     ]
     for number, part in enumerate(nodes, 1):
         start = f"ray start --block --address $head --num-cpus {part.cpus} --num-gpus {part.gpus} {ports}"
-        lines.append(f'head="$head" srun --het-group={number} bash -c \'while true; do {start}; sleep 5; done\' &')
+        lines.append(f"head=\"$head\" srun --het-group={number} bash -c 'while true; do {start}; sleep 5; done' &")
     return _script(config, [_Nodes("ray", 1, CONTROLLER_CPUS, 0), *nodes], "\n".join([*lines, "", train]))
 
 
