@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from etude.config import EnginesTable, RanksTable
+from etude.errors import UserError
 from etude.fleet import FleetJob, Placed, jobs, namespace, open_placer, supervise
 
 WORKER = """
@@ -91,6 +92,18 @@ def test_a_python_that_is_missing_is_named(tmp_path):
     )
     assert placed.ends(10)
     assert placed.failure() == "the eu-0 could not be started: No such file or directory"
+
+
+def test_jobs_have_gpus_of_their_own(tmp_path, monkeypatch):
+    (tmp_path / "fleet_gpus.py").write_text("import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a,b,c,d")
+    placer = open_placer(EnginesTable(name="eu", gpus=1), tmp_path, tmp_path, gpu=1)
+    placed = [placer.start(FleetJob(f"eu-{n}", ("fleet_gpus",), gpus=gpus)) for n, gpus in enumerate((1, 2, 0))]
+    assert all(job.ends(20) for job in placed)
+    assert [lines(job) for job in placed] == [["b"], ["c,d"], ["a,b,c,d"]]
+    with pytest.raises(UserError, match="eu-3 needs the GPUs 4 to 4 of this machine"):
+        placer.start(FleetJob("eu-3", ("fleet_gpus",), gpus=1))
 
 
 def test_ranks_are_a_group(module, tmp_path):

@@ -95,13 +95,15 @@ def _up(arguments: argparse.Namespace) -> None:
     if (token := own_token()) is None:
         raise UserError(f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    placers, here, away = list[Placer](), list[Placed](), list[Placed]()
+    placers, here, gpu = list[Placer](), list[Placed](), 0
     try:
         for table, jobs in _jobs(fleet, folder, config, token):
-            placer = open_placer(table, folder, folder / "logs" / "latest")
+            placer = open_placer(table, folder, folder / "logs" / "latest", gpu=gpu)
             placers.append(placer)
+            gpu += sum(job.gpus for job in jobs) if table.placer == "local" else 0
             for job in jobs:
-                (here if table.placer == "local" else away).append(placer.start(job))
+                placed = placer.start(job)
+                here += [placed] if table.placer == "local" else []
                 print(f"{job.name} starts: `etude fleet logs {arguments.run} {job.name}` prints its log", flush=True)
         _join_attached(fleet, folder, config)
         _wait(here)

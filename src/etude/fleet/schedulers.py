@@ -41,11 +41,16 @@ def _nodes(fleet: FleetConfig, config: RLConfig, placer: str) -> list[_Nodes]:
     if (players := fleet.players) is not None and players.placer == placer:
         nodes.append(_Nodes("players", players.count, math.ceil(players.cpus), 0))
     if (trainer := fleet.trainer) is not None and trainer.placer == placer:
-        ranks = config.trainer.mesh.ranks
-        together = min(ranks, RANKS_OF_A_NODE)
-        gpus = 0 if config.trainer.device == "cpu" else together
-        nodes.append(_Nodes("trainer", math.ceil(ranks / together), math.ceil(trainer.cpus * together), gpus))
+        nodes.append(_trainer(config, trainer.cpus))
     return nodes
+
+
+def _trainer(config: RLConfig, cpus: float) -> _Nodes:
+    """The nodes of the trainer's ranks."""
+    ranks = config.trainer.mesh.ranks
+    together = min(ranks, RANKS_OF_A_NODE)
+    gpus = 0 if config.trainer.device == "cpu" else together
+    return _Nodes("trainer", math.ceil(ranks / together), math.ceil(cpus * together), gpus)
 
 
 def _label(name: str) -> str:
@@ -54,7 +59,8 @@ def _label(name: str) -> str:
 
 
 def slurm_files(fleet: FleetConfig, config: RLConfig, paths: tuple[str, str]) -> dict[str, str]:
-    """Scripts for sbatch, by file name. `paths`: those of the configurations of run and fleet where the scripts run."""
+    """Scripts for sbatch, by file name. `paths`: those of the configurations of run and fleet where the scripts run. Raises
+    UserError for clusters of Ray that are there already."""
     run, words = f"outputs/{config.name}", shlex.join(["etude", "train", paths[0], "--fleet", paths[1]])
     train = f"""if [ -d {shlex.quote(run)} ]; then
     etude train --resume {shlex.quote(run)} &
@@ -63,22 +69,25 @@ else
 fi
 train=$!
 trap 'kill -TERM $train' TERM
-wait $train
+wait $train || wait $train
 """
-    if fleet.addresses:
-        return {"ray.sbatch": _ray_script(fleet, config, train)}
+    if wrong := [address for address in fleet.addresses if address != "auto"]:
+        raise UserError(f'the job has a head of its own: set address = "auto" in place of "{wrong[0]}"')
     local = _nodes(fleet, config, "local")
-    if fleet.trainer is None:
-        gpus = 0 if config.trainer.device == "cpu" else 1
-        local.append(_Nodes("trainer", 1, config.trainer.threads, gpus))
-    size = CONTROLLER_CPUS + sum(n.count * n.cpus for n in local), sum(n.count * n.gpus for n in local)
-    added = [n for n in local if n.name != "trainer"]
-    files = {"run.sbatch": _script(config, [_Nodes("run", 1, *size)], train)}
-    if added:
-        size = sum(n.count * n.cpus for n in added), sum(n.count * n.gpus for n in added)
+    own = [] if fleet.trainer else [_trainer(config, config.trainer.threads)]
+    controller = _Nodes("controller", 1, CONTROLLER_CPUS, 0)
+    if fleet.addresses:
+        return {"ray.sbatch": _ray_script(fleet, config, _one_node("ray", [controller, *own, *local]), train)}
+    files = {"run.sbatch": _script(config, [_one_node("run", [controller, *own, *local])], train)}
+    if added := [nodes for nodes in local if nodes.name != "trainer"]:
         up = f"exec {shlex.join(['etude', 'fleet', 'up', paths[1], run])}\n"
-        files["up.sbatch"] = _script(config, [_Nodes("up", 1, *size)], up)
+        files["up.sbatch"] = _script(config, [_one_node("up", added)], up)
     return files
+
+
+def _one_node(name: str, parts: list[_Nodes]) -> _Nodes:
+    """One node with room for all of `parts`."""
+    return _Nodes(name, 1, sum(n.count * n.cpus for n in parts), sum(n.count * n.gpus for n in parts))
 
 
 def _script(config: RLConfig, parts: list[_Nodes], body: str) -> str:
@@ -99,7 +108,7 @@ def _script(config: RLConfig, parts: list[_Nodes], body: str) -> str:
     return "\n".join([*lines, "set -u", 'cd "$SLURM_SUBMIT_DIR"', "", body])
 
 
-def _ray_script(fleet: FleetConfig, config: RLConfig, train: str) -> str:
+def _ray_script(fleet: FleetConfig, config: RLConfig, first: _Nodes, train: str) -> str:
     """A heterogeneous job: the head with the run, then a task for each node of Ray. Nodes come back when the head or
     their process has ended; what runs on them goes on meanwhile."""
     nodes = _nodes(fleet, config, "ray")
@@ -117,7 +126,7 @@ def _ray_script(fleet: FleetConfig, config: RLConfig, train: str) -> str:
     for number, part in enumerate(nodes, 1):
         start = f"ray start --block --address $head --num-cpus {part.cpus} --num-gpus {part.gpus} {ports}"
         lines.append(f"head=\"$head\" srun --het-group={number} bash -c 'while true; do {start}; sleep 5; done' &")
-    return _script(config, [_Nodes("ray", 1, CONTROLLER_CPUS, 0), *nodes], "\n".join([*lines, "", train]))
+    return _script(config, [first, *nodes], "\n".join([*lines, "", train]))
 
 
 def kuberay_files(
