@@ -11,7 +11,7 @@ import pytest
 
 from etude.config import FleetConfig, RLConfig, validate
 from etude.errors import UserError
-from etude.fleet import kuberay_files, slurm_files
+from etude.fleet import Machine, kuberay_files, slurm_files
 
 CONFIG = {"name": "My_run", "tasks": {"repository": "r"}}
 RAY = {
@@ -85,8 +85,9 @@ def test_a_cluster_of_ray_is_a_heterogeneous_job():
     assert [*files] == ["ray.sbatch"]
     script = files["ray.sbatch"]
     check_bash(script)
-    sizes = [(p["ntasks"], p["cpus-per-task"], p.get("gpus-per-task")) for p in parts(script)]
-    assert sizes == [("1", "4", None), ("3", "4", None), ("1", "2", None), ("2", "2", None), ("2", "8", "8")]
+    sizes = [(p["nodes"], p["cpus-per-task"], p.get("gpus-per-node")) for p in parts(script)]
+    assert sizes == [("1", "4", None), ("1", "12", None), ("1", "2", None), ("1", "4", None), ("2", "8", "8")]
+    assert all("exclusive" in part for part in parts(script))  # two nodes of Ray on one machine do not start
     assert parts(script)[0]["job-name"] == "my-run-ray"
     assert "export RAY_AUTH_MODE=token" in script
     assert [*map(int, re.findall(r"--het-group=(\d)", script))] == [1, 2, 3, 4]
@@ -102,9 +103,20 @@ def test_a_fleet_without_ray_is_a_job_of_one_node_and_another_that_adds_to_it():
     for name, script in files.items():
         check_bash(script)
         (options,) = parts(script)
-        sizes[name] = options["ntasks"], options["cpus-per-task"], options["gpus-per-task"]
+        sizes[name] = options["nodes"], options["cpus-per-task"], options["gpus-per-node"]
     assert sizes == {"run.sbatch": ("1", "16", "5"), "up.sbatch": ("1", "11", "4")}
     assert files["up.sbatch"].endswith("exec etude fleet up fleet.toml outputs/My_run\n")
+
+
+def test_engines_share_machines():
+    tables = {"engines": [{"name": "eu", "placer": "ray", "count": 5, "cpus": 4, "gpus": 2}]}
+    config = run_of(inference={"device": "cuda:1"}, trainer={"device": "cuda"})
+    for machine, size in ((Machine(), ("2", "16", "8")), (Machine(16, 4), ("3", "8", "4"))):
+        script = slurm_files(fleet_of(tables), config, ("run.toml", "fleet.toml"), machine)["ray.sbatch"]
+        part = parts(script)[1]
+        assert (part["nodes"], part["cpus-per-task"], part["gpus-per-node"]) == size
+    with pytest.raises(UserError, match="eu needs 4 CPUs and 2 GPUs, and a machine has 64 and 1"):
+        slurm_files(fleet_of(tables), config, ("run.toml", "fleet.toml"), Machine(64, 1))
 
 
 def test_a_job_of_slurm_has_a_head_of_its_own():

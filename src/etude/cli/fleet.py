@@ -20,7 +20,7 @@ from etude import runfolder
 from etude.cli.overlays import read_toml
 from etude.config import EnginesTable, FleetConfig, PlayersTable, RLConfig, check_fleet, load_toml, validate
 from etude.errors import RunFailed, UserError
-from etude.fleet import FleetJob, Placed, Placer, kuberay_files, namespace, open_placer, ray_log, slurm_files
+from etude.fleet import FleetJob, Machine, Placed, Placer, kuberay_files, namespace, open_placer, ray_log, slurm_files
 from etude.ledger import Ledger
 from etude.protocol import TOKEN_VARIABLE, own_token
 
@@ -54,6 +54,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     files = action("files", "write the files of a scheduler that starts the fleet and the run", "fleet", "config")
     files.add_argument("--for", dest="scheduler", choices=("slurm", "kuberay"), required=True, help="the scheduler")
     files.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write them into")
+    for kind, most in asdict(Machine()).items():
+        text = f"{kind.upper()[:-1]}s of a machine (default: {most})"
+        files.add_argument(f"--machine-{kind}", type=int, default=most, metavar="N", help=text)
     files.add_argument("--image", help="kuberay: container image with etude[train,ray]")
     files.add_argument("--claim", help="kuberay: PersistentVolumeClaim that holds the run folder and its inputs")
 
@@ -200,17 +203,20 @@ def _logs(run: Path, name: str, address: str | None) -> None:
 def _files(arguments: argparse.Namespace) -> None:
     config = validate(RLConfig, read_toml(arguments.config), str(arguments.config))
     fleet = _fleet_of(arguments.fleet, config)
+    machine = Machine(arguments.machine_cpus, arguments.machine_gpus)
+    if min(asdict(machine).values()) < 1:
+        raise UserError("--machine-cpus and --machine-gpus are numbers from 1 on")
     options = {"--image": arguments.image, "--claim": arguments.claim}
     if arguments.scheduler == "slurm":
         if wrong := [flag for flag, value in options.items() if value is not None]:
             raise UserError(f"{wrong[0]} is for --for kuberay: drop it")
         paths = str(arguments.config.absolute()), str(arguments.fleet.absolute())
-        files = slurm_files(fleet, config, paths)
+        files = slurm_files(fleet, config, paths, machine)
     else:
         if lacking := [flag for flag, value in options.items() if value is None]:
             raise UserError(f"--for kuberay needs {lacking[0]}")
         texts = {"run.toml": arguments.config.read_text(), "fleet.toml": arguments.fleet.read_text()}
-        files = kuberay_files(fleet, config, texts, image=arguments.image, claim=arguments.claim)
+        files = kuberay_files(fleet, config, texts, image=arguments.image, claim=arguments.claim, machine=machine)
     runfolder.make(arguments.output)
     for name, text in files.items():
         runfolder.write(arguments.output / name, text.encode())

@@ -16,6 +16,6 @@ code alone, no torch. Nothing of etude's is pickled: actors take and return text
 from etude.fleet.jobs import FleetJob, Placed, Placer, namespace
 from etude.fleet.place import open_placer
 from etude.fleet.ray_jobs import ray_log
-from etude.fleet.schedulers import kuberay_files, slurm_files
+from etude.fleet.schedulers import Machine, kuberay_files, slurm_files
 
 PUBLIC = ("",)

@@ -63,7 +63,8 @@ def open_placer(
     table: EnginesTable | PlayersTable | RanksTable, folder: Path, logs: Path, holds: Sequence[int] = (), gpu: int = 0
 ) -> Placer:
     """The placer of a table for the run in `folder`; logs of its jobs are kept in `logs`. Processes of this machine
-    keep the descriptors `holds` open, and have the GPUs from number `gpu` on. Raises UserError, and ValueError for servers that nobody starts."""
+    keep the descriptors `holds` open, and have the GPUs from number `gpu` on. Raises UserError, and ValueError for
+    servers that nobody starts."""
     restarts = 0 if isinstance(table, RanksTable) else table.restarts
     match table.placer:
         case "local":
