@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             "config": "its TOML",
         }
         for word in words:
-            sub.add_argument(word, type=Path, help=helps[word])
+            sub.add_argument("folder" if word == "run" else word, type=Path, metavar=word.upper(), help=helps[word])
         return sub
 
     action("up", "add a fleet's engines and players to a run that goes on", "fleet", "run")
@@ -67,11 +67,11 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int | None:
         case "up":
             return _up(arguments)
         case "status":
-            return _status(arguments.run, as_json=arguments.json)
+            return _status(arguments.folder, as_json=arguments.json)
         case "drain":
-            return _drain(arguments.run, arguments.urls)
+            return _drain(arguments.folder, arguments.urls)
         case "logs":
-            return _logs(arguments.run, arguments.name, arguments.address)
+            return _logs(arguments.folder, arguments.name, arguments.address)
         case _:
             return _files(arguments)
 
@@ -88,16 +88,18 @@ def _ledger(folder: Path, config: RLConfig) -> Ledger:
 
 def _up(arguments: argparse.Namespace) -> None:
     """Starts a fleet. Jobs of this machine live as long as this process; those of Ray go on."""
-    folder = arguments.run.absolute()
+    folder = arguments.folder.absolute()
     config = runfolder.load_config(folder)
     fleet = _fleet_of(arguments.fleet, config)
     if fleet.trainer is not None:
         raise UserError(f"{arguments.fleet}: a run that goes on keeps its trainer: drop [trainer]")
     if (folder / "report.json").exists() and not runfolder.is_running(folder):
-        raise UserError(f"{arguments.run} has ended: resume it, with --fleet {arguments.fleet} if it is to have these")
+        raise UserError(
+            f"{arguments.folder} has ended: resume it, with --fleet {arguments.fleet} if it is to have these"
+        )
     if (token := own_token()) is None:
         raise UserError(f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     placers, here, gpu = list[Placer](), list[Placed](), 0
     try:
         for table, jobs in _jobs(fleet, folder, config, token):
@@ -107,7 +109,7 @@ def _up(arguments: argparse.Namespace) -> None:
             for job in jobs:
                 placed = placer.start(job)
                 here += [placed] if table.placer == "local" else []
-                print(f"{job.name} starts: `etude fleet logs {arguments.run} {job.name}` prints its log", flush=True)
+                print(f"{job.name} starts: `etude fleet logs {arguments.folder} {job.name}` prints its log", flush=True)
         _join_attached(fleet, folder, config)
         _wait(here)
     finally:
@@ -116,6 +118,7 @@ def _up(arguments: argparse.Namespace) -> None:
                 placed.stop(STOP_SECONDS)
         for placer in placers:
             placer.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _jobs(

@@ -1,8 +1,8 @@
 """Files for schedulers, from the same description as the placers: scripts for sbatch, and objects of KubeRay.
 
-They start clusters of Ray, and the run in them; a fleet without Ray is a job of one node. A pod of Kubernetes is a node
-of Ray for one engine, player or group of ranks. Under SLURM a machine is one, with room for several: two nodes of Ray do
-not go on one address. Objects of Kubernetes are JSON, which kubectl reads as it does YAML.
+They start clusters of Ray, and the run in them; a fleet without Ray is a job of one machine. A pod of Kubernetes is a
+node of Ray for one engine, player or group of ranks. Under SLURM a whole machine is one, with room for several: two
+nodes of Ray do not start at one address. Objects of Kubernetes are JSON, which kubectl reads as it does YAML.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ def _shared(nodes: _Nodes, machine: Machine) -> _Nodes:
     room = machine.gpus // nodes.gpus if nodes.gpus else machine.cpus // nodes.cpus
     together = min(nodes.count, room)
     if together == 0:
-        raise UserError(
-            f"{nodes.name} needs {nodes.cpus} CPUs and {nodes.gpus} GPUs, and a machine has {machine.cpus} and {machine.gpus}"
-        )
+        own = f"{machine.cpus} and {machine.gpus}"
+        raise UserError(f"{nodes.name} needs {nodes.cpus} CPUs and {nodes.gpus} GPUs, and a machine has {own}")
     return _Nodes(nodes.name, math.ceil(nodes.count / together), nodes.cpus * together, nodes.gpus * together)
 
 
