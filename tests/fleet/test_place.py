@@ -10,7 +10,7 @@ import pytest
 
 from etude.config import EnginesTable, RanksTable
 from etude.errors import UserError
-from etude.fleet import FleetJob, Placed, jobs, namespace, open_placer, supervise
+from etude.fleet import FleetJob, Placed, jobs, namespace, open_placer, ray_bridge, supervise
 
 WORKER = """
 import os, signal, sys, time
@@ -104,6 +104,20 @@ def test_jobs_have_gpus_of_their_own(tmp_path, monkeypatch):
     assert [lines(job) for job in placed] == [["b"], ["c,d"], ["a,b,c,d"]]
     with pytest.raises(UserError, match="eu-3 needs the GPUs 4 to 4 of this machine"):
         placer.start(FleetJob("eu-3", ("fleet_gpus",), gpus=1))
+
+
+def test_an_installation_without_ray_is_told_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray._raylet", None)
+    with pytest.raises(UserError, match=r'placer = "ray" needs ray .*: pip install .etude\[ray\]'):
+        ray_bridge._head("auto")
+
+
+def test_a_process_without_a_token_of_ray_is_refused(tmp_path, monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match="needs the token of the cluster: set RAY_AUTH_TOKEN"):
+        open_placer(EnginesTable(name="eu", placer="ray"), tmp_path, tmp_path)
 
 
 def test_ranks_are_a_group(module, tmp_path):

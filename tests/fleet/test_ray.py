@@ -10,7 +10,7 @@ import pytest
 
 from etude.config import EnginesTable, RanksTable
 from etude.errors import UserError
-from etude.fleet import FleetJob, open_placer
+from etude.fleet import FleetJob, namespace, open_placer, ray_log
 from tests.fleet.test_place import lines, wait_until
 from tests.helpers.ray_cluster import TOKEN, Head
 
@@ -133,6 +133,41 @@ def test_a_wrong_token_is_refused_in_a_sentence(head, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
     with pytest.raises(UserError, match="refuses the token: set RAY_AUTH_TOKEN to that of the cluster"):
         placer_of(head, tmp_path)
+
+
+def test_a_cluster_without_tokens_is_refused(tmp_path, head):
+    other = Head({"RAY_AUTH_MODE": "disabled"}, cpus=0)
+    other.start()
+    try:
+        with pytest.raises(UserError, match="asks for no token, so whoever reaches it can run programs"):
+            placer_of(other, tmp_path)
+    finally:
+        other.kill()
+
+
+def test_a_log_is_fetched_from_the_cluster(head, tmp_path):
+    placer = placer_of(head, tmp_path)
+    placed = placer.start(JOB)
+    wait_until(lambda: "secret {}" in lines(placed), 60)
+    run = namespace(tmp_path / "run")
+    assert "secret {}" in "".join(ray_log(head.address, run, "eu-0")).splitlines()
+    with pytest.raises(UserError, match="has no process 'eu-9' of this run"):
+        list(ray_log(head.address, run, "eu-9"))
+    placed.stop(10)
+    placer.close()
+
+
+def test_ray_is_told_the_name_of_the_actor_alone():
+    """Of the class nothing but Ray's own methods is pickled: the workers import it."""
+    import ray
+    from ray import cloudpickle
+
+    from etude.fleet.ray_actor import JobActor
+
+    text = cloudpickle.dumps(ray.remote(JobActor).__ray_metadata__.modified_class)
+    assert b"etude.fleet.ray_actor" in text
+    assert b"open_keeper" not in text
+    assert b"LINGER_SECONDS" not in text
 
 
 def test_a_head_that_is_not_there_is_refused_in_a_sentence(head, tmp_path):
