@@ -78,6 +78,22 @@ def test_a_child_dies_with_its_keeper_and_a_killed_child_starts_again(job, tmp_p
     line.close()
 
 
+@pytest.mark.parametrize("notice", ["signal", "host"])
+def test_a_machine_that_goes_lets_the_child_leave(job, tmp_path, notice, monkeypatch):
+    monkeypatch.setattr(keeper, "_root", lambda: tmp_path / "root")  # of this test's jobs alone
+    line = opened(job, str(tmp_path))
+    first = running(line)
+    if notice == "signal":
+        os.kill(first["keeper"], signal.SIGTERM)
+    else:
+        keeper.drain_host()
+    wait_until(lambda: ask(line)["exit_code"] is not None)
+    assert ask(line)["exit_code"] == 0
+    assert (ask(line)["starts"], ask(line)["leaving"]) == (1, True)
+    ask(line, "end", seconds=0)
+    line.close()
+
+
 def test_another_job_of_the_name_takes_its_place(job, tmp_path):
     run = str(tmp_path)
     line = opened(job, run)

@@ -174,3 +174,19 @@ def test_a_head_that_is_not_there_is_refused_in_a_sentence(head, tmp_path):
     table = EnginesTable(name="eu", placer="ray", address="127.0.0.1:9")
     with pytest.raises(UserError, match=r"no head of Ray answers at 127\.0\.0\.1:9 "):
         open_placer(table, tmp_path / "run", tmp_path)
+
+
+def test_a_machine_that_is_about_to_go_gets_no_new_child(head, tmp_path):
+    """When it is gone, Ray starts the actor elsewhere; here it only comes back."""
+    placer = placer_of(head, tmp_path)
+    placed = placer.start(JOB)
+    wait_until(lambda: "secret {}" in lines(placed), 60)
+    os.kill(placed.status["keeper"], signal.SIGTERM)
+    wait_until(lambda: placed.status.get("why") == "its machine is about to go", 60)
+    wait_until(lambda: "drained" in lines(placed))
+    assert placed.exit_code is None
+    actor = placed.status["actor"]
+    os.kill(actor, signal.SIGKILL)
+    wait_until(lambda: placed.status.get("actor", actor) != actor and placed.status.get("pid"), 60)
+    placed.stop(10)
+    placer.close()

@@ -153,6 +153,7 @@ CONTAINER = table(
     image=TEXT,
     workingDir=TEXT,
     envFrom={"type": "array", "items": table([], secretRef=table(["name"], name=LABEL, optional=TRUTH))},
+    lifecycle=table([], preStop=table([], exec=table([], command={"type": "array", "items": TEXT}))),
     resources=table([], limits=QUANTITIES, requests=QUANTITIES),
     volumeMounts={"type": "array", "items": table(["name", "mountPath"], name=LABEL, mountPath=TEXT)},
 )
@@ -168,6 +169,7 @@ POD = table(
         ["containers"],
         containers={"type": "array", "minItems": 1, "items": CONTAINER},
         volumes={"type": "array", "items": VOLUME},
+        terminationGracePeriodSeconds=COUNT,
     ),
 )
 WORKERS = table(

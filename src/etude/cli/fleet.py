@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +20,18 @@ from etude import runfolder
 from etude.cli.overlays import read_toml
 from etude.config import EnginesTable, FleetConfig, PlayersTable, RLConfig, check_fleet, load_toml, validate
 from etude.errors import RunFailed, UserError
-from etude.fleet import FleetJob, Machine, Placed, Placer, kuberay_files, namespace, open_placer, ray_log, slurm_files
+from etude.fleet import (
+    FleetJob,
+    Machine,
+    Placed,
+    Placer,
+    kuberay_files,
+    namespace,
+    open_placer,
+    ray_log,
+    slurm_files,
+    stop_all,
+)
 from etude.ledger import Ledger
 from etude.protocol import TOKEN_VARIABLE, own_token
 
@@ -113,9 +124,7 @@ def _up(arguments: argparse.Namespace) -> None:
         _join_attached(fleet, folder, config)
         _wait(here)
     finally:
-        for placed in here:
-            with suppress(KeyboardInterrupt):
-                placed.stop(STOP_SECONDS)
+        stop_all(here, STOP_SECONDS)
         for placer in placers:
             placer.close()
         signal.signal(signal.SIGTERM, before)

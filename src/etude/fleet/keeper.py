@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -44,9 +45,13 @@ _OPEN_SECONDS, _LOOK_SECONDS = 20.0, 0.25
 _OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
 
 
+def _root() -> Path:
+    return Path(f"/tmp/etude-fleet-{os.getuid()}")
+
+
 def job_folder(run: str, name: str) -> Path:
     """The folder of a job on this machine, made for this user alone. Raises OSError if another user has it."""
-    root = Path(f"/tmp/etude-fleet-{os.getuid()}")
+    root = _root()
     place = root / hashlib.sha256(run.encode()).hexdigest()[:16] / name
     for folder in (root, place.parent, place):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -108,6 +113,22 @@ def open_keeper(job: dict[str, Any], run: str, *, grace: float, restarts: int) -
     raise OSError(f"the keeper of {job['name']} does not answer: see {folder}/keeper.log")
 
 
+def drain_host() -> None:
+    """Stops the children of all keepers of this user on this machine at once, for a machine that is about to go. Ray
+    starts them elsewhere once it is gone."""
+
+    def stop(folder: Path) -> None:
+        with contextlib.suppress(OSError):
+            KeeperLine(folder).ask(DRAIN_SECONDS + _OPEN_SECONDS, call="leave", seconds=DRAIN_SECONDS)
+
+    folders = [path.parent for path in _root().glob("*/*/control")]
+    threads = [threading.Thread(target=stop, args=[folder]) for folder in folders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DRAIN_SECONDS + _OPEN_SECONDS)
+
+
 def _end_orphans(folder: Path, gpus: str) -> None:
     """Ends unwatched keepers of the run's other jobs with one of these GPUs: Ray believes it free."""
     own = {name for name in gpus.split(",") if name}
@@ -131,8 +152,9 @@ class _Keeper:
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.order, self.folder = order, Path(order["folder"])
-        self.lines, self.left_at = 0, time.monotonic()  # connections; since when there is none
+        self.lines, self.left_at = 0, time.monotonic() + _OPEN_SECONDS  # connections; since when there is none
         self.lock, self.over = threading.Lock(), threading.Event()
+        self.leaving = False  # the machine is about to go
         job: dict[str, Any] = order["job"]
         write_files(self.folder / "files", job["files"])
         log = self.folder / "log"
@@ -149,7 +171,8 @@ class _Keeper:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to one request."""
-        if request["call"] in ("stop", "end"):
+        if request["call"] in ("stop", "end", "leave"):
+            self.leaving |= request["call"] == "leave"
             self.child.stop(request["seconds"])
             if request["call"] == "end":
                 self.over.set()
@@ -169,6 +192,7 @@ class _Keeper:
             "digest": self.order["digest"],
             "gpus": self.order["gpus"],
             "lines": self.lines,
+            "leaving": self.leaving,
         }
 
     def serve(self, connection: socket.socket) -> None:
@@ -205,6 +229,12 @@ class _Keeper:
 
 def _keep(order: dict[str, Any], listener: socket.socket) -> None:
     keeper = _Keeper(order)
+
+    def drain(*_: object) -> None:  # the notice of a machine that is about to go
+        leave = {"call": "leave", "seconds": DRAIN_SECONDS}
+        threading.Thread(target=keeper.answer, args=[leave], daemon=True).start()
+
+    signal.signal(signal.SIGTERM, drain)
 
     def accept() -> None:
         while True:

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -24,11 +25,12 @@ from typing import Any
 
 from etude import processes
 from etude.errors import UserError
-from etude.fleet.jobs import FleetJob
+from etude.fleet.jobs import FleetJob, stop_all
 from etude.fleet.keeper import GRACE_SECONDS
 from etude.fleet.supervise import FIRST_SECONDS, LONGEST_SECONDS
 
 CONNECT_SECONDS = 90.0
+ROOM_REPORT_SECONDS = 60.0
 ROOM_SECONDS = 300.0
 """Time in which a cluster must have room for a group of ranks."""
 _CALL_SECONDS, _POLL_SECONDS = 90.0, 1.0
@@ -44,12 +46,14 @@ class RayJob:
         self.offset = 0
         self.host = ""  # the node where it runs
         self.delay, self.again_at = FIRST_SECONDS, 0.0
+        self.begun: float | None = time.monotonic()  # until its first status, or until its waiting is reported
         self._placer, self._end = placer, ""
         self._code: int | None = None
         self._over = threading.Event()
 
     def update(self, status: dict[str, Any]) -> None:
         """Takes a new status, and the part of the log in it."""
+        self.begun = None
         self.status, self.host = {**status, "log": ""}, status.get("host", self.host)
         self.delay = FIRST_SECONDS
         if text := status.get("log"):
@@ -245,12 +249,8 @@ class RayPlacer:
             job.finish(0 if code is None else code, status.get("end") or f"the {job.name} was stopped")
 
     def stop_ranks(self, ranks: RayRanks, seconds: float) -> None:
-        """Stops ranks, each on its own thread: they wait for each other."""
-        threads = [threading.Thread(target=rank.stop, args=[seconds]) for rank in ranks.ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(seconds + _CALL_SECONDS)
+        """Stops ranks together: they wait for each other."""
+        stop_all(ranks.ranks, seconds)
         ranks.look()
         if ranks.exit_code is None:
             ranks.refuse(f"the {ranks.name} was stopped")
@@ -314,6 +314,11 @@ class RayPlacer:
         if not going:
             return
         answers = bridge.ask(call="poll", offsets={name: job.offset for name, job in going.items()})
+        for name, job in going.items():
+            if job.begun is not None and time.monotonic() - job.begun > ROOM_REPORT_SECONDS:
+                job.begun = None
+                needs = f"{job.job.cpus:g} CPUs and {job.job.gpus} GPUs"
+                print(f"etude: {name} waits: Ray has had no room for {needs} for a minute", file=sys.stderr)
         for name, status in answers.items():
             job = going[name]
             if "missing" not in status:

@@ -21,6 +21,8 @@ from etude.errors import UserError
 PORT = 6379  # of the head
 RAY_VERSION = "2.60.0"  # of the images, for KubeRay, which asks no older one for tokens
 CONTROLLER_CPUS = 4  # of the run itself, which may play episodes, and the head
+LEAVE_SECONDS = 60  # of a pod, in which engines hand back their turns
+_DRAIN = "from etude.fleet.keeper import drain_host; drain_host()"
 _GPU = "nvidia.com/gpu"
 _CONFIGURATION, _WORK = "/etude/configuration", "/etude/work"
 
@@ -180,12 +182,14 @@ def kuberay_files(
             "image": image,
             "workingDir": _WORK,
             "envFrom": [{"secretRef": {"name": name, "optional": True}}],
+            "lifecycle": {"preStop": {"exec": {"command": ["python", "-c", _DRAIN]}}},
             "resources": {"limits": share, "requests": share},
             "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in mounts.items()],
         }
         work = {"name": "work", "persistentVolumeClaim": {"claimName": claim}}
         configuration = {"name": "configuration", "configMap": {"name": name}}
-        return {"spec": {"containers": [container], "volumes": [work, configuration]}}
+        volumes = [work, configuration]
+        return {"spec": {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": LEAVE_SECONDS}}
 
     groups = [
         {
