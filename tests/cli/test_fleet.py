@@ -129,7 +129,8 @@ def test_up_refuses_what_cannot_join(ledger, folder, fleet, tmp_path, capsys, mo
 
 def test_up_joins_attached_servers(ledger, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("ETUDE_API_KEY", "token")
-    monkeypatch.setitem(sys.modules, "etude.run.jobs", types.SimpleNamespace(engine_job=None, player_job=None))
+    away = types.SimpleNamespace(AwayProcess=None)  # nothing is started
+    monkeypatch.setitem(sys.modules, "etude.run.away", away)
     path = tmp_path / "attached.toml"
     path.write_text(f'[[engines]]\nname = "us"\nplacer = "attach"\nurls = ["{URL}"]\n')
     assert call("fleet", "up", path, folder) == 0

@@ -15,7 +15,7 @@ from tests.fleet.test_place import lines, wait_until
 from tests.helpers.ray_cluster import TOKEN, Head
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+pytestmark = pytest.mark.slow
 
 WORKER = """
 import os, signal, sys, time
@@ -53,6 +53,7 @@ def placer_of(head, tmp_path):
 JOB = FleetJob("eu-0", ("fleet_worker", "{folder}"), {"WORD": "secret"}, {"member.json": "{}"})
 
 
+@pytest.mark.smoke
 def test_a_job_survives_its_actor_and_its_driver_and_starts_again(head, tmp_path):
     placer = placer_of(head, tmp_path)
     placed = placer.start(JOB)
@@ -85,6 +86,7 @@ def test_a_job_survives_its_actor_and_its_driver_and_starts_again(head, tmp_path
     later.close()
 
 
+@pytest.mark.smoke
 def test_a_job_outlives_the_head_and_is_adopted_by_the_next(head, tmp_path):
     placer = placer_of(head, tmp_path)
     placed = placer.start(JOB)
@@ -113,6 +115,7 @@ sys.exit(open(sys.argv[1] + place["RANK"]).read() or 0)
 """
 
 
+@pytest.mark.smoke
 def test_ranks_are_placed_together_and_end_together(head, tmp_path):
     placer = open_placer(RanksTable(placer="ray", address=head.address), tmp_path / "run", tmp_path)
     group = placer.start_group(FleetJob("trainer", ("fleet_rank", f"{tmp_path}/end-")), 2)

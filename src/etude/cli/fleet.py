@@ -8,7 +8,6 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -18,24 +17,12 @@ from rich.table import Table
 
 from etude import runfolder
 from etude.cli.overlays import read_toml
-from etude.config import EnginesTable, FleetConfig, PlayersTable, RLConfig, check_fleet, load_toml, validate
+from etude.config import FleetConfig, RLConfig, check_fleet, load_toml, validate
 from etude.errors import RunFailed, UserError
-from etude.fleet import (
-    FleetJob,
-    Machine,
-    Placed,
-    Placer,
-    kuberay_files,
-    namespace,
-    open_placer,
-    ray_log,
-    slurm_files,
-    stop_all,
-)
+from etude.fleet import Machine, Placed, kuberay_files, namespace, ray_log, slurm_files
 from etude.ledger import Ledger
 from etude.protocol import TOKEN_VARIABLE, own_token
 
-STOP_SECONDS = 30.0  # a server may take 25 to hand back its turns
 _LOOK_SECONDS = 1.0
 
 
@@ -110,44 +97,19 @@ def _up(arguments: argparse.Namespace) -> None:
         )
     if (token := own_token()) is None:
         raise UserError(f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for")
+    from etude.run import jobs
+
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    placers, here, gpu = list[Placer](), list[Placed](), 0
     try:
-        for table, jobs in _jobs(fleet, folder, config, token):
-            placer = open_placer(table, folder, folder / "logs" / "latest", gpu=gpu)
-            placers.append(placer)
-            gpu += sum(job.gpus for job in jobs) if table.placer == "local" else 0
-            for job in jobs:
-                placed = placer.start(job)
-                here += [placed] if table.placer == "local" else []
-                print(f"{job.name} starts: `etude fleet logs {arguments.folder} {job.name}` prints its log", flush=True)
-        _join_attached(fleet, folder, config)
-        _wait(here)
+        # The names are not those of jobs that the run has already.
+        mark, logs = f"-{secrets.token_hex(2)}", folder / "logs" / "latest"
+        with closing(jobs.place_fleet(fleet, folder, config, logs, token, mark=mark, away=True)) as placed:
+            for name in (*placed.engines, *placed.players):
+                print(f"{name} starts: `etude fleet logs {arguments.folder} {name}` prints its log", flush=True)
+            _join_attached(fleet, folder, config)
+            _wait(placed.here)
     finally:
-        stop_all(here, STOP_SECONDS)
-        for placer in placers:
-            placer.close()
         signal.signal(signal.SIGTERM, before)
-
-
-def _jobs(
-    fleet: FleetConfig, folder: Path, config: RLConfig, token: str
-) -> Iterator[tuple[EnginesTable | PlayersTable, list[FleetJob]]]:
-    """Tables and their jobs. Names have a part of their own: they are not those of jobs that the run has already."""
-    from etude.run.jobs import engine_job, player_job
-
-    mark = secrets.token_hex(2)
-    tables: list[EnginesTable | PlayersTable] = [table for table in fleet.engines if table.placer != "attach"]
-    tables += [fleet.players] if fleet.players is not None else []
-    for table in tables:
-        jobs = list[FleetJob]()
-        for number, name in enumerate(table.names):
-            words = f"{name.rpartition('-')[0]}-{mark}-{number}", number, folder, config, token
-            if isinstance(table, EnginesTable):
-                jobs.append(engine_job(table, *words, away=True))
-            else:
-                jobs.append(player_job(table, *words, away=True))
-        yield table, jobs
 
 
 def _join_attached(fleet: FleetConfig, folder: Path, config: RLConfig) -> None:

@@ -3,14 +3,85 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
-from etude.config import EnginesTable, PlayersTable, RLConfig
+from etude.config import EnginesTable, FleetConfig, PlayersTable, RanksTable, RLConfig
 from etude.config.secrets import ledger_password
-from etude.fleet import FleetJob
+from etude.fleet import FleetJob, Placed, Placer, open_placer, stop_all
 from etude.protocol import TOKEN_VARIABLE
 from etude.run.away import AwayProcess
+
+STOP_SECONDS = 30.0  # a server may take 25 to hand back its turns
+
+
+class PlacedFleet:
+    """The engines and players of a fleet that are started, by their names. `here` are those of this machine."""
+
+    def __init__(self) -> None:
+        self.engines, self.players = dict[str, Placed](), dict[str, Placed]()
+        self.here, self.placers = list[Placed](), list[Placer]()
+
+    def stop(self) -> None:
+        """Stops all of them."""
+        stop_all([*self.engines.values(), *self.players.values()], STOP_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        """Stops those of this machine; the others go on."""
+        stop_all(self.here, STOP_SECONDS)
+        for placer in self.placers:
+            placer.close()
+
+
+def place_fleet(
+    fleet: FleetConfig,
+    folder: Path,
+    config: RLConfig,
+    logs: Path,
+    token: str,
+    *,
+    mark: str = "",
+    away: bool = False,
+    gpu: int = 0,
+    holds: Sequence[int] = (),
+) -> PlacedFleet:
+    """Starts the engines and players of a fleet for the run in `folder`; they join the ledger by themselves. Names are
+    TABLE + `mark` + -NUMBER. `away`: those of this machine do not end with the controller, either, and are reached from
+    others. They have the GPUs from number `gpu` on, and keep the descriptors `holds` open. Raises UserError."""
+    placed, number = PlacedFleet(), 0
+    tables: list[EnginesTable | PlayersTable] = [table for table in fleet.engines if table.placer != "attach"]
+    tables += [fleet.players] if fleet.players is not None else []
+    try:
+        for table in tables:
+            placer = open_placer(table, folder, logs, holds, gpu)
+            placed.placers.append(placer)
+            far = away or table.placer == "ray"
+            for own, name in enumerate(table.names):
+                named = f"{name.rpartition('-')[0]}{mark}-{own}"
+                if isinstance(table, EnginesTable):
+                    job = engine_job(table, named, number, folder, config, token, away=far)
+                    one = placed.engines[named] = placer.start(job)
+                    number += 1
+                else:
+                    job = player_job(table, named, own, folder, config, token, away=far)
+                    one = placed.players[named] = placer.start(job)
+                if table.placer == "local":
+                    placed.here.append(one)
+                    gpu += job.gpus
+    except BaseException:
+        placed.stop()
+        raise
+    return placed
+
+
+def trainer_job(table: RanksTable, folder: Path, config: RLConfig) -> FleetJob:
+    """A rank of the trainer of the run in `folder`, which its machine must reach."""
+    gpus = 0 if config.trainer.device == "cpu" else 1
+    argv = "etude.trainer.rl.process", str(folder.absolute())
+    password = {name: value for name, value in environment(config, "").items() if value}
+    return FleetJob("trainer", argv, password, cpus=table.cpus, gpus=gpus)
 
 
 def engine_job(
