@@ -118,8 +118,8 @@ def drain_host() -> None:
     starts them elsewhere once it is gone."""
 
     def stop(folder: Path) -> None:
-        with contextlib.suppress(OSError):
-            KeeperLine(folder).ask(DRAIN_SECONDS + _OPEN_SECONDS, call="leave", seconds=DRAIN_SECONDS)
+        with contextlib.suppress(OSError), contextlib.closing(KeeperLine(folder)) as line:
+            line.ask(DRAIN_SECONDS + _OPEN_SECONDS, call="leave", seconds=DRAIN_SECONDS)
 
     folders = [path.parent for path in _root().glob("*/*/control")]
     threads = [threading.Thread(target=stop, args=[folder]) for folder in folders]
