@@ -30,8 +30,8 @@ FOUNDATIONS = ("runfolder", "config", "records", "processes", "store", "failpoin
 ORDER = (*ROOMS, *FOUNDATIONS)
 # Rooms and foundations that never name torch, not even inside a function: what `pip install etude` brings.
 LIGHT = (
-    "live", "fleet", "dashboard", "evals", "rollout", "harness", "tasks", "grading", "sandbox", "corpus", "edits", "protocol",
-    "ledger", "renderers", "code", *FOUNDATIONS,
+    "live", "fleet", "dashboard", "evals", "rollout", "harness", "tasks", "grading", "sandbox", "corpus", "edits",
+    "protocol", "ledger", "renderers", "code", *FOUNDATIONS,
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "numba"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

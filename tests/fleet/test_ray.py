@@ -10,12 +10,12 @@ import pytest
 
 from etude.config import EnginesTable, RanksTable
 from etude.errors import UserError
-from etude.fleet import Job, open_placer
+from etude.fleet import FleetJob, namespace, open_placer, ray_log
 from tests.fleet.test_place import lines, wait_until
 from tests.helpers.ray_cluster import TOKEN, Head
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+pytestmark = pytest.mark.slow
 
 WORKER = """
 import os, signal, sys, time
@@ -50,9 +50,10 @@ def placer_of(head, tmp_path):
     return open_placer(EnginesTable(name="eu", placer="ray", address=head.address), tmp_path / "run", tmp_path)
 
 
-JOB = Job("eu-0", ("fleet_worker", "{folder}"), {"WORD": "secret"}, {"member.json": "{}"})
+JOB = FleetJob("eu-0", ("fleet_worker", "{folder}"), {"WORD": "secret"}, {"member.json": "{}"})
 
 
+@pytest.mark.smoke
 def test_a_job_survives_its_actor_and_its_driver_and_starts_again(head, tmp_path):
     placer = placer_of(head, tmp_path)
     placed = placer.start(JOB)
@@ -79,12 +80,13 @@ def test_a_job_survives_its_actor_and_its_driver_and_starts_again(head, tmp_path
     assert (again.exit_code, again.end()) == (0, "the eu-0 exited with code 0: drained")
     assert not Path(f"/proc/{child}").exists()
 
-    third = later.start(Job("eu-0", JOB.argv, {"WORD": "other"}, JOB.files))
+    third = later.start(FleetJob("eu-0", JOB.argv, {"WORD": "other"}, JOB.files))
     wait_until(lambda: "other {}" in lines(third), 60)
     third.stop(10)
     later.close()
 
 
+@pytest.mark.smoke
 def test_a_job_outlives_the_head_and_is_adopted_by_the_next(head, tmp_path):
     placer = placer_of(head, tmp_path)
     placed = placer.start(JOB)
@@ -113,9 +115,10 @@ sys.exit(open(sys.argv[1] + place["RANK"]).read() or 0)
 """
 
 
+@pytest.mark.smoke
 def test_ranks_are_placed_together_and_end_together(head, tmp_path):
     placer = open_placer(RanksTable(placer="ray", address=head.address), tmp_path / "run", tmp_path)
-    group = placer.start_group(Job("trainer", ("fleet_rank", f"{tmp_path}/end-")), 2)
+    group = placer.start_group(FleetJob("trainer", ("fleet_rank", f"{tmp_path}/end-")), 2)
     wait_until(lambda: len(group.ranks) == 2 and all(map(lines, group.ranks)), 60)
     places = [json.loads(lines(rank)[0]) for rank in group.ranks]
     assert [place["RANK"] for place in places] == ["0", "1"]
@@ -135,7 +138,58 @@ def test_a_wrong_token_is_refused_in_a_sentence(head, tmp_path, monkeypatch):
         placer_of(head, tmp_path)
 
 
+def test_a_cluster_without_tokens_is_refused(tmp_path, head):
+    other = Head({"RAY_AUTH_MODE": "disabled"}, cpus=0)
+    other.start()
+    try:
+        with pytest.raises(UserError, match="asks for no token, so whoever reaches it can run programs"):
+            placer_of(other, tmp_path)
+    finally:
+        other.kill()
+
+
+def test_a_log_is_fetched_from_the_cluster(head, tmp_path):
+    placer = placer_of(head, tmp_path)
+    placed = placer.start(JOB)
+    wait_until(lambda: "secret {}" in lines(placed), 60)
+    run = namespace(tmp_path / "run")
+    assert "secret {}" in "".join(ray_log(head.address, run, "eu-0")).splitlines()
+    with pytest.raises(UserError, match="has no process 'eu-9' of this run"):
+        list(ray_log(head.address, run, "eu-9"))
+    placed.stop(10)
+    placer.close()
+
+
+def test_ray_is_told_the_name_of_the_actor_alone():
+    """Of the class nothing but Ray's own methods is pickled: the workers import it."""
+    import ray
+    from ray import cloudpickle
+
+    from etude.fleet.ray_actor import JobActor
+
+    text = cloudpickle.dumps(ray.remote(JobActor).__ray_metadata__.modified_class)
+    assert b"etude.fleet.ray_actor" in text
+    assert b"open_keeper" not in text
+    assert b"LINGER_SECONDS" not in text
+
+
 def test_a_head_that_is_not_there_is_refused_in_a_sentence(head, tmp_path):
     table = EnginesTable(name="eu", placer="ray", address="127.0.0.1:9")
-    with pytest.raises(UserError, match="no head of Ray answers at 127.0.0.1:9"):
+    with pytest.raises(UserError, match=r"no head of Ray answers at 127\.0\.0\.1:9 "):
         open_placer(table, tmp_path / "run", tmp_path)
+
+
+def test_a_machine_that_is_about_to_go_gets_no_new_child(head, tmp_path):
+    """When it is gone, Ray starts the actor elsewhere; here it only comes back."""
+    placer = placer_of(head, tmp_path)
+    placed = placer.start(JOB)
+    wait_until(lambda: "secret {}" in lines(placed), 60)
+    os.kill(placed.status["keeper"], signal.SIGTERM)
+    wait_until(lambda: placed.status.get("why") == "its machine is about to go", 60)
+    wait_until(lambda: "drained" in lines(placed))
+    assert placed.exit_code is None
+    actor = placed.status["actor"]
+    os.kill(actor, signal.SIGKILL)
+    wait_until(lambda: placed.status.get("actor", actor) != actor and placed.status.get("pid"), 60)
+    placed.stop(10)
+    placer.close()

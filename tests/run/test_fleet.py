@@ -1,4 +1,4 @@
-"""Whole runs whose engines and players are placed: they are killed and leave, and the run ends as an undisturbed one."""
+"""Whole runs whose engines and players are placed: some are killed or leave, and the run ends like any other."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def pids_of(parent: int, word: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_players_and_engines_that_are_killed_cost_a_run_nothing(tmp_path: Path, undisturbed: Path) -> None:
+def test_players_and_engines_that_are_killed_cost_a_run_nothing(tmp_path: Path, undisturbed: Path) -> None:  # noqa: F811
     process = begin(tmp_path)
     run = tmp_path / "outputs/run"
     wait(process, lambda: (run / "metrics.jsonl").exists())  # episodes of the second step are being played

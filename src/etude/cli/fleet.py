@@ -8,24 +8,22 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from etude import runfolder
 from etude.cli.overlays import read_toml
-from etude.config import EnginesTable, FleetConfig, PlayersTable, RLConfig, check_fleet, load_toml, validate
+from etude.config import FleetConfig, RLConfig, check_fleet, load_toml, validate
 from etude.errors import RunFailed, UserError
-from etude.fleet import Placed, Placer, kuberay_files, namespace, open_placer, ray_log, slurm_files
+from etude.fleet import Machine, Placed, kuberay_files, namespace, ray_log, slurm_files
 from etude.ledger import Ledger
 from etude.protocol import TOKEN_VARIABLE, own_token
+from etude.run.jobs import place_fleet
 
-STOP_SECONDS = 30.0  # a server may take 25 to hand back its turns
 _LOOK_SECONDS = 1.0
 
 
@@ -41,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             "config": "its TOML",
         }
         for word in words:
-            sub.add_argument(word, type=Path, help=helps[word])
+            sub.add_argument("folder" if word == "run" else word, type=Path, metavar=word.upper(), help=helps[word])
         return sub
 
     action("up", "add a fleet's engines and players to a run that goes on", "fleet", "run")
@@ -55,6 +53,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     files = action("files", "write the files of a scheduler that starts the fleet and the run", "fleet", "config")
     files.add_argument("--for", dest="scheduler", choices=("slurm", "kuberay"), required=True, help="the scheduler")
     files.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write them into")
+    for kind, most in asdict(Machine()).items():
+        text = f"{kind.upper()[:-1]}s of a machine (default: {most})"
+        files.add_argument(f"--machine-{kind}", type=int, default=most, metavar="N", help=text)
     files.add_argument("--image", help="kuberay: container image with etude[train,ray]")
     files.add_argument("--claim", help="kuberay: PersistentVolumeClaim that holds the run folder and its inputs")
 
@@ -65,11 +66,11 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int | None:
         case "up":
             return _up(arguments)
         case "status":
-            return _status(arguments.run, as_json=arguments.json)
+            return _status(arguments.folder, as_json=arguments.json)
         case "drain":
-            return _drain(arguments.run, arguments.urls)
+            return _drain(arguments.folder, arguments.urls)
         case "logs":
-            return _logs(arguments.run, arguments.name, arguments.address)
+            return _logs(arguments.folder, arguments.name, arguments.address)
         case _:
             return _files(arguments)
 
@@ -86,48 +87,28 @@ def _ledger(folder: Path, config: RLConfig) -> Ledger:
 
 def _up(arguments: argparse.Namespace) -> None:
     """Starts a fleet. Jobs of this machine live as long as this process; those of Ray go on."""
-    folder = arguments.run.absolute()
+    folder = arguments.folder.absolute()
     config = runfolder.load_config(folder)
     fleet = _fleet_of(arguments.fleet, config)
     if fleet.trainer is not None:
         raise UserError(f"{arguments.fleet}: a run that goes on keeps its trainer: drop [trainer]")
     if (folder / "report.json").exists() and not runfolder.is_running(folder):
-        raise UserError(f"{arguments.run} has ended: resume it, with --fleet {arguments.fleet} if it is to have these")
+        raise UserError(
+            f"{arguments.folder} has ended: resume it, with --fleet {arguments.fleet} if it is to have these"
+        )
     if (token := own_token()) is None:
         raise UserError(f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    placers, here, away = list[Placer](), list[Placed](), list[Placed]()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        for table, jobs in _jobs(fleet, folder, config, token):
-            placer = open_placer(table, folder, folder / "logs" / "latest")
-            placers.append(placer)
-            for job in jobs:
-                (here if table.placer == "local" else away).append(placer.start(job))
-                print(f"{job.name} starts: `etude fleet logs {arguments.run} {job.name}` prints its log", flush=True)
-        _join_attached(fleet, folder, config)
-        _wait(here)
+        # The names are not those of jobs that the run has already.
+        mark, logs = f"-{secrets.token_hex(2)}", folder / "logs" / "latest"
+        with closing(place_fleet(fleet, folder, config, logs, token, mark=mark, away=True)) as placed:
+            for name in (*placed.engines, *placed.players):
+                print(f"{name} starts: `etude fleet logs {arguments.folder} {name}` prints its log", flush=True)
+            _join_attached(fleet, folder, config)
+            _wait(placed.here)
     finally:
-        for placed in here:
-            with suppress(KeyboardInterrupt):
-                placed.stop(STOP_SECONDS)
-        for placer in placers:
-            placer.close()
-
-
-def _jobs(fleet: FleetConfig, folder: Path, config: RLConfig, token: str) -> Iterator[tuple[Any, list[Any]]]:
-    """Tables and their jobs. Names have a part of their own: they are not those of jobs that the run has already."""
-    from etude.run.jobs import engine_job, player_job
-
-    mark = secrets.token_hex(2)
-    tables: list[EnginesTable | PlayersTable] = [table for table in fleet.engines if table.placer != "attach"]
-    tables += [fleet.players] if fleet.players is not None else []
-    for table in tables:
-        jobs = list[Any]()
-        for number, name in enumerate(table.names):
-            words = f"{name.rpartition('-')[0]}-{mark}-{number}", number, folder, config, token
-            own = engine_job(table, *words, away=True) if isinstance(table, EnginesTable) else None
-            jobs.append(own or player_job(table, *words, away=True))
-        yield table, jobs
+        signal.signal(signal.SIGTERM, before)
 
 
 def _join_attached(fleet: FleetConfig, folder: Path, config: RLConfig) -> None:
@@ -184,27 +165,31 @@ def _logs(run: Path, name: str, address: str | None) -> None:
         with path.open(errors="replace") as file:
             return shutil.copyfileobj(file, sys.stdout)
     fleet = runfolder.load_fleet(run)
-    heads = fleet.addresses if fleet is not None else ()
-    if not (address or heads):
+    if address is None and fleet is not None:
+        address = next(iter(fleet.addresses), None)
+    if address is None:
         raise UserError(f"{path} does not exist: name a process of the run, or the --address of the head that has it")
-    for piece in ray_log(address or heads[0], namespace(run), name):
+    for piece in ray_log(address, namespace(run), name):
         sys.stdout.write(piece)
 
 
 def _files(arguments: argparse.Namespace) -> None:
     config = validate(RLConfig, read_toml(arguments.config), str(arguments.config))
     fleet = _fleet_of(arguments.fleet, config)
+    machine = Machine(arguments.machine_cpus, arguments.machine_gpus)
+    if min(asdict(machine).values()) < 1:
+        raise UserError("--machine-cpus and --machine-gpus are numbers from 1 on")
     options = {"--image": arguments.image, "--claim": arguments.claim}
     if arguments.scheduler == "slurm":
         if wrong := [flag for flag, value in options.items() if value is not None]:
             raise UserError(f"{wrong[0]} is for --for kuberay: drop it")
         paths = str(arguments.config.absolute()), str(arguments.fleet.absolute())
-        files = slurm_files(fleet, config, paths)
+        files = slurm_files(fleet, config, paths, machine)
     else:
         if lacking := [flag for flag, value in options.items() if value is None]:
             raise UserError(f"--for kuberay needs {lacking[0]}")
         texts = {"run.toml": arguments.config.read_text(), "fleet.toml": arguments.fleet.read_text()}
-        files = kuberay_files(fleet, config, texts, image=arguments.image, claim=arguments.claim)
+        files = kuberay_files(fleet, config, texts, image=arguments.image, claim=arguments.claim, machine=machine)
     runfolder.make(arguments.output)
     for name, text in files.items():
         runfolder.write(arguments.output / name, text.encode())

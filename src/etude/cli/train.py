@@ -27,7 +27,10 @@ OUTPUTS = Path("outputs")
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude train`; further words are overlays and overrides."""
-    parser.usage = "etude train [--resume] [--deterministic] [--dry-run] [--fleet FILE] CONFIG [@ OVERLAY ...] [--TABLE.KEY VALUE ...]"
+    parser.usage = (
+        "etude train [--resume] [--deterministic] [--dry-run] [--fleet FILE] CONFIG [@ OVERLAY ...] "
+        "[--TABLE.KEY VALUE ...]"
+    )
     parser.epilog = (
         "Values come from the defaults, then from the files, left to right, then from --TABLE.KEY VALUE. Tables are "
         "merged key by key; arrays and values are replaced. Relative paths start at the current folder."
@@ -54,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         const="rl",
         choices=("midtrain", "sft", "apply", "rl", "live", "fleet"),
         metavar="STAGE",
-        help="print the keys of a stage (midtrain, sft, apply, rl, live, fleet; default: rl), their defaults and meanings",
+        help="print the keys of a stage (midtrain, sft, apply, rl, live, fleet; default: rl), defaults and meanings",
     )
 
 

@@ -9,8 +9,7 @@ the keeper with no one: two supervisors never start the same child, since a fold
       lock  control                   held by the keeper; its socket
       log   files/                    of the child
 
-`python -m etude.fleet.keeper`, with a JSON object on the standard input: it answers requests, a JSON line each, by
-JSON lines.
+`main` reads a JSON object from the standard input. Requests and answers on the socket are JSON lines.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from etude import processes
-from etude.fleet.place import with_folder, write_files
+from etude.fleet.jobs import with_folder, write_files
 from etude.fleet.supervise import Supervised
 
 GRACE_SECONDS = 180.0
@@ -45,9 +45,13 @@ _OPEN_SECONDS, _LOOK_SECONDS = 20.0, 0.25
 _OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
 
 
+def _root() -> Path:
+    return Path(f"/tmp/etude-fleet-{os.getuid()}")
+
+
 def job_folder(run: str, name: str) -> Path:
     """The folder of a job on this machine, made for this user alone. Raises OSError if another user has it."""
-    root = Path(f"/tmp/etude-fleet-{os.getuid()}")
+    root = _root()
     place = root / hashlib.sha256(run.encode()).hexdigest()[:16] / name
     for folder in (root, place.parent, place):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -57,7 +61,7 @@ def job_folder(run: str, name: str) -> Path:
     return place
 
 
-class Line:
+class KeeperLine:
     """A connection to a keeper: requests and answers are JSON lines. Raises OSError when the keeper is gone."""
 
     def __init__(self, folder: Path) -> None:
@@ -86,7 +90,7 @@ class Line:
         self._socket.close()
 
 
-def open_keeper(job: dict[str, Any], run: str, *, grace: float, restarts: int) -> Line:
+def open_keeper(job: dict[str, Any], run: str, *, grace: float, restarts: int) -> KeeperLine:
     """A connection to the keeper of a job on this node: to the one that runs it already, else to a new one. A keeper
     of another job of this name, or with other GPUs, is ended first. Raises OSError."""
     folder = job_folder(run, job["name"])
@@ -95,27 +99,43 @@ def open_keeper(job: dict[str, Any], run: str, *, grace: float, restarts: int) -
     deadline = time.monotonic() + 2 * DRAIN_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            line = Line(folder)
+            line = KeeperLine(folder)
             status = line.ask(call="status", offset=0, limit=0)
             if {key: status[key] for key in own} == own and status["exit_code"] is None:
                 return line
             line.ask(DRAIN_SECONDS + _OPEN_SECONDS, call="end", seconds=DRAIN_SECONDS)
             line.close()
         text = json.dumps({"job": job, "folder": str(folder), "grace": grace, "restarts": restarts, **own})
-        words = [sys.executable, "-P", "-m", "etude.fleet.keeper"]
+        words = [sys.executable, "-P", "-c", "from etude.fleet.keeper import main; main()"]
         done = subprocess.run(words, input=text.encode(), timeout=_OPEN_SECONDS, start_new_session=True, check=False)
         if done.returncode not in (0, HELD):
             raise OSError(f"the keeper of {job['name']} exited with code {done.returncode}: see {folder}/keeper.log")
     raise OSError(f"the keeper of {job['name']} does not answer: see {folder}/keeper.log")
 
 
+def drain_host() -> None:
+    """Stops the children of all keepers of this user on this machine at once, for a machine that is about to go. Ray
+    starts them elsewhere once it is gone."""
+
+    def stop(folder: Path) -> None:
+        with contextlib.suppress(OSError), contextlib.closing(KeeperLine(folder)) as line:
+            line.ask(DRAIN_SECONDS + _OPEN_SECONDS, call="leave", seconds=DRAIN_SECONDS)
+
+    folders = [path.parent for path in _root().glob("*/*/control")]
+    threads = [threading.Thread(target=stop, args=[folder]) for folder in folders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DRAIN_SECONDS + _OPEN_SECONDS)
+
+
 def _end_orphans(folder: Path, gpus: str) -> None:
-    """Ends keepers of the run's other jobs that nobody watches and that have one of these GPUs: Ray believes it free."""
+    """Ends unwatched keepers of the run's other jobs with one of these GPUs: Ray believes it free."""
     own = {name for name in gpus.split(",") if name}
     for other in folder.parent.iterdir() if own else ():
         with contextlib.suppress(OSError):
             if other != folder:
-                line = Line(other)
+                line = KeeperLine(other)
                 status = line.ask(call="status", offset=0, limit=0)
                 if own & {*status["gpus"].split(",")} and status["lines"] == 1:
                     line.ask(DRAIN_SECONDS + _OPEN_SECONDS, call="end", seconds=DRAIN_SECONDS)
@@ -132,12 +152,13 @@ class _Keeper:
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.order, self.folder = order, Path(order["folder"])
-        self.lines, self.left_at = 0, time.monotonic()  # connections; since when there is none
+        self.lines, self.left_at = 0, time.monotonic() + _OPEN_SECONDS  # connections; since when there is none
         self.lock, self.over = threading.Lock(), threading.Event()
+        self.leaving = False  # the machine is about to go
         job: dict[str, Any] = order["job"]
         write_files(self.folder / "files", job["files"])
         log = self.folder / "log"
-        log.write_bytes(b"")
+        log.touch()
         begins = partial(
             processes.start,
             job["name"],
@@ -150,13 +171,15 @@ class _Keeper:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to one request."""
-        if request["call"] in ("stop", "end"):
+        if request["call"] in ("stop", "end", "leave"):
+            self.leaving |= request["call"] == "leave"
             self.child.stop(request["seconds"])
             if request["call"] == "end":
                 self.over.set()
         offset, limit, code = request.get("offset", 0), request.get("limit", LOG_PIECE), self.child.exit_code
         with self.child.log.open("rb") as file:
-            file.seek(min(offset, file.seek(0, os.SEEK_END)))
+            offset = offset if offset <= file.seek(0, os.SEEK_END) else 0  # the log of another node was longer
+            file.seek(offset)
             piece = file.read(limit)
         return {
             "exit_code": code,
@@ -169,6 +192,7 @@ class _Keeper:
             "digest": self.order["digest"],
             "gpus": self.order["gpus"],
             "lines": self.lines,
+            "leaving": self.leaving,
         }
 
     def serve(self, connection: socket.socket) -> None:
@@ -206,6 +230,12 @@ class _Keeper:
 def _keep(order: dict[str, Any], listener: socket.socket) -> None:
     keeper = _Keeper(order)
 
+    def drain(*_: object) -> None:  # the notice of a machine that is about to go
+        leave = {"call": "leave", "seconds": DRAIN_SECONDS}
+        threading.Thread(target=keeper.answer, args=[leave], daemon=True).start()
+
+    signal.signal(signal.SIGTERM, drain)
+
     def accept() -> None:
         while True:
             connection, _ = listener.accept()
@@ -241,7 +271,3 @@ def main() -> None:
     for name in [name for name in os.environ if name.startswith(_OF_RAY)]:
         del os.environ[name]  # Ray's token among them
     _keep(order, listener)
-
-
-if __name__ == "__main__":
-    main()

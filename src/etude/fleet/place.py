@@ -1,159 +1,76 @@
-"""Jobs and their placers: a placer starts a job somewhere, and gives a handle with which it is watched and stopped."""
+"""The placers by the tables of a fleet, and that of this machine."""
 
 from __future__ import annotations
 
-import hashlib
-import shutil
+import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from etude import processes
 from etude.code import need
 from etude.config import EnginesTable, PlayersTable, RanksTable
+from etude.errors import UserError
+from etude.fleet.jobs import FleetJob, Placed, Placer, namespace, with_folder, write_files
+from etude.fleet.ray_jobs import RayPlacer
 from etude.fleet.supervise import Supervised
-from etude.runfolder import PRIVATE
-
-FOLDER = "{folder}"
-"""It stands for the folder of a job's files in its arguments."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A process to start: `python -m argv...`. Secrets are in `env` alone. `files`, by name, are written into a private
-    folder where the job runs, which replaces "{folder}" in `argv`. `python`: another one than this process's."""
-
-    name: str
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    files: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    cpus: float = 1.0
-    gpus: int = 0
-    python: str | None = None
-
-
-class Placed(Protocol):
-    """A job that was started, or ranks of one: the surface of `processes.Child`. `log` is on this machine."""
-
-    name: str
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while the job runs or is to be started again."""
-        ...
-
-    @property
-    def log(self) -> Path:
-        """Its output."""
-        ...
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """Its processes on this machine, by the names of their logs."""
-        ...
-
-    def failure(self) -> str | None:
-        """One sentence if the job is gone for another reason than having finished, else None."""
-        ...
-
-    def end(self) -> str:
-        """One sentence about a job that is gone."""
-        ...
-
-    def ends(self, seconds: float) -> bool:
-        """Whether the job ends within so many seconds."""
-        ...
-
-    def stop(self, seconds: float) -> None:
-        """SIGTERM, then SIGKILL after `seconds`; it is not started again."""
-        ...
-
-
-class Placer(Protocol):
-    """Starts jobs in one place."""
-
-    def start(self, job: Job) -> Placed:
-        """Starts a job, and again when it ends by itself. A placer whose jobs outlive it takes a running job of the
-        same name, if it is the same job."""
-        ...
-
-    def start_group(self, job: Job, count: int) -> Placed:
-        """Starts `count` ranks of one program in the environment of torchrun, together or not at all. One that fails
-        ends all, and none is started again."""
-        ...
-
-    def close(self) -> None:
-        """Ends what the placer itself holds; jobs that it stops with itself must be stopped before."""
-        ...
 
 
 class LocalPlacer:
-    """Starts processes of this machine, which die with this one. They keep the descriptors `holds` open."""
+    """Starts processes of this machine, which die with this one. They keep the descriptors `holds` open. Their GPUs are
+    those that this process sees, from number `gpu` on."""
 
-    def __init__(self, logs: Path, restarts: int, holds: Sequence[int] = ()) -> None:
-        self._logs, self._restarts, self._holds = logs, restarts, holds
+    def __init__(self, logs: Path, restarts: int, holds: Sequence[int] = (), gpu: int = 0) -> None:
+        self._logs, self._restarts, self._holds, self._gpu = logs, restarts, holds, gpu
 
-    def start(self, job: Job) -> Placed:
-        """Starts a job, and again when it ends by itself."""
+    def start(self, job: FleetJob) -> Placed:
+        """Starts a job, and again when it ends by itself. Raises UserError without a GPU for it."""
         log, python = self._logs / f"{job.name}.log", job.python or sys.executable
-        words = self._words(job)
-        begins = partial(
-            processes.start, job.name, words, log, dict(job.env), holds=self._holds, python=python, apart=True
-        )
+        words, env = self._words(job), dict(job.env)
+        if job.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(self._gpu, job))
+            self._gpu += job.gpus
+        begins = partial(processes.start, job.name, words, log, env, holds=self._holds, python=python, apart=True)
         return Supervised(job.name, log, begins, self._restarts)
 
-    def start_group(self, job: Job, count: int) -> Placed:
+    def start_group(self, job: FleetJob, count: int) -> Placed:
         """Starts ranks, of which none goes on without the others."""
         return processes.start_ranks(job.name, self._words(job), self._logs, count, dict(job.env), holds=self._holds)
 
     def close(self) -> None:
         """Does nothing: children die with this process."""
 
-    def _words(self, job: Job) -> list[str]:
+    def _words(self, job: FleetJob) -> list[str]:
         folder = self._logs.absolute() / f"{job.name}.files"
         write_files(folder, job.files)
         return with_folder(job.argv, folder)
 
 
-def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Makes the private folder of a job, with its files alone."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True)
-    for name, text in files.items():
-        if "/" in name or name.startswith("."):
-            raise ValueError(f"{name!r} is not the name of a job's file")
-        path = folder / name
-        path.touch(PRIVATE)
-        path.write_text(text)
-
-
-def with_folder(argv: Sequence[str], folder: Path) -> list[str]:
-    """The arguments of a job whose files are in `folder`."""
-    return [word.replace(FOLDER, str(folder)) for word in argv]
-
-
-def namespace(folder: Path) -> str:
-    """The name of a run among those of a cluster: its own, and a digest of its place."""
-    place = folder.absolute()
-    return f"etude-{place.name[:60]}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
+def _visible(first: int, job: FleetJob) -> list[str]:
+    """The GPUs of a job by their names in CUDA_VISIBLE_DEVICES."""
+    seen, numbers = os.environ.get("CUDA_VISIBLE_DEVICES"), range(first, first + job.gpus)
+    names = [str(number) for number in numbers] if seen is None else seen.split(",")[first : first + job.gpus]
+    if len(names) < job.gpus:
+        raise UserError(
+            f"{job.name} needs the GPUs {first} to {first + job.gpus - 1} of this machine, and CUDA_VISIBLE_DEVICES = "
+            f"{seen} has fewer: lower count or gpus"
+        )
+    return names
 
 
 def open_placer(
-    table: EnginesTable | PlayersTable | RanksTable, folder: Path, logs: Path, holds: Sequence[int] = ()
+    table: EnginesTable | PlayersTable | RanksTable, folder: Path, logs: Path, holds: Sequence[int] = (), gpu: int = 0
 ) -> Placer:
     """The placer of a table for the run in `folder`; logs of its jobs are kept in `logs`. Processes of this machine
-    keep the descriptors `holds` open. Raises UserError, and ValueError for servers that nobody starts."""
+    keep the descriptors `holds` open, and have the GPUs from number `gpu` on. Raises UserError, and ValueError for
+    servers that nobody starts."""
     restarts = 0 if isinstance(table, RanksTable) else table.restarts
     match table.placer:
         case "local":
-            return LocalPlacer(logs, restarts, holds)
+            return LocalPlacer(logs, restarts, holds, gpu)
         case "ray":
             need('placer = "ray"', "ray")
-            from etude.fleet.ray_jobs import RayPlacer  # it imports jobs from here
-
             return RayPlacer(table.address, namespace(folder), logs, restarts)
         case "attach":
             raise ValueError("servers that others start have no placer")

@@ -14,9 +14,11 @@ import threading
 import time
 from typing import Any
 
-from etude.fleet.keeper import LINGER_SECONDS, Line, digest, open_keeper
+from etude.fleet.keeper import LINGER_SECONDS, KeeperLine, digest, open_keeper
 
 _LOOK_SECONDS = 1.0
+_GOES = "its machine is about to go"
+_LEAVE_SECONDS = 120.0  # after the notice of a machine that goes, in which it must have gone
 
 
 class JobActor:
@@ -27,10 +29,11 @@ class JobActor:
         begins when all its ranks have a place."""
         self._order: dict[str, Any] = json.loads(order)
         self._lock = threading.Lock()
-        self._line: Line | None = None
+        self._line: KeeperLine | None = None
         self._why, self._opened = "", 0
         self._end: dict[str, Any] | None = None  # the last status of a child that has ended for good
         self._ended = 0.0  # when
+        self._away_until = 0.0  # no child is started before: the machine is about to go
         self._begins = threading.Event()
         if not self._order["ranks"]:
             self._begins.set()
@@ -42,6 +45,8 @@ class JobActor:
         with self._lock:
             try:
                 if self._line is None and self._end is None:
+                    if time.monotonic() < self._away_until:
+                        raise OSError(_GOES)
                     settings = {key: self._order[key] for key in ("grace", "restarts")}
                     self._line = open_keeper(self._order["job"], self._order["run"], **settings)
                     self._opened += 1
@@ -55,6 +60,11 @@ class JobActor:
                 if self._end is None:
                     raise
                 return self._end
+            if status["exit_code"] is not None and status["leaving"] and not self._order["ranks"]:
+                now = time.monotonic()
+                self._away_until = now + _LEAVE_SECONDS if now > self._away_until else self._away_until
+                self._why = _GOES
+                return {**status, "exit_code": None}
             if status["exit_code"] is not None and self._end is None:
                 self._end, self._ended = {**status, "log": ""}, time.monotonic()
             return status
@@ -65,8 +75,8 @@ class JobActor:
         self._begins.wait()
         while True:
             try:
-                self._ask(call="status", offset=0, limit=0)
-                self._why = ""
+                if not self._ask(call="status", offset=0, limit=0).get("leaving"):
+                    self._why = ""
             except OSError as e:
                 self._why = str(e)
             if self._end is not None and time.monotonic() - self._ended > LINGER_SECONDS:

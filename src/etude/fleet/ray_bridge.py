@@ -27,7 +27,7 @@ def _head(address: str) -> str:
     """HOST:PORT of the head. Raises UserError if nobody answers there, or not to this token, or to anybody."""
     try:
         from ray._private.services import canonicalize_bootstrap_address_or_die
-        from ray._raylet import GcsClient
+        from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError as e:
         raise UserError(f"placer = \"ray\" needs ray ({e}): pip install 'etude[ray]'") from None
     try:
@@ -58,7 +58,7 @@ def _head(address: str) -> str:
 
 def _cluster(head: str) -> str | None:
     """The id of the cluster of a head: a successor that knows nothing of it has another; None while nobody answers."""
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 
     host, _, port = head.rpartition(":")
     try:

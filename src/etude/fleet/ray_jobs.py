@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -24,11 +25,12 @@ from typing import Any
 
 from etude import processes
 from etude.errors import UserError
+from etude.fleet.jobs import FleetJob, stop_all
 from etude.fleet.keeper import GRACE_SECONDS
-from etude.fleet.place import Job
 from etude.fleet.supervise import FIRST_SECONDS, LONGEST_SECONDS
 
 CONNECT_SECONDS = 90.0
+ROOM_REPORT_SECONDS = 60.0
 ROOM_SECONDS = 300.0
 """Time in which a cluster must have room for a group of ranks."""
 _CALL_SECONDS, _POLL_SECONDS = 90.0, 1.0
@@ -37,19 +39,21 @@ _CALL_SECONDS, _POLL_SECONDS = 90.0, 1.0
 class RayJob:
     """A job in a cluster. Its log is copied to this machine as it grows."""
 
-    def __init__(self, placer: RayPlacer, job: Job, log: Path) -> None:
+    def __init__(self, placer: RayPlacer, job: FleetJob, log: Path) -> None:
         self.name, self.log, self.job = job.name, log, job
         self.status: dict[str, Any] = {}  # the last one
         self.pids: dict[str, int] = {}  # none of this machine's
         self.offset = 0
         self.host = ""  # the node where it runs
         self.delay, self.again_at = FIRST_SECONDS, 0.0
+        self.begun: float | None = time.monotonic()  # until its first status, or until its waiting is reported
         self._placer, self._end = placer, ""
         self._code: int | None = None
         self._over = threading.Event()
 
     def update(self, status: dict[str, Any]) -> None:
         """Takes a new status, and the part of the log in it."""
+        self.begun = None
         self.status, self.host = {**status, "log": ""}, status.get("host", self.host)
         self.delay = FIRST_SECONDS
         if text := status.get("log"):
@@ -213,7 +217,7 @@ class RayPlacer:
                 else UserError(f"the cluster of Ray at {address} cannot be used ({self._refusal}): see {logs}/ray.log")
             )
 
-    def start(self, job: Job) -> RayJob:
+    def start(self, job: FleetJob) -> RayJob:
         """Starts a job, or takes the running one of the same name if it is the same job. Raises UserError."""
         placed = RayJob(self, job, self._logs / f"{job.name}.log")
         self._jobs[job.name] = placed
@@ -221,7 +225,7 @@ class RayPlacer:
             self._start(placed)
         return placed
 
-    def start_group(self, job: Job, count: int) -> RayRanks:
+    def start_group(self, job: FleetJob, count: int) -> RayRanks:
         """Places `count` ranks together once there is room, and starts them. They end with this process."""
         self._ranks = RayRanks(self, job.name)
         threading.Thread(target=self._place, args=[self._ranks, job, count], daemon=True).start()
@@ -245,12 +249,8 @@ class RayPlacer:
             job.finish(0 if code is None else code, status.get("end") or f"the {job.name} was stopped")
 
     def stop_ranks(self, ranks: RayRanks, seconds: float) -> None:
-        """Stops ranks, each on its own thread: they wait for each other."""
-        threads = [threading.Thread(target=rank.stop, args=[seconds]) for rank in ranks.ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(seconds + _CALL_SECONDS)
+        """Stops ranks together: they wait for each other."""
+        stop_all(ranks.ranks, seconds)
         ranks.look()
         if ranks.exit_code is None:
             ranks.refuse(f"the {ranks.name} was stopped")
@@ -260,7 +260,7 @@ class RayPlacer:
             raise ConnectionError("no head of Ray answers")
         return self._bridge
 
-    def _order(self, job: Job, *, grace: float, restarts: int, ranks: int = 0) -> dict[str, Any]:
+    def _order(self, job: FleetJob, *, grace: float, restarts: int, ranks: int = 0) -> dict[str, Any]:
         own = {**asdict(job), "env": dict(job.env), "files": dict(job.files), "argv": list(job.argv)}
         return {"job": own, "run": self._run, "grace": grace, "restarts": restarts, "ranks": ranks}
 
@@ -270,7 +270,7 @@ class RayPlacer:
         order = self._order(placed.job, grace=GRACE_SECONDS, restarts=self._restarts)
         self._open().ask(call="start", order=order, host=placed.host)
 
-    def _place(self, ranks: RayRanks, job: Job, count: int) -> None:
+    def _place(self, ranks: RayRanks, job: FleetJob, count: int) -> None:
         order = self._order(job, grace=0.0, restarts=0, ranks=count)
         try:
             answer = self._open().ask(
@@ -278,7 +278,7 @@ class RayPlacer:
             )
         except (UserError, OSError, RuntimeError) as e:
             return ranks.refuse(f"the {job.name}: {e}")
-        ranks.ranks += [RayJob(self, Job(name, job.argv), self._logs / f"{name}.log") for name in answer["names"]]
+        ranks.ranks += [RayJob(self, FleetJob(name, job.argv), self._logs / f"{name}.log") for name in answer["names"]]
 
     def _tend(self) -> None:
         delay = FIRST_SECONDS
@@ -314,6 +314,11 @@ class RayPlacer:
         if not going:
             return
         answers = bridge.ask(call="poll", offsets={name: job.offset for name, job in going.items()})
+        for name, job in going.items():
+            if job.begun is not None and time.monotonic() - job.begun > ROOM_REPORT_SECONDS:
+                job.begun = None
+                needs = f"{job.job.cpus:g} CPUs and {job.job.gpus} GPUs"
+                print(f"etude: {name} waits: Ray has had no room for {needs} for a minute", file=sys.stderr)
         for name, status in answers.items():
             job = going[name]
             if "missing" not in status:

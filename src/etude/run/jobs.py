@@ -1,12 +1,11 @@
-"""The jobs of a run's fleet, and the run's hold on them: engines, players and the trainer's ranks."""
+"""The jobs of a fleet, the engines, players and trainer ranks of a run as a placer starts them, and the run's hold on
+them."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
@@ -14,114 +13,168 @@ from urllib.parse import unquote
 from etude.config import EnginesTable, FleetConfig, PlayersTable, RanksTable, RLConfig
 from etude.config.secrets import ledger_password
 from etude.errors import UserError
-from etude.fleet import Job, Placed, Placer, open_placer
+from etude.fleet import FleetJob, Placed, Placer, open_placer, stop_all
 from etude.protocol import TOKEN_VARIABLE
 from etude.run.away import AwayProcess
 
-FILE = "process.json"
-STOP_SECONDS = 30.0  # an engine may take 25 to hand back its turns
-# Variables without which a process on another machine cannot reach the store, the ledger or what an agent needs.
-_CARRIED = re.compile(r"AWS_|GOOGLE_|AZURE_|ETUDE_|PG[A-Z]+$|HF_")
+STOP_SECONDS = 30.0  # a server may take 25 to hand back its turns
 
 
-def engine_job(
-    table: EnginesTable, name: str, number: int, folder: Path, config: RLConfig, token: str, *, away: bool
-) -> Job:
-    """The job of an engine of the run in `folder`. `away`: it does not end with the run's process."""
-    process = AwayProcess(folder, config, name, number, away=away)
-    return _job("member", process, token, cpus=table.cpus, gpus=table.gpus)
+class PlacedFleet:
+    """The engines and players of a fleet that are started, by their names. `here` are those of this machine."""
+
+    def __init__(self) -> None:
+        self.engines, self.players = dict[str, Placed](), dict[str, Placed]()
+        self.here, self.placers = list[Placed](), list[Placer]()
+
+    def stop(self) -> None:
+        """Stops all of them."""
+        stop_all([*self.engines.values(), *self.players.values()], STOP_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        """Stops those of this machine; the others go on."""
+        stop_all(self.here, STOP_SECONDS)
+        for placer in self.placers:
+            placer.close()
 
 
-def player_job(
-    table: PlayersTable, name: str, number: int, folder: Path, config: RLConfig, token: str, *, away: bool
-) -> Job:
-    """The job of a player of the run in `folder`. `away`: it does not end with the run's process."""
-    process = AwayProcess(folder, config, name, number, table.episodes, away=away)
-    return _job("player", process, token, cpus=table.cpus)
-
-
-def _job(module: str, process: AwayProcess, token: str, *, cpus: float, gpus: int = 0) -> Job:
-    env = _environment(process.config, carried=process.away) | {TOKEN_VARIABLE: token}
-    words = (f"etude.run.{module}", f"{{folder}}/{FILE}")
-    return Job(process.name, words, env, {FILE: process.text()}, cpus=cpus, gpus=gpus)
-
-
-def _environment(config: RLConfig, *, carried: bool) -> dict[str, str]:
-    """The variables of a job. Those of this machine are `carried` to another one by name."""
-    password = ledger_password(config)  # not in a file: libpq reads it from the environment
-    env = {name: value for name, value in os.environ.items() if carried and _CARRIED.match(name)}
-    if carried and config.rollout.agent is not None:
-        secrets = (value[1:] for value in config.rollout.agent.environment.values() if value.startswith("$"))
-        env |= {name: os.environ[name] for name in secrets if name in os.environ}
-    return env | ({"PGPASSWORD": unquote(password)} if password else {})
+def place_fleet(
+    fleet: FleetConfig,
+    folder: Path,
+    config: RLConfig,
+    logs: Path,
+    token: str,
+    *,
+    mark: str = "",
+    away: bool = False,
+    gpu: int = 0,
+    holds: Sequence[int] = (),
+) -> PlacedFleet:
+    """Starts the engines and players of a fleet for the run in `folder`; they join the ledger by themselves. Names are
+    TABLE + `mark` + -NUMBER. `away`: those of this machine do not end with the controller, either, and are reached from
+    others. They have the GPUs from number `gpu` on, and keep the descriptors `holds` open. Raises UserError."""
+    placed, number = PlacedFleet(), 0
+    tables: list[EnginesTable | PlayersTable] = [table for table in fleet.engines if table.placer != "attach"]
+    tables += [fleet.players] if fleet.players is not None else []
+    try:
+        for table in tables:
+            placer = open_placer(table, folder, logs, holds, gpu)
+            placed.placers.append(placer)
+            far = away or table.placer == "ray"
+            for own, name in enumerate(table.names):
+                named = f"{name.rpartition('-')[0]}{mark}-{own}"
+                if isinstance(table, EnginesTable):
+                    job = engine_job(table, named, number, folder, config, token, away=far)
+                    one = placed.engines[named] = placer.start(job)
+                    number += 1
+                else:
+                    job = player_job(table, named, own, folder, config, token, away=far)
+                    one = placed.players[named] = placer.start(job)
+                if table.placer == "local":
+                    placed.here.append(one)
+                    gpu += job.gpus
+    except BaseException:
+        placed.stop()
+        raise
+    return placed
 
 
 @dataclass
 class RunFleet:
-    """The placed processes of a run. `attached` are the URLs of servers that others own, by name. Jobs that end with a
-    failure are named once; the run goes on without them."""
+    """The placed processes of a run. Jobs that end with a failure are named once, and the run goes on without them."""
 
     tables: FleetConfig = field(default_factory=FleetConfig.model_construct)
-    engines: list[Placed] = field(default_factory=list[Placed])
-    players: list[Placed] = field(default_factory=list[Placed])
+    placed: PlacedFleet = field(default_factory=PlacedFleet)
     trainer: Placed | None = None
-    attached: dict[str, str] = field(default_factory=dict[str, str])
-    _placers: list[Placer] = field(default_factory=list[Placer])
     _named: set[str] = field(default_factory=set[str])
 
     @property
     def playing(self) -> int:
-        """The number of players that run or start again."""
-        return sum(player.exit_code is None for player in self.players)
+        """The number of players that run, or are started again."""
+        return sum(player.exit_code is None for player in self.placed.players.values())
+
+    @property
+    def attached(self) -> dict[str, str]:
+        """The names of the servers that others own, by URL."""
+        urls = ((url, f"{table.name}-{n}") for table in self.tables.engines for n, url in enumerate(table.urls))
+        return {url.rstrip("/"): name for url, name in urls}
 
     @property
     def away(self) -> list[str]:
         """The names of engines that do not end with the run's process."""
-        return [name for table in self.tables.engines if table.placer != "local" for name in table.names]
+        placed = [name for table in self.tables.engines if table.placer == "ray" for name in table.names]
+        return [*placed, *self.attached.values()]
+
+    def place(self, config: RLConfig, folder: Path, logs: Path, token: str, holds: Sequence[int]) -> None:
+        """Starts the jobs. Raises UserError."""
+        kind, ranks = config.trainer.device.partition(":")[0], self.tables.trainer
+        first = 0 if kind == "cpu" or (ranks is not None and ranks.placer == "ray") else config.trainer.mesh.ranks
+        self.placed = place_fleet(self.tables, folder, config, logs, token, gpu=first, holds=holds)
+        if ranks is not None:
+            placer = open_placer(ranks, folder, logs, holds)
+            self.placed.placers.append(placer)
+            self.trainer = placer.start_group(trainer_job(ranks, folder, config), config.trainer.mesh.ranks)
 
     def check(self) -> None:
         """Names the jobs that have failed. Raises UserError if all engines have, for a reason that the user can
         mend."""
-        for job in (*self.engines, *self.players):
+        engines = self.placed.engines.values()
+        for job in (*engines, *self.placed.players.values()):
             if (why := job.failure()) and job.name not in self._named:
                 self._named.add(job.name)
                 print(f"etude: {why}; see {job.log}", file=sys.stderr)
-        codes = [job.exit_code for job in self.engines]
-        if codes and set(codes) == {2}:
-            raise UserError(f"{self.engines[0].end()}; see {self.engines[0].log}")
+        if engines and all(job.exit_code == 2 for job in engines) and not self.attached:
+            job = next(iter(engines))
+            raise UserError(f"{job.end()}; see {job.log}")
 
-    def place(self, config: RLConfig, folder: Path, logs: Path, token: str, holds: Sequence[int]) -> None:
-        """Starts the fleet's jobs, the trainer's last. Raises UserError."""
-        for table in self.tables.engines:
-            self.attached |= {url.rstrip("/"): f"{table.name}-{n}" for n, url in enumerate(table.urls)}
-            if table.placer == "attach":
-                continue
-            placer, away = self._placer(table, folder, logs, holds), table.placer != "local"
-            for number, name in enumerate(table.names):
-                job = engine_job(table, name, number, folder, config, token, away=away)
-                self.engines.append(placer.start(job))
-        if (players := self.tables.players) is not None:
-            placer, away = self._placer(players, folder, logs, holds), players.placer != "local"
-            for number, name in enumerate(players.names):
-                self.players.append(placer.start(player_job(players, name, number, folder, config, token, away=away)))
-        if (ranks := self.tables.trainer) is not None:
-            env = _environment(config, carried=ranks.placer != "local")
-            words = ("etude.trainer.rl.process", str(folder.absolute()))
-            job = Job("trainer", words, env, cpus=ranks.cpus, gpus=0 if config.trainer.device == "cpu" else 1)
-            self.trainer = self._placer(ranks, folder, logs, holds).start_group(job, config.trainer.mesh.ranks)
-
-    def _placer(
-        self, table: EnginesTable | PlayersTable | RanksTable, folder: Path, logs: Path, holds: Sequence[int]
-    ) -> Placer:
-        self._placers.append(open_placer(table, folder, logs, holds))
-        return self._placers[-1]
-
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stops all jobs: players first, which give their episodes back."""
-        ranks = [] if self.trainer is None else [self.trainer]
-        for jobs in (self.players, ranks, self.engines):
-            if jobs:
-                with ThreadPoolExecutor(len(jobs)) as threads:
-                    list(threads.map(lambda job: job.stop(STOP_SECONDS), jobs))
-        for placer in self._placers:
-            placer.close()
+        stop_all(list(self.placed.players.values()), STOP_SECONDS)
+        if self.trainer is not None:
+            self.trainer.stop(STOP_SECONDS)
+        self.placed.stop()
+
+
+def trainer_job(table: RanksTable, folder: Path, config: RLConfig) -> FleetJob:
+    """A rank of the trainer of the run in `folder`, which its machine must reach."""
+    gpus = 0 if config.trainer.device == "cpu" else 1
+    argv = "etude.trainer.rl.process", str(folder.absolute())
+    password = {name: value for name, value in environment(config, "").items() if value}
+    return FleetJob("trainer", argv, password, cpus=table.cpus, gpus=gpus)
+
+
+def engine_job(
+    table: EnginesTable, name: str, number: int, folder: Path, config: RLConfig, token: str, *, away: bool
+) -> FleetJob:
+    """An engine of the run in `folder`, which joins the ledger by itself. `away`: other hosts must reach it."""
+    process = AwayProcess(folder, config, name, number, away=away)
+    return FleetJob(
+        name,
+        ("etude.run.member", "{folder}/member.json"),
+        environment(config, token),
+        {"member.json": process.text()},
+        cpus=table.cpus,
+        gpus=table.gpus,
+    )
+
+
+def player_job(
+    table: PlayersTable, name: str, number: int, folder: Path, config: RLConfig, token: str, *, away: bool
+) -> FleetJob:
+    """A player of the run in `folder`."""
+    process = AwayProcess(folder, config, name, number, episodes=table.episodes, away=away)
+    return FleetJob(
+        name,
+        ("etude.run.player", "{folder}/player.json"),
+        environment(config, token),
+        {"player.json": process.text()},
+        cpus=table.cpus,
+    )
+
+
+def environment(config: RLConfig, token: str) -> dict[str, str]:
+    """The secrets of a placed process: the token of the engines, and the password of the ledger."""
+    password = ledger_password(config)
+    own = unquote(password) if password else os.environ.get("PGPASSWORD", "")
+    return {TOKEN_VARIABLE: token, **({"PGPASSWORD": own} if own else {})}

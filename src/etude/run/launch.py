@@ -134,7 +134,7 @@ def train_rl(
         finally:
             for child in children:
                 child.stop(10)
-            placed.close()
+            placed.stop()
     return _shown(report, folder)
 
 

@@ -26,6 +26,8 @@ def serve(process: AwayProcess, stopping: threading.Event) -> int:
     """Serves until it is asked to leave or the server ends. Returns the exit code. Raises UserError."""
     process.check_store()
     config, ledger = process.config, process.open_ledger()
+    kind = config.inference.device.partition(":")[0]  # its placer shows it its own GPUs alone
+    config = config.model_copy(update={"inference": config.inference.model_copy(update={"device": kind})})
     engine = start_engine(
         process.folder, config, process.place, engine_token(), process.number, host=process.address, placed=True
     )
