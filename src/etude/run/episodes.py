@@ -12,7 +12,7 @@ from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.ledger import EpisodeLease, blob_key, put_blob
 from etude.records import Episode, Outcome, Task
-from etude.rollout import EpisodeId, RolloutContext, Taskset, run_episode
+from etude.rollout import EpisodeId, Journal, RolloutContext, Taskset, open_journal, run_episode
 from etude.run.state import Run, check_processes
 
 STOP_SECONDS = 30.0  # until cancelled episodes have closed their boxes
@@ -45,8 +45,12 @@ async def play_leased(run: Run, lease: EpisodeLease) -> None:
         )
     seed = episode_seed(run.config.seed, lease.index, lease.member)
     episode_id = EpisodeId(lease.group_id, lease.member, lease.attempt, seed)
-    episode = await _play(run, replace(run.training, taskset=taskset), task, episode_id)
-    await asyncio.to_thread(_record, run, lease, episode)  # a database that is away delays this episode alone
+    journal = await _journal(run, lease)
+    episode = await _play(run, replace(run.training, taskset=taskset), task, episode_id, journal)
+    if journal is not None:
+        await journal.close(keep=episode.outcome is Outcome.INFRA)
+    # In a thread: a database that is away delays this episode alone.
+    await asyncio.to_thread(_record, run, lease, episode, journal)
     run.progress.finished += 1
     failpoint("controller.finished")
     if episode.outcome is Outcome.QUARANTINED:
@@ -81,23 +85,34 @@ async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
             _ = task.cancelled() or task.exception()  # read, so that asyncio does not complain
 
 
-async def _play(run: Run, context: RolloutContext, task: Task, episode_id: EpisodeId) -> Episode:
+async def _journal(run: Run, lease: EpisodeLease) -> Journal | None:
+    """The journal of a leased episode; None for an outside agent, whose state nobody can record."""
+    if run.training.agent is not None:
+        return None
+    return await open_journal(run.rollouts, lease.group_id, lease.member, lease.attempt)
+
+
+async def _play(
+    run: Run, context: RolloutContext, task: Task, episode_id: EpisodeId, journal: Journal | None = None
+) -> Episode:
     """Plays an episode with the task's decoys, which its impossible version has, too. Raises RunFailed if a process has
     died, the cause of a lost episode: its retries would be lost as well."""
     config = run.config
     decoys = context.taskset.of(task)[0].decoys(task, config.seed, config.cheats.decoys)
-    episode = await run_episode(context, task, episode_id, decoys)
+    episode = await run_episode(context, task, episode_id, decoys, journal)
     if episode.outcome is Outcome.INFRA:
         await asyncio.sleep(NOTICE_SECONDS)
         check_processes(run)
     return episode
 
 
-def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
-    """Blob first, ledger second: a row that says "done" always has its tokens."""
+def _record(run: Run, lease: EpisodeLease, episode: Episode, journal: Journal | None) -> None:
+    """Blob first, ledger second, then the journal goes: a row that says "done" always has its tokens. An episode that
+    infrastructure lost goes on from its journal, unless it was lost before it recorded anything new: then the recorded
+    part may be what leads there."""
     key = blob_key(lease.group_id, lease.member, lease.attempt)
     blob = None if episode.outcome.lost else put_blob(run.rollouts, key, episode)
-    run.ledger.finish(
+    taken = run.ledger.finish(
         lease,
         outcome=episode.outcome,
         reward=episode.reward,
@@ -109,6 +124,10 @@ def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
         flags=episode.flags,
         reason=episode.detail if episode.outcome.lost else "",
     )
+    if journal is not None and taken and (episode.outcome is not Outcome.INFRA or not journal.grew):
+        if not episode.outcome.lost:
+            run.ledger.count_recovered(journal.recovered)
+        journal.delete()
 
 
 def _alarm(run: Run, episode: Episode) -> None:

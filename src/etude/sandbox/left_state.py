@@ -19,7 +19,7 @@ from etude.records import Record
 from etude.sandbox.base import BoxError, Changes
 from etude.sandbox.shell import Shell
 
-SECONDS = 20.0  # of each program and line
+SECONDS = 5.0  # of each program and line
 MAX_LISTED = 4 << 20  # bytes of a listing
 MAX_KEPT = 8 << 20  # bytes of files that one command leaves, and again outside of the work tree
 MARGIN = 0.05  # seconds: the clock of file times is coarse
