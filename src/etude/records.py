@@ -181,12 +181,13 @@ class Routes(Record, frozen=True, kw_only=True):
 
 
 class Generation(Record, frozen=True, kw_only=True):
-    """The tokens that the engine sampled for one request: lists of equal length, one entry per sampled token."""
+    """The tokens that the engine sampled for one request, or a part of them: lists of equal length, one entry per
+    sampled token."""
 
     ids: list[int]
     logprobs: list[float]  # log-probability under the distribution sampled from (after temperature and top-p)
     versions: list[int]  # weight version that sampled each token
-    finish_reason: str  # "stop" | "length" | "abort"
+    finish_reason: str  # "stop" | "length" | "abort"; "" of a part after which others follow
     routes: Routes | None = None  # of the fed positions, from the asked one on: all but the last sampled token
     cached_tokens: int = 0  # of the prompt, not computed for this request
     cached_document_tokens: int = 0  # those of them that belong to documents
@@ -194,6 +195,31 @@ class Generation(Record, frozen=True, kw_only=True):
     recipe: str = ""  # how the documents of the prompt were computed and placed; empty: it had none
     accepted_draft_tokens: int = 0  # of the request's own draft sources: drafted and emitted
     rejected_draft_tokens: int = 0  # drafted and never emitted; every place of a source counts once
+
+
+def joined(parts: Sequence[Generation]) -> Generation:
+    """The generation whose parts, at least one, these are. Its key version is the oldest of theirs. Raises ValueError
+    for routes of positions that do not follow each other, and for documents that were computed in several ways."""
+    last, routes = parts[-1], [part.routes for part in parts if part.routes is not None]
+    if any((a.end, a.layers, a.slots, a.wide) != (b.first, b.layers, b.slots, b.wide) for a, b in pairwise(routes)):
+        raise ValueError("the experts of a generation's parts are not those of consecutive positions")
+    recipes = {part.recipe for part in parts if part.recipe}
+    if len(recipes) > 1:
+        raise ValueError(f"the documents of one generation were computed as {' and as '.join(sorted(recipes))}")
+    data = b"".join(one.ids for one in routes)
+    return Generation(
+        ids=[token for part in parts for token in part.ids],
+        logprobs=[logprob for part in parts for logprob in part.logprobs],
+        versions=[version for part in parts for version in part.versions],
+        finish_reason=last.finish_reason,
+        routes=msgspec.structs.replace(routes[0], ids=data) if routes else None,
+        cached_tokens=last.cached_tokens,
+        cached_document_tokens=last.cached_document_tokens,
+        kv_version=min((part.kv_version for part in parts if part.ids), default=last.kv_version),
+        recipe="".join(recipes),
+        accepted_draft_tokens=sum(part.accepted_draft_tokens for part in parts),
+        rejected_draft_tokens=sum(part.rejected_draft_tokens for part in parts),
+    )
 
 
 class Document(Record, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ counters = sa.Table(
     sa.Column("value", sa.BigInteger, nullable=False),
 )
 
-RECOVERY = ("continued", "recovered_tokens", "recovered_commands", "begun_anew", "given_up_tokens")
+RECOVERY = ("continued", "recovered_tokens", "recovered_commands", "begun_anew", "dropped_tokens")
 """Of finished episodes that had a journal: those that went on from it, the tokens and commands that were therefore not
 repeated, those that could not, and their recorded tokens."""
 

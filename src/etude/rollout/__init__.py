@@ -24,7 +24,7 @@ from etude.rollout.environments.environment import Environment, EnvironmentEpiso
 from etude.rollout.environments.taskset import TaskPart, Taskset, mix, task_part
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.group_audit import audit_group
-from etude.rollout.journal import Journal, open_journal, sweep_journals
+from etude.rollout.journal import EpisodeJournal, open_journal, sweep_journals
 from etude.rollout.probes import (
     PROBE_TOKENS,
     PROBES_KEPT,

@@ -37,7 +37,7 @@ from etude.rollout.environments.environment import (
     GradedEpisode,
 )
 from etude.rollout.environments.taskset import Taskset
-from etude.rollout.journal import Journal
+from etude.rollout.journal import EpisodeJournal
 from etude.rollout.journal_seams import JournalBox, JournalPolicy
 from etude.rollout.rewards import with_reward
 from etude.sandbox import Box, BoxError, Sandbox, ValueBox
@@ -76,7 +76,7 @@ async def open_box(
     environment: Environment[Any],
     task: Task,
     decoys: Decoys | None = None,
-    journal: Journal | None = None,
+    journal: EpisodeJournal | None = None,
 ) -> AsyncGenerator[Box | None]:
     """The agent's box, decoys included, recorded in the journal; None for a task without one. Raises one of
     INFRA_ERRORS."""
@@ -91,7 +91,7 @@ async def open_box(
     async with asyncio.timeout(BOX_SECONDS):
         box = await context.sandbox.create(image, limits)
     try:
-        yield box if journal is None or not isinstance(box, ValueBox) else JournalBox(journal, box)
+        yield box if journal is None or not isinstance(box, ValueBox) else cast(Box, JournalBox(journal, box))
     finally:
         await box.close()
 
@@ -107,7 +107,11 @@ class EpisodeId:
 
 
 async def run_episode(
-    context: RolloutContext, task: Task, id: EpisodeId, decoys: Decoys | None = None, journal: Journal | None = None
+    context: RolloutContext,
+    task: Task,
+    id: EpisodeId,
+    decoys: Decoys | None = None,
+    journal: EpisodeJournal | None = None,
 ) -> Episode:
     """Plays and grades one attempt at `task`. `decoys` lie in the agent's box. Raises UserError where the user can
     help: the outside agent cannot start, the environment's code is wrong, or a chat API refuses."""
@@ -124,7 +128,7 @@ async def run_episode(
 
 
 async def _played(
-    context: RolloutContext, task: Task, id: EpisodeId, decoys: Decoys | None, journal: Journal | None
+    context: RolloutContext, task: Task, id: EpisodeId, decoys: Decoys | None, journal: EpisodeJournal | None
 ) -> Episode:
     environment, own = context.taskset.of(task)
     spec = context.spec(own, id.seed)

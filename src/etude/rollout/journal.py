@@ -37,7 +37,7 @@ DIGEST = 16  # bytes in front of a piece
 _THREADS = ThreadPoolExecutor(8, "journal")
 
 
-class SampledPart(Record, frozen=True, kw_only=True, tag=True):
+class TurnPart(Record, frozen=True, kw_only=True, tag=True):
     """Tokens of a turn in flight, after its first `after`; `request` is a digest."""
 
     request: bytes
@@ -46,7 +46,7 @@ class SampledPart(Record, frozen=True, kw_only=True, tag=True):
     at: float  # seconds of the episode's budget that were spent
 
 
-class SampledTurn(Record, frozen=True, kw_only=True, tag=True):
+class TurnEnd(Record, frozen=True, kw_only=True, tag=True):
     """The end of a turn: its tokens after the first `after`, which parts hold."""
 
     request: bytes
@@ -67,11 +67,11 @@ class CommandResult(Record, frozen=True, kw_only=True, tag=True):
     at: float
 
 
-Entry = SampledPart | SampledTurn | CommandResult
-E = TypeVar("E", SampledPart, SampledTurn, CommandResult)
+Entry = TurnPart | TurnEnd | CommandResult
+E = TypeVar("E", TurnPart, TurnEnd, CommandResult)
 
 
-class Base(Record, frozen=True, kw_only=True):
+class EarlierAttempt(Record, frozen=True, kw_only=True):
     """The beginning of another attempt that an attempt goes on from."""
 
     attempt: int
@@ -81,7 +81,7 @@ class Base(Record, frozen=True, kw_only=True):
 class Piece(Record, frozen=True, kw_only=True):
     """Some entries of an attempt, in their order."""
 
-    base: Base | None
+    base: EarlierAttempt | None
     entries: tuple[Entry, ...]
 
 
@@ -89,7 +89,7 @@ class JournalUnfit(Exception):
     """The journal does not fit what the episode does, or its box cannot be brought back: the episode begins anew."""
 
 
-class Journal:
+class EpisodeJournal:
     """The journal of one attempt at an episode. Methods of recording never raise: a journal that cannot be written is
     given up with a line on stderr, and a later attempt goes on from its beginning."""
 
@@ -100,7 +100,7 @@ class Journal:
         self.unfit = ""  # why the recorded part cannot be used
         self.recovered = Counter[str]()  # by the ledger's names (`RECOVERY`)
         self._recorded: deque[Entry] = deque()
-        self._base: Base | None = None
+        self._base: EarlierAttempt | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -122,7 +122,7 @@ class Journal:
         kept = self._attempts()
         if not (earlier := [attempt for attempt in kept if attempt < self._attempt and kept[attempt]]):
             return
-        base = Base(attempt=max(earlier), pieces=kept[max(earlier)])
+        base = EarlierAttempt(attempt=max(earlier), pieces=kept[max(earlier)])
         try:
             entries = self._entries(base, kept)
         except (ValueError, ObjectMissing) as e:
@@ -144,7 +144,7 @@ class Journal:
                 numbers.setdefault(int(attempt), set()).add(int(piece))
         return {attempt: next(n for n in range(len(own) + 1) if n not in own) for attempt, own in numbers.items()}
 
-    def _entries(self, base: Base, kept: Mapping[int, int]) -> list[Entry]:
+    def _entries(self, base: EarlierAttempt, kept: Mapping[int, int]) -> list[Entry]:
         """The entries of an attempt, after those that it goes on from. Raises ValueError."""
         if kept.get(base.attempt, 0) < base.pieces:
             raise ValueError(f"pieces of attempt {base.attempt} are missing")
@@ -266,7 +266,7 @@ class Journal:
         await asyncio.get_running_loop().run_in_executor(_THREADS, self.delete)
         self._forget()
         self.unfit = ""
-        self.recovered = Counter(begun_anew=1, given_up_tokens=tokens)
+        self.recovered = Counter(begun_anew=1, dropped_tokens=tokens)
 
     def delete(self) -> None:
         """Removes all pieces of the episode."""
@@ -285,42 +285,20 @@ def _decoded(data: bytes) -> Piece:
 
 
 def request_digest(request: GenerateRequest) -> bytes:
-    """What a recorded turn is compared by: the prompt, token by token, and how it is sampled."""
-    routes = None if request.routes_from is None else 0
-    plain = msgspec.structs.replace(request, session=None, routes_from=routes, stream=False)
-    return blake3.blake3(msgspec.msgpack.encode(plain)).digest(DIGEST)
+    """The digest that a recorded turn is compared by: of its prompt, token by token, and of how it is sampled."""
+    how = (request.max_tokens, request.temperature, request.top_p, request.stop, request.seed)
+    data = msgspec.msgpack.encode((request.documents, request.ids, *how, request.routes_from is not None))
+    return blake3.blake3(data).digest(DIGEST)
 
 
 def command_digest(kind: str, *arguments: Any) -> bytes:
-    """What a recorded command is compared by."""
+    """The digest that a recorded command is compared by."""
     data = repr((kind, *arguments)).encode("utf-8", "backslashreplace")
     return blake3.blake3(data).digest(DIGEST)
 
 
-def joined(one: Generation | None, other: Generation) -> Generation:
-    """A turn of its beginning and the rest. Raises ValueError if their experts do not follow one another."""
-    if one is None:
-        return other
-    routes = one.routes or other.routes
-    if one.routes is not None and other.routes is not None:
-        if one.routes.end != other.routes.first:
-            raise ValueError("the experts of the parts of a turn do not follow one another")
-        routes = msgspec.structs.replace(one.routes, ids=one.routes.ids + other.routes.ids)
-    return msgspec.structs.replace(
-        other,
-        ids=one.ids + other.ids,
-        logprobs=one.logprobs + other.logprobs,
-        versions=one.versions + other.versions,
-        routes=routes,
-        cached_tokens=one.cached_tokens,
-        cached_document_tokens=one.cached_document_tokens,
-        kv_version=min((v for v in (one.kv_version, other.kv_version) if v >= 0), default=-1),
-        recipe=one.recipe or other.recipe,
-    )
-
-
 def rest_of(generation: Generation, begun: Generation | None) -> Generation:
-    """A turn without its beginning, as `joined` takes it."""
+    """A turn without its beginning, which `records.joined` joins again."""
     if begun is None:
         return generation
     n, routes = len(begun.ids), generation.routes
@@ -336,12 +314,14 @@ def rest_of(generation: Generation, begun: Generation | None) -> Generation:
         logprobs=generation.logprobs[n:],
         versions=generation.versions[n:],
         routes=routes,
+        accepted_draft_tokens=generation.accepted_draft_tokens - begun.accepted_draft_tokens,
+        rejected_draft_tokens=generation.rejected_draft_tokens - begun.rejected_draft_tokens,
     )
 
 
-async def open_journal(store: Store, group: int, member: int, attempt: int) -> Journal:
+async def open_journal(store: Store, group: int, member: int, attempt: int) -> EpisodeJournal:
     """The journal of an attempt, with what earlier ones recorded. Raises UserError if the store fails."""
-    journal = Journal(store, group, member, attempt)
+    journal = EpisodeJournal(store, group, member, attempt)
     await asyncio.to_thread(journal.read)
     if journal.unfit:
         await journal.begin_anew()

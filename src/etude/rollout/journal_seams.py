@@ -14,14 +14,13 @@ import msgspec
 
 from etude.harness import Policy
 from etude.protocol import GenerateRequest
-from etude.records import Generation
+from etude.records import Generation, joined
 from etude.rollout.journal import (
     CommandResult,
-    Journal,
-    SampledPart,
-    SampledTurn,
+    EpisodeJournal,
+    TurnEnd,
+    TurnPart,
     command_digest,
-    joined,
     request_digest,
     rest_of,
 )
@@ -43,7 +42,7 @@ _CLEAN = LeftState()
 class JournalPolicy:
     """A policy whose turns are recorded."""
 
-    def __init__(self, journal: Journal, policy: Policy) -> None:
+    def __init__(self, journal: EpisodeJournal, policy: Policy) -> None:
         self._journal, self._policy = journal, policy
         self._continues = "begun" in inspect.signature(policy.generate).parameters
 
@@ -56,9 +55,9 @@ class JournalPolicy:
     ) -> Generation:
         """See `harness.loop.Policy`. Raises JournalUnfit if the recorded turn answers another request."""
         journal, digest = self._journal, request_digest(request)
-        while (part := journal.take(SampledPart, digest)) is not None:
+        while (part := journal.take(TurnPart, digest)) is not None:
             begun = _longer(journal, begun, part)
-        if (turn := journal.take(SampledTurn, digest)) is not None:
+        if (turn := journal.take(TurnEnd, digest)) is not None:
             whole = _longer(journal, begun, turn)
             journal.recovered["recovered_tokens"] += len(whole.ids)
             return whole
@@ -72,32 +71,30 @@ class JournalPolicy:
         def record(part: Generation) -> None:
             nonlocal known
             after = 0 if known is None else len(known.ids)
-            journal.add(SampledPart(request=digest, after=after, generation=part, at=journal.at))
-            known = joined(known, part)
+            journal.add(TurnPart(request=digest, after=after, generation=part, at=journal.at))
+            known = part if known is None else joined([known, part])
             if on_part is not None:
                 on_part(part)
 
-        if self._continues:
-            generate: Callable[..., Awaitable[Generation]] = self._policy.generate
-            generation = await generate(request, seconds, record, begun)
-        else:
-            generation = await self._policy.generate(request, seconds)
+        policy: Any = self._policy
+        more = (record, begun) if self._continues else ()
+        generation: Generation = await policy.generate(request, seconds, *more)
         if generation.finish_reason != "abort":
             if known is not None and generation.ids[: len(known.ids)] != known.ids:
                 known = None
             after, rest = 0 if known is None else len(known.ids), rest_of(generation, known)
-            journal.add(SampledTurn(request=digest, after=after, generation=rest, at=journal.at))
+            journal.add(TurnEnd(request=digest, after=after, generation=rest, at=journal.at))
         return generation
 
 
-def _longer(journal: Journal, begun: Generation | None, entry: SampledPart | SampledTurn) -> Generation:
+def _longer(journal: EpisodeJournal, begun: Generation | None, entry: TurnPart | TurnEnd) -> Generation:
     """The turn with a recorded entry. Raises JournalUnfit if the entry does not follow."""
-    if entry.after == 0:
-        return entry.generation
-    if begun is None or len(begun.ids) != entry.after:
+    if begun is None or (entry.after == 0 and begun.ids):  # the turn was sampled anew
+        begun = None
+    if len(begun.ids if begun else ()) != entry.after:
         raise journal.refuse("the parts of a turn do not follow one another")
     try:
-        return joined(begun, entry.generation)
+        return entry.generation if begun is None else joined([begun, entry.generation])
     except ValueError as e:
         raise journal.refuse(str(e)) from None
 
@@ -106,7 +103,7 @@ class JournalBox:
     """A box whose commands and test runs are recorded. The recorded ones are not run: their files are written, and
     before the first new command the box gets what else they left."""
 
-    def __init__(self, journal: Journal, box: ValueBox) -> None:
+    def __init__(self, journal: EpisodeJournal, box: ValueBox) -> None:
         self._journal, self.inner = journal, box
         self._left = _CLEAN  # by the recorded commands
         self._watch: StateWatch | None = None

@@ -12,7 +12,7 @@ from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.ledger import EpisodeLease, blob_key, put_blob
 from etude.records import Episode, Outcome, Task
-from etude.rollout import EpisodeId, Journal, RolloutContext, Taskset, open_journal, run_episode
+from etude.rollout import EpisodeId, EpisodeJournal, RolloutContext, Taskset, open_journal, run_episode
 from etude.run.state import Run, check_processes
 
 STOP_SECONDS = 30.0  # until cancelled episodes have closed their boxes
@@ -85,7 +85,7 @@ async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
             _ = task.cancelled() or task.exception()  # read, so that asyncio does not complain
 
 
-async def _journal(run: Run, lease: EpisodeLease) -> Journal | None:
+async def _journal(run: Run, lease: EpisodeLease) -> EpisodeJournal | None:
     """The journal of a leased episode; None for an outside agent, whose state nobody can record."""
     if run.training.agent is not None:
         return None
@@ -93,7 +93,7 @@ async def _journal(run: Run, lease: EpisodeLease) -> Journal | None:
 
 
 async def _play(
-    run: Run, context: RolloutContext, task: Task, episode_id: EpisodeId, journal: Journal | None = None
+    run: Run, context: RolloutContext, task: Task, episode_id: EpisodeId, journal: EpisodeJournal | None = None
 ) -> Episode:
     """Plays an episode with the task's decoys, which its impossible version has, too. Raises RunFailed if a process has
     died, the cause of a lost episode: its retries would be lost as well."""
@@ -106,7 +106,7 @@ async def _play(
     return episode
 
 
-def _record(run: Run, lease: EpisodeLease, episode: Episode, journal: Journal | None) -> None:
+def _record(run: Run, lease: EpisodeLease, episode: Episode, journal: EpisodeJournal | None) -> None:
     """Blob first, ledger second, then the journal goes: a row that says "done" always has its tokens. An episode that
     infrastructure lost goes on from its journal, unless it was lost before it recorded anything new: then the recorded
     part may be what leads there."""

@@ -57,10 +57,45 @@ _SHELL = f"( {f'; echo {shlex.quote(_MARK)}; '.join((*_PARTS, *_KEPT))} ) 2>/dev
 _VARIABLE = re.compile(r"declare -[a-zA-Z-]+ ([A-Za-z_][A-Za-z0-9_]*)")
 # Variables that follow from the rest, or change by themselves.
 _VOLATILE = frozenset(
-    "_ __n __line __time PWD SHLVL COLUMNS LINES BASH BASHOPTS SHELLOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV "
-    "BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_LINENO BASH_SOURCE BASH_SUBSHELL BASH_MONOSECONDS BASH_TRAPSIG DIRSTACK "
-    "EPOCHREALTIME EPOCHSECONDS FUNCNAME HISTCMD LINENO OPTIND PIPESTATUS PPID RANDOM SECONDS SRANDOM GROUPS "
-    "COMP_WORDBREAKS".split()
+    {
+        "_",
+        "__n",
+        "__line",
+        "__time",
+        "PWD",
+        "SHLVL",
+        "COLUMNS",
+        "LINES",
+        "BASH",
+        "BASHOPTS",
+        "SHELLOPTS",
+        "BASHPID",
+        "BASH_ALIASES",
+        "BASH_ARGC",
+        "BASH_ARGV",
+        "BASH_ARGV0",
+        "BASH_CMDS",
+        "BASH_COMMAND",
+        "BASH_LINENO",
+        "BASH_SOURCE",
+        "BASH_SUBSHELL",
+        "BASH_MONOSECONDS",
+        "BASH_TRAPSIG",
+        "DIRSTACK",
+        "EPOCHREALTIME",
+        "EPOCHSECONDS",
+        "FUNCNAME",
+        "HISTCMD",
+        "LINENO",
+        "OPTIND",
+        "PIPESTATUS",
+        "PPID",
+        "RANDOM",
+        "SECONDS",
+        "SRANDOM",
+        "GROUPS",
+        "COMP_WORDBREAKS",
+    }
 )
 
 
@@ -127,9 +162,9 @@ class StateWatch:
             raise BoxError(f"the state of the box cannot be brought back{now.fault and f': {now.fault}'}")
 
     async def _look(self) -> _Look:
-        said = await self.shell.exec(_SHELL, SECONDS)
-        sections = tuple(said.output.split(f"{_MARK}\n"))
-        if said.cut or said.timed_out or len(sections) != len(_PARTS) + len(_KEPT):
+        answer = await self.shell.exec(_SHELL, SECONDS)
+        sections = tuple(answer.output.split(f"{_MARK}\n"))
+        if answer.cut or answer.timed_out or len(sections) != len(_PARTS) + len(_KEPT):
             raise BoxError("the shell does not tell its state")
         pid, _, folder = sections[0].partition("\n")
         since = f"{self._since - MARGIN:.6f}" if self._since else ""
