@@ -1,4 +1,4 @@
-"""The two seams at which an episode is recorded: the policy that samples its tokens, and the box that runs its commands.
+"""The two seams at which an episode is recorded: the policy that samples tokens, and the box that runs commands.
 
 Both answer from the journal until it is used up; then the one samples and the other runs commands, and both record.
 """

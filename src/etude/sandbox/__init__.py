@@ -4,7 +4,8 @@
     namespace/   boxes of this machine's kernel
     images/      the root folders that boxes are made of, and their cache
     this folder  `base`: the types that the rest of the program is written against; `backend`: the contract of a
-                 backend; `box`, `shell`, `connection`, `left_state`: the owner's side of a box; features and looks of a machine
+                 backend; `box`, `shell`, `connection`, `left_state`: the owner's side of a box; features and looks of
+                 a machine
     egress/      the way out of boxes
     guest/       the code that runs in boxes
 
