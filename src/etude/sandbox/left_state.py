@@ -242,9 +242,14 @@ def restoring(fresh: Sequence[str], wanted: Sequence[str]) -> str:
     before, after = (_names(parts[1]) for parts in (fresh, wanted))
     lines += [f"unset -v {name}" for name in before.keys() - after.keys()]
     lines += [line for name, line in after.items() if before.get(name) != line]
-    lines += [wanted[3], *([wanted[4]] if wanted[4] != fresh[4] else []), f"umask {wanted[6]}"]
-    lines += [wanted[5]] if wanted[5] != fresh[5] else []
+    lines += [wanted[3], *_changed(fresh[4], wanted[4]), f"umask {wanted[6]}", *_changed(fresh[5], wanted[5])]
     return "\n".join(lines)
+
+
+def _changed(before: str, after: str) -> list[str]:
+    """The lines of a list of options that are new. All of them would set `BASH_COMPAT`."""
+    known = set(before.split("\n"))
+    return [line for line in after.split("\n") if line not in known]
 
 
 def _names(variables: str) -> dict[str, str]:
