@@ -240,7 +240,7 @@ manifest = Manifest(format=DATASET_FORMAT, name="shop-1.0", licence="MIT", licen
 dataset = Dataset(root, "shop-1.0", root / "repository", root / "site", root / "hidden", (a_task(),), manifest)
 async def main():
     async with open_sandbox(workers=1, repeatable=True) as sandbox:
-        policy = t.Slow(t.script(Speaker(folder)), seconds=0.3)
+        policy = t.Slow(t.script(Speaker(folder)), seconds=0.1)
         journal = await t.open_journal(open_store({str(tmp_path / "store")!r}), 3, 1, 0)
         model = t.EngineModel(policy, renderer_for(folder), t.Sampling(routes=True))
         context = t.RolloutContext(t.Taskset((t.dataset_part(dataset),)), sandbox, model, t.BUDGET)
@@ -358,12 +358,12 @@ def test_pieces_that_a_dead_player_still_writes_change_nothing(tmp_path: Path) -
 
     async def zombie() -> None:
         journal = EpisodeJournal(store, 1, 2, 0)
-        journal._pieces = 1
+        journal._last = pieces(store)[0].entries
         journal.add(TurnEnd(request=request_digest(a_request(9)), after=0, generation=generation([9]), at=0.0))
         await journal.flush()
 
     asyncio.run(zombie())
-    assert len(store.list("journal")) == 3
+    assert [len(piece.entries) for piece in pieces(store)] == [2, 1]
     third = Turns(generation([3]))
     journal = played(store, 2, third, a_request(7), a_request(8), a_request(10))
     assert len(third.begun) == 1, "only the new turn is sampled"
@@ -394,7 +394,10 @@ def test_a_damaged_journal_is_forgotten(tmp_path: Path, damage: str, capfd: pyte
 
 def test_pieces_are_few_and_come_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journals, "INTERVAL", 0.2)
-    store = open_store(str(tmp_path))
+    monkeypatch.setattr(journals, "PIECE_BYTES", 4000)
+    store, puts = open_store(str(tmp_path)), list[str]()
+    real = store.put
+    monkeypatch.setattr(store, "put", lambda key, data: (puts.append(key), real(key, data)))
 
     async def play() -> None:
         journal = await open_journal(store, 1, 2, 0)
@@ -406,7 +409,8 @@ def test_pieces_are_few_and_come_in_order(tmp_path: Path, monkeypatch: pytest.Mo
 
     asyncio.run(play())
     written = pieces(store)
-    assert 3 <= len(written) <= 10, "about five a second here"
+    assert 3 <= len(puts) <= 10, "about five a second here"
+    assert len(written) < len(puts), "the last one is written again until it is long"
     assert [e.generation.ids[0] for p in written for e in p.entries if isinstance(e, TurnPart)] == [*range(60)]
 
 
@@ -414,6 +418,7 @@ def test_a_journal_that_grows_too_long_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(journals, "MAX_BYTES", 2000)
+    monkeypatch.setattr(journals, "PIECE_BYTES", 500)
     store = open_store(str(tmp_path))
     played(store, 0, Turns(generation([1] * 40)), *(a_request(n) for n in range(20)))
     assert "member 2 of group 1 is no longer recorded: it is longer than 0 MB" in capfd.readouterr().err

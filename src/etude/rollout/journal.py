@@ -4,9 +4,10 @@ After a kill an episode goes on: the agent loop runs again from the beginning, i
 and its box the recorded results (`journal_seams.py`). What is between the two, prompts and file operations of our own
 tools, repeats itself: every request is compared with the recorded one.
 
-A journal is numbered pieces. Each attempt at the episode writes its own; the first names the attempt that it goes on
-from and the number of that one's pieces, so a player that was taken for dead and still writes changes nothing for those
-after it. Pieces of an attempt are written one after another: what lasts is always the beginning of what happened.
+A journal is numbered pieces; the last one is written again with more entries until it is long. Each attempt at the
+episode writes its own. The first piece names the attempt that it goes on from and the number of that one's entries, so
+a player that was taken for dead and still writes changes nothing for those after it. Entries are written in their
+order: what lasts is always the beginning of what happened.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from etude.sandbox.egress import EgressRequest
 from etude.store import ObjectMissing, Store
 
 FOLDER = "journal"
-INTERVAL = 0.5  # seconds between two pieces of an episode; the result of a command does not wait
+INTERVAL = 0.5  # seconds between two puts of an episode; the result of a command does not wait
+PIECE_BYTES = 32 << 10  # after which a piece is written no more
 MAX_BYTES = 64 << 20  # of a journal; a longer one is given up
 DIGEST = 16  # bytes in front of a piece
 _THREADS = ThreadPoolExecutor(8, "journal")
@@ -75,7 +77,7 @@ class EarlierAttempt(Record, frozen=True, kw_only=True):
     """The beginning of another attempt that an attempt goes on from."""
 
     attempt: int
-    pieces: int
+    entries: int
 
 
 class Piece(Record, frozen=True, kw_only=True):
@@ -105,7 +107,9 @@ class EpisodeJournal:
 
     def _forget(self) -> None:
         self._recorded.clear()
-        self._base, self._pieces, self._bytes = None, 0, 0
+        self._base = None
+        self._number, self._last = 0, tuple[Entry, ...]()  # of the last piece, and its entries
+        self._bytes = 0  # of the pieces before
         self._pending: list[Entry] = []
         self._due, self._timer = 0.0, False
         self._lock = asyncio.Lock()
@@ -119,17 +123,17 @@ class EpisodeJournal:
 
     def read(self) -> None:
         """Reads what earlier attempts recorded."""
-        kept = self._attempts()
+        kept = self._attempts() if self._attempt else {}
         if not (earlier := [attempt for attempt in kept if attempt < self._attempt and kept[attempt]]):
             return
-        base = EarlierAttempt(attempt=max(earlier), pieces=kept[max(earlier)])
         try:
-            entries = self._entries(base, kept)
+            own, before = self._entries(max(earlier), kept)
         except (ValueError, ObjectMissing) as e:
             self.unfit = f"it is damaged ({e})"
             return
+        entries = before + own
         self._recorded.extend(entries)
-        self._base, self.recovered["continued"] = base, 1
+        self._base, self.recovered["continued"] = EarlierAttempt(attempt=max(earlier), entries=len(own)), 1
         self._spent = entries[-1].at if entries else 0.0
         states = [e.left for e in entries if isinstance(e, CommandResult) and e.left is not None]
         if states and states[-1].fault:
@@ -144,17 +148,21 @@ class EpisodeJournal:
                 numbers.setdefault(int(attempt), set()).add(int(piece))
         return {attempt: next(n for n in range(len(own) + 1) if n not in own) for attempt, own in numbers.items()}
 
-    def _entries(self, base: EarlierAttempt, kept: Mapping[int, int]) -> list[Entry]:
-        """The entries of an attempt, after those that it goes on from. Raises ValueError."""
-        if kept.get(base.attempt, 0) < base.pieces:
-            raise ValueError(f"pieces of attempt {base.attempt} are missing")
-        keys = [self._key(base.attempt, number) for number in range(base.pieces)]
+    def _entries(self, attempt: int, kept: Mapping[int, int]) -> tuple[list[Entry], list[Entry]]:
+        """The entries of an attempt, and those that it goes on from. Raises ValueError."""
+        keys = [self._key(attempt, number) for number in range(kept.get(attempt, 0))]
+        if not keys:
+            raise ValueError(f"attempt {attempt} is missing")
         pieces = [_decoded(data) for data in _THREADS.map(self._store.get, keys)]
-        first = pieces[0].base
-        if first is not None and first.attempt >= base.attempt:
-            raise ValueError(f"attempt {base.attempt} goes on from {first.attempt}")
-        before = [] if first is None else self._entries(first, kept)
-        return before + [entry for piece in pieces for entry in piece.entries]
+        own = [entry for piece in pieces for entry in piece.entries]
+        if (base := pieces[0].base) is None:
+            return own, []
+        if base.attempt >= attempt:
+            raise ValueError(f"attempt {attempt} goes on from {base.attempt}")
+        others, before = self._entries(base.attempt, kept)
+        if len(others) < base.entries:
+            raise ValueError(f"entries of attempt {base.attempt} are missing")
+        return own, before + others[: base.entries]
 
     def take(self, kind: type[E], request: bytes) -> E | None:
         """The next recorded entry, if it is of this kind; None if nothing is left. Raises JournalUnfit if the next one
@@ -232,12 +240,14 @@ class EpisodeJournal:
 
     def _put(self, entries: tuple[Entry, ...]) -> None:
         try:
-            data = msgspec.msgpack.encode(Piece(base=None if self._pieces else self._base, entries=entries))
-            self._bytes += len(data)
+            whole = (*self._last, *entries)
+            data = msgspec.msgpack.encode(Piece(base=None if self._number else self._base, entries=whole))
+            self._store.put(self._key(self._attempt, self._number), blake3.blake3(data).digest(DIGEST) + data)
+            self._last = whole
+            if len(data) > PIECE_BYTES:
+                self._number, self._last, self._bytes = self._number + 1, (), self._bytes + len(data)
             if self._bytes > MAX_BYTES:
                 raise ValueError(f"it is longer than {MAX_BYTES >> 20} MB")
-            self._store.put(self._key(self._attempt, self._pieces), blake3.blake3(data).digest(DIGEST) + data)
-            self._pieces += 1
         except (UserError, ValueError, TypeError) as e:  # UnicodeError is a ValueError: a text that no record can hold
             self._stopped = True
             print(f"etude: {self.name} is no longer recorded: {e}", file=sys.stderr)
@@ -253,7 +263,7 @@ class EpisodeJournal:
     @property
     def grew(self) -> bool:
         """Whether this attempt has recorded anything."""
-        return self._pieces > 0
+        return self._number > 0 or len(self._last) > 0
 
     # Its end ----------------------------------------------------------------------------------------------------------
 
@@ -263,15 +273,14 @@ class EpisodeJournal:
         tokens += self.recovered["recovered_tokens"]
         print(f"etude: {self.name} begins anew, {tokens} tokens are sampled again: {self.unfit}", file=sys.stderr)
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(_THREADS, self.delete)
+        await asyncio.to_thread(self.delete)
         self._forget()
         self.unfit = ""
         self.recovered = Counter(begun_anew=1, dropped_tokens=tokens)
 
     def delete(self) -> None:
         """Removes all pieces of the episode."""
-        for key in self._store.list(self.folder):
-            self._store.delete(key)
+        list(_THREADS.map(self._store.delete, self._store.list(self.folder)))
 
     def _key(self, attempt: int, piece: int) -> str:
         return f"{self.folder}/{attempt:04d}-{piece:06d}.msgpack"
@@ -330,7 +339,6 @@ async def open_journal(store: Store, group: int, member: int, attempt: int) -> E
 
 def sweep_journals(store: Store, unfinished: set[tuple[int, int]]) -> None:
     """Removes the journals of all episodes but these (group, member)."""
-    for key in store.list(FOLDER):
-        parts = key.split("/")
-        if len(parts) == 4 and (int(parts[1]), int(parts[2])) not in unfinished:
-            store.delete(key)
+    names = ((key, key.split("/")) for key in store.list(FOLDER))
+    keys = [key for key, (_, group, member, _) in names if (int(group), int(member)) not in unfinished]
+    list(_THREADS.map(store.delete, keys))

@@ -127,30 +127,40 @@ class StateWatch:
 
     shell: Shell
     services: bool = False
+    blind: str = ""  # why nothing can be seen in this box
     _fresh: _Look | None = None
     _since: float = 0.0
     _files: dict[str, bytes | None] = field(default_factory=dict[str, bytes | None])  # path -> digest at the last look
 
     async def start(self) -> None:
-        """Notes the state of the fresh box. Raises BoxError."""
-        self._fresh = await self._look()
-        self._since = self._fresh.time
-        self._files = {path: _digest(data) for path, data in (await self.shell.changes()).items()}
+        """Notes the state of the fresh box. Raises BoxError with payer "infra" alone."""
+        try:
+            self._fresh = await self._look()
+            self._since = self._fresh.time
+            self._files = {path: _digest(data) for path, data in (await self.shell.changes()).items()}
+        except (BoxError, TimeoutError) as e:
+            if isinstance(e, BoxError) and e.payer == "infra":
+                raise
+            self.blind = f"the box cannot be read: {e}"
 
     async def look(self) -> tuple[LeftState, dict[str, bytes | None]]:
         """The difference to the fresh box, and the files of the work tree that were written (None: deleted) since the
         look before. Raises BoxError with payer "infra" alone."""
+        if self.blind:
+            return LeftState(fault=self.blind), {}
         try:
             now = await self._look()
             files = await self._written(now)
             return await self._left(now, files), files
-        except BoxError as e:
-            if e.payer == "infra":
+        except (BoxError, TimeoutError) as e:
+            if isinstance(e, BoxError) and e.payer == "infra":
                 raise
             return LeftState(fault=f"the box cannot be read: {e}"), {}
 
     async def bring(self, left: LeftState) -> None:
         """Makes the box one with these differences. Raises BoxError if it cannot be."""
+        if self.blind:
+            raise BoxError(self.blind)
         for script, payload in ((_REMOVE, b"\0".join(left.gone)), (_UNPACK, left.archive)):
             if payload and (done := await self.shell.program(["bash", "-c", script], payload, SECONDS)).status:
                 raise BoxError(f"files cannot be brought back: {done.errors[-200:].strip()}")
