@@ -70,6 +70,8 @@ class JournalPolicy:
 
         def record(part: Generation) -> None:
             nonlocal known
+            if part.finish_reason == "abort":  # such a turn goes on
+                return
             after = 0 if known is None else len(known.ids)
             journal.add(TurnPart(request=digest, after=after, generation=part, at=journal.at))
             known = part if known is None else joined([known, part])

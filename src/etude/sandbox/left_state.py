@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import blake3
 
 from etude.records import Record
-from etude.sandbox.base import BoxError, Changes
+from etude.sandbox.base import BoxError
 from etude.sandbox.shell import Shell
 
 SECONDS = 5.0  # of each program and line
@@ -52,7 +52,7 @@ _REMOVE = "exec xargs -0 rm -rf --"
 
 _MARK = "--8<-- state of the shell"
 _PARTS = ("echo $$; builtin pwd", "declare -p", "declare -f; declare -F", "alias -p", "shopt -p", "set +o", "umask")
-_KEPT = ("trap -p; ulimit -Sa",)  # no other shell gets these
+_KEPT = ("trap -p; ulimit -Sa; cd /proc/self/fd && echo *",)  # no other shell gets these
 _SHELL = f"( {f'; echo {shlex.quote(_MARK)}; '.join((*_PARTS, *_KEPT))} ) 2>/dev/null"
 _VARIABLE = re.compile(r"declare -[a-zA-Z-]+ ([A-Za-z_][A-Za-z0-9_]*)")
 # Variables that follow from the rest, or change by themselves.
@@ -103,7 +103,7 @@ class LeftState(Record, frozen=True, kw_only=True):
     """The difference between a box and a fresh one of its image, beside the content of regular files in the work tree.
     `fault` is the reason why another box cannot get it; empty: it can."""
 
-    shell: tuple[str, ...] = ()  # pid and folder, variables, functions, aliases and options; () as in a fresh box
+    shell: tuple[str, ...] = ()  # its folder, variables, functions, aliases and options; () as in a fresh box
     entries: tuple[bytes, ...] = ()  # new or changed files, links and folders
     archive: bytes = b""  # of these
     gone: tuple[bytes, ...] = ()  # paths of the fresh box
@@ -127,7 +127,7 @@ class StateWatch:
 
     shell: Shell
     services: bool = False
-    blind: str = ""  # why nothing can be seen in this box
+    blind: str = ""  # why no other box can get what is left here, from now on
     _fresh: _Look | None = None
     _since: float = 0.0
     _files: dict[str, bytes | None] = field(default_factory=dict[str, bytes | None])  # path -> digest at the last look
@@ -151,7 +151,10 @@ class StateWatch:
         try:
             now = await self._look()
             files = await self._written(now)
-            return await self._left(now, files), files
+            if sum(len(data or b"") for data in files.values()) > MAX_KEPT:
+                self.blind = f"a command has written more than {MAX_KEPT >> 20} MB"
+                return LeftState(fault=self.blind), {}
+            return await self._left(now), files
         except (BoxError, TimeoutError) as e:
             if isinstance(e, BoxError) and e.payer == "infra":
                 raise
@@ -208,16 +211,14 @@ class StateWatch:
         self._files = digests
         return written
 
-    async def _left(self, now: _Look, files: Changes) -> LeftState:
+    async def _left(self, now: _Look) -> LeftState:
         fresh, kept = self._fresh, -len(_KEPT)
         assert fresh is not None
         fault = "the box has services" if self.services else ""
         if more := now.processes - fresh.processes:
             fault = f"{len(more)} processes go on in the background"
         elif now.shell[kept:] != fresh.shell[kept:]:
-            fault = "traps or limits of the shell have changed"
-        elif sum(len(data or b"") for data in files.values()) > MAX_KEPT:
-            fault = f"a command has written more than {MAX_KEPT >> 20} MB"
+            fault = "traps, limits or open files of the shell have changed"
         made = {folder for path, digest in self._files.items() if digest is not None for folder in _parents(path)}
         new = {
             path: about
