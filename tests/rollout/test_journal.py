@@ -19,7 +19,7 @@ from etude.grading.runner import open_sandbox
 from etude.harness.loop import EngineModel, Sampling, turn_seed
 from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, Routes, joined
-from etude.renderers import Renderer
+from etude.renderers import Renderer, renderer_for
 from etude.rollout import journal as journals
 from etude.rollout.environments.code import dataset_part
 from etude.rollout.environments.taskset import Taskset
@@ -219,10 +219,9 @@ def test_an_episode_that_is_cut_at_every_seam_ends_as_an_undisturbed_one(
     assert cut.recovered["recovered_commands"] == 6
 
 
-def test_a_player_that_is_killed(
-    dataset: Dataset, hermes: Renderer, hermes_folder: Path, tmp_path: Path, counted: list[str]
-) -> None:
+def test_a_player_that_is_killed(dataset: Dataset, hermes_folder: Path, tmp_path: Path, counted: list[str]) -> None:
     """A real process and `kill -9`, between two commands."""
+    hermes = renderer_for(hermes_folder)  # as it is now: other tests write into the folder
     turns = script(Speaker(hermes_folder))
     store = open_store(str(tmp_path / "store"))
     program = tmp_path / "player.py"

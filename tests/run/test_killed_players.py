@@ -43,7 +43,12 @@ def test_a_run_that_is_killed_goes_on_with_its_episodes(tmp_path: Path) -> None:
         folder.mkdir()
     code, output = finished(start(whole, config=LONG))
     assert code == 0, output
-    store, process = open_store(str(cut / "outputs/run/rollouts")), start(cut, config=LONG)
+    process = start(cut, config=LONG)
+    begun = time.monotonic()
+    while not (cut / "outputs/run/rollouts").exists():
+        assert time.monotonic() < begun + SECONDS
+        time.sleep(0.02)
+    store = open_store(str(cut / "outputs/run/rollouts"))
     for _ in range(KILLS):
         deadline, known = time.monotonic() + SECONDS, set(store.list("journal"))
         while len(set(store.list("journal")) - known) < 3:  # episodes that this attempt records

@@ -32,7 +32,7 @@ from etude.sandbox.egress import EgressRequest
 from etude.store import ObjectMissing, Store
 
 FOLDER = "journal"
-INTERVAL = 0.5  # seconds between two puts of an episode; the result of a command does not wait
+INTERVAL = 0.25  # seconds between two puts of an episode; the result of a command does not wait
 PIECE_BYTES = 32 << 10  # after which a piece is written no more
 MAX_BYTES = 64 << 20  # of a journal; a longer one is given up
 DIGEST = 16  # bytes in front of a piece
