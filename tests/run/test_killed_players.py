@@ -1,15 +1,21 @@
 """All processes of a run are killed in the middle of its episodes, which go on from their journals."""
 
+import asyncio
 import os
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from etude.ledger import Ledger
-from etude.records import Episode, decode
+from etude.ledger.schema import RECOVERY
+from etude.records import Episode, Generation, Outcome, StopReason, decode
+from etude.rollout.journal import EpisodeJournal, TurnEnd, open_journal
+from etude.run.episodes import _record
 from etude.store import Store, open_store
 from etude.weights.manifest import manifests
 from tests.run.test_run import CONFIG, SECONDS, etude, finished, start, versions
@@ -33,6 +39,50 @@ def sampled(store: Store) -> dict[str, Episode]:
     """The finished episodes by group and member."""
     keys = [key for key in store.list() if key[0].isdigit()]
     return {key.partition("-")[0]: decode(store.get(key), Episode) for key in keys}
+
+
+def lost_or_not(outcome: Outcome) -> Episode:
+    return Episode(
+        id="0-0-0", group_id=0, member=0, attempt=0, task_id="t", seed=0, outcome=outcome,
+        stop_reason=StopReason.FINISHED, reward=0.0, passed=False, segments=(), turns=(), metrics={},
+    )  # fmt: skip
+
+
+def test_a_journal_lasts_until_its_episode_has_a_result(tmp_path: Path) -> None:
+    """What infrastructure loses goes on from its journal, once; a journal that only leads there again is forgotten."""
+    ledger, store = Ledger.open(f"sqlite:///{tmp_path}/ledger.db", "run"), open_store(str(tmp_path / "rollouts"))
+    run: Any = SimpleNamespace(ledger=ledger, rollouts=store)
+    ledger.admit(0, "t", 1, 0)
+
+    def attempt(outcome: Outcome, entries: int) -> int:
+        """The recorded tokens that the attempt found."""
+        (lease,) = ledger.lease("me", 1, 60.0)
+
+        async def play() -> EpisodeJournal:
+            journal = await open_journal(store, 0, 0, lease.attempt)
+            while (turn := journal.take(TurnEnd, b"")) is not None:
+                journal.recovered["recovered_tokens"] += len(turn.generation.ids)
+            generation = Generation(ids=[1], logprobs=[0.0], versions=[0], finish_reason="stop")
+            for _ in range(entries):
+                journal.add(TurnEnd(request=b"", after=0, generation=generation, at=0.0))
+            await journal.close(keep=outcome is Outcome.INFRA)
+            return journal
+
+        journal = asyncio.run(play())
+        _record(run, lease, lost_or_not(outcome), journal)
+        return journal.recovered["recovered_tokens"]
+
+    assert [attempt(Outcome.INFRA, 2), attempt(Outcome.INFRA, 0)] == [0, 2]
+    assert store.list("journal") == []
+    assert attempt(Outcome.SCORED, 3) == 0
+    assert store.list("journal") == []
+    assert ledger.unfinished() == set()
+    assert ledger.recovered() == dict.fromkeys(RECOVERY, 0)
+    ledger.admit(1, "t", 1, 0)
+    assert ledger.unfinished() == {(1, 0)}
+    ledger.count_recovered({"continued": 1, "recovered_tokens": 7, "begun_anew": 0})
+    assert ledger.recovered() == dict.fromkeys(RECOVERY, 0) | {"continued": 1, "recovered_tokens": 7}
+    ledger.close()
 
 
 @pytest.mark.slow
