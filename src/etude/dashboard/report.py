@@ -155,6 +155,7 @@ class RunReport(Record, frozen=True):
     generated: Population | None = None  # all episodes that ended
     weights: WeightFigures = WeightFigures()
     cheating: CheatingFigures | None = None
+    recovered: dict[str, int] = msgspec.field(default_factory=dict)  # by episodes' journals: `ledger.schema.RECOVERY`
 
 
 def held_out_figures(before: EvalResult | None, after: EvalResult | None) -> tuple[HeldOutFigures, Estimate | None]:

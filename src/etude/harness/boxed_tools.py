@@ -8,7 +8,6 @@ import ast
 import base64
 import inspect
 import json
-import secrets
 import shlex
 import signal
 import sys
@@ -128,10 +127,10 @@ def _packed(**order: Any) -> str:
 
 
 async def call_boxed(
-    name: str, module: tuple[str, str], arguments: dict[str, Any], execute: Exec, seconds: float
+    name: str, module: tuple[str, str], arguments: dict[str, Any], execute: Exec, seconds: float, mark: str
 ) -> str:
-    """The result of a function in a box, as text; `module` is of `module_of`. Raises ToolError, and BoxError."""
-    mark = secrets.token_hex(16)
+    """The result of a function in a box, as text; `module` is of `module_of`, and `mark` a text that the function
+    cannot know. Raises ToolError, and BoxError."""
     data = _packed(mark=mark, file=module[0], source=module[1], function=name, arguments=arguments)
     if len(data) > MAX_ORDER:
         raise ToolError(f"the arguments of {name} are too long")

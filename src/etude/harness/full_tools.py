@@ -143,7 +143,8 @@ class FullTools(Tools):
         )
 
     async def _call_function(self, tool: PythonTool, /, **arguments: Any) -> str:
-        return await tool.call(arguments, self._users_box, self.task, self._exec, self.deadline - time.monotonic())
+        seconds, mark = self.deadline - time.monotonic(), self._mark()
+        return await tool.call(arguments, self._users_box, self.task, self._exec, seconds, mark)
 
     async def _list(self, path: str = "") -> str:
         entries = await self.box.list(path)

@@ -165,13 +165,14 @@ class Toolset:
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """The settings of an episode, without its box."""
+    """The settings of an episode, without its box. `started` is called when the time of its budget begins."""
 
     task: Task
     model: Model
     budget: Budget
     seed: int
     toolset: Toolset = Toolset()
+    started: Callable[[Tools], None] = lambda tools: None
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ async def run_agent_loop(spec: EpisodeSpec, opening: Opening) -> UngradedEpisode
     """Plays an episode from its opening. A spent budget ends the episode where it stands. Raises BoxError with payer
     "infra", EngineError or Aborted if the infrastructure failed, and UserError if an API refuses every conversation."""
     source, tools = await spec.model.open(spec, opening), opening.tools
-    tools.deadline = time.monotonic() + spec.budget.seconds
+    tools.seed, tools.deadline = spec.seed, time.monotonic() + spec.budget.seconds
+    spec.started(tools)
     timed_out, note = False, ""
     try:
         stop_reason = await _play(spec.budget, source, tools)

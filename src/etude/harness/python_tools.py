@@ -170,12 +170,14 @@ class PythonTool:
         if box is None and (self.module is not None or Box in self.passed.values()):
             raise UserError(f"the tool {self.name} needs a box, and episodes without files have none")
 
-    async def call(self, arguments: dict[str, Any], box: Box, task: Task, execute: Exec, seconds: float) -> str:
-        """The result as text; `seconds` are left to the episode, and `execute` runs commands in the box. Raises
-        ToolError, and BoxError of the box."""
+    async def call(
+        self, arguments: dict[str, Any], box: Box, task: Task, execute: Exec, seconds: float, mark: str
+    ) -> str:
+        """The result as text; `seconds` are left to the episode, and `execute` runs commands in the box, of which
+        `mark` distinguishes the result. Raises ToolError, and BoxError of the box."""
         seconds = max(0.1, min(seconds, self.seconds))
         if self.module is not None:
-            return await call_boxed(self.name, self.module, arguments, execute, seconds)
+            return await call_boxed(self.name, self.module, arguments, execute, seconds, mark)
         own = box if isinstance(box, UsersBox) else UsersBox(box)
         passed = {name: own if kind is Box else task for name, kind in self.passed.items()}
 

@@ -41,10 +41,12 @@ class Tools:
         self.metrics: Counter[str] = Counter()
         self.visible_passed: bool | None = None
         self.deadline = math.inf  # on the monotonic clock; commands end by then
+        self.seed = 0  # of the episode: what tools draw is drawn again when the episode is played again
         self.room = math.inf  # tokens that the context has left for results and further turns
         self.read_only = READ_ONLY
         self.sharing = 1  # calls of the turn, which share the room
         self._handlers: dict[str, Callable[..., Awaitable[str]]] = {}
+        self._marks = 0
         self._tried: set[bytes] = set()  # digests of files as they have been
 
     def _count_edit(self, path: str, before: str, after: str) -> None:
@@ -116,6 +118,11 @@ class Tools:
 
     async def _exec(self, command: str, seconds: float) -> ExecResult:
         return await self.box.exec(command, max(0.1, min(seconds, self.deadline - time.monotonic())))
+
+    def _mark(self) -> str:
+        """A text that no box knows beforehand, drawn from the seed: a command that is sent again is the same."""
+        self._marks += 1
+        return blake3.blake3(f"mark/{self.seed}/{self._marks}".encode()).hexdigest(length=16)
 
     async def _finish(self) -> str:
         return ""

@@ -36,7 +36,7 @@ from etude.ledger.group_rows import MIXED, RESULTS_CONSUMED, RESULTS_READY, cons
 from etude.ledger.leases import ELSEWHERE, LeaseWatch
 from etude.ledger.leaving_behind import leaves_in_time
 from etude.ledger.membership import Membership
-from etude.ledger.schema import connect, counters, episodes, groups, meta
+from etude.ledger.schema import RECOVERY, connect, counters, episodes, groups, meta
 from etude.ledger.tables import RunTables, persistent
 from etude.records import LOST, Episode, EpisodeBlob, Group, Outcome, PolicyVersion, Population
 
@@ -361,6 +361,30 @@ class Ledger(RunTables):
             if c.execute(sa.update(episodes).where(*mine).values(again)).rowcount:
                 opened = {"state": "open", "unfinished": _g.unfinished + 1, "ready_order": None}
                 c.execute(sa.update(groups).where(_g.id == group).values(opened))
+
+    # Journals ---------------------------------------------------------------------------------------------------------
+
+    @persistent
+    def unfinished(self) -> set[tuple[int, int]]:
+        """(group, member) of every episode without a result."""
+        with self._read() as c:
+            rows = c.execute(sa.select(_e.group_id, _e.member).where(_e.state != "done")).all()
+        return {(row.group_id, row.member) for row in rows}
+
+    @persistent
+    def count_recovered(self, counts: Mapping[str, int]) -> None:
+        """Adds to the counters of `RECOVERY`."""
+        if added := [{"counter": name, "by": count} for name, count in counts.items() if count]:
+            with self._write() as c:
+                for each in added:
+                    c.execute(_COUNT, each)
+
+    @persistent
+    def recovered(self) -> dict[str, int]:
+        """The counters of `RECOVERY`."""
+        with self._read() as c:
+            values = dict(c.execute(sa.select(counters.c.name, counters.c.value)).all())
+        return {name: values.get(name, 0) for name in RECOVERY}
 
     # Cheating ---------------------------------------------------------------------------------------------------------
 

@@ -33,8 +33,13 @@ counters = sa.Table(
     sa.Column("value", sa.BigInteger, nullable=False),
 )
 
-COUNTERS = ("admitted", "late", "ready", "retried")
-"""Episodes admitted, results that came after their lease had expired, groups completed, infrastructure retries."""
+RECOVERY = ("continued", "recovered_tokens", "recovered_commands", "begun_anew", "dropped_tokens")
+"""Of finished episodes that had a journal: those that went on from it, the tokens and commands that were therefore not
+repeated, those that could not, and their recorded tokens."""
+
+COUNTERS = ("admitted", "late", "ready", "retried", *RECOVERY)
+"""Episodes admitted, results that came after their lease had expired, groups completed, infrastructure retries, and
+RECOVERY."""
 
 groups = sa.Table(
     "groups",

@@ -5,6 +5,7 @@
     environments/                        what is played: code tasks, foreign folders, applied edits, users' Python
     rewards, group_audit                 the reward of an episode, and the audit of a complete group
     probes, engines, stall, drift        checks of engines, of progress and of behaviour while a run goes on
+    journal, journal_seams               an episode goes on after a kill: its tokens, and the results of its commands
     replay                               a recorded episode played again, token by token
 
 Imports harness, grading, tasks, sandbox, protocol and the rooms below; no torch.
@@ -23,6 +24,7 @@ from etude.rollout.environments.environment import Environment, EnvironmentEpiso
 from etude.rollout.environments.taskset import TaskPart, Taskset, mix, task_part
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.group_audit import audit_group
+from etude.rollout.journal import EpisodeJournal, open_journal, sweep_journals
 from etude.rollout.probes import (
     PROBE_TOKENS,
     PROBES_KEPT,

@@ -5,6 +5,9 @@ the agent's, is one of INFRA_ERRORS. Its episode has the outcome INFRA: it is re
 exception is a mistake in etude, even if the agent provoked it: its episode is QUARANTINED, without a reward, and the
 others go on. The agent pays for everything else that breaks.
 
+With a journal (`journal.py`) an episode goes on where an earlier attempt was killed. A journal that does not fit is
+forgotten, and the episode begins anew.
+
 The reward is settled once, by `record` when an episode ends: the grade, nothing if a decoy was used, less the costs of
 `[reward]` (`rewards.py`). `group_audit.audit_group` may withhold the grade when a group is complete; it compares the
 members.
@@ -16,13 +19,13 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from etude.config import RewardConfig
 from etude.errors import RunFailed, UserError
 from etude.grading import Grade
 from etude.grading.cheats import Decoys
-from etude.harness import Aborted, EpisodeSpec, Model, Toolset, UngradedEpisode
+from etude.harness import Aborted, EngineModel, EpisodeSpec, Model, Toolset, UngradedEpisode
 from etude.protocol.backends import EngineError
 from etude.records import Budget, Episode, Outcome, StopReason, Task, encode
 from etude.renderers import escaped, one_line
@@ -34,8 +37,10 @@ from etude.rollout.environments.environment import (
     GradedEpisode,
 )
 from etude.rollout.environments.taskset import Taskset
+from etude.rollout.journal import EpisodeJournal
+from etude.rollout.journal_seams import JournalBox, JournalPolicy
 from etude.rollout.rewards import with_reward
-from etude.sandbox import Box, BoxError, Sandbox
+from etude.sandbox import Box, BoxError, Sandbox, ValueBox
 
 INFRA_ERRORS = (BoxError, EngineError, Aborted, TimeoutError, EnvironmentFailed)
 MAX_DETAIL = 500  # characters of the reason of a lost episode
@@ -67,9 +72,14 @@ class RolloutContext:
 
 @asynccontextmanager
 async def open_box(
-    context: RolloutContext, environment: Environment[Any], task: Task, decoys: Decoys | None = None
+    context: RolloutContext,
+    environment: Environment[Any],
+    task: Task,
+    decoys: Decoys | None = None,
+    journal: EpisodeJournal | None = None,
 ) -> AsyncGenerator[Box | None]:
-    """The agent's box, decoys included; None for a task without one. Raises one of INFRA_ERRORS."""
+    """The agent's box, decoys included, recorded in the journal; None for a task without one. Raises one of
+    INFRA_ERRORS."""
     image, limits = environment.image(task), environment.limits(task)
     if image is None:
         yield None
@@ -81,7 +91,7 @@ async def open_box(
     async with asyncio.timeout(BOX_SECONDS):
         box = await context.sandbox.create(image, limits)
     try:
-        yield box
+        yield box if journal is None or not isinstance(box, ValueBox) else cast(Box, JournalBox(journal, box))
     finally:
         await box.close()
 
@@ -96,18 +106,40 @@ class EpisodeId:
     seed: int
 
 
-async def run_episode(context: RolloutContext, task: Task, id: EpisodeId, decoys: Decoys | None = None) -> Episode:
+async def run_episode(
+    context: RolloutContext,
+    task: Task,
+    id: EpisodeId,
+    decoys: Decoys | None = None,
+    journal: EpisodeJournal | None = None,
+) -> Episode:
     """Plays and grades one attempt at `task`. `decoys` lie in the agent's box. Raises UserError where the user can
     help: the outside agent cannot start, the environment's code is wrong, or a chat API refuses."""
+    error: Exception | None = None
+    episode: Episode | None = None
     try:
-        environment, own = context.taskset.of(task)
-        async with open_box(context, environment, own, decoys) as box:
-            played = await environment.play(context.spec(own, id.seed), box, context.agent)
-        played = replace(played, decoys=decoys, requests=None if box is None else box.requests())
-        graded = await environment.grade(context.sandbox, own, played)
-        return record(context, task, id, played.ungraded, graded)
+        episode = await _played(context, task, id, decoys, journal)
     except Exception as e:
-        return lost(context, task, id, e)
+        error = e
+    if journal is not None and journal.unfit:  # whatever a user's function made of the exception
+        await journal.begin_anew()
+        return await run_episode(context, task, id, decoys, journal)
+    return episode if episode is not None else lost(context, task, id, cast(Exception, error))
+
+
+async def _played(
+    context: RolloutContext, task: Task, id: EpisodeId, decoys: Decoys | None, journal: EpisodeJournal | None
+) -> Episode:
+    environment, own = context.taskset.of(task)
+    spec = context.spec(own, id.seed)
+    if journal is not None and isinstance(spec.model, EngineModel):
+        policy = JournalPolicy(journal, spec.model.policy)
+        spec = replace(spec, model=replace(spec.model, policy=policy), started=journal.started)
+    async with open_box(context, environment, own, decoys, journal) as box:
+        played = await environment.play(spec, box, context.agent)
+    played = replace(played, decoys=decoys, requests=None if box is None else box.requests())
+    graded = await environment.grade(context.sandbox, own, played)
+    return record(context, task, id, played.ungraded, graded)
 
 
 def record(

@@ -15,7 +15,7 @@ from etude.ledger import EpisodeLease, blob_key, put_blob
 from etude.protocol import GenerateRequest
 from etude.protocol.backends import EngineClient, OnPart
 from etude.records import Episode, Generation, Outcome, Task
-from etude.rollout import EpisodeId, RolloutContext, Taskset, run_episode
+from etude.rollout import EpisodeId, EpisodeJournal, RolloutContext, Taskset, open_journal, run_episode
 from etude.run.state import Play, Run
 
 STOP_SECONDS = 30.0  # until cancelled episodes have closed their boxes
@@ -40,9 +40,13 @@ async def play_leased(play: Play, lease: EpisodeLease) -> None:
         )
     seed = episode_seed(play.config.seed, lease.index, lease.member)
     episode_id = EpisodeId(lease.group_id, lease.member, lease.attempt, seed)
+    journal = await _journal(play, lease)
     context = replace(play.training, taskset=taskset, model=_since_admission(play.training.model, lease.version))
-    episode = await _play(play, context, task, episode_id)
-    await asyncio.to_thread(_record, play, lease, episode)  # a database that is away delays this episode alone
+    episode = await _play(play, context, task, episode_id, journal)
+    if journal is not None:
+        await journal.close(keep=episode.outcome is Outcome.INFRA)
+    # In a thread: a database that is away delays this episode alone.
+    await asyncio.to_thread(_record, play, lease, episode, journal)
     play.progress.finished += 1
     failpoint("controller.finished")
     if episode.outcome is Outcome.QUARANTINED:
@@ -97,23 +101,34 @@ async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
             _ = task.cancelled() or task.exception()  # read, so that asyncio does not complain
 
 
-async def _play(play: Play, context: RolloutContext, task: Task, episode_id: EpisodeId) -> Episode:
+async def _journal(play: Play, lease: EpisodeLease) -> EpisodeJournal | None:
+    """The journal of a leased episode; None for an outside agent, whose state nobody can record."""
+    if play.training.agent is not None:
+        return None
+    return await open_journal(play.rollouts, lease.group_id, lease.member, lease.attempt)
+
+
+async def _play(
+    play: Play, context: RolloutContext, task: Task, episode_id: EpisodeId, journal: EpisodeJournal | None = None
+) -> Episode:
     """Plays an episode with the task's decoys, which its impossible version has, too. Raises RunFailed if a process has
     died, the cause of a lost episode: its retries would be lost as well."""
     config = play.config
     decoys = context.taskset.of(task)[0].decoys(task, config.seed, config.cheats.decoys)
-    episode = await run_episode(context, task, episode_id, decoys)
+    episode = await run_episode(context, task, episode_id, decoys, journal)
     if episode.outcome is Outcome.INFRA:
         await asyncio.sleep(NOTICE_SECONDS)
         play.check()
     return episode
 
 
-def _record(play: Play, lease: EpisodeLease, episode: Episode) -> None:
-    """Blob first, ledger second: a row that says "done" always has its tokens."""
+def _record(play: Play, lease: EpisodeLease, episode: Episode, journal: EpisodeJournal | None) -> None:
+    """Blob first, ledger second, then the journal goes: a row that says "done" always has its tokens. An episode that
+    infrastructure lost goes on from its journal, unless it was lost before it recorded anything new: then the recorded
+    part may be what leads there."""
     key = blob_key(lease.group_id, lease.member, lease.attempt)
     blob = None if episode.outcome.lost else put_blob(play.rollouts, key, episode)
-    play.ledger.finish(
+    taken = play.ledger.finish(
         lease,
         outcome=episode.outcome,
         reward=episode.reward,
@@ -125,6 +140,10 @@ def _record(play: Play, lease: EpisodeLease, episode: Episode) -> None:
         flags=episode.flags,
         reason=episode.detail if episode.outcome.lost else "",
     )
+    if journal is not None and taken and (episode.outcome is not Outcome.INFRA or not journal.grew):
+        if not episode.outcome.lost:
+            play.ledger.count_recovered(journal.recovered)
+        journal.delete()
 
 
 def _alarm(play: Play, episode: Episode) -> None:

@@ -37,6 +37,7 @@ from etude.rollout import (
     make_probe_sequences,
     open_agent,
     reset_probes,
+    sweep_journals,
 )
 from etude.run import loop
 from etude.run.engines import backend_of, engine_token, start_engines, start_seconds
@@ -202,6 +203,7 @@ def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool, away: Sequence[
         except BlobDamaged as damage:
             ledger.play_again(group, member)
             print(f"etude: {str(damage).partition(';')[0]}; it is played again", file=sys.stderr)
+    sweep_journals(rollouts, ledger.unfinished())
     return _Inputs(config, folder, pool, ledger, weights, rollouts, answers, sequences)
 
 

@@ -88,6 +88,7 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
         mismatch=_mismatch(steps),
         checks=checks,
         cheating=_cheating(run, steps),
+        recovered=run.ledger.recovered(),
     )
     write_report(run.folder, report, load_view(run.folder, _shown(run, before, after)))
     return report

@@ -4,7 +4,8 @@
     namespace/   boxes of this machine's kernel
     images/      the root folders that boxes are made of, and their cache
     this folder  `base`: the types that the rest of the program is written against; `backend`: the contract of a
-                 backend; `box`, `shell`, `connection`: the owner's side of a box; features and looks of a machine
+                 backend; `box`, `shell`, `connection`, `left_state`: the owner's side of a box; features and looks of
+                 a machine
     egress/      the way out of boxes
     guest/       the code that runs in boxes
 
@@ -51,6 +52,7 @@ from etude.sandbox.fingerprints import FingerprintSample, parse_fingerprint, rea
 from etude.sandbox.guest.machine_profile import stamp
 from etude.sandbox.guest.root import RUNNER, SITE
 from etude.sandbox.kernel import MachineCheck, read_host, requirements
+from etude.sandbox.left_state import LeftState, StateWatch
 from etude.sandbox.machine_profile import ProfileSource, checkout, load_profiles
 from etude.sandbox.shell import ProgramResult, Shell
 

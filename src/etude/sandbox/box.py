@@ -24,6 +24,7 @@ from etude.sandbox.base import (
     TooLarge,
 )
 from etude.sandbox.egress.policy import EgressRequest
+from etude.sandbox.left_state import StateWatch
 from etude.sandbox.shell import Shell
 
 RunTests = Callable[
@@ -171,6 +172,13 @@ class ValueBox:
             if not (self._image.history and path.startswith(".git/")) and data != self._original(path):
                 kept[path] = data
         return kept
+
+    async def watched(self) -> StateWatch:
+        """Makes the box live, and watches what commands leave in it from now on. Raises BoxError."""
+        self._open()
+        watch = StateWatch(await self._started(), bool(self._backend.services))
+        await watch.start()
+        return watch
 
     def requests(self) -> Sequence[EgressRequest] | None:
         """As `Box.requests`."""
