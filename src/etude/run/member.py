@@ -16,7 +16,8 @@ import httpx2
 from etude.processes import Child
 from etude.protocol import bearer, own_token
 from etude.run.away import RESTART, AwayProcess, Patience, run_process
-from etude.run.engines import engine_token, start_engine, start_seconds
+from etude.run.engines import LOOPBACK_HOST, engine_token, start_engine, start_seconds
+from etude.run.proxy import Proxy
 
 LOOK_SECONDS = 1.0
 DRAIN_SECONDS = 25.0  # that a server has to end its turns, or to hand them back
@@ -28,11 +29,14 @@ def serve(process: AwayProcess, stopping: threading.Event) -> int:
     config, ledger = process.config, process.open_ledger()
     kind = config.inference.device.partition(":")[0]  # its placer shows it its own GPUs alone
     config = config.model_copy(update={"inference": config.inference.model_copy(update={"device": kind})})
-    engine = start_engine(
-        process.folder, config, process.place, engine_token(), process.number, host=process.address, placed=True
-    )
+    guarded = process.away and config.inference.engine == "vllm"  # by the proxy
+    host, token, proxy = LOOPBACK_HOST if guarded else process.address, engine_token(), None
+    engine = start_engine(process.folder, config, process.place, token, process.number, host=host, placed=True)
     try:
         url = engine.url(start_seconds(config.inference, config.model.path))
+        if guarded:
+            proxy = Proxy(url, process.address, token)
+            url = proxy.url
         ledger.members.join(url, process.name)
         print(f"{process.name} serves at {url}", flush=True)
         why = _until_it_leaves(process, engine.child, stopping, url)
@@ -43,6 +47,8 @@ def serve(process: AwayProcess, stopping: threading.Event) -> int:
         print(f"{process.name} has left: {why}", flush=True)
         return 0 if ended is None else 2 if ended == 2 else RESTART
     finally:
+        if proxy is not None:
+            proxy.close()
         engine.child.stop(1)
         ledger.close()
 
