@@ -15,7 +15,7 @@ from etude.models.files import expert_layers
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends import EngineClient, VllmBackend, WeightsOf
 from etude.protocol.wire import GenerateRequest
-from etude.run.proxy import GET, POST, Proxy
+from etude.run.proxy import GET, POST, VllmProxy
 from etude.store import open_store
 from etude.weights.publisher import Publisher
 from tests.helpers.fake_vllm import fake_vllm
@@ -32,7 +32,7 @@ def fake():
 
 @pytest.fixture
 def proxy(fake):
-    proxy = Proxy(fake, "127.0.0.1", TOKEN)
+    proxy = VllmProxy(fake, "127.0.0.1", TOKEN)
     yield proxy
     proxy.close()
 
@@ -85,7 +85,7 @@ def test_the_routes_are_those_that_the_client_asks():
 def test_a_server_that_is_gone_is_lost_and_not_busy(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    proxy = Proxy(f"http://127.0.0.1:{port}", "127.0.0.1", TOKEN)
+    proxy = VllmProxy(f"http://127.0.0.1:{port}", "127.0.0.1", TOKEN)
     try:
         answer = httpx2.get(f"{proxy.url}/health", headers={"authorization": f"Bearer {TOKEN}"})
         assert answer.status_code == 502

@@ -17,7 +17,7 @@ from etude.processes import Child
 from etude.protocol import bearer, own_token
 from etude.run.away import RESTART, AwayProcess, Patience, run_process
 from etude.run.engines import LOOPBACK_HOST, engine_token, start_engine, start_seconds
-from etude.run.proxy import Proxy
+from etude.run.proxy import VllmProxy
 
 LOOK_SECONDS = 1.0
 DRAIN_SECONDS = 25.0  # that a server has to end its turns, or to hand them back
@@ -35,7 +35,7 @@ def serve(process: AwayProcess, stopping: threading.Event) -> int:
     try:
         url = engine.url(start_seconds(config.inference, config.model.path))
         if guarded:
-            proxy = Proxy(url, process.address, token)
+            proxy = VllmProxy(url, process.address, token)
             url = proxy.url
         ledger.members.join(url, process.name)
         print(f"{process.name} serves at {url}", flush=True)

@@ -29,16 +29,15 @@ from etude.protocol import (
 )
 
 GET = ("/health", "/metrics", "/version", "/server_info", "/weight_info", "/is_paused")
-POST = (
-    "/inference/v1/generate", "/collective_rpc", "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version",
-)  # fmt: skip
+UPDATES = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
+POST = ("/inference/v1/generate", *UPDATES)
 _CONNECT_SECONDS = 5.0
 _LIMITS = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
 _KEPT = ("content-type", "retry-after")
 _STOP_SECONDS = 5.0
 
 
-class Proxy:
+class VllmProxy:
     """A proxy at `host` for the server at `inner`, both with the token. `close` ends it."""
 
     def __init__(self, inner: str, host: str, token: str) -> None:
