@@ -260,7 +260,9 @@ class ShellServer(ABC):
         return {"head": len(names), "sizes": sizes}, [names, *(data for data in changes.values() if data)]
 
     def _signal(self, number: int) -> None:
-        """Send a signal to every process of the box but this one."""
+        """Send a signal to every process of the box but this one, which is pid 1 of the box's namespace. Anywhere else
+        it would be every process of the machine."""
+        assert os.getpid() == 1
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, number)
 
