@@ -72,7 +72,7 @@ def test_players_and_engines_that_are_killed_cost_a_run_nothing(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_an_engine_that_an_operator_drains_leaves_and_another_joins(tmp_path: Path) -> None:
-    config = CONFIG.replace("steps = 3", "steps = 6").replace("deterministic = true\n", "").replace(
+    config = CONFIG.replace("steps = 3", "steps = 50").replace("deterministic = true\n", "").replace(
         "staleness = 0", "staleness = 1"
     )  # fmt: skip
     os.environ["ETUDE_API_KEY"] = "of-the-test"
