@@ -347,3 +347,27 @@ def test_a_wedged_engine_costs_one_deadline(monkeypatch: pytest.MonkeyPatch) -> 
         await watched.engines.aclose()
 
     asyncio.run(play())
+
+
+def test_the_controller_beats_in_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and players end without beats: an evaluation may last longer than their grace time."""
+
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        for beats in (1, 2):
+            watched.engines.looked = -1e9
+            await observe_versions(watched.run)
+            assert watched.ledger.members.stage() == ("ended", beats)
+
+    asyncio.run(play())
+
+
+def test_the_wish_to_leave_of_an_earlier_attempt_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        watched.ledger.members.join(A, "engine-0")
+        watched.ledger.members.drain(A, "asked in an earlier attempt")
+        await observe_versions(watched.run)
+        assert all(state.serves for state in watched.engines.states)
+
+    asyncio.run(play())
