@@ -3,6 +3,7 @@ restarted, failed over, or cut off."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ OPEN_SECONDS = 10.0
 """The same for the first connection of a process, whose URL may be wrong."""
 _PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _LASTING = ("authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry", "not permitted")
+_outages = [-math.inf]  # when this process last could not reach a server, on the monotonic clock
 T = TypeVar("T")
 
 
@@ -136,6 +138,7 @@ def persist(work: Callable[[bool], T], seconds: float = OUTAGE_SECONDS) -> T:
         try:
             result = work(again)
         except Outage as e:
+            _outages[0] = time.monotonic()
             if time.monotonic() + pause > deadline:
                 raise
             if not again and seconds == OUTAGE_SECONDS:
@@ -144,3 +147,8 @@ def persist(work: Callable[[bool], T], seconds: float = OUTAGE_SECONDS) -> T:
             pause, again = min(2 * pause, _LONGEST_PAUSE), True
         else:
             return result
+
+
+def last_outage() -> float:
+    """When this process last could not reach a database server, on the monotonic clock."""
+    return _outages[0]

@@ -8,6 +8,7 @@ loses its episodes only: their leases run out, and others play them. One that is
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import threading
 from pathlib import Path
@@ -62,7 +63,8 @@ async def _play(process: AwayProcess, stopping: threading.Event) -> None:
             rollouts=open_store(f"{config.store or folder}/rollouts"),
             sandbox=sandbox,
         )
-        owner = f"{ELSEWHERE if process.away else ''}{process.name}"
+        # Its own name, not only that of the job: it must not renew what it held before it was killed.
+        owner = f"{ELSEWHERE if process.away else ''}{process.name}.{secrets.token_hex(4)}"
         episodes = LeasedEpisodes(parts, owner, LEASE_SECONDS)
         try:
             await _until_it_ends(process, parts, episodes, client, stopping)
@@ -98,12 +100,11 @@ async def follow_engines(ledger: Ledger, client: EngineClient) -> None:
     """Lets a client send turns to the engines that serve, by the ledger."""
     rows = await asyncio.to_thread(ledger.members.engines)
     serving = {row.url: row.version for row in rows if row.state == "serving"}
-    gone = {row.url for row in rows if row.state == "gone"}
+    for row in rows:
+        if row.state == "gone":
+            client.lose(row.url)  # it may have been drained before, and still have turns
     for url in client.serving - serving.keys():
-        if url in gone:
-            client.lose(url)
-        else:
-            client.drain(url)
+        client.drain(url)
     for url, version in serving.items():
         client.serve(url, version)
 

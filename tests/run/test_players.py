@@ -1,0 +1,90 @@
+"""Players on a ledger: leases of processes that were killed or busy, and engines that are gone."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from etude.ledger import Ledger
+from etude.protocol import GenerateRequest
+from etude.protocol.backends import EngineClient, EngineError
+from etude.run import leased
+from etude.run.leased import LeasedEpisodes
+from etude.run.player import follow_engines
+
+A = "http://a"
+
+
+@pytest.fixture
+def ledger(tmp_path: Path):
+    ledger = Ledger.open(f"sqlite:///{tmp_path}/ledger.db", "run")
+    yield ledger
+    ledger.close()
+
+
+def test_a_busy_process_does_not_take_its_own_episodes(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forever(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(leased, "play_leased", forever)
+    play: Any = SimpleNamespace(ledger=ledger)
+
+    async def run() -> None:
+        episodes = LeasedEpisodes(play, "me", 0.3)
+        await episodes.fill(1)
+        await episodes.fill(2)  # its watch has seen the lease
+        await asyncio.sleep(0.5)  # the event loop was busy
+        await episodes.fill(2)
+        assert [episode.lease.attempt for episode in episodes.live] == [0]
+        await episodes.close()
+
+    ledger.admit(0, "t", 1, 0)
+    asyncio.run(run())
+
+
+class Silent:
+    """A backend whose server never answers."""
+
+    follows = True
+
+    async def generate(self, *_: object) -> None:
+        await asyncio.sleep(3600)
+
+    def note(self, url: str, version: int) -> None:
+        pass
+
+
+def test_turns_of_an_engine_that_was_drained_first_end_when_it_is_gone(ledger: Ledger) -> None:
+    async def run() -> None:
+        client = EngineClient((), backend=Silent())  # type: ignore[arg-type]
+        turn = asyncio.create_task(client.generate(GenerateRequest(ids=[1], max_tokens=1), 2.0))
+        ledger.members.join(A, "engine-0")
+        for state in ("serving", "draining", "gone"):
+            ledger.members.set([(A, state, "", 0)])
+            await follow_engines(ledger, client)
+            while state == "serving" and not client.unfinished(A):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        assert client.unfinished(A) == 0
+        with pytest.raises(EngineError, match="does not answer any more"):
+            await turn
+
+    asyncio.run(run())
+
+
+def test_a_turn_goes_on_at_a_server_that_is_back_at_once() -> None:
+    """Its attempt was cancelled, not its caller."""
+
+    async def run() -> None:
+        client = EngineClient((A,), backend=Silent())  # type: ignore[arg-type]
+        turn = asyncio.create_task(client.generate(GenerateRequest(ids=[1], max_tokens=1), 0.5))
+        while not client.unfinished(A):
+            await asyncio.sleep(0.01)
+        client.lose(A)
+        client.serve(A)
+        with pytest.raises(EngineError):
+            await turn
+
+    asyncio.run(run())
