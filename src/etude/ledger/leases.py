@@ -1,8 +1,8 @@
 """The end of a lease: a lease expires if its holder has not renewed it for the agreed number of seconds.
 
 The observer measures this time on its own monotonic clock, from when it first saw the lease in its present state. So
-neither a clock that is set nor a difference between two machines' clocks ends a lease or keeps it alive. The time begins
-again after an outage of the database, in which nobody could renew anything.
+neither a clock that is set nor a difference between two machines' clocks ends a lease or keeps it alive. The time
+begins again after an outage of the database, in which nobody could renew anything.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class LeasedEpisodes:
 
     async def fill(self, limit: int) -> None:
         """Renews the leases in time, then leases and begins episodes until `limit` are in flight: a process that was
-        busy must not take its own episodes for those of a dead one. The ledger is asked in threads: episodes go on while
-        its server is away."""
+        busy must not take its own episodes for those of a dead one. The ledger is asked in threads: episodes go on
+        while its server is away."""
         if time.monotonic() - self._renewed > self._seconds / 3:
             await asyncio.to_thread(self._play.ledger.renew, self._owner, self._seconds)
             self._renewed = time.monotonic()
