@@ -171,8 +171,8 @@ class VllmBackend:
     async def _generate(self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_part: OnPart) -> None:
         """`kv_version` is the version under which the session began: no key is older. A token leaves before the last
         event if its version is certain: no swap has begun since before the request, and the server that answers has
-        named this version since. Tokens that come later wait for the last event, and a lost server costs them, too; so do
-        all tokens in a process that does not update the server, because it sees no swap."""
+        named this version since. Tokens that come later wait for the last event, and a lost server costs them, too; so
+        do all tokens in a process that does not update the server, because it sees no swap."""
         if request.documents:
             raise EngineError("vLLM computes no documents: use etude's engine")
         at = self._at(url)
