@@ -1,16 +1,21 @@
 """Players on a ledger: leases of processes that were killed or busy, and engines that are gone."""
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from etude.config import RLConfig
+from etude.errors import RunFailed, UserError
 from etude.ledger import Ledger
 from etude.protocol import GenerateRequest
 from etude.protocol.backends import EngineClient, EngineError
-from etude.run import leased
+from etude.run import leased, member, player
+from etude.run.away import AwayProcess
+from etude.run.episodes import TooManyQuarantined
 from etude.run.leased import LeasedEpisodes
 from etude.run.player import follow_engines
 
@@ -88,3 +93,37 @@ def test_a_turn_goes_on_at_a_server_that_is_back_at_once() -> None:
             await turn
 
     asyncio.run(run())
+
+
+def test_a_player_whose_episodes_are_quarantined_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start counts them from zero: players that start again would quarantine the whole run."""
+
+    async def broken(*_: object) -> None:
+        raise TooManyQuarantined("9 of 9 episodes are quarantined")
+
+    monkeypatch.setattr(player, "_play", broken)
+    with pytest.raises(UserError, match="9 of 9"):
+        player.play(AwayProcess(Path(), RLConfig.model_construct(), "players-0"), threading.Event())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_server_that_served_before_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """A first start that fails is the user's mistake; a later one may find memory that is not free yet."""
+
+    class Failing:
+        child = SimpleNamespace(stop=lambda seconds: None)
+
+        def url(self, seconds: float) -> str:
+            raise UserError("the inference server exited with code 1")
+
+    (tmp_path / "config.json").touch()
+    if before:
+        (tmp_path / "served").touch()
+    config = RLConfig.model_validate({"tasks": {"repository": "unused"}})
+    monkeypatch.setattr(member, "start_engine", lambda *_, **__: Failing())
+    monkeypatch.setattr(member, "start_seconds", lambda *_: 1.0)
+    process = AwayProcess(tmp_path, config, "here-0", place=tmp_path)
+    with pytest.raises(RunFailed if before else UserError, match="exited with code 1"):
+        member.serve(process, threading.Event())

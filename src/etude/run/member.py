@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx2
 
+from etude.errors import RunFailed, UserError
 from etude.processes import Child
 from etude.protocol import bearer, own_token
 from etude.run.away import RESTART, AwayProcess, Patience, run_process
@@ -31,8 +32,15 @@ def serve(process: AwayProcess, stopping: threading.Event) -> int:
     engine = start_engine(
         process.folder, config, process.place, engine_token(), process.number, host=process.address, placed=True
     )
+    served = process.place / "served"  # by an earlier start of this job
     try:
-        url = engine.url(start_seconds(config.inference, config.model.path))
+        try:
+            url = engine.url(start_seconds(config.inference, config.model.path))
+        except UserError as e:
+            if served.exists():  # not the user's mistake: memory of the killed one is not free yet, or a port is taken
+                raise RunFailed(str(e)) from None
+            raise
+        served.touch()
         ledger.members.join(url, process.name)
         print(f"{process.name} serves at {url}", flush=True)
         why = _until_it_leaves(process, engine.child, stopping, url)

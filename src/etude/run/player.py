@@ -20,6 +20,7 @@ from etude.protocol.backends import EngineClient
 from etude.rollout import open_agent
 from etude.run.away import AwayProcess, Patience, run_process
 from etude.run.engines import backend_of, engine_token
+from etude.run.episodes import TooManyQuarantined
 from etude.run.leased import LeasedEpisodes
 from etude.run.parts import context_of, egress_of, profiles_of, taskset_of
 from etude.run.sources import TaskPool, arrived, join, missing, trained_tasks
@@ -34,7 +35,10 @@ LEASE_SECONDS = 30.0
 def play(process: AwayProcess, stopping: threading.Event) -> int:
     """Plays episodes until it is asked to end, or the run is over. Returns the exit code. Raises UserError or
     RunFailed."""
-    asyncio.run(_play(process, stopping))
+    try:
+        asyncio.run(_play(process, stopping))
+    except TooManyQuarantined as e:  # another start would count from zero: without players the controller ends the run
+        raise UserError(str(e)) from None
     return 0
 
 

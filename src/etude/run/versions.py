@@ -219,8 +219,13 @@ async def _bring(run: Run) -> None:
     """Starts the update of every engine that is behind the newest version, a task each."""
     for state in run.engines.states:
         if state.bringing is not None and state.bringing.done():
-            state.bringing.result()  # a UserError
-            state.bringing = None
+            task, state.bringing = state.bringing, None
+            try:
+                task.result()
+            except UserError as e:
+                if not any(other is not state for other in run.engines.serving):
+                    raise
+                state.refusal = str(e)  # of one that has joined; the others play on
     waiting = [state for state in run.engines.states if state.bringing is None and state.health is not None]
     if not waiting:
         return
