@@ -1,6 +1,7 @@
 """Players on a ledger: leases of processes that were killed or busy, and engines that are gone."""
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from etude.config import RLConfig
+from etude.config import FleetConfig, RLConfig
 from etude.errors import RunFailed, UserError
 from etude.ledger import Ledger
 from etude.protocol import GenerateRequest
 from etude.protocol.backends import EngineClient, EngineError
-from etude.run import leased, member, player
+from etude.run import jobs, leased, member, player
 from etude.run.away import AwayProcess
 from etude.run.episodes import TooManyQuarantined
 from etude.run.leased import LeasedEpisodes
@@ -127,3 +128,21 @@ def test_a_server_that_served_before_is_started_again(
     process = AwayProcess(tmp_path, config, "here-0", place=tmp_path)
     with pytest.raises(RunFailed if before else UserError, match="exited with code 1"):
         member.serve(process, threading.Event())
+
+
+@pytest.mark.parametrize("placer", ["local", "ray"])
+def test_engines_listen_where_players_of_other_hosts_reach_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placer: str
+) -> None:
+    started: list[Any] = []
+
+    def start(job: Any) -> Any:
+        started.append(job)
+        return SimpleNamespace(stop=lambda seconds: None)
+
+    monkeypatch.setattr(jobs, "open_placer", lambda *_: SimpleNamespace(start=start))
+    config = RLConfig.model_validate({"tasks": {"repository": "unused"}})
+    fleet = FleetConfig.model_validate({"engines": [{"name": "here"}], "players": {"placer": placer}})
+    jobs.place_fleet(fleet, tmp_path, config, tmp_path, "token")
+    engine, other = (json.loads(next(iter(job.files.values()))) for job in started)
+    assert (engine["away"], other["away"]) == (placer == "ray", placer == "ray")
