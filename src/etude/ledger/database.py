@@ -120,13 +120,13 @@ def _postgresql(url: URL) -> sa.Engine:
 
 def is_outage(error: DBAPIError) -> bool:
     """Whether the same transaction may succeed later. PostgreSQL's codes: 08 connection, 57P01 to 57P03 shutdown, crash
-    and start; a refused connection has no code."""
+    and start, 40P01 a deadlock that this transaction was ended for; a refused connection has no code."""
     code = getattr(error.orig, "sqlstate", "none")
     if code == "none":  # SQLite, which has no server
         return False
     if code is None:
         return not any(reason in str(error.orig) for reason in _LASTING)
-    return code.startswith("08") or code in ("57P01", "57P02", "57P03")
+    return code.startswith("08") or code in ("57P01", "57P02", "57P03", "40P01")
 
 
 def persist(work: Callable[[bool], T], seconds: float = OUTAGE_SECONDS) -> T:
