@@ -41,6 +41,10 @@ PART = 64 * 1024 * 1024
 """Larger objects go up in parts of this many bytes, so that each request keeps its deadline on a slow link."""
 
 
+class StoreFailed(UserError):
+    """The store cannot be reached, refuses access or is full."""
+
+
 class ObjectMissing(KeyError):
     """No object has this key."""
 
@@ -55,8 +59,7 @@ class Entry:
 
 
 class Store:
-    """Blobs by key below one URL. Safe to use from several threads. Every method may raise UserError when the store
-    cannot be reached, refuses access or is full."""
+    """Blobs by key below one URL. Safe to use from several threads. Every method may raise StoreFailed, a UserError."""
 
     def __init__(self, url: str, backend: ObjectStore, durable: Path | None = None):
         """`durable`: the folder of a local store whose puts are synced."""
@@ -133,7 +136,7 @@ class Store:
         try:
             yield
         except (BaseError, OSError) as e:
-            raise UserError(f"cannot {verb} {key} in {self.url}: {first_line(e)}; {ADVICE}") from e
+            raise StoreFailed(f"cannot {verb} {key} in {self.url}: {first_line(e)}; {ADVICE}") from e
 
 
 _users: dict[str, int] = {}  # the first process that used a store; obstore's threads are missing in its forks

@@ -52,7 +52,7 @@ def test_mistakes_are_named(tables, sentence):
 
 @pytest.mark.parametrize(("tables", "run", "sentence"), [
     ({"engines": [{**EU, "gpus": 1}]}, {}, r'have gpus = 1, and inference.device is "cpu"'),
-    ({"engines": [EU]}, {"inference": {"device": "cuda"}}, r"the engines 'eu' need gpus"),
+    ({"engines": [EU]}, {"inference": {"device": "cuda"}}, r"an engine of 'eu' has 1 workers on GPUs: set gpus = 1"),
     ({"engines": [EU]}, {"inference": {"urls": ["http://a"]}}, r"inference.urls are servers, too"),
     ({"engines": [EU]}, {"inference": {"servers": 2}}, r"drop inference.servers"),
     ({"engines": [EU]}, {"inference": {"port": 8000}}, r"drop inference.port"),

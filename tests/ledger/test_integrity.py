@@ -269,3 +269,15 @@ def test_a_renewed_lease_is_seen_to_live(ledger, monkeypatch):
         monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed)  # noqa: B023
         assert ledger.lease("another", 1, 30.0) == []
         ledger.renew("alive", 30.0)
+
+
+def test_the_time_of_an_outage_ends_no_lease(ledger, monkeypatch):
+    ledger.admit(0, "t", 1, 0)
+    ledger.lease("alive", 1, 30.0)
+    assert ledger.lease("another", 1, 30.0) == []
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 100.0)
+    monkeypatch.setattr("etude.ledger.leases.last_outage", lambda: monotonic() + 80.0)
+    assert ledger.lease("another", 1, 30.0) == [], "its holder has had 20 seconds to renew it"
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 111.0)
+    assert len(ledger.lease("another", 1, 30.0)) == 1

@@ -196,6 +196,26 @@ def test_a_turn_that_is_lost_in_the_middle_goes_on_from_its_tokens(server, publi
     assert resumed == 1
 
 
+def test_a_process_that_does_not_update_the_server_believes_no_token_before_the_last(server, published):
+    """A player: the swap that comes in the middle of its turn is another process's, so it cannot see it."""
+    url, fake = server
+    request = GenerateRequest(ids=IDS, max_tokens=40, temperature=0.0, session="n", part_seconds=0.0)
+
+    async def play():
+        async with (
+            EngineClient([url], backend=backend(published[0])) as controller,
+            EngineClient([], backend=backend(published[0])) as player,
+        ):
+            await controller.bring(url, 2)
+            player.serve(url, 2)
+            parts = []
+            return await player.generate(request, SECONDS, parts.append), parts
+
+    turn, parts = asyncio.run(play())
+    assert parts == [turn]
+    assert turn.versions == [2] * 40
+
+
 def test_the_rest_of_a_turn_draws_other_numbers_than_its_beginning():
     short = GenerateRequest(ids=[1, 2], max_tokens=9, seed=2**63 - 1)
     longer = msgspec.structs.replace(short, ids=[1, 2, 3])

@@ -12,6 +12,7 @@ import pytest
 
 from etude.config import RLConfig, ServerConfig, WeightSource, validate
 from etude.errors import UserError
+from etude.inference.vllm.guard import TokenGuard
 from etude.run import engines
 from etude.run.engines import server_config, start_engines, vllm_arguments
 from etude.run.vllm_environment import check_python, described, reason_of
@@ -58,6 +59,7 @@ def test_vllm_is_told_what_follows_from_the_run() -> None:
     assert (told["--max-model-len"], told["--max-num-seqs"], told["--port"]) == ("2048", "9", "8000")
     assert (told["--dtype"], told["--logprobs-mode"]) == ("bfloat16", "processed_logprobs")
     assert told["--kv-cache-memory-bytes"] == str(4096 * 2**20)
+    assert told["--middleware"] == f"{TokenGuard.__module__}.{TokenGuard.__qualname__}"
     assert "--gpu-memory-utilization" not in told, "on a CPU it would be a share of the whole machine"
     assert {"--enable-return-routed-experts", "--enable-scale-out", "--enforce-eager"} <= set(words)
     assert run.inference.count == 1

@@ -347,3 +347,53 @@ def test_a_wedged_engine_costs_one_deadline(monkeypatch: pytest.MonkeyPatch) -> 
         await watched.engines.aclose()
 
     asyncio.run(play())
+
+
+def test_the_controller_beats_in_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and players end without beats: an evaluation may last longer than their grace time."""
+
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        for beats in (1, 2):
+            watched.engines.looked = -1e9
+            await observe_versions(watched.run)
+            assert watched.ledger.members.stage() == ("ended", beats)
+        await watched.engines.aclose()
+
+    asyncio.run(play())
+
+
+def test_the_wish_to_leave_of_an_earlier_attempt_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        watched.ledger.members.join(A, "engine-0")
+        watched.ledger.members.drain(A, "asked in an earlier attempt")
+        await observe_versions(watched.run)
+        assert all(state.serves for state in watched.engines.states)
+        await watched.engines.aclose()
+
+    asyncio.run(play())
+
+
+def test_a_joiner_that_cannot_be_updated_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        watched.servers.follows, watched.engines.elastic = False, True
+        joiner = watched.engines.add(C, "new-0")
+        watched.servers.version[C], watched.servers.fault[C] = 1, ""
+        bring = watched.servers.bring
+
+        async def refusing(http: Any, url: str, version: int) -> None:
+            if url == C:
+                raise UserError("it cannot follow the store")
+            await bring(http, url, version)
+
+        watched.servers.bring = refusing  # type: ignore[method-assign]
+        for _ in range(4):
+            await observe_versions(watched.run)
+            await asyncio.sleep(0.02)
+        assert (joiner.state, joiner.why) == ("gone", "it cannot follow the store")
+        assert len(watched.engines.serving) == 2
+        await watched.engines.aclose()
+
+    asyncio.run(play())

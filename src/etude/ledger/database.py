@@ -3,6 +3,7 @@ restarted, failed over, or cut off."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ OPEN_SECONDS = 10.0
 """The same for the first connection of a process, whose URL may be wrong."""
 _PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _LASTING = ("authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry", "not permitted")
+_outages = [-math.inf]  # when this process last could not reach a server, on the monotonic clock
 T = TypeVar("T")
 
 
@@ -118,13 +120,13 @@ def _postgresql(url: URL) -> sa.Engine:
 
 def is_outage(error: DBAPIError) -> bool:
     """Whether the same transaction may succeed later. PostgreSQL's codes: 08 connection, 57P01 to 57P03 shutdown, crash
-    and start; a refused connection has no code."""
+    and start, 40P01 a deadlock that this transaction was ended for; a refused connection has no code."""
     code = getattr(error.orig, "sqlstate", "none")
     if code == "none":  # SQLite, which has no server
         return False
     if code is None:
         return not any(reason in str(error.orig) for reason in _LASTING)
-    return code.startswith("08") or code in ("57P01", "57P02", "57P03")
+    return code.startswith("08") or code in ("57P01", "57P02", "57P03", "40P01")
 
 
 def persist(work: Callable[[bool], T], seconds: float = OUTAGE_SECONDS) -> T:
@@ -136,6 +138,7 @@ def persist(work: Callable[[bool], T], seconds: float = OUTAGE_SECONDS) -> T:
         try:
             result = work(again)
         except Outage as e:
+            _outages[0] = time.monotonic()
             if time.monotonic() + pause > deadline:
                 raise
             if not again and seconds == OUTAGE_SECONDS:
@@ -144,3 +147,8 @@ def persist(work: Callable[[bool], T], seconds: float = OUTAGE_SECONDS) -> T:
             pause, again = min(2 * pause, _LONGEST_PAUSE), True
         else:
             return result
+
+
+def last_outage() -> float:
+    """When this process last could not reach a database server, on the monotonic clock."""
+    return _outages[0]

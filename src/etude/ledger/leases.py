@@ -1,7 +1,8 @@
 """The end of a lease: a lease expires if its holder has not renewed it for the agreed number of seconds.
 
 The observer measures this time on its own monotonic clock, from when it first saw the lease in its present state. So
-neither a clock that is set nor a difference between two machines' clocks ends a lease or keeps it alive.
+neither a clock that is set nor a difference between two machines' clocks ends a lease or keeps it alive. The time
+begins again after an outage of the database, in which nobody could renew anything.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import sqlalchemy as sa
+
+from etude.ledger.database import last_outage
 
 ELSEWHERE = "elsewhere/"
 """The beginning of the names of lease holders that do not end with the controller."""
@@ -31,4 +34,5 @@ class LeaseWatch:
             now, seen = time.monotonic(), self._since
             held = {(row.group_id, row.member, row.attempt, row.renewals): row.lease_seconds for row in rows}
             self._since = {lease: seen.get(lease, now) for lease in held}
-            return {lease for lease, since in self._since.items() if now - since > held[lease]}
+            outage = last_outage()
+            return {lease for lease, since in self._since.items() if now - max(since, outage) > held[lease]}

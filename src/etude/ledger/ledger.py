@@ -323,6 +323,8 @@ class Ledger(RunTables):
         result is ignored; those of players `ELSEWHERE` expire if the players are gone. Raises
         UserError if a manifest names a group that was never admitted here, or if the database is damaged."""
         with self._write() as c:
+            if c.dialect.name == "postgresql":  # players play on: no row may change between two of the counts below
+                c.execute(sa.text("LOCK TABLE episodes, groups IN EXCLUSIVE MODE"))
             check_rows(c)
             c.execute(sa.update(groups).where(_g.state == "consumed").values(state="ready", consumed_version=None))
             for manifest in manifests:

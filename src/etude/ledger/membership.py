@@ -96,9 +96,14 @@ class Membership(RunTables):
     def set_stage(self, stage: RunStage) -> None:
         """Names the stage of the run for its players, and counts a beat of the controller."""
         with self._write() as c:
-            beat = int(c.execute(sa.select(meta.c.value).where(meta.c.key == "beat")).scalar_one())
-            for key, value in (("stage", stage), ("beat", str(beat + 1))):
-                c.execute(sa.update(meta).where(meta.c.key == key).values(value=value))
+            c.execute(sa.update(meta).where(meta.c.key == "stage").values(value=stage))
+            _beat(c)
+
+    @persistent
+    def beat(self) -> None:
+        """Counts a beat of the controller, in any stage of the run: engines and players end without one."""
+        with self._write() as c:
+            _beat(c)
 
     @persistent
     def stage(self) -> tuple[RunStage, int]:
@@ -106,3 +111,8 @@ class Membership(RunTables):
         with self._read() as c:
             values = {row.key: row.value for row in c.execute(sa.select(meta))}
         return values["stage"], int(values["beat"])
+
+
+def _beat(connection: sa.Connection) -> None:
+    beat = int(connection.execute(sa.select(meta.c.value).where(meta.c.key == "beat")).scalar_one())
+    connection.execute(sa.update(meta).where(meta.c.key == "beat").values(value=str(beat + 1)))

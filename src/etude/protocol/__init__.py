@@ -22,7 +22,7 @@ from etude.protocol.access import (
 )
 from etude.protocol.clients import CLIENT_HEADER, NOBODY, Client, as_one_member, asking
 from etude.protocol.guard import HANDLERS, Guarded, busy, characters, check_brackets, decoded, error
-from etude.protocol.serving import open_listener, raise_file_limit, run_server, server_config, url_of
+from etude.protocol.serving import open_listener, raise_file_limit, run_server, server_config
 from etude.protocol.wire import (
     CONFLICT,
     DRAINING,

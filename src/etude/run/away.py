@@ -23,6 +23,7 @@ from etude.config import RLConfig, validate
 from etude.config.secrets import without_secrets
 from etude.errors import RunFailed, UserError
 from etude.ledger import Ledger, Outage
+from etude.store import StoreFailed
 
 GRACE_SECONDS = 600.0
 RESTART = 1  # exit code after which the placer starts the process again
@@ -112,7 +113,7 @@ def run_process(path: Path, work: Callable[[AwayProcess, threading.Event], int])
         signal.signal(number, lambda *_: stopping.set())
     try:
         return work(described(path), stopping)
-    except (Outage, RunFailed) as e:
+    except (Outage, StoreFailed, RunFailed) as e:
         print(f"etude: {e}", file=sys.stderr, flush=True)
         return RESTART
     except UserError as e:

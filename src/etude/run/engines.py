@@ -31,6 +31,7 @@ LOOPBACK_HOST = "127.0.0.1"
 START_SECONDS = {"etude": 180.0, "vllm": 1800.0}  # vLLM may compile first
 START_SECONDS_A_GB = 20.0
 WORKER = "etude.inference.vllm.worker.WorkerExtension"
+GUARD = "etude.inference.vllm.guard.TokenGuard"
 
 
 def server_config(
@@ -198,6 +199,7 @@ def vllm_arguments(config: RLConfig, port: int, host: str = LOOPBACK_HOST) -> li
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
         "--worker-extension-cls": WORKER,
+        "--middleware": GUARD,  # vLLM's key leaves the routes of its development mode open to the network
     }
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details"]
     if config.trainer.router_replay:

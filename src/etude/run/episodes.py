@@ -24,6 +24,10 @@ QUARANTINED_SHARE = 0.1  # of the episodes that have ended, above which the run 
 FEW_QUARANTINED = 8  # quarantined episodes, up to which a run goes on in any case
 
 
+class TooManyQuarantined(RunFailed):
+    """Too many episodes of this process are quarantined."""
+
+
 def episode_seed(seed: int, group: int, member: int) -> int:
     """A 63-bit seed from counters, so that an episode's randomness does not depend on when or where it ran."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{group}/{member}".encode(), digest_size=8).digest()) >> 1
@@ -147,14 +151,14 @@ def _record(play: Play, lease: EpisodeLease, episode: Episode, journal: EpisodeJ
 
 
 def _alarm(play: Play, episode: Episode) -> None:
-    """Prints that an episode is quarantined. Raises RunFailed if too many are: the fault is then no rare one, and the
-    remaining episodes of the groups are no fair sample of the policy."""
+    """Prints that an episode is quarantined. Raises TooManyQuarantined if too many are: the fault is then no rare one,
+    and the remaining episodes of the groups are no fair sample of the policy."""
     play.progress.quarantined += 1
     what = f"episode {episode.id} (task {episode.task_id}) is quarantined, not trained on: {episode.detail}"
     print(what, file=sys.stderr)
     count, of = play.progress.quarantined, max(play.progress.finished, 1)
     if count > max(FEW_QUARANTINED, QUARANTINED_SHARE * of):
-        raise RunFailed(
+        raise TooManyQuarantined(
             f"{count} of {of} episodes are quarantined, the last for {episode.detail}: this is a mistake in etude or "
             f"in your code that it calls; once it is mended, continue with --resume {play.folder}"
         )

@@ -62,10 +62,11 @@ def place_fleet(
             placer = open_placer(table, folder, logs, holds, gpu)
             placed.placers.append(placer)
             far = away or table.placer == "ray"
+            reached = far or (fleet.players is not None and fleet.players.placer == "ray")  # by players of other hosts
             for own, name in enumerate(table.names):
                 named = f"{name.rpartition('-')[0]}{mark}-{own}"
                 if isinstance(table, EnginesTable):
-                    job = engine_job(table, named, number, folder, config, token, away=far)
+                    job = engine_job(table, named, number, folder, config, token, away=reached)
                     one = placed.engines[named] = placer.start(job)
                     number += 1
                 else:

@@ -36,14 +36,15 @@ class LeasedEpisodes:
         return [episode for task, episode in self._tasks.items() if not task.done()]
 
     async def fill(self, limit: int) -> None:
-        """Leases and begins episodes until `limit` are in flight, and renews the leases in time. The ledger is asked in
-        threads: episodes go on while its server is away."""
-        if (free := limit - len(self.live)) > 0:
-            for lease in await asyncio.to_thread(self._play.ledger.lease, self._owner, free, self._seconds):
-                self._tasks[asyncio.create_task(play_leased(self._play, lease))] = LiveEpisode(lease, time.monotonic())
+        """Renews the leases in time, then leases and begins episodes until `limit` are in flight: a process that was
+        busy must not take its own episodes for those of a dead one. The ledger is asked in threads: episodes go on
+        while its server is away."""
         if time.monotonic() - self._renewed > self._seconds / 3:
             await asyncio.to_thread(self._play.ledger.renew, self._owner, self._seconds)
             self._renewed = time.monotonic()
+        if (free := limit - len(self.live)) > 0:
+            for lease in await asyncio.to_thread(self._play.ledger.lease, self._owner, free, self._seconds):
+                self._tasks[asyncio.create_task(play_leased(self._play, lease))] = LiveEpisode(lease, time.monotonic())
 
     def reap(self) -> None:
         """Drops the episodes that have ended. Raises the exception of one that ended with the process's."""

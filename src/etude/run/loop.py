@@ -48,7 +48,7 @@ from etude.run.state import Progress, Run, check_processes, last_version
 from etude.run.versions import observe_versions
 
 TICK_SECONDS = 0.1
-BEAT_SECONDS = 1.0  # between two signs of life for players
+PLAYERS_SECONDS = 1.0  # between two looks at the episodes that players have leased
 OWNER = "controller"
 
 
@@ -90,17 +90,18 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
 
 
 class _Players:
-    """The players of a run, as its ledger has them: the controller's beats for them, and their live episodes."""
+    """The players of a run, as its ledger has them: the stage of the run for them, and their live episodes."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._beat, self._live = run, -math.inf, 0
+        self._run, self._looked, self._live = run, -math.inf, 0
 
     async def look(self) -> int:
-        """The number of episodes that players have leased. Shows them now and then that the controller lives."""
+        """The number of episodes that players have leased. The first look begins the stage for them."""
         run, now = self._run, time.monotonic()
-        if now > self._beat + BEAT_SECONDS:
-            self._beat = now
-            await asyncio.to_thread(run.ledger.members.set_stage, "training")
+        if now > self._looked + PLAYERS_SECONDS:
+            if self._looked < 0:
+                await asyncio.to_thread(run.ledger.members.set_stage, "training")
+            self._looked = now
             held = await asyncio.to_thread(run.ledger.members.players)
             self._live = sum(count for owner, count in held.items() if owner != OWNER)
         return self._live

@@ -1,25 +1,26 @@
 """An engine of a run that a placer has started: `python -m etude.run.member FILE` (`away.py`).
 
 The process starts the inference server as its child, joins the ledger with the server's URL, and watches both. Asked to
-leave, by SIGTERM or by the ledger, it says so there first: turns go to other engines, and the server hands back those
-that it cannot finish.
+leave, by SIGTERM or by the ledger, the server hands back the turns that it cannot finish, and new ones go to others.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx2
 
+from etude.errors import RunFailed, UserError
 from etude.processes import Child
 from etude.protocol import bearer, own_token
 from etude.run.away import RESTART, AwayProcess, Patience, run_process
-from etude.run.engines import LOOPBACK_HOST, engine_token, start_engine, start_seconds
-from etude.run.proxy import VllmProxy
+from etude.run.engines import engine_token, start_engine, start_seconds
 
 LOOK_SECONDS = 1.0
+REJOIN_SECONDS = 60.0  # between two tries to join, at most
 DRAIN_SECONDS = 25.0  # that a server has to end its turns, or to hand them back
 
 
@@ -29,26 +30,30 @@ def serve(process: AwayProcess, stopping: threading.Event) -> int:
     config, ledger = process.config, process.open_ledger()
     kind = config.inference.device.partition(":")[0]  # its placer shows it its own GPUs alone
     config = config.model_copy(update={"inference": config.inference.model_copy(update={"device": kind})})
-    guarded = process.away and config.inference.engine == "vllm"  # by the proxy
-    host, token, proxy = LOOPBACK_HOST if guarded else process.address, engine_token(), None
-    engine = start_engine(process.folder, config, process.place, token, process.number, host=host, placed=True)
+    engine = start_engine(
+        process.folder, config, process.place, engine_token(), process.number, host=process.address, placed=True
+    )
+    served = process.place / "served"  # by an earlier start of this job
     try:
-        url = engine.url(start_seconds(config.inference, config.model.path))
-        if guarded:
-            proxy = VllmProxy(url, process.address, token)
-            url = proxy.url
+        try:
+            url = engine.url(start_seconds(config.inference, config.model.path))
+        except UserError as e:
+            if served.exists():  # not the user's mistake: memory of the killed one is not free yet, or a port is taken
+                raise RunFailed(str(e)) from None
+            raise
+        served.touch()
         ledger.members.join(url, process.name)
         print(f"{process.name} serves at {url}", flush=True)
         why = _until_it_leaves(process, engine.child, stopping, url)
-        ledger.members.drain(url, why)
         ended = engine.child.exit_code
+        if ended is None:
+            engine.child.popen.terminate()  # first: the ledger's server may be away
+        ledger.members.drain(url, why)
         engine.child.stop(DRAIN_SECONDS)
         ledger.members.set([(url, "gone", why, -1)])
         print(f"{process.name} has left: {why}", flush=True)
         return 0 if ended is None else 2 if ended == 2 else RESTART
     finally:
-        if proxy is not None:
-            proxy.close()
         engine.child.stop(1)
         ledger.close()
 
@@ -56,6 +61,7 @@ def serve(process: AwayProcess, stopping: threading.Event) -> int:
 def _until_it_leaves(process: AwayProcess, child: Child, stopping: threading.Event, url: str) -> str:
     """Waits until the engine must leave; returns why."""
     ledger, patience = process.open_ledger(), Patience()
+    again, wait = 0.0, LOOK_SECONDS  # until it joins once more, longer each time: the run may have refused it
     try:
         while not stopping.wait(LOOK_SECONDS):
             if child.exit_code is not None:
@@ -63,8 +69,12 @@ def _until_it_leaves(process: AwayProcess, child: Child, stopping: threading.Eve
             row = next((row for row in ledger.members.engines() if row.url == url), None)
             if row is not None and row.leaving:
                 return row.leaving
-            if (row is None or row.state == "gone") and _answers(url):  # it was silent for a while
-                ledger.members.join(url, process.name)
+            if row is not None and row.state == "serving":
+                wait = LOOK_SECONDS
+            if (row is None or row.state == "gone") and time.monotonic() > again and _answers(url):
+                ledger.members.join(url, process.name)  # it was silent for a while
+                wait = min(2 * wait, REJOIN_SECONDS)
+                again = time.monotonic() + wait
             if patience.over(ledger.members.stage()[1]):
                 return "its run has ended"
         return "its host ends it"

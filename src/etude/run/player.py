@@ -8,6 +8,7 @@ loses its episodes only: their leases run out, and others play them. One that is
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +20,7 @@ from etude.protocol.backends import EngineClient
 from etude.rollout import open_agent
 from etude.run.away import AwayProcess, Patience, run_process
 from etude.run.engines import backend_of, engine_token
+from etude.run.episodes import TooManyQuarantined
 from etude.run.leased import LeasedEpisodes
 from etude.run.parts import context_of, egress_of, profiles_of, taskset_of
 from etude.run.sources import TaskPool, arrived, join, missing, trained_tasks
@@ -33,7 +35,10 @@ LEASE_SECONDS = 30.0
 def play(process: AwayProcess, stopping: threading.Event) -> int:
     """Plays episodes until it is asked to end, or the run is over. Returns the exit code. Raises UserError or
     RunFailed."""
-    asyncio.run(_play(process, stopping))
+    try:
+        asyncio.run(_play(process, stopping))
+    except TooManyQuarantined as e:  # another start would count from zero: without players the controller ends the run
+        raise UserError(str(e)) from None
     return 0
 
 
@@ -62,7 +67,8 @@ async def _play(process: AwayProcess, stopping: threading.Event) -> None:
             rollouts=open_store(f"{config.store or folder}/rollouts"),
             sandbox=sandbox,
         )
-        owner = f"{ELSEWHERE if process.away else ''}{process.name}"
+        # Its own name, not only that of the job: it must not renew what it held before it was killed.
+        owner = f"{ELSEWHERE if process.away else ''}{process.name}.{secrets.token_hex(4)}"
         episodes = LeasedEpisodes(parts, owner, LEASE_SECONDS)
         try:
             await _until_it_ends(process, parts, episodes, client, stopping)
@@ -98,12 +104,11 @@ async def follow_engines(ledger: Ledger, client: EngineClient) -> None:
     """Lets a client send turns to the engines that serve, by the ledger."""
     rows = await asyncio.to_thread(ledger.members.engines)
     serving = {row.url: row.version for row in rows if row.state == "serving"}
-    gone = {row.url for row in rows if row.state == "gone"}
+    for row in rows:
+        if row.state == "gone":
+            client.lose(row.url)  # it may have been drained before, and still have turns
     for url in client.serving - serving.keys():
-        if url in gone:
-            client.lose(url)
-        else:
-            client.drain(url)
+        client.drain(url)
     for url, version in serving.items():
         client.serve(url, version)
 

@@ -75,6 +75,7 @@ async def _read_members(run: Run) -> None:
     if now < engines.looked + MEMBERS_SECONDS:
         return
     engines.looked = now
+    await asyncio.to_thread(run.ledger.members.beat)  # evaluations and the trainer's start may last longer than a grace
     known = {state.url: state for state in engines.states}
     for row in await asyncio.to_thread(run.ledger.members.engines):
         state = known.get(row.url)
@@ -84,7 +85,7 @@ async def _read_members(run: Run) -> None:
                 engines.add(row.url, row.name).noted = written
         elif row.state == "gone" and state.noted is not None and state.noted[0] != "gone":
             engines.lose(state, row.why or "it has left")
-        else:
+        elif state.noted is not None:  # else the row is of an earlier attempt
             state.leaving = row.leaving
 
 
@@ -218,8 +219,13 @@ async def _bring(run: Run) -> None:
     """Starts the update of every engine that is behind the newest version, a task each."""
     for state in run.engines.states:
         if state.bringing is not None and state.bringing.done():
-            state.bringing.result()  # a UserError
-            state.bringing = None
+            task, state.bringing = state.bringing, None
+            try:
+                task.result()
+            except UserError as e:
+                if not any(other is not state for other in run.engines.serving):
+                    raise
+                state.refusal = str(e)  # of one that has joined; the others play on
     waiting = [state for state in run.engines.states if state.bringing is None and state.health is not None]
     if not waiting:
         return

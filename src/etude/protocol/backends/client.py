@@ -289,7 +289,7 @@ class EngineClient:
             return await task
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if url not in self._serving and not (current and current.cancelling()):
+            if not (current and current.cancelling()):  # `lose` alone cancels an attempt without its caller
                 raise EngineLost(f"{url} does not answer any more") from None
             raise
         finally:

@@ -171,7 +171,8 @@ class VllmBackend:
     async def _generate(self, http: httpx2.AsyncClient, url: str, request: GenerateRequest, on_part: OnPart) -> None:
         """`kv_version` is the version under which the session began: no key is older. A token leaves before the last
         event if its version is certain: no swap has begun since before the request, and the server that answers has
-        named this version since. Tokens that come later wait for the last event, and a lost server costs them, too."""
+        named this version since. Tokens that come later wait for the last event, and a lost server costs them, too; so
+        do all tokens in a process that does not update the server, because it sees no swap."""
         if request.documents:
             raise EngineError("vLLM computes no documents: use etude's engine")
         at = self._at(url)
@@ -190,7 +191,7 @@ class VllmBackend:
                     async for event in events_of(url, response):
                         answer.add(event)
                         first = first or time.monotonic()
-                        if at.swaps == swaps and swaps % 2 == 0 and version >= 0:
+                        if at.followed and at.swaps == swaps and swaps % 2 == 0 and version >= 0:
                             certain = len(answer.ids)
                         if answer.ended or certain == answer.sent or time.monotonic() - left < every:
                             continue
@@ -367,7 +368,7 @@ class VllmBackend:
             at.swaps += at.swaps % 2
 
     def note(self, url: str, version: int) -> None:
-        """Keeps the version, under which new sessions begin."""
+        """Keeps the version, under which new sessions begin. Tokens of this version are believed at the last event."""
         at = self._at(url)
         if at.live.version != version:
             at.live = LiveVersion(version, "", 0.0)

@@ -1,0 +1,148 @@
+"""Players on a ledger: leases of processes that were killed or busy, and engines that are gone."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from etude.config import FleetConfig, RLConfig
+from etude.errors import RunFailed, UserError
+from etude.ledger import Ledger
+from etude.protocol import GenerateRequest
+from etude.protocol.backends import EngineClient, EngineError
+from etude.run import jobs, leased, member, player
+from etude.run.away import AwayProcess
+from etude.run.episodes import TooManyQuarantined
+from etude.run.leased import LeasedEpisodes
+from etude.run.player import follow_engines
+
+A = "http://a"
+
+
+@pytest.fixture
+def ledger(tmp_path: Path):
+    ledger = Ledger.open(f"sqlite:///{tmp_path}/ledger.db", "run")
+    yield ledger
+    ledger.close()
+
+
+def test_a_busy_process_does_not_take_its_own_episodes(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forever(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(leased, "play_leased", forever)
+    play: Any = SimpleNamespace(ledger=ledger)
+
+    async def run() -> None:
+        episodes = LeasedEpisodes(play, "me", 0.3)
+        await episodes.fill(1)
+        await episodes.fill(2)  # its watch has seen the lease
+        await asyncio.sleep(0.5)  # the event loop was busy
+        await episodes.fill(2)
+        assert [episode.lease.attempt for episode in episodes.live] == [0]
+        await episodes.close()
+
+    ledger.admit(0, "t", 1, 0)
+    asyncio.run(run())
+
+
+class Silent:
+    """A backend whose server never answers."""
+
+    follows = True
+
+    async def generate(self, *_: object) -> None:
+        await asyncio.sleep(3600)
+
+    def note(self, url: str, version: int) -> None:
+        pass
+
+
+def test_turns_of_an_engine_that_was_drained_first_end_when_it_is_gone(ledger: Ledger) -> None:
+    async def run() -> None:
+        client = EngineClient((), backend=Silent())  # type: ignore[arg-type]
+        turn = asyncio.create_task(client.generate(GenerateRequest(ids=[1], max_tokens=1), 2.0))
+        ledger.members.join(A, "engine-0")
+        for state in ("serving", "draining", "gone"):
+            ledger.members.set([(A, state, "", 0)])
+            await follow_engines(ledger, client)
+            while state == "serving" and not client.unfinished(A):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        assert client.unfinished(A) == 0
+        with pytest.raises(EngineError, match="does not answer any more"):
+            await turn
+
+    asyncio.run(run())
+
+
+def test_a_turn_goes_on_at_a_server_that_is_back_at_once() -> None:
+    """Its attempt was cancelled, not its caller."""
+
+    async def run() -> None:
+        client = EngineClient((A,), backend=Silent())  # type: ignore[arg-type]
+        turn = asyncio.create_task(client.generate(GenerateRequest(ids=[1], max_tokens=1), 0.5))
+        while not client.unfinished(A):
+            await asyncio.sleep(0.01)
+        client.lose(A)
+        client.serve(A)
+        with pytest.raises(EngineError):
+            await turn
+
+    asyncio.run(run())
+
+
+def test_a_player_whose_episodes_are_quarantined_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start counts them from zero: players that start again would quarantine the whole run."""
+
+    async def broken(*_: object) -> None:
+        raise TooManyQuarantined("9 of 9 episodes are quarantined")
+
+    monkeypatch.setattr(player, "_play", broken)
+    with pytest.raises(UserError, match="9 of 9"):
+        player.play(AwayProcess(Path(), RLConfig.model_construct(), "players-0"), threading.Event())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_server_that_served_before_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """A first start that fails is the user's mistake; a later one may find memory that is not free yet."""
+
+    class Failing:
+        child = SimpleNamespace(stop=lambda seconds: None)
+
+        def url(self, seconds: float) -> str:
+            raise UserError("the inference server exited with code 1")
+
+    (tmp_path / "config.json").touch()
+    if before:
+        (tmp_path / "served").touch()
+    config = RLConfig.model_validate({"tasks": {"repository": "unused"}})
+    monkeypatch.setattr(member, "start_engine", lambda *_, **__: Failing())
+    monkeypatch.setattr(member, "start_seconds", lambda *_: 1.0)
+    process = AwayProcess(tmp_path, config, "here-0", place=tmp_path)
+    with pytest.raises(RunFailed if before else UserError, match="exited with code 1"):
+        member.serve(process, threading.Event())
+
+
+@pytest.mark.parametrize("placer", ["local", "ray"])
+def test_engines_listen_where_players_of_other_hosts_reach_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placer: str
+) -> None:
+    started: list[Any] = []
+
+    def start(job: Any) -> Any:
+        started.append(job)
+        return SimpleNamespace(stop=lambda seconds: None)
+
+    monkeypatch.setattr(jobs, "open_placer", lambda *_: SimpleNamespace(start=start))
+    config = RLConfig.model_validate({"tasks": {"repository": "unused"}})
+    fleet = FleetConfig.model_validate({"engines": [{"name": "here"}], "players": {"placer": placer}})
+    jobs.place_fleet(fleet, tmp_path, config, tmp_path, "token")
+    engine, other = (json.loads(next(iter(job.files.values()))) for job in started)
+    assert (engine["away"], other["away"]) == (placer == "ray", placer == "ray")
