@@ -37,7 +37,7 @@ class LedgerStandIn:
     calls: list[tuple[str, ...]]
 
     def __init__(self) -> None:
-        self.calls = []
+        self.calls, self.members = [], self
 
     def engines(self) -> list[Row]:
         return [*self.rows]
@@ -45,11 +45,11 @@ class LedgerStandIn:
     def players(self) -> dict[str, int]:
         return {"players-0": 1}
 
-    def drain_engine(self, url: str, why: str) -> bool:
+    def drain(self, url: str, why: str) -> bool:
         self.calls.append(("drain", url, why))
         return True
 
-    def join_engine(self, url: str, name: str) -> None:
+    def join(self, url: str, name: str) -> None:
         self.calls.append(("join", url, name))
 
     def close(self) -> None:
