@@ -84,6 +84,7 @@ async def _read_members(run: Run) -> None:
                 engines.add(row.url, row.name).noted = written
         elif row.state == "gone" and state.noted is not None and state.noted[0] != "gone":
             engines.lose(state, row.why or "it has left")
+            state.noted, state.leaving, state.health = written, row.leaving, None  # its last report says nothing now
         else:
             state.leaving = row.leaving
 
