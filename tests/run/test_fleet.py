@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from etude.fleet.jobs import namespace
+from etude.fleet.keeper import job_folder
 from etude.ledger import Ledger
 from tests.helpers.ray_cluster import TOKEN, Head
 from tests.run.test_run import CONFIG, SECONDS, etude, finished, start, undisturbed, versions  # noqa: F401
@@ -147,4 +149,6 @@ def test_a_run_on_ray_trains_what_a_run_of_this_machine_does(tmp_path: Path, mon
     report = json.loads((there / "outputs/run/report.json").read_text())
     assert all(report["checks"].values()), report["checks"]
     rows = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True).stdout
+    jobs = job_folder(namespace(there / "outputs/run"), "eu-0").parent
     assert str(there) not in rows
+    assert str(jobs) not in rows
