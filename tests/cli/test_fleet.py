@@ -37,7 +37,7 @@ class LedgerStandIn:
     calls: list[tuple[str, ...]]
 
     def __init__(self) -> None:
-        self.calls = []
+        self.calls, self.members = [], self
 
     def engines(self) -> list[Row]:
         return [*self.rows]
@@ -45,11 +45,11 @@ class LedgerStandIn:
     def players(self) -> dict[str, int]:
         return {"players-0": 1}
 
-    def drain_engine(self, url: str, why: str) -> bool:
+    def drain(self, url: str, why: str) -> bool:
         self.calls.append(("drain", url, why))
         return True
 
-    def join_engine(self, url: str, name: str) -> None:
+    def join(self, url: str, name: str) -> None:
         self.calls.append(("join", url, name))
 
     def close(self) -> None:
@@ -127,8 +127,20 @@ def test_up_refuses_what_cannot_join(ledger, folder, fleet, tmp_path, capsys, mo
     assert "unknown key engines.0.cont" in refusal(capsys, "fleet", "up", tmp_path / "wrong.toml", folder)
 
 
+def test_up_refuses_another_token_and_servers_that_do_not_answer(ledger, folder, fleet, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ETUDE_API_KEY", "another")
+    monkeypatch.setattr(command, "_answer", lambda url, _: 401 if url == URL else None)
+    ledger.rows = (Row("http://silent", "eu-0"), Row(URL, "eu-1"))
+    assert "ETUDE_API_KEY is not the token" in refusal(capsys, "fleet", "up", fleet, folder)
+    path = tmp_path / "attached.toml"
+    path.write_text('[[engines]]\nname = "us"\nplacer = "attach"\nurls = ["http://silent"]\n')
+    assert "http://silent does not answer" in refusal(capsys, "fleet", "up", path, folder)
+    assert ledger.calls == []
+
+
 def test_up_joins_attached_servers(ledger, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("ETUDE_API_KEY", "token")
+    monkeypatch.setattr(command, "_answer", lambda *_: 200)
     away = types.SimpleNamespace(AwayProcess=None)  # nothing is started
     monkeypatch.setitem(sys.modules, "etude.run.away", away)
     path = tmp_path / "attached.toml"

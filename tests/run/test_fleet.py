@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from etude.fleet.jobs import namespace
+from etude.fleet.keeper import job_folder
 from etude.ledger import Ledger
-from tests.run.test_run import CONFIG, SECONDS, etude, finished, undisturbed, versions  # noqa: F401
+from tests.helpers.ray_cluster import TOKEN, Head
+from tests.run.test_run import CONFIG, SECONDS, etude, finished, start, undisturbed, versions  # noqa: F401
 
 FLEET = """
 [[engines]]
@@ -103,3 +106,49 @@ def test_an_engine_that_an_operator_drains_leaves_and_another_joins(tmp_path: Pa
         more.communicate(timeout=60)
     finally:
         del os.environ["ETUDE_API_KEY"]
+
+
+ON_RAY = """
+[[engines]]
+name = "eu"
+count = 3
+placer = "ray"
+address = "{0}"
+
+[players]
+count = 2
+episodes = 3
+placer = "ray"
+address = "{0}"
+
+[trainer]
+placer = "ray"
+address = "{0}"
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_ray_trains_what_a_run_of_this_machine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines, players and the trainer's two ranks are placed by Ray; none is left afterwards."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    config = CONFIG.replace("steps = 3", "steps = 2").replace("lr = 1e-3", "lr = 1e-3\nmesh.shard = 2")
+    for folder in (here, there):
+        folder.mkdir()
+    code, output = finished(start(here, config=config))
+    assert code == 0, output
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    head = Head({}, cpus=8)
+    head.start()
+    try:
+        code, output = finished(begin(there, config=config, fleet=ON_RAY.format(head.address)))
+    finally:
+        head.kill()
+    assert code == 0, output
+    assert versions(there) == versions(here)
+    report = json.loads((there / "outputs/run/report.json").read_text())
+    assert all(report["checks"].values()), report["checks"]
+    rows = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True).stdout
+    jobs = job_folder(namespace(there / "outputs/run"), "eu-0").parent
+    assert str(there) not in rows
+    assert str(jobs) not in rows

@@ -1,13 +1,17 @@
 """What an earlier attempt of a run has left for the next."""
 
+import tomllib
+
 import msgspec
 import pytest
 
-from etude.config import RLConfig, validate
+from etude.config import FleetConfig, RLConfig, validate
 from etude.errors import UserError
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult
-from etude.run.launch import FASTER, measured, step_seconds
+from etude.run.jobs import RunFleet
+from etude.run.launch import FASTER, measured, step_seconds, train_rl
+from tests.run.test_run import CONFIG
 
 RESULT = EvalResult(
     split="heldout", seed=1, samples=1, seconds=2.0, tasks=(), pass_1=Estimate(0.5, 0.4, 0.6), pass_k={1: 0.5},
@@ -35,3 +39,17 @@ def test_the_time_of_a_step_follows_the_pace_of_the_evaluation():
     before = msgspec.structs.replace(RESULT, seconds=20.0, outcomes={"scored": 38, "timeout": 2})
     assert step_seconds(config, before) == pytest.approx(32 * FASTER)
     assert step_seconds(config, None) is None
+
+
+def test_a_fleet_that_has_no_place_leaves_no_run(tmp_path, monkeypatch):
+    """The mended fleet may have the run's name."""
+
+    def place(*_):
+        raise UserError("no head of Ray answers")
+
+    monkeypatch.setattr(RunFleet, "place", place)
+    config = validate(RLConfig, tomllib.loads(CONFIG), "run.toml")
+    fleet = validate(FleetConfig, {"engines": [{"name": "eu"}]}, "fleet.toml")
+    with pytest.raises(UserError, match="no head of Ray"):
+        train_rl(config, tmp_path / "run", resume=False, toml=None, fleet=fleet)
+    assert not (tmp_path / "run").exists()

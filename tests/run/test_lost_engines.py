@@ -329,6 +329,30 @@ def test_a_run_whose_engines_come_and_go_waits_for_one_and_then_ends(monkeypatch
     asyncio.run(play())
 
 
+def test_an_engine_whose_member_has_left_does_not_come_back_by_its_last_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        await watched.look(lambda: watched.scored)
+        watched.servers.fault[B] = EngineLost("refused")  # its server was killed
+        monkeypatch.setattr(versions, "SILENT_SECONDS", 30.0)
+        watched.ledger.members.drain(B, "it was killed")
+        watched.ledger.members.set([(B, "gone", "it was killed", -1)])  # before the next look
+        await watched.look(lambda: watched.lost() == [B])
+        for _ in range(5):
+            await observe_versions(watched.run)
+        assert watched.lost() == [B]
+        assert watched.rows() == {A: "serving", B: "gone"}
+        del watched.servers.fault[B]
+        watched.ledger.members.join(B, "engine-1")
+        await watched.look(lambda: watched.client.serving == {A, B})
+        await watched.engines.aclose()
+
+    asyncio.run(play())
+    assert capsys.readouterr().err.count("is lost") == 1
+
+
 def test_a_wedged_engine_costs_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         watched = Watched(monkeypatch)

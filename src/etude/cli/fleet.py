@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
+import httpx2
 from rich.console import Console
 from rich.table import Table
 
@@ -21,10 +22,11 @@ from etude.config import FleetConfig, RLConfig, check_fleet, load_toml, validate
 from etude.errors import RunFailed, UserError
 from etude.fleet import Machine, Placed, kuberay_files, namespace, ray_log, slurm_files
 from etude.ledger import Ledger
-from etude.protocol import TOKEN_VARIABLE, own_token
+from etude.protocol import TOKEN_VARIABLE, bearer, own_token
 from etude.run.jobs import place_fleet
 
 _LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 10.0  # of a server, before a fleet is started
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +100,7 @@ def _up(arguments: argparse.Namespace) -> None:
         )
     if (token := own_token()) is None:
         raise UserError(f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for")
+    _check_servers(fleet, folder, config, token)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         # The names are not those of jobs that the run has already.
@@ -109,6 +112,27 @@ def _up(arguments: argparse.Namespace) -> None:
             _wait(placed.here)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _check_servers(fleet: FleetConfig, folder: Path, config: RLConfig, token: str) -> None:
+    """Raises UserError for attached servers that do not answer, and for another token than that of the run's engines,
+    of which one that answers is asked."""
+    attached = [url for table in fleet.engines for url in table.urls]
+    if wrong := next((url for url in attached if _answer(url, token) is None), None):
+        raise UserError(f"{wrong} does not answer: start the server, or mend urls")
+    with closing(_ledger(folder, config)) as ledger:
+        serving = [row.url for row in ledger.members.engines() if row.state == "serving"]
+    code = next((code for url in serving if (code := _answer(url, token)) is not None), None)
+    if code in (401, 403):
+        raise UserError(f"${TOKEN_VARIABLE} is not the token that the run was started with: its engines refuse it")
+
+
+def _answer(url: str, token: str) -> int | None:
+    """The status of a server's answer; None without one."""
+    try:
+        return httpx2.get(f"{url}/health", timeout=_ANSWER_SECONDS, trust_env=False, headers=bearer(token)).status_code
+    except httpx2.HTTPError:
+        return None
 
 
 def _join_attached(fleet: FleetConfig, folder: Path, config: RLConfig) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from etude import processes
-from etude.errors import UserError
+from etude.errors import RunFailed, UserError
 from etude.fleet.jobs import FleetJob, stop_all
 from etude.fleet.keeper import GRACE_SECONDS
 from etude.fleet.supervise import FIRST_SECONDS, LONGEST_SECONDS
@@ -196,7 +196,8 @@ class _Bridge:
 
 class RayPlacer:
     """Starts jobs in the cluster at `address`, as those of `run`. Raises UserError if there is none, or without its
-    token. A thread starts the bridges, which die with it, copies logs, and makes actors that are missing again."""
+    token, and RunFailed if it does not work. A thread starts the bridges, which die with it, copies logs, and makes
+    actors that are missing again."""
 
     def __init__(self, address: str, run: str, logs: Path, restarts: int) -> None:
         check_token()
@@ -214,7 +215,7 @@ class RayPlacer:
             raise (
                 self._refusal
                 if isinstance(self._refusal, UserError)
-                else UserError(f"the cluster of Ray at {address} cannot be used ({self._refusal}): see {logs}/ray.log")
+                else RunFailed(f"the cluster of Ray at {address} cannot be used ({self._refusal}): see {logs}/ray.log")
             )
 
     def start(self, job: FleetJob) -> RayJob:

@@ -41,8 +41,8 @@ def check_inputs(config: RLConfig, fleet: FleetConfig | None = None) -> None:
     check_before_training(Path(config.model.path))
     renderer = renderer_of(config)
     say_dropped(renderer)  # or what is wrong with tokenizer and template
-    far = fleet is not None and fleet.players is not None and fleet.players.placer == "ray"
-    if far and not fleet.engines and not config.inference.urls:
+    players = fleet.players if fleet is not None and not fleet.engines else None
+    if players is not None and players.placer == "ray" and not config.inference.urls:
         raise UserError("players in Ray do not reach the run's own servers, on loopback: write a table [[engines]]")
     engines_here = fleet is None or not fleet.engines or any(table.placer == "local" for table in fleet.engines)
     if engines_here:

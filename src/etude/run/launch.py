@@ -115,7 +115,13 @@ def train_rl(
         view.stage("start engines")
         token, children, engines = engine_token(), list[Process | Placed](), dict[str, Child | None]()
         try:
-            placed.place(config, folder, logs, token, [lock])
+            try:
+                placed.place(config, folder, logs, token, [lock])
+            except UserError:
+                placed.stop()
+                if not resume:  # as above: there is no token or no cluster, or it lacks what the fleet needs
+                    shutil.rmtree(folder)
+                raise
             if not placed.tables.engines:
                 servers, urls = start_engines(folder, config, logs, token, holds=[lock])
                 engines = {url: next(iter(servers[n : n + 1]), None) for n, url in enumerate(urls)}

@@ -85,6 +85,7 @@ async def _read_members(run: Run) -> None:
                 engines.add(row.url, row.name).noted = written
         elif row.state == "gone" and state.noted is not None and state.noted[0] != "gone":
             engines.lose(state, row.why or "it has left")
+            state.noted, state.leaving, state.health = written, row.leaving, None  # its last report says nothing now
         elif state.noted is not None:  # else the row is of an earlier attempt
             state.leaving = row.leaving
 
