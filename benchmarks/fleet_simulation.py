@@ -37,7 +37,7 @@ from etude.ledger import EpisodeLease, Ledger, blob_key
 from etude.protocol import GenerateRequest
 from etude.protocol.backends import EngineClient, EngineError
 from etude.records import Anchor, EpisodeBlob, Group, Outcome, PolicyVersion
-from etude.rollout import episode_concurrency
+from etude.rollout import Concurrency
 from etude.run import leased, loop, versions
 from etude.run.jobs import RunFleet
 from etude.run.state import EngineRecord, Engines, Progress, Run
@@ -49,7 +49,7 @@ ROWS, RATE = 16, 30.0  # of an engine; tokens a second of a row
 LIVE = 8  # episodes for each engine
 TURNS, TURN_TOKENS, PROMPT = 5, 300, 200  # the first two on average
 TOOL_SECONDS, TURN_SECONDS = 20.0, 600.0
-STEP_SECONDS, SWAP_SECONDS = 40.0, (5.0, 30.0)
+STEP_SECONDS, SWAP_SECONDS = 20.0, (5.0, 30.0)
 LATE_SECONDS, LATE = 300.0, 0.002  # of a swap, and the share of such swaps
 DEADLINE = versions.SILENT_SECONDS + 10.0  # a lost engine's silence, the time between two looks, and one part
 GROUP, STALENESS = 8, 2
@@ -114,15 +114,17 @@ class FleetFigures:
         }
 
 
-def simulate(engines: int, episodes: int, faults: Faults, turns: int = TURNS, seed: int = 1) -> FleetFigures:
-    """Plays about so many episodes on so many engines, each of so many turns on average."""
-    live, trainer = engines * LIVE, SimpleNamespace(name="trainer", exit_code=None)
+def simulate(engines: int, episodes: int, faults: Faults, turns: int = TURNS, each: int = LIVE) -> FleetFigures:
+    """Plays about so many episodes of so many turns on so many engines, `each` of which has so many at a time."""
+    live, trainer = engines * each, SimpleNamespace(name="trainer", exit_code=None)
     prompts = max(1, live // (GROUP * STALENESS))
     steps = max(2, round(episodes / (prompts * GROUP)))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, redirect_stderr(StringIO()):
         backend = SimulatedEngines(ROWS, RATE)
-        run = _run(Path(folder), prompts, steps, live, backend, trainer)
-        fleet = Fleet(engines, steps, prompts, faults, turns, random.Random(seed), backend, run, trainer)
+        rollout = {"prompts": prompts, "group": GROUP, "staleness": STALENESS, "max_in_flight": live}
+        client = EngineClient((), backend=cast(Any, backend))
+        run = watched_run(Path(folder), client, trainer, {"rollout": rollout, "trainer": {"steps": steps}})
+        fleet = Fleet(engines, steps, prompts, faults, turns, random.Random(1), backend, run, trainer)
         health = versions._health  # pyright: ignore[reportPrivateUsage]
         stack.enter_context(patch.object(leased, "play_leased", lambda _, lease: _play(fleet, lease)))
         stack.enter_context(patch.object(versions, "_health", lambda *words: fleet.meter.of(health(*words))))
@@ -131,31 +133,28 @@ def simulate(engines: int, episodes: int, faults: Faults, turns: int = TURNS, se
         return _figures(fleet, seconds)
 
 
-def _run(
-    folder: Path, prompts: int, steps: int, live: int, backend: SimulatedEngines, trainer: SimpleNamespace
+def watched_run(
+    folder: Path, client: EngineClient, trainer: SimpleNamespace, tables: dict[str, Any] | None = None
 ) -> Run:
-    config = RLConfig.model_validate(
-        {
-            "tasks": {"repository": "unused"},
-            "rollout": {"prompts": prompts, "group": GROUP, "staleness": STALENESS, "max_in_flight": live},
-            "trainer": {"steps": steps},
-            "weights": {"seconds": 120.0},
-            "inference": {"max_batch": ROWS, "start_seconds": 600.0},
-        }
-    )
-    tasks = tuple(SimpleNamespace(id=f"task-{number}") for number in range(2 * prompts * (STALENESS + 1)))
-    taskset = SimpleNamespace(mixed=False, split=lambda _: tasks)
+    """A run of which there is only the ledger, weights and engines. `tables` are those of its configuration."""
+    own = {"weights": {"seconds": 120.0}, "inference": {"max_batch": ROWS, "start_seconds": 600.0}}
+    config = RLConfig.model_validate({"tasks": {"repository": "unused"}} | own | (tables or {}))
+    rollout = config.rollout
+    names = range(2 * rollout.prompts * (rollout.staleness + 1))
+    tasks = tuple(SimpleNamespace(id=f"task-{number}") for number in names)
     probes = SimpleNamespace(served=lambda url, version: None)
+    most = rollout.max_in_flight
+    assert isinstance(most, int)
     run = SimpleNamespace(
         folder=folder,
         config=config,
-        pool=SimpleNamespace(taskset=taskset, waiting=()),
+        pool=SimpleNamespace(taskset=SimpleNamespace(mixed=False, split=lambda _: tasks), waiting=()),
         ledger=Ledger.open(f"sqlite:///{folder}/ledger.db"),
         weights=open_store(f"{folder}/weights"),
-        engines=Engines([], EngineClient((), backend=cast(Any, backend)), cast(Any, probes), elastic=True),
+        engines=Engines([], client, cast(Any, probes), elastic=True),
         children=[trainer],
         trainer=trainer,
-        concurrency=episode_concurrency(live, rows=live, staleness=STALENESS, prompts=prompts, group=GROUP),
+        concurrency=Concurrency(most, most, most),
         fleet=RunFleet(),
         record=EngineRecord(),
         progress=Progress(),

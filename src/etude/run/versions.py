@@ -133,13 +133,14 @@ async def _ask(run: Run) -> None:
             state.asking = new[-1]
     if new:  # those of earlier calls that still wait delay nothing
         await asyncio.wait(new, timeout=_PATIENCE)
+    newest = max((state.version for state in engines.serving), default=-1)
     for state in engines.states:
         if why := _fault(state):
             if state.state != "gone" and not engines.lose(state, why):
                 raise RunFailed(f"the engine at {state.url} is lost: {why}; continue with --resume {run.folder}")
         elif state.health is None:
             continue
-        elif why := state.leaving or _leaves(state) or _lags(run, state):
+        elif why := state.leaving or _leaves(state) or _lags(run, state, newest):
             if state.serves:
                 engines.drain(state, why)
             elif state.state == "joining":
@@ -163,10 +164,9 @@ def _leaves(state: EngineState) -> str:
     return "it is about to end" if state.health is not None and state.health["status"] == "draining" else ""
 
 
-def _lags(run: Run, state: EngineState) -> str:
-    """Why an engine lags: another one is more than the staleness bound ahead of it, or has been ahead for longer than a
-    swap may take."""
-    newest = max((other.version for other in run.engines.serving), default=-1)
+def _lags(run: Run, state: EngineState, newest: int) -> str:
+    """Why an engine lags: another one, of version `newest`, is more than the staleness bound ahead of it, or has been
+    ahead for longer than a swap may take."""
     if state.version >= newest:
         state.behind = None
         return ""
