@@ -51,7 +51,8 @@ TURNS, TURN_TOKENS, PROMPT = 5, 300, 200  # the first two on average
 TOOL_SECONDS, TURN_SECONDS = 20.0, 600.0
 STEP_SECONDS, SWAP_SECONDS = 20.0, (5.0, 30.0)
 LATE_SECONDS, LATE = 300.0, 0.002  # of a swap, and the share of such swaps
-DEADLINE = versions.SILENT_SECONDS + 10.0  # a lost engine's silence, the time between two looks, and one part
+TURN_DEADLINE = versions.SILENT_SECONDS + 10.0  # a lost engine's silence, the time between two looks, and one part
+RUN_DEADLINE = 60.0  # of a swap, for which admission waits
 GROUP, STALENESS = 8, 2
 
 
@@ -110,7 +111,8 @@ class FleetFigures:
             "every episode is accounted for, and no group was trained on twice": self.conserved,
             "no token is staler than the bound": self.stale <= STALENESS,
             "no turn was lost, and each token was sampled for its position": not self.failed and not self.mistaken,
-            "no stall is longer than two deadlines": max(self.gap, self.idle) <= 2 * DEADLINE,
+            "no turn waits for longer than two deadlines": self.gap <= 2 * TURN_DEADLINE,
+            "the run never waits for longer than two deadlines": self.idle <= 2 * RUN_DEADLINE,
         }
 
 
@@ -137,7 +139,7 @@ def watched_run(
     folder: Path, client: EngineClient, trainer: SimpleNamespace, tables: dict[str, Any] | None = None
 ) -> Run:
     """A run of which there is only the ledger, weights and engines. `tables` are those of its configuration."""
-    own = {"weights": {"seconds": 120.0}, "inference": {"max_batch": ROWS, "start_seconds": 600.0}}
+    own = {"weights": {"seconds": RUN_DEADLINE}, "inference": {"max_batch": ROWS, "start_seconds": 600.0}}
     config = RLConfig.model_validate({"tasks": {"repository": "unused"}} | own | (tables or {}))
     rollout = config.rollout
     names = range(2 * rollout.prompts * (rollout.staleness + 1))
