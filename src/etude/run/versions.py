@@ -33,7 +33,7 @@ REFUSED = 3  # failed updates in a row, after which an engine is lost
 MEMBERS_SECONDS = 1.0  # between two looks at the ledger's table of engines
 FORGET_SECONDS = 600.0  # of silence, after which an engine that is gone is not asked any more
 ASK_SECONDS = 0.002  # between two requests for an engine's report, for each engine of the run
-ASKED_AT_ONCE = 64  # engines, those that were not asked for longest: a look at many engines is spread over ticks
+REPORTS_AT_ONCE = 64  # asked for, of the engines that were not asked for longest: a look at many engines is spread over ticks
 _JOINED: tuple[MemberState, str, int] = ("joining", "", -1)  # state, why and version of an engine that has just joined
 CHECK_SECONDS = 300.0
 DYING_SECONDS = 10.0  # that a server takes to end after a failure; its log says more than its answer
@@ -128,7 +128,7 @@ async def _ask(run: Run) -> None:
     new, every = list[asyncio.Task[None]](), ASK_SECONDS * len(engines.states)
     idle = [state for state in engines.states if state.asking is None or state.asking.done()]
     due = sorted((state for state in idle if now - state.looked >= every), key=lambda state: state.looked)
-    for state in due[:ASKED_AT_ONCE]:
+    for state in due[:REPORTS_AT_ONCE]:
         state.asking = asyncio.create_task(_health(run, state))
         if state.unanswered is None:  # one that was silent before delays nothing
             new.append(state.asking)
