@@ -155,9 +155,9 @@ async def _servers(table: Table, folder: Path, quick: bool) -> None:
         await servers.until(SERVERS)
         turns = [asyncio.create_task(servers.converse(name)) for name in range(CONVERSATIONS)]
         await asyncio.sleep(2.0)
-        undisturbed, _ = await _rate(servers, lambda: asyncio.sleep(8.0 if quick else 30.0))
+        undisturbed, _ = await _rate(servers, lambda: asyncio.sleep(6.0 if quick else 30.0))
         kills = 2 if quick else 5
-        rate, alive = await _rate(servers, lambda: _kills(servers, kills, 6.0 if quick else 15.0))
+        rate, alive = await _rate(servers, lambda: _kills(servers, kills, 3.0 if quick else 15.0))
         share = rate / (undisturbed * alive / SERVERS)
         recovered, servers.recovered = servers.recovered, []
         if not quick:
