@@ -40,6 +40,7 @@ from etude.protocol import GenerateRequest
 from etude.protocol.backends import EngineClient, EtudeBackend, OnPart
 from etude.records import Generation
 from etude.run.engines import engine_url, spawn_engine
+from etude.run.member import LOOK_SECONDS as MEMBER_SECONDS
 from etude.run.state import Run
 from etude.run.versions import observe_versions
 
@@ -211,6 +212,9 @@ async def _kills(servers: _Servers, count: int, pause: float) -> None:
     for _ in range(count):
         url = await servers.strike(signal.SIGKILL)
         servers.processes.pop(url).stop(1)
+        await asyncio.sleep(MEMBER_SECONDS)  # then the process that watches the server says so
+        servers.run.ledger.members.set([(url, "gone", "it was killed", -1)])
+        await servers.until(SERVERS - 1)
         await servers.start()
         await servers.until(SERVERS)
         await asyncio.sleep(pause)
