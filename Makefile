@@ -14,7 +14,7 @@ GPU_PACKAGES ?= cffi cryptography huggingface-hub pycparser safetensors tokenize
 # Runs what failed once more, alone, and writes what passed then to .ci/flaky.txt.
 SUITE = $(BIN)/python -m tests.helpers.suite
 
-.PHONY: setup demo demo-real demo-live check test smoke test-slow gpu gpu-parts gpu-run gpu-wheels vllm repositories device fuzz lint format bench lock matrix install-check release package agents harbor chaos mutants test-triton
+.PHONY: setup demo demo-real demo-live check test smoke test-slow gpu gpu-parts gpu-run gpu-wheels vllm repositories device fuzz lint format bench lock matrix install-check release package agents harbor chaos mutants fleet-clock test-triton
 
 setup: .venv/installed
 
@@ -156,6 +156,10 @@ chaos: .venv/installed-dev
 # Random mistakes in all rooms, and whether the fast suite notices; hours, and can be resumed.
 mutants: .venv/installed-dev
 	$(BIN)/python -m tests.helpers.mutants outputs/mutants --seed $(SEED) --count $(COUNT)
+
+# The real controller over a thousand simulated engines and 100,000 episodes, on a virtual clock; some 15 minutes.
+fleet-clock: .venv/installed-dev
+	$(PYTEST) -s tests/run/test_fleet_clock.py -k thousand
 
 # The GPU kernels in Triton's interpreter, on the host; an installed Triton of a CUDA build of torch is kept.
 test-triton: .venv/installed-dev

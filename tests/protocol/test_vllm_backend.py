@@ -198,7 +198,7 @@ def test_a_turn_that_is_lost_in_the_middle_goes_on_from_its_tokens(server, publi
 
 def test_a_process_that_does_not_update_the_server_believes_no_token_before_the_last(server, published):
     """A player: the swap that comes in the middle of its turn is another process's, so it cannot see it."""
-    url, fake = server
+    url, _ = server
     request = GenerateRequest(ids=IDS, max_tokens=40, temperature=0.0, session="n", part_seconds=0.0)
 
     async def play():

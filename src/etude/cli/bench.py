@@ -18,6 +18,7 @@ BENCHMARKS = {
     "documents": "documents",
     "edits": "edits",
     "engine": "engine",
+    "fleet": "fleet",
     "floods": "floods",
     "live": "live",
     "mismatch": "mismatch",

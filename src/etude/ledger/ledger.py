@@ -183,7 +183,7 @@ class Ledger(RunTables):
             if again and (rows := c.execute(_GRANTED, {"lease": call}).all()):
                 return [_lease_of(row, row.attempt, owner) for row in rows]
             rows = list(c.execute(_PENDING, {"limit": limit}).all())
-            if over := self._watch.over(c.execute(_LEASED).all()):
+            if self._watch.due() and (over := self._watch.over(c.execute(_LEASED).all())):
                 expired = c.execute(_OVER, {"ids": [lease[:2] for lease in over]}).all()
                 rows += [row for row in expired if (row.group_id, row.member, row.attempt, row.renewals) in over]
                 rows = sorted(rows, key=lambda row: (row.group_id, row.member))[:limit]

@@ -23,9 +23,8 @@ def engine_differences(configurations: Mapping[str, EngineConfiguration]) -> lis
     for url, settings in configurations.items():
         if first is None:
             first = url, settings
-            continue
-        other = [name for name in sorted({*first[1], *settings}) if first[1].get(name) != settings.get(name)]
-        if other:
+        elif settings != first[1]:
+            other = [name for name in sorted({*first[1], *settings}) if first[1].get(name) != settings.get(name)]
             values = ", ".join(f"{name} is {settings.get(name)}, not {first[1].get(name)}" for name in other)
             sentences.append(f"the engine at {url} is not configured as that at {first[0]}: {values}")
     return sentences

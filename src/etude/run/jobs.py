@@ -130,11 +130,10 @@ class RunFleet:
             raise UserError(f"{job.end()}; see {job.log}")
 
     def stop(self) -> None:
-        """Stops all jobs: players first, which give their episodes back."""
-        stop_all(list(self.placed.players.values()), STOP_SECONDS)
-        if self.trainer is not None:
-            self.trainer.stop(STOP_SECONDS)
-        self.placed.stop()
+        """Stops all jobs, at the same time."""
+        ranks = [] if self.trainer is None else [self.trainer]
+        stop_all([*self.placed.engines.values(), *self.placed.players.values(), *ranks], STOP_SECONDS)
+        self.placed.close()
 
 
 def trainer_job(table: RanksTable, folder: Path, config: RLConfig) -> FleetJob:

@@ -49,6 +49,7 @@ from etude.run.versions import observe_versions
 
 TICK_SECONDS = 0.1
 PLAYERS_SECONDS = 1.0  # between two looks at the episodes that players have leased
+GROUPS_AT_ONCE = 32  # admitted; on-policy, where a draw depends on what is open, all
 OWNER = "controller"
 
 
@@ -159,6 +160,7 @@ def _admit(run: Run, curriculum: Curriculum | MixedCurriculum, learned: int) -> 
         max_in_flight=max(run.concurrency.limit, rollout.group) * 2,
     )
     count = min(count, run.config.trainer.steps * rollout.prompts - figures.groups)
+    count = min(count, GROUPS_AT_ONCE) if rollout.staleness else count
     busy = frozenset(figures.open_tasks)
     for index in range(figures.groups, figures.groups + count):
         task = curriculum.draw(index, busy)

@@ -33,6 +33,7 @@ REFUSED = 3  # failed updates in a row, after which an engine is lost
 MEMBERS_SECONDS = 1.0  # between two looks at the ledger's table of engines
 FORGET_SECONDS = 600.0  # of silence, after which an engine that is gone is not asked any more
 ASK_SECONDS = 0.002  # between two requests for an engine's report, for each engine of the run
+REPORTS_AT_ONCE = 64  # asked for, of the engines that were not asked for longest: many engines take several ticks
 _JOINED: tuple[MemberState, str, int] = ("joining", "", -1)  # state, why and version of an engine that has just joined
 CHECK_SECONDS = 300.0
 DYING_SECONDS = 10.0  # that a server takes to end after a failure; its log says more than its answer
@@ -124,39 +125,43 @@ def _check_digest(run: Run, url: str, health: dict[str, Any]) -> None:
 
 
 async def _ask(run: Run) -> None:
-    """Requests every engine's report, waits up to `_PATIENCE` for them, and decides which engines serve."""
+    """Requests engines' reports, waits up to `_PATIENCE` for them, and decides which engines serve."""
     engines, now = run.engines, time.monotonic()
-    new = list[asyncio.Task[None]]()
-    for state in engines.states:
-        idle = state.asking is None or state.asking.done()
-        if idle and now - state.looked >= ASK_SECONDS * len(engines.states):
-            state.looked, state.unanswered = now, state.unanswered or now
-            new.append(asyncio.create_task(_health(run, state)))
-            state.asking = new[-1]
-    if new:  # those of earlier calls that still wait delay nothing
+    new, every = list[asyncio.Task[None]](), ASK_SECONDS * len(engines.states)
+    idle = [state for state in engines.states if state.asking is None or state.asking.done()]
+    due = sorted((state for state in idle if now - state.looked >= every), key=lambda state: state.looked)
+    for state in due[:REPORTS_AT_ONCE]:
+        state.asking = asyncio.create_task(_health(run, state))
+        if state.unanswered is None:  # one that was silent before delays nothing
+            new.append(state.asking)
+        state.looked, state.unanswered = now, state.unanswered or now
+    if new:
         await asyncio.wait(new, timeout=_PATIENCE)
+    limit, newest = swap_seconds(run.config), max((state.version for state in engines.serving), default=-1)
     for state in engines.states:
         if why := _fault(state):
             if state.state != "gone" and not engines.lose(state, why):
                 raise RunFailed(f"the engine at {state.url} is lost: {why}; continue with --resume {run.folder}")
         elif state.health is None:
             continue
-        elif why := state.leaving or _leaves(state) or _lags(run, state):
+        elif why := state.leaving or _leaves(state) or _lags(run, state, newest, limit):
             if state.serves:
                 engines.drain(state, why)
             elif state.state == "joining":
                 state.why = why
         elif not state.serves and state.version >= run.progress.served:
             engines.serve(state)
-    _check_served(run)
+    _check_served(run, limit)
 
 
-def _check_served(run: Run) -> None:
+def _check_served(run: Run, swap: float) -> None:
     """Raises RunFailed if no engine has served for as long as a new one may take to start and to fetch its weights."""
     engines, now = run.engines, time.monotonic()
     engines.unserved = None if engines.serving else engines.unserved or now
-    limit = swap_seconds(run.config) + start_seconds(run.config.inference, run.config.model.path)
-    if engines.unserved is not None and now - engines.unserved > limit:
+    if engines.unserved is None:
+        return
+    limit = swap + start_seconds(run.config.inference, run.config.model.path)
+    if now - engines.unserved > limit:
         why = next((f": {state.url}: {state.why}" for state in reversed(engines.states) if state.why), "")
         raise RunFailed(f"no engine has served for {limit:.0f} s{why}; continue with --resume {run.folder}")
 
@@ -165,15 +170,14 @@ def _leaves(state: EngineState) -> str:
     return "it is about to end" if state.health is not None and state.health["status"] == "draining" else ""
 
 
-def _lags(run: Run, state: EngineState) -> str:
-    """Why an engine lags: another one is more than the staleness bound ahead of it, or has been ahead for longer than a
-    swap may take."""
-    newest = max((other.version for other in run.engines.serving), default=-1)
+def _lags(run: Run, state: EngineState, newest: int, swap: float) -> str:
+    """Why an engine lags: another one, of version `newest`, is more than the staleness bound ahead of it, or has been
+    ahead for longer than the seconds that a swap may take."""
     if state.version >= newest:
         state.behind = None
         return ""
     state.behind = state.behind or time.monotonic()
-    late = time.monotonic() - state.behind > swap_seconds(run.config)
+    late = time.monotonic() - state.behind > swap
     if late or (state.version >= 0 and newest - state.version > max(1, run.config.rollout.staleness)):
         return f"it serves version {state.version}, others version {newest}"
     return ""
