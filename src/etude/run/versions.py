@@ -84,8 +84,9 @@ async def _read_members(run: Run) -> None:
             if row.state != "gone":
                 engines.add(row.url, row.name).noted = written
         elif row.state == "gone" and state.noted is not None and state.noted[0] != "gone":
-            engines.lose(state, row.why or "it has left")
-        else:
+            state.leaving = row.leaving or row.why or "it has left"  # its last report is no reason to take it back
+            engines.lose(state, state.leaving)
+        elif row.state != "gone":
             state.leaving = row.leaving
 
 
