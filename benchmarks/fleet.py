@@ -213,6 +213,7 @@ async def _kills(servers: _Servers, count: int, pause: float) -> None:
         url = await servers.strike(signal.SIGKILL)
         servers.processes.pop(url).stop(1)
         await asyncio.sleep(MEMBER_SECONDS)  # then the process that watches the server says so
+        servers.run.ledger.members.drain(url, "it was killed")
         servers.run.ledger.members.set([(url, "gone", "it was killed", -1)])
         await servers.until(SERVERS - 1)
         await servers.start()

@@ -270,6 +270,23 @@ def test_engines_join_serve_and_leave_while_the_run_goes_on(
     assert f"the engine at {B} gets no new turns: it is about to end" in printed
 
 
+def test_an_engine_whose_member_says_that_it_is_gone_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        await watched.look(lambda: watched.scored)
+        watched.servers.fault[A] = EngineLost("connection refused")
+        watched.ledger.members.set([(A, "gone", "it was killed", -1)])
+        await watched.look(watched.lost)
+        monkeypatch.setattr(versions, "SILENT_SECONDS", 30.0)
+        for _ in range(5):
+            await observe_versions(watched.run)
+            assert watched.client.serving == {B}
+        assert watched.rows() == {A: "gone", B: "serving"}
+        await watched.engines.aclose()
+
+    asyncio.run(play())
+
+
 def test_an_engine_that_lags_is_drained_and_serves_again_once_it_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         watched = Watched(monkeypatch)
