@@ -172,7 +172,11 @@ class EnginePolicy:
         self.engine = engine
 
     async def generate(
-        self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
+        self,
+        request: GenerateRequest,
+        timeout: float,
+        on_part: Callable[[Generation], None] | None = None,
+        begun: Generation | None = None,
     ) -> Generation:
         """See `etude.harness.loop.Policy`."""
         sequence = self.engine.submit(Request(**msgspec.structs.asdict(request)))
