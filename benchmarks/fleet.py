@@ -110,8 +110,7 @@ class _Servers:
         for pid in self.processes[url].pids.values():
             os.kill(pid, number)
         self.lost |= {session: now for session, at in self.backend.at.items() if at == url}
-        if number == signal.SIGKILL:
-            self.sampled += sampled
+        self.sampled += sampled
         return url
 
     async def converse(self, name: int) -> None:
