@@ -157,7 +157,7 @@ chaos: .venv/installed-dev
 mutants: .venv/installed-dev
 	$(BIN)/python -m tests.helpers.mutants outputs/mutants --seed $(SEED) --count $(COUNT)
 
-# The real controller over a thousand simulated engines and 100,000 episodes, on a virtual clock; some 15 minutes.
+# The real controller over a thousand simulated engines and 100,000 episodes, on a virtual clock.
 fleet-clock: .venv/installed-dev
 	$(PYTEST) -s tests/run/test_fleet_clock.py -k thousand
 
