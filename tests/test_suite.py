@@ -1,6 +1,8 @@
 """The gate runs what failed once more, and remembers the tests that passed only then."""
 
+import ast
 import collections
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +104,13 @@ def test_a_suite_that_did_not_run_whole_is_no_flake(tmp_path, broken):
 def test_no_test_stands_in_the_list_twice():
     names = [line.split(" ", 2)[2] for line in FLAKY.read_text().splitlines() if line and not line.startswith("#")]
     assert [name for name, times in collections.Counter(names).items() if times > 1] == [], "mend or drop these tests"
+
+
+def test_no_test_alters_the_clock_of_the_whole_process():
+    """The servers of other tests read that clock, too (tests/helpers/clocks.py)."""
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("setattr", "patch", "patch.object")):
+                target = ast.unparse(call.args[0]).strip("'\"") if call.args else ""
+                altered = target.split(".")[-1] == "time" or ".time." in f".{target}"
+                assert not altered or path.name == "clocks.py", f"{path}:{call.lineno}: use tests/helpers/clocks.py"

@@ -6,6 +6,7 @@ import pytest
 from etude.inference.engine import costs
 from etude.inference.engine.costs import CostCurve, measure
 from etude.inference.engine.drafts import MATCHES, Drafter, DraftSource, SharedRates, longest_match
+from tests.helpers.clocks import set_clock
 
 
 def ids(*values):
@@ -130,7 +131,7 @@ def test_a_curve_is_monotone_and_goes_on_beyond_its_end():
 def test_the_largest_pass_of_a_slow_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is guessed beyond the measured sizes decides how much is drafted among many sequences."""
     now = [0.0]
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+    set_clock(monkeypatch, costs, perf_counter=lambda: now[0])
 
     def run(size: int) -> None:
         now[0] += 0.15 + 0.003 * size

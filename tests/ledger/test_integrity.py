@@ -12,11 +12,13 @@ import pytest
 import sqlalchemy as sa
 
 from etude.errors import UserError
-from etude.ledger import database, digests
+from etude.ledger import database, digests, flagged, leases
+from etude.ledger import ledger as ledger_module
 from etude.ledger.database import Outage
 from etude.ledger.ledger import Ledger
 from etude.records import EpisodeBlob, Outcome, encode
 from etude.store import open_store
+from tests.helpers.clocks import set_clock
 from tests.ledger.test_ledger import LONG, finish, manifest
 from tests.rollout.test_group_audit import member
 
@@ -249,11 +251,11 @@ def away(again):
 def test_a_clock_that_jumps_ends_no_lease_and_keeps_none(ledger, monkeypatch, jump):
     ledger.admit(0, "t", 2, 0)
     (mine, other) = ledger.lease("alive", 2, 30.0)
-    real, monotonic = time.time, time.monotonic
-    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    for module in (leases, database, ledger_module, flagged):
+        set_clock(monkeypatch, module, time=lambda: time.time() + jump)
     assert ledger.lease("another", 9, 30.0) == [], "nothing is over"
     assert finish(ledger, mine)
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 31.0)
+    set_clock(monkeypatch, leases, monotonic=lambda: time.monotonic() + 31.0)
     (taken,) = ledger.lease("another", 9, 30.0)
     assert (taken.member, taken.attempt) == (other.member, 1), "nobody has renewed it for 31 seconds"
     assert not finish(ledger, other)
@@ -264,9 +266,8 @@ def test_a_clock_that_jumps_ends_no_lease_and_keeps_none(ledger, monkeypatch, ju
 def test_a_renewed_lease_is_seen_to_live(ledger, monkeypatch):
     ledger.admit(0, "t", 1, 0)
     ledger.lease("alive", 1, 30.0)
-    monotonic = time.monotonic
     for passed in (0.0, 20.0, 40.0, 60.0):
-        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed)  # noqa: B023
+        set_clock(monkeypatch, leases, monotonic=lambda: time.monotonic() + passed)  # noqa: B023
         assert ledger.lease("another", 1, 30.0) == []
         ledger.renew("alive", 30.0)
 
@@ -275,9 +276,8 @@ def test_the_time_of_an_outage_ends_no_lease(ledger, monkeypatch):
     ledger.admit(0, "t", 1, 0)
     ledger.lease("alive", 1, 30.0)
     assert ledger.lease("another", 1, 30.0) == []
-    monotonic = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 100.0)
-    monkeypatch.setattr("etude.ledger.leases.last_outage", lambda: monotonic() + 80.0)
+    set_clock(monkeypatch, leases, monotonic=lambda: time.monotonic() + 100.0)
+    monkeypatch.setattr(leases, "last_outage", lambda: time.monotonic() + 80.0)
     assert ledger.lease("another", 1, 30.0) == [], "its holder has had 20 seconds to renew it"
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 111.0)
+    set_clock(monkeypatch, leases, monotonic=lambda: time.monotonic() + 111.0)
     assert len(ledger.lease("another", 1, 30.0)) == 1

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
+from etude.live.gateway import writer
 from etude.live.gateway.entries import Key, ServedEntry, SignalEntry, SuggestionEntry, TurnEntry
 from etude.live.gateway.queue import RecordQueue, Unavailable
 from etude.live.gateway.writer import LogWriter
@@ -29,6 +30,7 @@ from etude.live.log.records import (
     ulid,
 )
 from etude.store import Store
+from tests.helpers.clocks import set_clock
 from tests.helpers.live import bytes_below
 from tests.helpers.live_story import new_session, new_turn
 
@@ -253,7 +255,7 @@ def test_old_counters_are_deleted_and_those_of_a_canary_that_stands_are_kept(liv
 def test_times_rise_though_the_clock_is_set_back(live, monkeypatch):
     with live.engine.begin() as connection:
         first = journal.stamp(connection, 10)
-    monkeypatch.setattr(time, "time_ns", lambda: 5)
+    set_clock(monkeypatch, journal, time_ns=lambda: 5)
     with live.engine.begin() as connection:
         assert journal.stamp(connection) == first + 10
 
@@ -277,7 +279,7 @@ def test_a_store_that_is_full_delays_no_signal_by_each_of_its_turns(live, monkey
 
     held = live.queue.submit([live.signal(ulid(), comment="until all is queued")])
     monkeypatch.setattr(live.store, "put", full)
-    monkeypatch.setattr("etude.live.gateway.writer.time.sleep", lambda seconds: pauses.append(seconds))
+    set_clock(monkeypatch, writer, sleep=pauses.append)
     for _ in range(20):
         live.queue.append(live.turn())
     assert held.result(60) == live.told(live.signal(ulid())) == ["unknown"]
