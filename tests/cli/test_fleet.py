@@ -16,6 +16,7 @@ from etude import runfolder
 from etude.cli import fleet as command
 from etude.cli.main import main
 from etude.config import FleetConfig, RLConfig, TasksConfig
+from etude.ledger import MemberPlayer
 
 URL = "http://10.0.0.1:8000"
 
@@ -44,6 +45,9 @@ class LedgerStandIn:
 
     def players(self) -> dict[str, int]:
         return {"players-0": 1}
+
+    def offers(self) -> list[MemberPlayer]:
+        return [MemberPlayer("players-0", 8, "", 1), MemberPlayer("players-1", 0, "its host is broken", 1)]
 
     def drain(self, url: str, why: str) -> bool:
         self.calls.append(("drain", url, why))
@@ -95,8 +99,11 @@ def test_status_lists_engines_and_players(ledger, folder, capsys):
     assert lines[1] == ["eu-0", URL, "serving", "3"]
     assert lines[2] == ["eu-1", "http://b", "gone", "it", "was", "silent"]
     assert lines[3] == ["players-0", "plays", "1", "episode"]
+    assert " ".join(lines[4]) == "players-1 rests: its host is broken"
     assert call("fleet", "status", folder, "--json") == 0
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)["engines"]] == ["eu-0", "eu-1"]
+    values = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in values["engines"]] == ["eu-0", "eu-1"]
+    assert (values["players"], values["resting"]) == ({"players-0": 1}, {"players-1": "its host is broken"})
 
 
 def test_drain_asks_engines_that_are_there(ledger, folder, capsys):

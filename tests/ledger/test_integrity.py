@@ -227,7 +227,7 @@ def test_a_postgresql_server_that_restarts_loses_and_doubles_nothing(postgres_se
     player.close()
     trainer.close()
     with engine.begin() as connection:
-        for name in ("episodes", "groups", "impossible", "counters", "meta"):
+        for name in ("episodes", "groups", "impossible", "counters", "meta", "engines", "players"):
             connection.execute(sa.text(f"DROP TABLE {name}"))
     engine.dispose()
 

@@ -6,7 +6,10 @@ import pytest
 import sqlalchemy as sa
 
 from etude.errors import UserError
+from etude.ledger import conservation
+from etude.ledger.database import Outage
 from etude.ledger.ledger import MAX_RETRIES, Ledger
+from etude.ledger.schema import RECOVERY
 from etude.records import Anchor, EpisodeBlob, Outcome, PolicyVersion
 
 LONG = 3600.0
@@ -17,7 +20,7 @@ def blob(group, member, attempt):
     return EpisodeBlob(key=f"{group}/{member}-{attempt}", digest=f"digest of {group}")
 
 
-def finish(ledger, lease, outcome=Outcome.SCORED, passed=False, reason=""):
+def finish(ledger, lease, outcome=Outcome.SCORED, passed=False, reason="", **rest):
     return ledger.finish(
         lease,
         outcome=outcome,
@@ -28,6 +31,7 @@ def finish(ledger, lease, outcome=Outcome.SCORED, passed=False, reason=""):
         min_version=0,
         metrics={"turns": 2.0},
         reason=reason,
+        **rest,
     )
 
 
@@ -155,6 +159,60 @@ def test_infrastructure_failures_are_played_again_and_then_leave_the_group(ledge
     (result,) = ledger.results(0, consumed_only=False)
     assert (result.passed, result.episodes) == (1, 1)
     assert ledger.conservation([]).retried == MAX_RETRIES
+
+
+def test_failures_of_a_broken_host_are_no_tries_of_the_episode(ledger):
+    ledger.admit(0, "t", 1, 0)
+    for attempt in range(3 * MAX_RETRIES):
+        (lease,) = ledger.lease("a", 1, LONG)
+        assert lease.attempt == attempt
+        assert finish(ledger, lease, Outcome.INFRA, blamed=False)
+    for _ in range(MAX_RETRIES + 1):
+        (lease,) = ledger.lease("b", 1, LONG)
+        assert finish(ledger, lease, Outcome.INFRA)
+    assert ledger.lease("b", 1, LONG) == []
+    assert ledger.counts()["infra"] == 1
+
+
+def test_some_groups_are_leased_only_where_there_are_no_others(ledger):
+    for index in range(3):
+        ledger.admit(index, "t", 2, 0)
+    assert [lease.group_id for lease in ledger.lease("a", 3, LONG, rather_not=[0, 1])] == [2, 2]
+    assert [lease.group_id for lease in ledger.lease("a", 3, LONG, rather_not={0, 1})] == [0, 0, 1]
+
+
+def test_a_result_whose_reply_is_lost_counts_what_was_recovered_once(ledger, monkeypatch):
+    ledger.admit(0, "t", 2, 0)
+    committed = ledger._finish
+
+    def lost(*arguments):
+        committed(*arguments)
+        monkeypatch.setattr(ledger, "_finish", committed)
+        raise Outage("the reply is lost")
+
+    for lease, outcome in zip(ledger.lease("a", 2, LONG), (Outcome.SCORED, Outcome.QUARANTINED), strict=True):
+        monkeypatch.setattr(ledger, "_finish", lost)
+        assert finish(ledger, lease, outcome, recovered={"continued": 1, "recovered_tokens": 7, "begun_anew": 0})
+    expected = {"continued": 1, "recovered_tokens": 7}
+    assert ledger.recovered() == dict.fromkeys(RECOVERY, 0) | expected, "nothing of a lost episode was recovered"
+
+
+def test_the_proof_reads_one_moment(ledger, url, monkeypatch):
+    """Another process finishes the group between two statements of the proof."""
+    ledger.admit(0, "t", 1, 0)
+    (lease,) = ledger.lease("a", 1, LONG)
+    other, count = Ledger.open(url), conservation.count_outcomes
+
+    def between(connection):
+        assert finish(other, lease)
+        return count(connection)
+
+    monkeypatch.setattr(conservation, "count_outcomes", between)
+    proof = ledger.conservation([])
+    other.close()
+    assert (proof.ok, proof.leased, sum(proof.done.values())) == (True, 1, 0), proof.sentence
+    monkeypatch.undo()
+    assert ledger.conservation([]).done["scored"] == 1
 
 
 def test_quarantined_episodes_leave_the_group_at_once_with_their_reason(ledger):
@@ -482,7 +540,7 @@ def test_a_ledger_of_another_schema_is_refused(url):
     with engine.begin() as connection:
         connection.execute(sa.text("UPDATE meta SET value = '0' WHERE key = 'schema'"))
     engine.dispose()
-    with pytest.raises(UserError, match="has schema 0, this etude reads 5"):
+    with pytest.raises(UserError, match="has schema 0, this etude reads 6"):
         Ledger.open(url)
 
 
@@ -536,6 +594,18 @@ def test_engines_come_and_go(ledger):
     ledger.members.join("http://a", "eu-0")  # started anew
     again = ledger.members.engines()[0]
     assert (again.state, again.version, again.why, again.leaving) == ("joining", -1, "", "")
+
+
+def test_players_say_how_many_episodes_they_play(ledger):
+    ledger.members.offer("players-0.a", 8)
+    ledger.members.offer("elsewhere/players-1.b", 8)
+    ledger.members.offer("players-0.a", 0, "its host is broken")
+    rows = [(row.owner, row.episodes, row.why, row.beat) for row in ledger.members.offers()]
+    assert rows == [("elsewhere/players-1.b", 8, "", 0), ("players-0.a", 0, "its host is broken", 1)]
+    ledger.members.part("the run was resumed")
+    assert [row.owner for row in ledger.members.offers()] == ["elsewhere/players-1.b"]
+    ledger.members.withdraw("elsewhere/players-1.b")
+    assert ledger.members.offers() == []
 
 
 def test_the_stage_and_its_beats(ledger):

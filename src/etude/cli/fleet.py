@@ -23,7 +23,7 @@ from etude.errors import RunFailed, UserError
 from etude.fleet import Machine, Placed, kuberay_files, namespace, ray_log, slurm_files
 from etude.ledger import Ledger
 from etude.protocol import TOKEN_VARIABLE, bearer, own_token
-from etude.run.jobs import place_fleet
+from etude.run.jobs import check_reached, place_fleet
 
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0  # of a server, before a fleet is started
@@ -115,13 +115,17 @@ def _up(arguments: argparse.Namespace) -> None:
 
 
 def _check_servers(fleet: FleetConfig, folder: Path, config: RLConfig, token: str) -> None:
-    """Raises UserError for attached servers that do not answer, and for another token than that of the run's engines,
-    of which one that answers is asked."""
+    """Raises UserError for attached servers that do not answer or that players in Ray do not reach, and for another
+    token than that of the run's engines, of which one that answers is asked."""
     attached = [url for table in fleet.engines for url in table.urls]
     if wrong := next((url for url in attached if _answer(url, token) is None), None):
         raise UserError(f"{wrong} does not answer: start the server, or mend urls")
     with closing(_ledger(folder, config)) as ledger:
-        serving = [row.url for row in ledger.members.engines() if row.state == "serving"]
+        engines = [row for row in ledger.members.engines() if row.state != "gone"]
+    serving = [row.url for row in engines if row.state == "serving"]
+    own = runfolder.load_fleet(folder)
+    if any(each and each.players and each.players.placer == "ray" for each in (fleet, own)):
+        check_reached([*attached, *(row.url for row in engines)])
     code = next((code for url in serving if (code := _answer(url, token)) is not None), None)
     if code in (401, 403):
         raise UserError(f"${TOKEN_VARIABLE} is not the token that the run was started with: its engines refuse it")
@@ -159,8 +163,10 @@ def _status(run: Path, *, as_json: bool) -> None:
     config = runfolder.load_config(run)
     with closing(_ledger(run, config)) as ledger:
         engines, players = ledger.members.engines(), ledger.members.players()
+        resting = {row.owner: row.why for row in ledger.members.offers() if row.why}
     if as_json:
-        return print(json.dumps({"engines": [asdict(row) for row in engines], "players": players}))
+        rows = [asdict(row) for row in engines]
+        return print(json.dumps({"engines": rows, "players": players, "resting": resting}))
     table = Table("name", "url", "state", "version", "why", box=None)
     for row in engines:
         version = str(row.version) if row.version >= 0 else ""
@@ -168,6 +174,8 @@ def _status(run: Path, *, as_json: bool) -> None:
     Console(width=max(100, shutil.get_terminal_size().columns)).print(table)
     for owner, count in players.items():
         print(f"{owner} plays {count} episode{'s' if count > 1 else ''}")
+    for owner, why in resting.items():
+        print(f"{owner} rests: {why}")
 
 
 def _drain(run: Path, urls: list[str]) -> None:

@@ -10,7 +10,7 @@
     flagged                          flags of cheating, and episodes of impossible tasks
     digests                          of episodes' bytes and of rows
     leases                           the end of a lease
-    membership                       the engines of a run, and its stage for players
+    membership                       the engines and players of a run, and its stage for players
     stored_episodes                  the episodes of a run folder, for commands
 
 Imports records, store and configuration only, no torch. Token arrays are blobs in the store.
@@ -21,7 +21,7 @@ from etude.ledger.digests import BlobDamaged, get_blob, put_blob
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
 from etude.ledger.leases import ELSEWHERE
 from etude.ledger.ledger import EpisodeLease, GroupResult, Ledger, blob_key
-from etude.ledger.membership import MemberState
+from etude.ledger.membership import MemberPlayer, MemberState
 from etude.ledger.stored_episodes import StoredEpisodes, run_episodes
 
 PUBLIC = ("",)

@@ -91,14 +91,14 @@ _e, _g = episodes.c, groups.c
 # Frequent statements are built once: building one costs more than SQLite needs to run it.
 _MINE = (_e.group_id == bindparam("g"), _e.member == bindparam("m"), _e.attempt == bindparam("a"), _e.state == "leased")
 _FINISH = sa.update(episodes).where(*_MINE)
+_FAILURES = _e.failures + sa.cast(bindparam("by"), sa.Integer)
 _RETRY = (
     sa.update(episodes)
-    .where(*_MINE, _e.failures < MAX_RETRIES)
+    .where(*_MINE, _FAILURES <= MAX_RETRIES)
     .values(
-        state="pending", attempt=_e.attempt + 1, failures=_e.failures + 1, owner=None, lease=None,
-        reason=bindparam("why"),
+        state="pending", attempt=_e.attempt + 1, failures=_FAILURES, owner=None, lease=None, reason=bindparam("why")
     )
-)  # fmt: skip
+)
 _UNLEASED = {"state": "pending", "attempt": _e.attempt + 1, "owner": None, "lease": None}
 _MEMBER_DONE = (
     sa.update(groups).where(_g.id == bindparam("g")).values(unfinished=_g.unfinished - 1).returning(_g.unfinished)
@@ -117,6 +117,7 @@ _EPISODES = (
     .with_for_update(of=episodes, skip_locked=True)
 )
 _PENDING = _EPISODES.where(_e.state == "pending").limit(bindparam("limit"))
+_OTHERS = _PENDING.where(_e.group_id.not_in(bindparam("rather_not", expanding=True)))
 _OVER = _EPISODES.where(sa.tuple_(_e.group_id, _e.member).in_(bindparam("ids", expanding=True)))
 _GRANTED = _EPISODES.where(_e.state == "leased", _e.lease == bindparam("lease"))
 _LEASE = sa.update(episodes).where(_e.group_id == bindparam("g"), _e.member == bindparam("m"))
@@ -172,17 +173,20 @@ class Ledger(RunTables):
             pass  # admitted before
         return index
 
-    def lease(self, owner: str, limit: int, seconds: float) -> list[EpisodeLease]:
+    def lease(self, owner: str, limit: int, seconds: float, rather_not: Collection[int] = ()) -> list[EpisodeLease]:
         """Leases up to `limit` episodes to `owner`, the oldest groups first: pending episodes and those of expired
-        leases."""
+        leases; of the groups `rather_not` only where nothing else is pending."""
         call = secrets.token_hex(8)
-        return persist(lambda again: self._lease(owner, limit, seconds, call, again))
+        return persist(lambda again: self._lease(owner, limit, seconds, rather_not, call, again))
 
-    def _lease(self, owner: str, limit: int, seconds: float, call: str, again: bool) -> list[EpisodeLease]:
+    def _lease(
+        self, owner: str, limit: int, seconds: float, rather_not: Collection[int], call: str, again: bool
+    ) -> list[EpisodeLease]:
         with self._write() as c:
             if again and (rows := c.execute(_GRANTED, {"lease": call}).all()):
                 return [_lease_of(row, row.attempt, owner) for row in rows]
-            rows = list(c.execute(_PENDING, {"limit": limit}).all())
+            rows = list(c.execute(_OTHERS, {"limit": limit, "rather_not": [*rather_not]}).all()) if rather_not else []
+            rows = rows or list(c.execute(_PENDING, {"limit": limit}).all())
             if self._watch.due() and (over := self._watch.over(c.execute(_LEASED).all())):
                 expired = c.execute(_OVER, {"ids": [lease[:2] for lease in over]}).all()
                 rows += [row for row in expired if (row.group_id, row.member, row.attempt, row.renewals) in over]
@@ -220,10 +224,13 @@ class Ledger(RunTables):
         metrics: Mapping[str, float],
         flags: tuple[str, ...] = (),
         reason: str = "",
+        recovered: Mapping[str, int] | None = None,
+        blamed: bool = True,
     ) -> bool:
         """Records the result of a leased episode. Returns False if the result came late and was ignored. An
-        infrastructure failure sends the episode back to pending, twice at most; after that, or in quarantine, it is
-        done without a blob. `reason` says why it was lost. The group is ready once its last member is done."""
+        infrastructure failure sends the episode back to pending, twice at most, and without end if it is not
+        `blamed`; after that, or in quarantine, it is done without a blob. `reason` says why it was lost. `recovered`
+        is added to the counters of `RECOVERY`. The group is ready once its last member is done."""
         kept = None if outcome.lost else blob
         values = {
             "group_id": lease.group_id,
@@ -241,20 +248,25 @@ class Ledger(RunTables):
             "reason": reason,
         }
         values |= {"state": "done", "seal": seal(EPISODE, values), "finished": time.time()}
-        return persist(lambda again: self._finish(lease, values, again))
+        counts = {} if outcome.lost else {name: count for name, count in (recovered or {}).items() if count}
+        return persist(lambda again: self._finish(lease, values, counts, blamed, again))
 
-    def _finish(self, lease: EpisodeLease, values: dict[str, Any], again: bool) -> bool:
+    def _finish(
+        self, lease: EpisodeLease, values: dict[str, Any], counts: Mapping[str, int], blamed: bool, again: bool
+    ) -> bool:
         key = {"g": lease.group_id, "m": lease.member, "a": lease.attempt}
         with self._write() as c:
             if again and _finished(c, lease, values):
                 return True
             infra = values["outcome"] == Outcome.INFRA.value
-            if infra and c.execute(_RETRY, key | {"why": values["reason"]}).rowcount:
+            if infra and c.execute(_RETRY, key | {"why": values["reason"], "by": int(blamed)}).rowcount:
                 c.execute(_COUNT, {"counter": "retried", "by": 1})
                 return True
             if c.execute(_FINISH, key | values).rowcount == 0:
                 c.execute(_COUNT, {"counter": "late", "by": 1})
                 return False
+            for name, count in counts.items():
+                c.execute(_COUNT, {"counter": name, "by": count})
             if c.execute(_MEMBER_DONE, {"g": lease.group_id}).scalar_one() == 0:
                 order = c.execute(_COUNT, {"counter": "ready", "by": 1}).scalar_one()
                 c.execute(sa.update(groups).where(_g.id == lease.group_id).values(state="ready", ready_order=order))
@@ -372,14 +384,6 @@ class Ledger(RunTables):
         with self._read() as c:
             rows = c.execute(sa.select(_e.group_id, _e.member).where(_e.state != "done")).all()
         return {(row.group_id, row.member) for row in rows}
-
-    @persistent
-    def count_recovered(self, counts: Mapping[str, int]) -> None:
-        """Adds to the counters of `RECOVERY`."""
-        if added := [{"counter": name, "by": count} for name, count in counts.items() if count]:
-            with self._write() as c:
-                for each in added:
-                    c.execute(_COUNT, each)
 
     @persistent
     def recovered(self) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""The inference servers of a run, which come and go while it goes on, and the stage of the run for its players.
+"""The inference servers and players of a run, which come and go while it goes on, and the stage of the run for its
+players.
 
     joining ──(as new as the others)──> serving <──(has caught up)── draining
        ^                                   │  └──(lags, or leaves)──────^  │
@@ -18,11 +19,12 @@ from typing import Literal
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from etude.ledger.schema import RunStage, engines, episodes, meta
+from etude.ledger.leases import ELSEWHERE
+from etude.ledger.schema import RunStage, engines, episodes, meta, players
 from etude.ledger.tables import RunTables, persistent
 
 MemberState = Literal["joining", "serving", "draining", "gone"]
-_c, _e = engines.c, episodes.c
+_c, _e, _p = engines.c, episodes.c, players.c
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,17 @@ class MemberEngine:
     why: str
     version: int
     leaving: str
+
+
+@dataclass(frozen=True)
+class MemberPlayer:
+    """The row of a player, by the name under which it leases: the most `episodes` that it plays at a time now, `why`
+    they are fewer than it was started for, and a number that grows while it lives."""
+
+    owner: str
+    episodes: int
+    why: str
+    beat: int
 
 
 class Membership(RunTables):
@@ -73,9 +86,11 @@ class Membership(RunTables):
 
     @persistent
     def part(self, why: str, keep: Sequence[str] = ()) -> None:
-        """Counts all servers as gone, but those whose names are in `keep`."""
+        """Counts all servers as gone, but those whose names are in `keep`, and forgets the players but those
+        `ELSEWHERE`."""
         others = (_c.state != "gone", _c.name.not_in(list(keep)))
         with self._write() as c:
+            c.execute(sa.delete(players).where(~_p.owner.startswith(ELSEWHERE, autoescape=True)))
             c.execute(sa.update(engines).where(*others).values(state="gone", why=why))
 
     @persistent
@@ -84,6 +99,31 @@ class Membership(RunTables):
         query = sa.select(_c.url, _c.name, _c.state, _c.why, _c.version, _c.leaving).order_by(_c.name, _c.url)
         with self._read() as c:
             return [MemberEngine(*row) for row in c.execute(query)]
+
+    @persistent
+    def offer(self, owner: str, episodes: int, why: str = "") -> None:
+        """Says how many episodes a player plays at a time now, and counts a beat of it."""
+        values = {"episodes": episodes, "why": why}
+        try:
+            with self._write() as c:
+                mine = sa.update(players).where(_p.owner == owner).values(beat=_p.beat + 1, **values)
+                if not c.execute(mine).rowcount:
+                    c.execute(sa.insert(players), {"owner": owner, "beat": 0} | values)
+        except IntegrityError:
+            pass  # its reply was lost, and this is the second try
+
+    @persistent
+    def withdraw(self, owner: str) -> None:
+        """Forgets a player that has ended."""
+        with self._write() as c:
+            c.execute(sa.delete(players).where(_p.owner == owner))
+
+    @persistent
+    def offers(self) -> list[MemberPlayer]:
+        """The players, by name."""
+        with self._read() as c:
+            rows = c.execute(sa.select(_p.owner, _p.episodes, _p.why, _p.beat).order_by(_p.owner))
+            return [MemberPlayer(*row) for row in rows]
 
     @persistent
     def players(self) -> dict[str, int]:

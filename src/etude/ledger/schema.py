@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from etude.errors import UserError
 from etude.ledger.database import open_database
 
-VERSION = "5"
+VERSION = "6"
 """The version of the tables; a ledger of another version is refused."""
 
 metadata = sa.MetaData()
@@ -114,6 +114,16 @@ engines = sa.Table(
     sa.Column("leaving", sa.String, nullable=False),  # why it was asked to leave; empty: it was not
 )
 """The inference servers of the run, those that have left included (`membership.py`)."""
+
+players = sa.Table(
+    "players",
+    metadata,
+    sa.Column("owner", sa.String, primary_key=True),  # of its leases
+    sa.Column("episodes", sa.Integer, nullable=False),  # that it plays at a time now, at most
+    sa.Column("why", sa.String, nullable=False),  # it plays fewer than it was started for; empty: it does not
+    sa.Column("beat", sa.BigInteger, nullable=False),  # grows while it lives
+)
+"""The processes that play episodes beside the controller (`membership.py`)."""
 
 
 def connect(url: str) -> sa.Engine:

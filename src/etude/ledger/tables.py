@@ -24,7 +24,9 @@ class RunTables:
 
     def __init__(self, engine: sa.Engine):
         self._engine = engine
-        self._reader = engine.execution_options(read_only=True)
+        # Several statements of a reader see one moment: SQLite's BEGIN does that by itself, PostgreSQL's does not.
+        snapshot = {"isolation_level": "REPEATABLE READ"} if engine.dialect.name == "postgresql" else {}
+        self._reader = engine.execution_options(read_only=True, **snapshot)
 
     @contextmanager
     def _write(self) -> Generator[sa.Connection]:
@@ -40,7 +42,9 @@ class RunTables:
     def _errors(self) -> Generator[None]:
         try:
             yield
-        except (IntegrityError, ProgrammingError):
+        except (IntegrityError, ProgrammingError) as e:
+            if str(e.orig).startswith("CHECK constraint failed"):  # SQLite's: a byte of its schema is another one
+                raise unreadable("ledger", self._engine) from e
             raise
         except DBAPIError as e:
             kind = Outage if is_outage(e) else UserError

@@ -17,6 +17,7 @@ from etude.protocol.access import (
     bearer,
     bearers,
     headers,
+    is_loopback,
     new_token,
     own_token,
 )

@@ -47,6 +47,8 @@ async def play_leased(play: Play, lease: EpisodeLease) -> None:
     journal = await _journal(play, lease)
     context = replace(play.training, taskset=taskset, model=_since_admission(play.training.model, lease.version))
     episode = await _play(play, context, task, episode_id, journal)
+    if play.row is not None and _served(context.model):
+        play.row.add(episode)
     if journal is not None:
         await journal.close(keep=episode.outcome is Outcome.INFRA)
     # In a thread: a database that is away delays this episode alone.
@@ -55,6 +57,12 @@ async def play_leased(play: Play, lease: EpisodeLease) -> None:
     failpoint("controller.finished")
     if episode.outcome is Outcome.QUARANTINED:
         _alarm(play, episode)
+
+
+def _served(model: Model) -> bool:
+    """Whether an engine gets turns: else a lost episode is not its host's fault."""
+    policy = model.policy if isinstance(model, EngineModel) else None
+    return not isinstance(policy, _SinceAdmission) or bool(policy.client.serving)
 
 
 @dataclass(frozen=True)
@@ -143,10 +151,10 @@ def _record(play: Play, lease: EpisodeLease, episode: Episode, journal: EpisodeJ
         metrics=episode.metrics,
         flags=episode.flags,
         reason=episode.detail if episode.outcome.lost else "",
+        recovered=None if journal is None else journal.recovered,
+        blamed=play.row is None or not play.row.of_host,
     )
     if journal is not None and taken and (episode.outcome is not Outcome.INFRA or not journal.grew):
-        if not episode.outcome.lost:
-            play.ledger.count_recovered(journal.recovered)
         journal.delete()
 
 

@@ -16,6 +16,7 @@ from etude.ledger import parse_database_url
 from etude.models import check_device, check_devices, check_folder
 from etude.renderers import Renderer, named, say_dropped
 from etude.rollout import TaskPart, Taskset, check_agent, custom_component, dataset_part, foreign_refusal
+from etude.run.jobs import check_reached
 from etude.run.parts import built_beside, part_of, profiles_of, renderer_of, source_part, taskset_of
 from etude.run.vllm_environment import check_python
 from etude.sandbox.backends.choose import check_sandbox
@@ -41,9 +42,10 @@ def check_inputs(config: RLConfig, fleet: FleetConfig | None = None) -> None:
     check_before_training(Path(config.model.path))
     renderer = renderer_of(config)
     say_dropped(renderer)  # or what is wrong with tokenizer and template
-    players = fleet.players if fleet is not None and not fleet.engines else None
-    if players is not None and players.placer == "ray" and not config.inference.urls:
-        raise UserError("players in Ray do not reach the run's own servers, on loopback: write a table [[engines]]")
+    if fleet is not None and fleet.players is not None and fleet.players.placer == "ray":
+        if not fleet.engines and not config.inference.urls:
+            raise UserError("players in Ray do not reach the run's own servers, on loopback: write a table [[engines]]")
+        check_reached([*config.inference.urls, *(url for table in fleet.engines for url in table.urls)])
     engines_here = fleet is None or not fleet.engines or any(table.placer == "local" for table in fleet.engines)
     if engines_here:
         check_python(config.inference)

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from etude.config import EnginesTable, FleetConfig, PlayersTable, RanksTable, RLConfig
 from etude.config.secrets import ledger_password
 from etude.errors import UserError
 from etude.fleet import FleetJob, Placed, Placer, open_placer, stop_all
-from etude.protocol import TOKEN_VARIABLE
+from etude.protocol import TOKEN_VARIABLE, is_loopback
 from etude.run.away import AwayProcess
 
 STOP_SECONDS = 30.0  # a server may take 25 to hand back its turns
@@ -79,6 +79,14 @@ def place_fleet(
         placed.stop()
         raise
     return placed
+
+
+def check_reached(urls: Iterable[str]) -> None:
+    """Raises UserError for a server that players of other hosts do not reach."""
+    if wrong := next((url for url in urls if is_loopback(urlsplit(url).hostname or "")), None):
+        raise UserError(
+            f"players in Ray do not reach {wrong}, a loopback address: give the server's address in their network"
+        )
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from etude.ledger import EpisodeLease
@@ -35,15 +36,16 @@ class LeasedEpisodes:
         """The episodes in flight."""
         return [episode for task, episode in self._tasks.items() if not task.done()]
 
-    async def fill(self, limit: int) -> None:
-        """Renews the leases in time, then leases and begins episodes until `limit` are in flight: a process that was
-        busy must not take its own episodes for those of a dead one. The ledger is asked in threads: episodes go on
-        while its server is away."""
+    async def fill(self, limit: int, rather_not: Collection[int] = ()) -> None:
+        """Renews the leases in time, then leases and begins episodes until `limit` are in flight, of the groups
+        `rather_not` only where there are no others: a process that was busy must not take its own episodes for those of
+        a dead one. The ledger is asked in threads: episodes go on while its server is away."""
         if time.monotonic() - self._renewed > self._seconds / 3:
             await asyncio.to_thread(self._play.ledger.renew, self._owner, self._seconds)
             self._renewed = time.monotonic()
         if (free := limit - len(self.live)) > 0:
-            for lease in await asyncio.to_thread(self._play.ledger.lease, self._owner, free, self._seconds):
+            lease_some = self._play.ledger.lease
+            for lease in await asyncio.to_thread(lease_some, self._owner, free, self._seconds, rather_not):
                 self._tasks[asyncio.create_task(play_leased(self._play, lease))] = LiveEpisode(lease, time.monotonic())
 
     def reap(self) -> None:

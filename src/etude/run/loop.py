@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from etude.errors import RunFailed
+from etude.ledger import MemberPlayer
 from etude.rollout import (
     STALL_LIMIT,
     Curriculum,
@@ -49,6 +50,7 @@ from etude.run.versions import observe_versions
 
 TICK_SECONDS = 0.1
 PLAYERS_SECONDS = 1.0  # between two looks at the episodes that players have leased
+SILENT_SECONDS = 30.0  # without a beat, after which a player offers nothing
 GROUPS_AT_ONCE = 32  # admitted; on-policy, where a draw depends on what is open, all
 OWNER = "controller"
 
@@ -95,6 +97,8 @@ class _Players:
 
     def __init__(self, run: Run) -> None:
         self._run, self._looked, self._live = run, -math.inf, 0
+        self._beats: dict[str, tuple[int, float]] = {}  # the last of each player, and when it was new
+        self._rest: set[str] = set()
 
     async def look(self) -> int:
         """The number of episodes that players have leased. The first look begins the stage for them."""
@@ -105,7 +109,23 @@ class _Players:
             self._looked = now
             held = await asyncio.to_thread(run.ledger.members.players)
             self._live = sum(count for owner, count in held.items() if owner != OWNER)
+            rows = await asyncio.to_thread(run.ledger.members.offers)
+            run.progress.offered = sum([row.episodes for row in rows if await self._lives(row, now)])
         return self._live
+
+    async def _lives(self, row: MemberPlayer, now: float) -> bool:
+        """Whether the player is not silent. One that is is forgotten: it comes back with its next beat. One that rests
+        is printed once."""
+        if self._beats.get(row.owner, (-1, 0.0))[0] != row.beat:
+            self._beats[row.owner] = row.beat, now
+        if now - self._beats[row.owner][1] > SILENT_SECONDS:
+            del self._beats[row.owner]
+            await asyncio.to_thread(self._run.ledger.members.withdraw, row.owner)
+            return False
+        if row.why and row.owner not in self._rest:
+            print(f"the player {row.owner} rests: {row.why}", file=sys.stderr)
+        (self._rest.add if row.why else self._rest.discard)(row.owner)
+        return True
 
     async def close(self) -> None:
         """Ends the stage for the players."""
@@ -157,7 +177,7 @@ def _admit(run: Run, curriculum: Curriculum | MixedCurriculum, learned: int) -> 
         accepted=figures.accepted,
         reserved=figures.reserved,
         in_flight=figures.in_flight,
-        max_in_flight=max(run.concurrency.limit, rollout.group) * 2,
+        max_in_flight=max(run.concurrency.limit, run.progress.offered, rollout.group) * 2,
     )
     count = min(count, run.config.trainer.steps * rollout.prompts - figures.groups)
     count = min(count, GROUPS_AT_ONCE) if rollout.staleness else count

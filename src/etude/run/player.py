@@ -2,15 +2,19 @@
 etude.run.player FILE` (`away.py`).
 
 The controller admits groups and decides which engines serve; the ledger is all that both share. A player that is killed
-loses its episodes only: their leases run out, and others play them. One that is asked to end gives them back.
+loses its episodes only: their leases run out, and others play them. One that is asked to end gives them back. One
+whose host is broken rests (`resting.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import sys
 import threading
+import time
+from collections.abc import Collection
 from pathlib import Path
 
 from etude.errors import UserError
@@ -23,6 +27,7 @@ from etude.run.engines import backend_of, engine_token
 from etude.run.episodes import TooManyQuarantined
 from etude.run.leased import LeasedEpisodes
 from etude.run.parts import context_of, egress_of, profiles_of, taskset_of
+from etude.run.resting import FailureRow
 from etude.run.sources import TaskPool, arrived, join, missing, trained_tasks
 from etude.run.state import Play
 from etude.store import open_store
@@ -30,6 +35,7 @@ from etude.store import open_store
 TICK_SECONDS = 0.1
 LOOK_SECONDS = 0.5  # between two looks at the ledger's engines
 LEASE_SECONDS = 30.0
+OFFER_SECONDS = 5.0  # between two beats of a player
 
 
 def play(process: AwayProcess, stopping: threading.Event) -> int:
@@ -66,19 +72,50 @@ async def _play(process: AwayProcess, stopping: threading.Event) -> None:
             ledger=ledger,
             rollouts=open_store(f"{config.store or folder}/rollouts"),
             sandbox=sandbox,
+            row=FailureRow(),
         )
         # Its own name, not only that of the job: it must not renew what it held before it was killed.
         owner = f"{ELSEWHERE if process.away else ''}{process.name}.{secrets.token_hex(4)}"
         episodes = LeasedEpisodes(parts, owner, LEASE_SECONDS)
         try:
-            await _until_it_ends(process, parts, episodes, client, stopping)
+            await _until_it_ends(process, parts, episodes, client, stopping, _Offer(parts, owner, process.episodes))
         finally:
             await episodes.close()
+            await asyncio.to_thread(ledger.members.withdraw, owner)
             ledger.close()
 
 
+class _Offer:
+    """The number of episodes that a player plays at a time, as the ledger has it."""
+
+    def __init__(self, play: Play, owner: str, episodes: int) -> None:
+        assert play.row is not None
+        self._members, self._row, self._owner, self._episodes = play.ledger.members, play.row, owner, episodes
+        self._last, self._at = (-1, ""), -math.inf
+
+    async def make(self) -> int:
+        """The number, written when it has changed and as a beat. A rest is printed."""
+        limit, why, now = self._row.limit(self._episodes), self._row.why, time.monotonic()
+        if (limit, why) != self._last or now > self._at + OFFER_SECONDS:
+            if why != self._last[1]:
+                print(f"etude: this player rests: {why}" if why else "etude: this player plays again", file=sys.stderr)
+            self._last, self._at = (limit, why), now
+            await asyncio.to_thread(self._members.offer, self._owner, limit, why)
+        return limit
+
+    @property
+    def rather_not(self) -> Collection[int]:
+        """The groups whose episodes a player that rests tries last."""
+        return self._row.groups if self._row.rests else ()
+
+
 async def _until_it_ends(
-    process: AwayProcess, parts: Play, episodes: LeasedEpisodes, client: EngineClient, stopping: threading.Event
+    process: AwayProcess,
+    parts: Play,
+    episodes: LeasedEpisodes,
+    client: EngineClient,
+    stopping: threading.Event,
+    offer: _Offer,
 ) -> None:
     patience, loop, looked = Patience(), asyncio.get_running_loop(), -LOOK_SECONDS
     training = False
@@ -95,7 +132,8 @@ async def _until_it_ends(
             for number in arrived(parts.folder, parts.pool):
                 await asyncio.to_thread(join, parts.config, parts.folder, parts.pool, number)
         parts.check()
-        await episodes.fill(process.episodes if training and client.serving else 0)
+        limit = await offer.make()
+        await episodes.fill(limit if training and client.serving else 0, offer.rather_not)
         await asyncio.sleep(TICK_SECONDS)
         episodes.reap()
 

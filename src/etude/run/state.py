@@ -17,6 +17,7 @@ from etude.processes import Child, Process
 from etude.protocol.backends import EngineClient
 from etude.rollout import Concurrency, ProbeScorer, RolloutContext, Taskset
 from etude.run.jobs import RunFleet
+from etude.run.resting import FailureRow
 from etude.run.sources import BUILDER, TaskPool
 from etude.sandbox import Sandbox
 from etude.store import Store
@@ -35,6 +36,7 @@ class Progress:
     trained: int = -1  # newest version whose groups are marked as consumed in the ledger
     live: int = 0  # episodes
     limit: int = 0  # of live episodes
+    offered: int = 0  # episodes that players play at a time
     finished: int = 0  # episodes
     quarantined: int = 0  # episodes that a fault of etude has ended
     tests_run: int = 0
@@ -103,6 +105,7 @@ class Engines:
     elastic: bool = False
     unserved: float | None = None  # since when no engine serves, on the monotonic clock
     looked: float = -math.inf  # when the ledger's table was read, on the monotonic clock
+    _left: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])  # of engines that are forgotten
 
     @property
     def serving(self) -> list[EngineState]:
@@ -128,6 +131,8 @@ class Engines:
         for task in (state.asking, state.bringing):
             if task is not None:
                 task.cancel()
+                self._left.add(task)
+                task.add_done_callback(self._left.discard)
 
     def lose(self, state: EngineState, why: str) -> bool:
         """Sends an engine's turns to the others from now on; False if no other engine serves, nor may join."""
@@ -153,8 +158,9 @@ class Engines:
         self.client.serve(state.url)
 
     async def aclose(self) -> None:
-        """Cancels the running requests for reports and updates."""
+        """Cancels the running requests for reports and updates; a swap that has begun ends first."""
         tasks = [task for state in self.states for task in (state.asking, state.bringing) if task is not None]
+        tasks += self._left
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -172,6 +178,7 @@ class Play:
     rollouts: Store
     sandbox: Sandbox
     progress: Progress = field(default_factory=Progress)
+    row: FailureRow | None = None  # of a player; the controller never rests
 
     def check(self) -> None:
         """Raises RunFailed, or UserError where the user can help, if a necessary process has died."""
@@ -193,6 +200,10 @@ class Run(Play):
     concurrency: Concurrency
     fleet: RunFleet = field(default_factory=RunFleet)
     record: EngineRecord = field(default_factory=EngineRecord)
+
+    def __post_init__(self) -> None:
+        """Of a run that is resumed, engines serve once they have the newest version."""
+        self.progress.served = max(self.progress.served, last_version(self.weights))
 
     @property
     def trainer(self) -> Process | Placed:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import httpx2
 
@@ -36,6 +36,7 @@ from etude.protocol.backends.vllm_answers import (
 from etude.protocol.wire import GenerateRequest, SequenceScores
 from etude.records import Generation, joined
 
+T = TypeVar("T")
 OLDEST_VLLM = (0, 32)
 STAGE_SECONDS = 3600.0  # to fetch and verify a version, beside the requests
 DECODED = 32  # tokens decoded in place of a scored sequence's last ones; etude's engine decodes as many
@@ -364,6 +365,9 @@ class VllmBackend:
                 at.swaps += 1
             if at.live.version < version:
                 at.live = await server.update(version, keep=True, swapping=swapping)
+        except EngineLost:
+            at.followed = False  # it may stand still in the middle of a swap, which the next call settles
+            raise
         finally:
             at.swaps += at.swaps % 2
 
@@ -427,10 +431,14 @@ class VllmServer:
         swap whose caller was killed is finished if the server's weights are whole."""
         try:
             opened = await self.ask("etude_open", weights.store, weights.relay, weights.public_key)
-            version, paused = int(opened[0]["version"]), (await self.send("GET", "/is_paused"))["is_paused"]
-            version, digest = await self._settled() if version >= 0 or paused else (version, "")
+            return await _to_its_end(self._as_before(int(opened[0]["version"]), keep))
         except NotLive as e:
             raise UserError(f"{self.url} cannot follow {weights.store}: {e}") from None
+
+    async def _as_before(self, version: int, keep: bool) -> tuple[int, str]:
+        """Settles the last swap, and lets a server go on that it has left paused."""
+        paused = (await self.send("GET", "/is_paused"))["is_paused"]
+        version, digest = await self._settled() if version >= 0 or paused else (version, "")
         if paused:
             await self._resume(version, keep)
         return version, digest
@@ -470,8 +478,11 @@ class VllmServer:
         staged = min(int(worker["staged"]) for worker in status)
         if staged < 0:
             raise NotLive(f"the server does not find version {version} in the store")
-        began = time.monotonic()
         swapping()
+        return await _to_its_end(self._swap(staged, keep))
+
+    async def _swap(self, staged: int, keep: bool) -> LiveVersion:
+        began = time.monotonic()
         await self.send("POST", "/pause", mode="keep")
         try:
             _, digest = _whole(await self.ask("etude_swap", str(staged)))
@@ -488,6 +499,21 @@ class VllmServer:
             await self.send("POST", "/reset_prefix_cache", reset_running_requests="true")
         await self.send("POST", "/update_weight_version", body={"new_version": str(version)})
         await self.send("POST", "/resume")
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which a caller that is cancelled waits for: it has paused a server, and alone resumes it.
+    Its requests have deadlines."""
+    task, cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        _ = task.cancelled() or task.exception()  # read, so that asyncio does not complain
+        raise asyncio.CancelledError
+    return task.result()
 
 
 def _whole(answers: Sequence[Mapping[str, Any]]) -> tuple[int, str]:
