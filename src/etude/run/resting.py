@@ -1,10 +1,10 @@
 """The rest of a player whose host is broken: infrastructure that ends one episode after another there would use up the
 tries of every group.
 
-A player with `ROW` failures in a row, while engines serve, leases nothing for a while, longer each time, and then one
-episode at a time, of other groups than those that have failed if there are any. The first result ends the rest.
-Failures of several groups in a row are the host's: they do not count against the groups. Those of a single group may
-be the group's own, whose box nobody can make.
+A player with `ROW` failures in a row, while engines serve, leases nothing for a while, and then one episode at a time,
+of other groups than those that have failed if there are any. The first result ends the rest. Failures of several groups
+in a row are the host's: they do not count against the groups, and each makes the rest longer. Those of a single group
+may be the group's own, whose box nobody can make.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class FailureRow:
         self.count += 1
         now = time.monotonic()
         if self.rests and now > self._until:  # those that were in flight then begin no other rest
-            self._seconds = min(max(2 * self._seconds, FIRST_SECONDS), LONGEST_SECONDS)
+            longer = min(max(2 * self._seconds, FIRST_SECONDS), LONGEST_SECONDS)
+            self._seconds = longer if self.of_host else FIRST_SECONDS
             self._until = now + self._seconds
             self.why = (
                 f"infrastructure has ended its last {self.count} episodes ({episode.detail}); it plays none for "
