@@ -10,8 +10,10 @@ before it imports MODULE, whose imports may take seconds.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -387,8 +389,14 @@ def wait_for_file(path: Path, child: Child, seconds: float) -> str:
     raise UserError(f"the {child.name} was not ready after {seconds:.0f} seconds; see {child.log}")
 
 
+def end_at_once() -> None:
+    """Lets this process end without a last search for garbage, which takes seconds among the modules of torch."""
+    atexit.register(gc.freeze)
+
+
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
+    end_at_once()
     os.environ[SERVER] = str(os.getpid())
     sys.argv = sys.argv[2:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

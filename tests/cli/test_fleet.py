@@ -145,6 +145,21 @@ def test_up_refuses_another_token_and_servers_that_do_not_answer(ledger, folder,
     assert ledger.calls == []
 
 
+def test_up_refuses_servers_on_loopback_for_players_of_other_hosts(ledger, folder, tmp_path, capsys, monkeypatch):
+    """Whichever of the two is there already."""
+    monkeypatch.setenv("ETUDE_API_KEY", "token")
+    monkeypatch.setattr(command, "_answer", lambda *_: 200)
+    players, attached = tmp_path / "players.toml", tmp_path / "attached.toml"
+    players.write_text('[players]\nplacer = "ray"\n')
+    attached.write_text('[[engines]]\nname = "us"\nplacer = "attach"\nurls = ["http://localhost:8000"]\n')
+    ledger.rows = (Row("http://127.0.0.1:7000", "engine-0"), Row("http://127.0.0.1:8000", "engine-1", "gone"))
+    assert "do not reach http://127.0.0.1:7000, a loopback" in refusal(capsys, "fleet", "up", players, folder)
+    ledger.rows = (Row(URL, "engine-0"),)
+    runfolder.keep_fleet(folder, FleetConfig.model_validate({"players": {"placer": "ray"}}))
+    assert "do not reach http://localhost:8000, a loopback" in refusal(capsys, "fleet", "up", attached, folder)
+    assert ledger.calls == []
+
+
 def test_up_joins_attached_servers(ledger, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("ETUDE_API_KEY", "token")
     monkeypatch.setattr(command, "_answer", lambda *_: 200)

@@ -16,10 +16,11 @@ from etude.models.files import expert_layers
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.backends.client import EngineLost
-from etude.protocol.backends.vllm import KeptKeys, VllmBackend, WeightsOf
+from etude.protocol.backends.vllm import KeptKeys, VllmBackend, VllmServer, WeightsOf
 from etude.protocol.backends.vllm_answers import body_of, spans_to_versions
 from etude.protocol.wire import GenerateRequest
 from etude.records import joined
+from etude.run.state import Engines
 from etude.store import open_store
 from etude.weights.publisher import Publisher
 from tests.helpers.cut_link import cut_link
@@ -385,6 +386,49 @@ def test_a_server_that_was_started_anew_is_not_believed(server, published):
         assert asyncio.run(play()) == -1
     finally:
         fake._names = names
+
+
+@pytest.mark.parametrize("how", ["forget", "close", "follow", "lost"])
+def test_an_update_that_is_cancelled_leaves_no_server_paused(published, monkeypatch, how):
+    """In the middle of a swap, of the settling of an earlier one, and where an answer of the server is lost."""
+    real, begun = VllmServer.ask, asyncio.Event()
+    stopped = "etude_digest" if how == "follow" else "etude_swap"
+
+    async def ask(self, method, *arguments):
+        answers = await real(self, method, *arguments)
+        if method == stopped and not begun.is_set():
+            begun.set()
+            if how == "lost":
+                raise EngineLost("the answer was lost")
+            await asyncio.sleep(0.1)
+        return answers
+
+    async def play(url: str, fake) -> None:
+        store = published[0]
+        async with EngineClient([url], backend=backend(store)) as client:
+            await client.bring(url, 0)
+            if how == "follow":
+                fake.engine.pause("keep", clear_cache=False)
+                client.backend = backend(store)
+            monkeypatch.setattr(VllmServer, "ask", ask)
+            if how == "lost":
+                with pytest.raises(EngineLost):
+                    await client.bring(url, 2)
+                await client.bring(url, 2)
+            else:
+                engines = Engines([], client, None)
+                state = engines.add(url, "us-0")
+                state.bringing = asyncio.create_task(client.bring(url, 2))
+                await begun.wait()
+                if how == "forget":
+                    engines.forget(state)
+                await engines.aclose()
+            assert not fake.engine.is_paused
+            assert fake.engine.version == (0 if how == "follow" else 2)
+            assert len((await client.generate(GenerateRequest(ids=IDS, max_tokens=2), SECONDS)).ids) == 2
+
+    with fake_vllm(NANO) as (url, fake):
+        asyncio.run(play(url, fake))
 
 
 def test_spans_cover_every_token_once():

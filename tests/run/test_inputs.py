@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from etude.audit.architectures.families import FAMILIES, make
-from etude.config import RLConfig, find_model, validate
+from etude.config import FleetConfig, RLConfig, find_model, validate
 from etude.errors import UserError
 from etude.run.inputs import check_inputs
 from tests.helpers.mixtures import TINY
@@ -153,6 +153,25 @@ def test_a_type_that_engines_would_round(tmp_path):
     model = random_folder(tmp_path, "qwen3", dtype=torch.float32)
     said = refused(model, inference={"dtype": "bfloat16"})
     assert "is stored in float32, and engines that compute in bfloat16 would round its versions" in said
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8000", "http://localhost:8000/", "http://[::1]:80", "http://127.1.2.3"]
+)
+def test_players_of_other_hosts_do_not_reach_servers_on_loopback(tmp_path, url):
+    """Attached by the fleet, or by the configuration; players of this machine reach them."""
+    attached = {"engines": [{"name": "us", "placer": "attach", "urls": ["http://us:8000", url]}]}
+    for placer in ("ray", "local"):
+        players = {"players": {"placer": placer}}
+        model = random_folder(tmp_path / placer, "llama")
+        for tables, own in ((attached, {}), ({}, {"inference": {"urls": [url]}})):
+            run, fleet = config(model, **own), validate(FleetConfig, tables | players, "fleet.toml")
+            if placer == "local":
+                check_inputs(run, fleet)
+                continue
+            with pytest.raises(UserError) as error:
+                check_inputs(run, fleet)
+            assert f"players in Ray do not reach {url}, a loopback address" in str(error.value)
 
 
 def test_what_only_the_live_loop_has(tmp_path):

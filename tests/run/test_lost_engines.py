@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.ledger import Ledger
 from etude.protocol.backends.client import EngineClient, EngineError, EngineLost
+from etude.run import state as run_state
 from etude.run import versions
 from etude.run.jobs import RunFleet
 from etude.run.state import EngineRecord, Engines, Progress, Run, check_processes
@@ -399,6 +401,29 @@ def test_the_controller_beats_in_every_stage(monkeypatch: pytest.MonkeyPatch) ->
             watched.engines.looked = -1e9
             await observe_versions(watched.run)
             assert watched.ledger.members.stage() == ("ended", beats)
+        await watched.engines.aclose()
+
+    asyncio.run(play())
+
+
+def test_engines_of_a_resumed_run_serve_once_they_have_its_newest_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before that, they would play turns whose tokens are too old for their groups."""
+    monkeypatch.setattr(run_state, "manifests", lambda store: [SimpleNamespace(version=number) for number in range(6)])
+
+    async def play() -> None:
+        watched = Watched(monkeypatch, published=5)
+        parts = {name: None for name in Run.__dataclass_fields__ if name not in ("progress", "fleet", "record", "row")}
+        resumed = Run(**parts | vars(watched.run))  # type: ignore[arg-type]
+        watched.run, watched.engines.elastic = resumed, True
+        watched.engines.states.clear()
+        joiner = watched.engines.add(A, "new-0")
+        await watched.look(lambda: joiner.version == 3)
+        await observe_versions(resumed)
+        assert (joiner.state, resumed.progress.served) == ("joining", 5)
+        watched.servers.version[A] = 5
+        await watched.look(lambda: joiner.serves)
         await watched.engines.aclose()
 
     asyncio.run(play())

@@ -130,6 +130,31 @@ def test_a_server_that_served_before_is_started_again(
         member.serve(process, threading.Event())
 
 
+def test_a_ledger_in_a_file_is_refused_on_another_host(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    config = RLConfig.model_validate({"tasks": {"repository": "unused"}})
+    for url in (None, f"sqlite:///{tmp_path}/there/ledger.db"):
+        there = AwayProcess(tmp_path / "there", config.model_copy(update={"ledger": url}), "players-0", host="another")
+        with pytest.raises(UserError, match=r"an SQLite file of the machine another, .* set ledger = \"postgresql"):
+            there.open_ledger()
+    assert [*(tmp_path / "there").iterdir()] == [], "nothing is made"
+    here = AwayProcess(tmp_path / "there", config, "players-0")
+    here.open_ledger().close()
+    assert (tmp_path / "there/ledger.db").exists()
+
+
+def test_a_store_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    config = RLConfig.model_validate({"tasks": {"repository": "unused"}})
+    process = AwayProcess(tmp_path / "run", config, "here-0")
+    for work in (process.check_store, lambda: member.serve(process, threading.Event())):
+        with pytest.raises(UserError, match=r"is no folder of a run on .*: set store to a URL"):
+            work()
+    AwayProcess(tmp_path / "run", config.model_copy(update={"store": "s3://bucket/run"}), "here-0").check_store()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").touch()
+    process.check_store()
+
+
 @pytest.mark.parametrize("placer", ["local", "ray"])
 def test_engines_listen_where_players_of_other_hosts_reach_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placer: str

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from etude.errors import RunFailed, UserError
+from etude.processes import end_at_once
 
 OLDEST = (3, 11)  # Python; as `requires-python` in pyproject.toml
 READER_GONE = 128 + 13  # as a shell reports a program that SIGPIPE ended
@@ -42,6 +43,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits: 0, or the command's code; 2 with one sentence for an error that the user can fix, 1 for
     another failure of a run, 130 after Ctrl-C, 141 in silence when the reader of the output has gone (`| head`)."""
+    end_at_once()
     with _read_to_the_end():
         if refusal := too_old(sys.version_info[:3]):
             _fail(refusal)

@@ -22,7 +22,7 @@ from etude.config.secrets import ledger_password
 from etude.dashboard import LiveView, RunReport, duration, final_table
 from etude.errors import UserError
 from etude.evals import EvalResult, evaluate, readiness_of
-from etude.fleet import Placed
+from etude.fleet import Placed, stop_all
 from etude.grading import open_sandbox
 from etude.ledger import BlobDamaged, Ledger, get_blob
 from etude.processes import Child, Elsewhere, Heartbeat, Process
@@ -58,6 +58,7 @@ Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]
 # prompt and its box, and many of its test runs are answered from memory.
 FASTER = 0.45
 EXTERNAL_SECONDS = 3600.0  # in which a trainer that others start must begin
+STOP_SECONDS = 10.0  # of the processes that the run itself has started
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 
 
@@ -139,8 +140,7 @@ def train_rl(
                 _run_stages(inputs, view, children, client, engines, placed, sandbox, started, builder)
             )
         finally:
-            for child in children:
-                child.stop(10)
+            stop_all(children, STOP_SECONDS)
             placed.stop()
     return _shown(report, folder)
 
