@@ -248,3 +248,22 @@ def test_a_process_elsewhere_is_known_by_its_heartbeats(tmp_path, monkeypatch):
     path.write_text('{"count": 9, "code": null, "why": ""}')
     assert wait_for_end(silent) == 1
     assert silent.end() == "the trainer has not been heard of for 0 seconds"
+
+
+def test_a_process_ends_without_a_search_for_garbage(tmp_path, monkeypatch):
+    """Among torch's modules it takes seconds. What was registered before the end is still called."""
+    (tmp_path / "garbage.py").write_text(
+        "import atexit, gc\n"
+        "class Cycle:\n"
+        "    def __del__(self):\n"
+        "        print('searched', flush=True)\n"
+        "gc.disable()\n"
+        "cycle = Cycle()\n"
+        "cycle.itself = cycle\n"
+        "del cycle\n"
+        "atexit.register(print, 'ended', flush=True)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    child = processes.start("child", ["garbage"], tmp_path / "log")
+    assert child.ends(60)
+    assert (tmp_path / "log").read_text() == "ended\n"
