@@ -221,8 +221,8 @@ def play(watched: Watched, kills: int, pause: float) -> dict[str, Any]:
         serving.append(len(serves))
         for url in serves:
             last[url] = watched.count([url]) or last.get(url, 0)
-        if killed < kills and len(serves) == 3 and time.monotonic() - struck > pause:
-            victim = list(servers(watched.process.pid))[killed % 3]
+        if killed < kills and len(serves) > 1 and time.monotonic() - struck > pause:
+            victim = list(servers(watched.process.pid))[0]  # the oldest
             for url in serves:
                 last[url] = watched.count([url])
             os.kill(victim, signal.SIGKILL)

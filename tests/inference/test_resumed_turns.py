@@ -13,11 +13,12 @@ import msgspec
 import pytest
 
 from etude.config import EngineConfig
-from etude.inference.engine.loading import load_engine
+from etude.inference.engine.engine import Engine
 from etude.inference.server import draining
 from etude.inference.server.draining import Drain
 from etude.inference.server.server import build_app
 from etude.inference.server.weights import WeightWatcher
+from etude.models.loading import load_model
 from etude.protocol.backends import EngineClient, EngineError
 from etude.protocol.wire import GenerateRequest
 from etude.records import joined
@@ -32,12 +33,16 @@ TURN = GenerateRequest(ids=PROMPT, max_tokens=40, seed=7, routes_from=5, part_se
 DOCUMENTS = msgspec.structs.replace(TURN, documents=(list(range(200, 240)), list(range(300, 333))))
 
 
+def untried(config: EngineConfig) -> Engine:
+    """An engine without its trial at loading, which takes longer than these tests."""
+    return Engine(load_model(NANO), config, deterministic=True, routes=True)
+
+
 class Servers:
     """Two servers of one model: engines, drains and URLs."""
 
     def __init__(self, stack: ExitStack) -> None:
-        config = EngineConfig(cache_mb=64, documents_mb=16)
-        self.engines = [load_engine(NANO, config, deterministic=True, routes=True) for _ in range(2)]
+        self.engines = [untried(EngineConfig(cache_mb=64, documents_mb=16)) for _ in range(2)]
         self.drains = [Drain(engine) for engine in self.engines]
         self.urls = [
             stack.enter_context(serving(engine, NANO, drain=drain))
@@ -62,7 +67,7 @@ def servers():
 @pytest.mark.parametrize("passes", [0, 9])
 def test_turns_of_an_engine_that_dies_go_on_elsewhere(servers, passes):
     """Before the first token, and in the middle."""
-    engine = load_engine(NANO, EngineConfig(cache_mb=64), deterministic=True, routes=True)
+    engine = untried(EngineConfig(cache_mb=64))
     left = passes
 
     def before(*_):

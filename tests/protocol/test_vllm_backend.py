@@ -423,6 +423,7 @@ def test_an_update_that_is_cancelled_leaves_no_server_paused(published, monkeypa
                 if how == "forget":
                     engines.forget(state)
                 await engines.aclose()
+                client.serve(url)
             assert not fake.engine.is_paused
             assert fake.engine.version == (0 if how == "follow" else 2)
             assert len((await client.generate(GenerateRequest(ids=IDS, max_tokens=2), SECONDS)).ids) == 2
