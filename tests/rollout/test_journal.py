@@ -239,7 +239,7 @@ manifest = Manifest(format=DATASET_FORMAT, name="shop-1.0", licence="MIT", licen
 dataset = Dataset(root, "shop-1.0", root / "repository", root / "site", root / "hidden", (a_task(),), manifest)
 async def main():
     async with open_sandbox(workers=1, repeatable=True) as sandbox:
-        policy = t.Slow(t.script(Speaker(folder)), seconds=0.1)
+        policy = t.Slow(t.script(Speaker(folder)), seconds=0.05)
         journal = await t.open_journal(open_store({str(tmp_path / "store")!r}), 3, 1, 0)
         model = t.EngineModel(policy, renderer_for(folder), t.Sampling(routes=True))
         context = t.RolloutContext(t.Taskset((t.dataset_part(dataset),)), sandbox, model, t.BUDGET)

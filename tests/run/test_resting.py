@@ -231,3 +231,22 @@ def test_the_controller_counts_the_offers_of_players_that_live(
 
     run_virtually(play)
     ledger.close()
+
+
+def test_admission_feeds_all_players_within_the_bound_of_staleness(tmp_path: Path) -> None:
+    ledger = Ledger.open(f"sqlite:///{tmp_path}/ledger.db")
+    rollout = {"prompts": 5, "group": 4, "staleness": 2, "max_in_flight": 4}
+    config = RLConfig.model_validate({"tasks": {"repository": "unused"}, "rollout": rollout})
+    run: Any = SimpleNamespace(ledger=ledger, config=config, progress=Progress(), concurrency=SimpleNamespace(limit=4))
+    curriculum: Any = SimpleNamespace(draw=lambda index, busy: f"t{index}")
+
+    def admitted(offered: int) -> int:
+        run.progress.offered = offered
+        loop._admit(run, curriculum, 0)
+        return len(ledger.unfinished()) // 4
+
+    assert admitted(0) == 2, "twice what the controller plays"
+    assert admitted(16) == 8, "twice what players offer"
+    assert admitted(1) == 8, "some of them have gone"
+    assert admitted(1000) == 15 == (0 + 2 + 1) * 5, "no token is older than the bound"
+    ledger.close()
