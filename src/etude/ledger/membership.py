@@ -114,7 +114,7 @@ class Membership(RunTables):
 
     @persistent
     def withdraw(self, owner: str) -> None:
-        """Forgets a player that has ended."""
+        """Forgets a player that is silent; it comes back with its next offer."""
         with self._write() as c:
             c.execute(sa.delete(players).where(_p.owner == owner))
 

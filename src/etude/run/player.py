@@ -81,7 +81,6 @@ async def _play(process: AwayProcess, stopping: threading.Event) -> None:
             await _until_it_ends(process, parts, episodes, client, stopping, _Offer(parts, owner, process.episodes))
         finally:
             await episodes.close()
-            await asyncio.to_thread(ledger.members.withdraw, owner)
             ledger.close()
 
 

@@ -365,9 +365,6 @@ class VllmBackend:
                 at.swaps += 1
             if at.live.version < version:
                 at.live = await server.update(version, keep=True, swapping=swapping)
-        except EngineLost:
-            at.followed = False  # it may stand still in the middle of a swap, which the next call settles
-            raise
         finally:
             at.swaps += at.swaps % 2
 
