@@ -86,8 +86,16 @@ class Placer(Protocol):
         ...
 
 
-def stop_all(placed: Sequence[Placed], seconds: float) -> None:
-    """Stops jobs at the same time."""
+class Stoppable(Protocol):
+    """A job or a process."""
+
+    def stop(self, seconds: float) -> None:
+        """See `Placed.stop`."""
+        ...
+
+
+def stop_all(placed: Sequence[Stoppable], seconds: float) -> None:
+    """Stops jobs and processes at the same time."""
     threads = [threading.Thread(target=one.stop, args=[seconds]) for one in placed]
     for thread in threads:
         thread.start()
