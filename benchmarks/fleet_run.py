@@ -222,7 +222,7 @@ def play(watched: Watched, kills: int, pause: float) -> dict[str, Any]:
         for url in serves:
             last[url] = watched.count([url]) or last.get(url, 0)
         if killed < kills and len(serves) > 1 and time.monotonic() - struck > pause:
-            victim = list(servers(watched.process.pid))[0]  # the oldest
+            victim = next(iter(servers(watched.process.pid)))  # the oldest
             for url in serves:
                 last[url] = watched.count([url])
             os.kill(victim, signal.SIGKILL)
