@@ -24,7 +24,7 @@ class Supervised:
     def __init__(self, name: str, log: Path, begins: Callable[[], Child], restarts: int) -> None:
         self.name, self.log = name, log
         self._begins, self._left = begins, restarts
-        self.starts = 0
+        self.starts, self.waits = 0, ""
         self._child: Child | None = None
         self._refusal = ""  # why no process could be started
         self._stop, self._seconds = threading.Event(), 0.0
