@@ -201,7 +201,7 @@ def test_jobs_are_stopped_at_the_same_time(head, tmp_path):
 
 
 def test_a_job_without_room_says_so_and_leaves_nothing(head, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ray_jobs, "ROOM_REPORT_SECONDS", 1.0)
+    monkeypatch.setattr(ray_jobs, "SMALL_REPORT_SECONDS", 1.0)
     placer = placer_of(head, tmp_path)
     large = placer.start(FleetJob("eu-0", JOB.argv, JOB.env, JOB.files, cpus=99, gpus=2))
     wait_until(lambda: large.waits)

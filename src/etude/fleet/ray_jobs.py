@@ -31,6 +31,7 @@ from etude.fleet.supervise import FIRST_SECONDS, LONGEST_SECONDS
 
 CONNECT_SECONDS = 90.0
 ROOM_REPORT_SECONDS = 60.0
+SMALL_REPORT_SECONDS = 5.0  # of a cluster that is too small as a whole, unless it grows
 ROOM_SECONDS = 300.0
 """Time in which a cluster must have room for a group of ranks."""
 STOP_SECONDS = 45.0
@@ -338,6 +339,18 @@ class RayPlacer:
                 self._ranks.look()
             self._closed.wait(_POLL_SECONDS)
 
+    def _lack(self, bridge: _Bridge, job: FleetJob, seconds: float) -> str:
+        """A sentence about a job that has had no room for so many seconds; "" if it is too soon for one."""
+        if seconds < SMALL_REPORT_SECONDS:
+            return ""
+        cpus, gpus = bridge.ask(call="has")["has"]
+        if seconds < ROOM_REPORT_SECONDS and job.cpus <= cpus and job.gpus <= gpus:
+            return ""
+        return (
+            f"the cluster of Ray has no room for {job.name}, which needs {_of(job.cpus, job.gpus)}: all of it has "
+            f"{_of(cpus, gpus)}, less what others use"
+        )
+
     def _look(self, bridge: _Bridge) -> None:
         """Takes news of all jobs, and starts those that Ray does not know."""
         ranks = {rank.name: rank for rank in (self._ranks.ranks if self._ranks else ())}
@@ -346,14 +359,10 @@ class RayPlacer:
             return
         answers = bridge.ask(call="poll", offsets={name: job.offset for name, job in going.items()})
         for name, job in going.items():
-            late = job.placed_at is not None and time.monotonic() - job.placed_at > ROOM_REPORT_SECONDS
-            if late and not job.waits and name in self._jobs:
-                has = _of(*bridge.ask(call="has")["has"])
-                job.waits = (
-                    f"the cluster of Ray has no room for {name}, which needs {_of(job.job.cpus, job.job.gpus)}: all of "
-                    f"it has {has}, less what others use"
-                )
-                print(f"etude: {job.waits}; it waits", file=sys.stderr)
+            if name in self._jobs and not job.waits and job.placed_at is not None:
+                job.waits = self._lack(bridge, job.job, time.monotonic() - job.placed_at)
+                if job.waits:
+                    print(f"etude: {job.waits}; it waits", file=sys.stderr)
         for name, status in answers.items():
             job = going[name]
             if "missing" not in status:
