@@ -159,6 +159,13 @@ def test_a_run_on_ray_trains_what_a_run_of_this_machine_does(tmp_path: Path, mon
     assert str(jobs) not in rows
 
 
+def check_again_and_again(placed: RunFleet) -> None:
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        placed.check()
+        time.sleep(0.2)
+
+
 @pytest.mark.slow
 def test_a_run_whose_engines_find_no_room_or_no_model_ends_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,11 +188,8 @@ def test_a_run_whose_engines_find_no_room_or_no_model_ends_in_a_sentence(
         tables = tomllib.loads(engines.format(head.address, 1))
         placed = RunFleet(FleetConfig.model_validate(tables))
         placed.place(runfolder.load_config(run), run, runfolder.new_attempt(run), "token", [])
-        deadline = time.monotonic() + SECONDS
         with pytest.raises(UserError, match=r"the eu-0 exited with code 2: the inference server .*nowhere .*; see"):
-            while time.monotonic() < deadline:
-                placed.check()
-                time.sleep(0.2)
+            check_again_and_again(placed)
         placed.stop()
         assert "server | etude: " in (run / "logs/latest/eu-0.log").read_text()
     finally:
