@@ -43,7 +43,7 @@ class LedgerStandIn:
         return [*self.rows]
 
     def players(self) -> dict[str, int]:
-        return {"players-0": 1}
+        return {"controller": 1, "elsewhere/players-0.1a2b": 1} if self.rows else {}
 
     def drain(self, url: str, why: str) -> bool:
         self.calls.append(("drain", url, why))
@@ -94,9 +94,14 @@ def test_status_lists_engines_and_players(ledger, folder, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1] == ["eu-0", URL, "serving", "3"]
     assert lines[2] == ["eu-1", "http://b", "gone", "it", "was", "silent"]
-    assert lines[3] == ["players-0", "plays", "1", "episode"]
+    assert lines[3:5] == [[name, "plays", "1", "episode"] for name in ("controller", "players-0")]
+    assert "does not run" in " ".join(lines[5])
     assert call("fleet", "status", folder, "--json") == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)["engines"]] == ["eu-0", "eu-1"]
+    ledger.rows = ()
+    with runfolder.lock(folder):
+        assert call("fleet", "status", folder) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["no engine has joined yet"]
 
 
 def test_drain_asks_engines_that_are_there(ledger, folder, capsys):
@@ -111,8 +116,9 @@ def test_logs_are_those_of_the_last_attempt(folder, capsys):
     (folder / "logs" / "latest" / "eu-0.log").write_text("it serves\n")
     assert call("fleet", "logs", folder, "eu-0") == 0
     assert capsys.readouterr().out == "it serves\n"
-    assert "name a process of the run" in refusal(capsys, "fleet", "logs", folder, "eu-1")
-    assert "name a process of the run" in refusal(capsys, "fleet", "logs", folder, "../../config")
+    for name in ("eu-1", "../../config"):
+        said = refusal(capsys, "fleet", "logs", folder, name)
+        assert f"has no log of '{name}', only eu-0: name one, or the --address" in said
 
 
 def test_up_refuses_what_cannot_join(ledger, folder, fleet, tmp_path, capsys, monkeypatch):

@@ -27,6 +27,7 @@ def test_names_come_from_tables():
 
 @pytest.mark.parametrize(("tables", "sentence"), [
     ({}, r"write one"),
+    ({"engines": EU}, r"engines is a list of tables: write \[\[engines\]\] above the keys of each"),
     ({"engines": [EU, EU]}, r"two tables \[\[engines\]\] are called 'eu'"),
     ({"engines": [{"name": "players"}]}, r"called 'players', which is the name of another process"),
     ({"engines": [{"name": "E U"}]}, r"engines.0.name"),

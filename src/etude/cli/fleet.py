@@ -21,7 +21,7 @@ from etude.cli.overlays import read_toml
 from etude.config import FleetConfig, RLConfig, check_fleet, load_toml, validate
 from etude.errors import RunFailed, UserError
 from etude.fleet import Machine, Placed, kuberay_files, namespace, ray_log, slurm_files
-from etude.ledger import Ledger
+from etude.ledger import ELSEWHERE, Ledger
 from etude.protocol import TOKEN_VARIABLE, bearer, own_token
 from etude.run.jobs import place_fleet
 
@@ -166,8 +166,13 @@ def _status(run: Path, *, as_json: bool) -> None:
         version = str(row.version) if row.version >= 0 else ""
         table.add_row(row.name, row.url, row.state, version, row.why or row.leaving)
     Console(width=max(100, shutil.get_terminal_size().columns)).print(table)
+    if not engines:
+        print("no engine has joined yet")
     for owner, count in players.items():
-        print(f"{owner} plays {count} episode{'s' if count > 1 else ''}")
+        name = owner.removeprefix(ELSEWHERE).partition(".")[0]  # that of its log, without that of this start
+        print(f"{name} plays {count} episode{'s' if count > 1 else ''}")
+    if not runfolder.is_running(run):
+        print(f"{run} does not run: it ended like this, or was killed")
 
 
 def _drain(run: Path, urls: list[str]) -> None:
@@ -184,7 +189,8 @@ def _drain(run: Path, urls: list[str]) -> None:
 def _logs(run: Path, name: str, address: str | None) -> None:
     """Prints a log: of this machine's file, which the placer of the run keeps as well, else of the cluster."""
     runfolder.load_config(run)
-    path = run / "logs" / "latest" / f"{name}.log"
+    logs = run / "logs" / "latest"
+    path = logs / f"{name}.log"
     if address is None and "/" not in name and path.exists():
         with path.open(errors="replace") as file:
             return shutil.copyfileobj(file, sys.stdout)
@@ -192,7 +198,10 @@ def _logs(run: Path, name: str, address: str | None) -> None:
     if address is None and fleet is not None:
         address = next(iter(fleet.addresses), None)
     if address is None:
-        raise UserError(f"{path} does not exist: name a process of the run, or the --address of the head that has it")
+        there = ", ".join(sorted(log.stem for log in logs.glob("*.log"))) or "none"
+        raise UserError(
+            f"{run} has no log of {name!r}, only {there}: name one, or the --address of the head that has it"
+        )
     for piece in ray_log(address, namespace(run), name):
         sys.stdout.write(piece)
 

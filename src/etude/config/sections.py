@@ -204,6 +204,8 @@ def error_sentence(
     if first["type"] == "missing":
         return f"{where}: {key} is needed{shape}"
     if first["type"] == "tuple_type":
+        if kind and any(known.name.startswith(f"{key}.") for known in keys(kind)):
+            return f"{where}: {key} is a list of tables: write [[{key}]] above the keys of each"
         return f"""{where}: {key} is a list: write '["a", "b"]'"""
     return f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}"
 
