@@ -126,6 +126,8 @@ def test_up_refuses_what_cannot_join(ledger, folder, fleet, tmp_path, capsys, mo
     assert "set ETUDE_API_KEY to the token" in refusal(capsys, "fleet", "up", fleet, folder)
     (tmp_path / "ranks.toml").write_text("[trainer]\n")
     assert "keeps its trainer: drop [trainer]" in refusal(capsys, "fleet", "up", tmp_path / "ranks.toml", folder)
+    runfolder.create(tmp_path / "new", RLConfig(tasks=TasksConfig(repository="repo")), None)
+    assert "new has not begun: start its run first" in refusal(capsys, "fleet", "up", fleet, tmp_path / "new")
     (folder / "report.json").write_text("{}")
     assert "demo has ended: resume it" in refusal(capsys, "fleet", "up", fleet, folder)
     assert "holds no run" in refusal(capsys, "fleet", "up", fleet, tmp_path)

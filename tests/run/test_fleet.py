@@ -185,9 +185,15 @@ def test_a_run_whose_engines_find_no_room_or_no_model_ends_in_a_sentence(
         run = tmp_path / "other"
         missing = {"tasks": {"repository": "r"}, "model": {"path": str(tmp_path / "nowhere")}}
         runfolder.create(run, RLConfig.model_validate(missing), None)
-        tables = tomllib.loads(engines.format(head.address, 1))
+        logs, tables = runfolder.new_attempt(run), tomllib.loads(engines.format(head.address, 1))
+        (tmp_path / "more.toml").write_text(engines.format(head.address, 99).replace("eu", "more"))
+        monkeypatch.setenv("ETUDE_API_KEY", "of-the-test")
+        code, output = finished(etude(tmp_path, "fleet", "up", "more.toml", str(run)))
+        assert code == 2, output
+        assert output.endswith("less what others use: lower cpus, gpus or count, or add nodes\n")
+
         placed = RunFleet(FleetConfig.model_validate(tables))
-        placed.place(runfolder.load_config(run), run, runfolder.new_attempt(run), "token", [])
+        placed.place(runfolder.load_config(run), run, logs, "token", [])
         with pytest.raises(UserError, match=r"the eu-0 exited with code 2: the inference server .*nowhere .*; see"):
             check_again_and_again(placed)
         placed.stop()

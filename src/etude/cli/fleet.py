@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import sys
+import time
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -23,10 +24,11 @@ from etude.errors import RunFailed, UserError
 from etude.fleet import Machine, Placed, kuberay_files, namespace, ray_log, slurm_files
 from etude.ledger import ELSEWHERE, Ledger
 from etude.protocol import TOKEN_VARIABLE, bearer, own_token
-from etude.run.jobs import place_fleet
+from etude.run.jobs import PlacedFleet, place_fleet
 
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0  # of a server, before a fleet is started
+_BEGIN_SECONDS = 90.0  # in which a placer says at the latest that there is no room
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -98,20 +100,34 @@ def _up(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{arguments.folder} has ended: resume it, with --fleet {arguments.fleet} if it is to have these"
         )
+    logs = folder / "logs" / "latest"
+    if not logs.exists():
+        raise UserError(f"{arguments.folder} has not begun: start its run first")
     if (token := own_token()) is None:
         raise UserError(f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for")
     _check_servers(fleet, folder, config, token)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         # The names are not those of jobs that the run has already.
-        mark, logs = f"-{secrets.token_hex(2)}", folder / "logs" / "latest"
+        mark = f"-{secrets.token_hex(2)}"
         with closing(place_fleet(fleet, folder, config, logs, token, mark=mark, away=True)) as placed:
             for name in (*placed.engines, *placed.players):
                 print(f"{name} starts: `etude fleet logs {arguments.folder} {name}` prints its log", flush=True)
             _join_attached(fleet, folder, config)
+            _see_begin(placed)
             _wait(placed.here)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _see_begin(placed: PlacedFleet) -> None:
+    """Waits until all jobs have begun. Raises UserError, once all are stopped, if one finds no room."""
+    jobs, deadline = [*placed.engines.values(), *placed.players.values()], time.monotonic() + _BEGIN_SECONDS
+    while time.monotonic() < deadline and not all(job.begun or job.exit_code is not None for job in jobs):
+        if why := next((job.waits for job in jobs if job.waits), ""):
+            placed.stop()
+            raise UserError(f"{why}: lower cpus, gpus or count, or add nodes")
+        time.sleep(_LOOK_SECONDS)
 
 
 def _check_servers(fleet: FleetConfig, folder: Path, config: RLConfig, token: str) -> None:

@@ -73,6 +73,11 @@ class PlacedJob(Placed, Protocol):
 
     waits: str
 
+    @property
+    def begun(self) -> bool:
+        """Whether it ran once."""
+        ...
+
 
 class Placer(Protocol):
     """Starts jobs in one place."""

@@ -65,6 +65,11 @@ class RayJob:
         if status.get("exit_code") is not None and not text:  # the log has been read to its end
             self.finish(status["exit_code"], status["end"])
 
+    @property
+    def begun(self) -> bool:
+        """Whether a node has had room for the job."""
+        return self.placed_at is None
+
     def keep(self, text: str) -> None:
         """Adds to the log on this machine."""
         if text:
@@ -407,6 +412,9 @@ def ray_log(address: str, run: str, name: str) -> Iterator[str]:
                     if status["offset"] == offset:
                         return
                     offset = status["offset"]
-            raise UserError(f"the process {name!r} did not answer for {_CALL_SECONDS:.0f} seconds")
+            raise UserError(
+                f"the process {name!r} did not answer for {_CALL_SECONDS:.0f} seconds: perhaps the cluster has no room "
+                "for it"
+            )
         finally:
             bridge.close()

@@ -66,6 +66,11 @@ class Supervised:
         return 1 if self._refusal or self._child is None else self._child.exit_code
 
     @property
+    def begun(self) -> bool:
+        """Whether a process was started."""
+        return self.starts > 0
+
+    @property
     def pids(self) -> dict[str, int]:
         """Its pid, by the name of its log."""
         child = self._child
