@@ -57,9 +57,12 @@ def run(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
         asyncio.run(_servers(table, Path(folder), quick))
     figures = simulate(1000, 2_000, Faults(), 1, 2) if quick else simulate(1000, 20_000, Faults())
-    counted = f"p95 {figures.tick_p95:.1f}, longest {figures.tick_most:.0f}; {figures.episodes:,} episodes, simulated"
+    ticks = (
+        f"p99 {figures.tick_p99:.1f}, longest {figures.tick_most:.0f}, a garbage collection {figures.collection:.0f}"
+    )
+    counted = f"{ticks}; {figures.episodes:,} episodes, simulated"
     table.add("controller/tick-ms-at-1000", figures.tick_median, "ms", counted)
-    table.checks.update(figures.checks, **{"95 of 100 ticks take less than 100 ms": figures.tick_p95 <= TICK_MS})
+    table.checks.update(figures.checks, **{"99 of 100 ticks take less than 100 ms": figures.tick_p99 <= TICK_MS})
     return table.result()
 
 

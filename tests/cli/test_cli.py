@@ -80,7 +80,12 @@ def test_every_command_explains_itself_without_torch():
     ("arguments", "sentence"),
     [
         (["train", "none.toml"], "none.toml does not exist"),
-        (["train", TINY], "tiny is a folder; give a TOML file, or continue a run with --resume"),
+        (["train", TINY], "tiny is a folder: give a TOML file, or continue a run with --resume"),
+        (["train", TOML, "@", TINY], "tiny is a folder: give a TOML file\n"),
+        (["train", TOML, "--fleet", TINY], "tiny is a folder: give a TOML file\n"),
+        (["tasks", "check", TINY, "--sandbox", TINY], "tiny is a folder: give a TOML file\n"),
+        (["live", "status", TINY], "tiny is a folder: give a TOML file\n"),
+        (["fleet", "files", TINY, TOML, "--for", "slurm", "-o", "out"], "tiny is a folder: give a TOML file\n"),
         (["eval", "none", "--suite", "also-none"], "none"),
         (["tasks", "build", "none", "-o", "out"], "none is not a folder"),
         (["tasks", "build", ".", "-o", "out", "--max-lines", "1"], "min_lines must not be above max_lines"),
@@ -278,6 +283,22 @@ def test_a_printed_default_is_what_is_used_where_the_key_is_left_out(stage, caps
     for key, text in printed.items():
         if key not in given and key.partition(".")[0] not in given:
             assert validate(kind, with_key(least, key, json.loads(text)), key) == left_out, key
+
+
+@pytest.mark.parametrize(
+    ("stage", "lines"),
+    [
+        ("fleet", ["engines = []", "# engines.name =", "# engines.count = 1"]),
+        ("rl", ["tasks.sources = []", "# tasks.sources.weight = 1.0", "# sandbox.services.start ="]),
+        ("live", ["# [[clusters]] ", "clusters.name ="]),
+        ("apply", ["# [[phases]] ", "phases.share ="]),
+    ],
+)
+def test_keys_of_lists_of_tables_are_printed(stage, lines, capsys):
+    with pytest.raises(SystemExit):
+        main.main(["train", "--keys", stage])
+    printed = [line.partition("  # ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line not in printed] == []
 
 
 def test_the_defaults_that_were_not_told(capsys):

@@ -44,7 +44,7 @@ class LedgerStandIn:
         return [*self.rows]
 
     def players(self) -> dict[str, int]:
-        return {"players-0": 1}
+        return {"controller": 1, "elsewhere/players-0.1a2b": 1} if self.rows else {}
 
     def offers(self) -> list[MemberPlayer]:
         return [MemberPlayer("players-0", 8, "", 1), MemberPlayer("players-1", 0, "its host is broken", 1)]
@@ -98,12 +98,17 @@ def test_status_lists_engines_and_players(ledger, folder, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1] == ["eu-0", URL, "serving", "3"]
     assert lines[2] == ["eu-1", "http://b", "gone", "it", "was", "silent"]
-    assert lines[3] == ["players-0", "plays", "1", "episode"]
-    assert " ".join(lines[4]) == "players-1 rests: its host is broken"
+    assert lines[3:5] == [[name, "plays", "1", "episode"] for name in ("controller", "players-0")]
+    assert " ".join(lines[5]) == "players-1 rests: its host is broken"
+    assert "does not run" in " ".join(lines[6])
     assert call("fleet", "status", folder, "--json") == 0
     values = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in values["engines"]] == ["eu-0", "eu-1"]
-    assert (values["players"], values["resting"]) == ({"players-0": 1}, {"players-1": "its host is broken"})
+    assert values["resting"] == {"players-1": "its host is broken"}
+    ledger.rows = ()
+    with runfolder.lock(folder):
+        assert call("fleet", "status", folder) == 0
+    assert capsys.readouterr().out.splitlines()[1:2] == ["no engine has joined yet"]
 
 
 def test_drain_asks_engines_that_are_there(ledger, folder, capsys):
@@ -118,8 +123,9 @@ def test_logs_are_those_of_the_last_attempt(folder, capsys):
     (folder / "logs" / "latest" / "eu-0.log").write_text("it serves\n")
     assert call("fleet", "logs", folder, "eu-0") == 0
     assert capsys.readouterr().out == "it serves\n"
-    assert "name a process of the run" in refusal(capsys, "fleet", "logs", folder, "eu-1")
-    assert "name a process of the run" in refusal(capsys, "fleet", "logs", folder, "../../config")
+    for name in ("eu-1", "../../config"):
+        said = refusal(capsys, "fleet", "logs", folder, name)
+        assert f"has no log of '{name}', only eu-0: name one, or the --address" in said
 
 
 def test_up_refuses_what_cannot_join(ledger, folder, fleet, tmp_path, capsys, monkeypatch):
@@ -127,6 +133,8 @@ def test_up_refuses_what_cannot_join(ledger, folder, fleet, tmp_path, capsys, mo
     assert "set ETUDE_API_KEY to the token" in refusal(capsys, "fleet", "up", fleet, folder)
     (tmp_path / "ranks.toml").write_text("[trainer]\n")
     assert "keeps its trainer: drop [trainer]" in refusal(capsys, "fleet", "up", tmp_path / "ranks.toml", folder)
+    runfolder.create(tmp_path / "new", RLConfig(tasks=TasksConfig(repository="repo")), None)
+    assert "new has not begun: start its run first" in refusal(capsys, "fleet", "up", fleet, tmp_path / "new")
     (folder / "report.json").write_text("{}")
     assert "demo has ended: resume it" in refusal(capsys, "fleet", "up", fleet, folder)
     assert "holds no run" in refusal(capsys, "fleet", "up", fleet, tmp_path)

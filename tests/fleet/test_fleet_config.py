@@ -2,7 +2,7 @@
 
 import pytest
 
-from etude.config import FleetConfig, RLConfig, TasksConfig, check_fleet, validate
+from etude.config import FleetConfig, RLConfig, TasksConfig, check_fleet, check_ranks_apart, validate
 from etude.errors import UserError
 
 EU = {"name": "eu"}
@@ -27,10 +27,11 @@ def test_names_come_from_tables():
 
 @pytest.mark.parametrize(("tables", "sentence"), [
     ({}, r"write one"),
+    ({"engines": EU}, r"engines is a list of tables: write \[\[engines\]\] above the keys of each"),
     ({"engines": [EU, EU]}, r"two tables \[\[engines\]\] are called 'eu'"),
     ({"engines": [{"name": "players"}]}, r"called 'players', which is the name of another process"),
     ({"engines": [{"name": "E U"}]}, r"engines.0.name"),
-    ({"engines": [{**EU, "cont": 1}]}, r"unknown key engines.0.cont"),
+    ({"engines": [{**EU, "cont": 1}]}, r"unknown key engines.0.cont; did you mean engines.count\?"),
     ({"engines": [{**EU, "placer": "slurm"}]}, r"engines.0.placer"),
     ({"engines": [{**EU, "count": 0}]}, r"engines.0.count"),
     ({"engines": [{**EU, "urls": ["http://a"]}]}, r'set placer = "attach"'),
@@ -68,3 +69,25 @@ def test_a_fleet_that_fits_is_not_refused():
     config = RLConfig(tasks=TasksConfig(repository="r"))
     attached = {"name": "us", "placer": "attach", "urls": ["http://us:8000"]}
     check_fleet(fleet(engines=[EU, attached], players={}, trainer={}), config, "fleet.toml")
+
+
+@pytest.mark.parametrize(("mesh", "inference", "sentence"), [
+    ({"shard": 4}, {"device": "cuda:3", "cache_mb": 9},
+     r'inference.device = "cuda:3" is that of a rank of trainer.mesh, which takes cuda:0 to cuda:3: set "cuda:4"'),
+    ({"context": 4}, {"engine": "vllm", "device": "cuda"}, r'inference.device = "cuda" is that of a rank'),
+])  # fmt: skip
+def test_engines_of_the_run_and_ranks_share_no_device(mesh, inference, sentence):
+    """A fleet places engines, or ranks, on other GPUs."""
+
+    def run(**trainer):
+        tables = {"trainer": {"device": "cuda", "mesh": mesh} | trainer, "inference": inference}
+        return validate(RLConfig, {"tasks": {"repository": "r"}, **tables}, "run.toml")
+
+    for tables in (None, {"players": {}}, {"trainer": {}}):
+        with pytest.raises(UserError, match=sentence):
+            check_ranks_apart(run(), None if tables is None else fleet(**tables))
+    for tables in ({"engines": [{**EU, "placer": "ray", "gpus": 1}]}, {"trainer": {"placer": "ray"}}):
+        check_ranks_apart(run(), fleet(**tables))
+    check_ranks_apart(run(launcher="external"), None)
+    other = run().model_copy(update={"inference": run().inference.model_copy(update={"device": "cuda:4"})})
+    check_ranks_apart(other, None)

@@ -10,7 +10,7 @@ import pytest
 
 from etude.config import EnginesTable, RanksTable
 from etude.errors import UserError
-from etude.fleet import FleetJob, namespace, open_placer, ray_log
+from etude.fleet import FleetJob, namespace, open_placer, ray_jobs, ray_log, stop_all
 from tests.fleet.test_place import lines, wait_until
 from tests.helpers.ray_cluster import TOKEN, Head
 
@@ -36,6 +36,7 @@ def head(tmp_path_factory):
     folder = tmp_path_factory.mktemp("modules")
     (folder / "fleet_worker.py").write_text(WORKER)
     (folder / "fleet_rank.py").write_text(RANK)
+    (folder / "fleet_meeting.py").write_text(MEETING)
     saved = dict(os.environ)
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     head = Head({"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2] / "src")])})
@@ -157,6 +158,84 @@ def test_a_log_is_fetched_from_the_cluster(head, tmp_path):
     with pytest.raises(UserError, match="has no process 'eu-9' of this run"):
         list(ray_log(head.address, run, "eu-9"))
     placed.stop(10)
+    placer.close()
+
+
+MEETING = """
+import os, signal, sys, time
+place, count = sys.argv[1], int(sys.argv[2])
+def meet(*_):
+    open(f"{place}/{os.getpid()}", "w").close()
+    deadline = time.monotonic() + 30
+    while len(os.listdir(place)) < count:
+        if time.monotonic() > deadline:
+            print("alone", flush=True)
+            sys.exit(3)
+        time.sleep(0.05)
+    print("met", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, meet)
+print("ready", flush=True)
+while True:
+    time.sleep(0.2)
+"""
+
+
+def test_jobs_are_stopped_at_the_same_time(head, tmp_path):
+    """Each child ends only when all of them have been asked to."""
+    (tmp_path / "met").mkdir()
+    placer = placer_of(head, tmp_path)
+    names = [f"eu-{number}" for number in range(3)]
+    placed = [placer.start(FleetJob(n, ("fleet_meeting", f"{tmp_path}/met", "3"), cpus=0.5)) for n in names]
+    for one in placed:
+        wait_until(lambda one=one: "ready" in lines(one), 60)
+    stop_all(placed, 30)
+    assert [(one.exit_code, one.end()) for one in placed] == [(0, f"the {n} exited with code 0: met") for n in names]
+    assert [lines(one) for one in placed] == [["ready", "met"]] * 3
+    again = placer.start(FleetJob("eu-0", ("fleet_meeting", f"{tmp_path}/met", "3")))
+    wait_until(
+        lambda: lines(again)[2:] == ["ready", "met", "ready"], 60
+    )  # the name is free; its node has the whole log
+    again.stop(10)
+    placer.close()
+
+
+def test_a_job_without_room_says_so_and_leaves_nothing(head, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ray_jobs, "SMALL_REPORT_SECONDS", 1.0)
+    placer = placer_of(head, tmp_path)
+    large = placer.start(FleetJob("eu-0", JOB.argv, JOB.env, JOB.files, cpus=99, gpus=2))
+    wait_until(lambda: large.waits)
+    assert large.waits == (
+        "the cluster of Ray has no room for eu-0, which needs 99 CPUs and 2 GPUs: all of it has 4 CPUs and 0 GPUs, "
+        "less what others use"
+    )
+    assert f"etude: {large.waits}; it waits" in capsys.readouterr().err
+    assert large.exit_code is None
+    large.stop(1)
+    assert large.exit_code == 0
+    small = placer.start(JOB)  # the name is free
+    wait_until(lambda: "secret {}" in lines(small), 60)
+    assert small.waits == ""
+    small.stop(10)
+    placer.close()
+
+
+def test_ranks_without_room_are_refused_while_others_run(head, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_jobs, "ROOM_SECONDS", 6.0)
+    placer = placer_of(head, tmp_path)
+    group = placer.start_group(FleetJob("trainer", ("fleet_rank", f"{tmp_path}/end-"), cpus=3), 2)
+    other = placer.start(JOB)
+    wait_until(lambda: "alive" in lines(other), 60)
+    assert group.ends(60)
+    assert group.exit_code == 2
+    assert group.end() == (
+        "the cluster of Ray had no room within 6 seconds for 2 ranks, which need 3 CPUs and 0 GPUs each, and have to "
+        "be placed together: all of it has 4 CPUs and 0 GPUs"
+    )
+    other.stop(10)
+    small = placer.start_group(FleetJob("trainer", ("fleet_rank", f"{tmp_path}/end-"), cpus=2), 2)
+    wait_until(lambda: len(small.ranks) == 2 and all(map(lines, small.ranks)), 60)  # the place was given back
+    small.stop(5)
     placer.close()
 
 

@@ -273,6 +273,46 @@ asyncio.run(main())
     assert played.recovered["recovered_tokens"] == kept
 
 
+def test_a_journal_gives_the_agent_nothing(
+    dataset: Dataset, hermes: Renderer, hermes_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds what the agent did and saw: no hidden test, no answer, no token of the engines. The box has no way to
+    it, while it is written and after it was recovered."""
+    monkeypatch.setenv("ETUDE_API_KEY", "token-of-the-engines")
+    monkeypatch.setattr(journals, "INTERVAL", 0.0)
+    speaker, store = Speaker(hermes_folder), open_store(str(tmp_path / "store"))
+    look = f"cat {tmp_path}/store/journal/*/*/*; find / -name '*.msgpack' -o -name '00000003'; env; echo $((3*37))-seen"
+    search = "grep -rlsa -e '111-seen' --exclude-dir=proc --exclude-dir=sys --exclude-dir=dev / ; echo end"
+    calls = [("run", {"command": look}), ("test", {}), ("run", {"command": search}), ("finish", {})]
+    turns = [speaker.turn(call) for call in calls]
+
+    async def both() -> Episode:
+        async with open_sandbox(workers=1, repeatable=True) as sandbox:
+            played = Played(dataset, hermes, turns, store, sandbox)
+            assert await played.attempt(0, 4) is None
+            assert len(recorded(store)) >= 1
+            episode = await played.attempt(1, float("inf"))
+            assert episode is not None
+            return episode
+
+    episode = asyncio.run(both())
+    assert not episode.passed
+    saw, _, found, _ = ("\n".join(turn.results) for turn in episode.turns)
+    assert "111-seen" in saw
+    assert found.splitlines()[1:] == ["end"], "the box has a trace of the journal"
+    assert "No such file" in saw
+    assert "msgpack" not in saw
+    data = b"".join(store.get(key) for key in store.list("journal"))
+    assert b"111-seen" in data
+    hidden = [path.read_bytes() for path in (dataset.root / "hidden").rglob("*.py")]
+    lines = {line.strip() for text in hidden for line in text.splitlines() if len(line.strip()) > 12}
+    assert lines
+    assert not [line for line in lines if line in data]
+    for secret in ("token-of-the-engines", "test_price", "* 3"):
+        assert secret.encode() not in data
+        assert secret not in saw + found
+
+
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 

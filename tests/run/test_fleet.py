@@ -5,14 +5,19 @@ import os
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from etude import runfolder
+from etude.config import FleetConfig, RLConfig
+from etude.errors import UserError
 from etude.fleet.jobs import namespace
 from etude.fleet.keeper import job_folder
 from etude.ledger import Ledger
+from etude.run.jobs import RunFleet
 from tests.helpers.ray_cluster import TOKEN, Head
 from tests.run.test_run import CONFIG, SECONDS, etude, finished, start, undisturbed, versions  # noqa: F401
 
@@ -152,3 +157,50 @@ def test_a_run_on_ray_trains_what_a_run_of_this_machine_does(tmp_path: Path, mon
     jobs = job_folder(namespace(there / "outputs/run"), "eu-0").parent
     assert str(there) not in rows
     assert str(jobs) not in rows
+
+
+def check_again_and_again(placed: RunFleet) -> None:
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        placed.check()
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_run_whose_engines_find_no_room_or_no_model_ends_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    engines = '[[engines]]\nname = "eu"\nplacer = "ray"\naddress = "{}"\ncpus = {}\n'
+    head = Head({}, cpus=4)
+    head.start()
+    try:
+        config = f"{CONFIG}\n[weights]\nseconds = 8\n[inference]\nstart_seconds = 8\n"
+        code, output = finished(begin(tmp_path, config=config, fleet=engines.format(head.address, 99)))
+        assert code == 1, output
+        assert "no engine serves after 16 s: the cluster of Ray has no room for eu-0, which needs 99 CPUs" in output
+        assert "Traceback" not in output
+
+        run = tmp_path / "other"
+        missing = {"tasks": {"repository": "r"}, "model": {"path": str(tmp_path / "nowhere")}}
+        runfolder.create(run, RLConfig.model_validate(missing), None)
+        logs, tables = runfolder.new_attempt(run), tomllib.loads(engines.format(head.address, 1))
+        (tmp_path / "more.toml").write_text(engines.format(head.address, 99).replace("eu", "more"))
+        monkeypatch.setenv("ETUDE_API_KEY", "of-the-test")
+        code, output = finished(etude(tmp_path, "fleet", "up", "more.toml", str(run)))
+        assert code == 2, output
+        assert output.endswith("less what others use: lower cpus, gpus or count, or add nodes\n")
+
+        placed = RunFleet(FleetConfig.model_validate(tables))
+        placed.place(runfolder.load_config(run), run, logs, "token", [])
+        with pytest.raises(UserError, match=r"the eu-0 exited with code 2: the inference server .*nowhere .*; see"):
+            check_again_and_again(placed)
+        placed.stop()
+        assert "server | etude: " in (run / "logs/latest/eu-0.log").read_text()
+    finally:
+        head.kill()
+    assert pids_of(os.getpid(), "etude") == []
+    rows = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True).stdout
+    for folder in (tmp_path / "outputs/run", run):
+        assert str(job_folder(namespace(folder), "eu-0").parent) not in rows

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,14 @@ from etude.run.leased import LeasedEpisodes
 from etude.run.player import follow_engines
 
 A = "http://a"
+
+
+def wait_until(look: Callable[[], str]) -> str:
+    deadline = time.monotonic() + 10
+    while not (value := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return value
 
 
 @pytest.fixture
@@ -153,6 +163,32 @@ def test_a_store_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> Non
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").touch()
     process.check_store()
+
+
+def test_a_member_s_output_has_the_lines_of_its_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them, marked, before the member's own last sentence; none of an earlier start's."""
+    log = tmp_path / "inference-0.log"
+    log.write_text("of an earlier start\n")
+    with member.printed(log), log.open("a") as file:
+        file.write("it loads\r50 %\r100 %\nit ser")
+        file.flush()
+        assert wait_until(lambda: capsys.readouterr().out) == "server | 100 %\n"
+        file.write("ves\netude: the last words")
+    print("etude: it has ended")
+    assert capsys.readouterr().out == "server | it serves\nserver | etude: the last words\netude: it has ended\n"
+    with member.printed(tmp_path / "none.log"):
+        pass
+
+
+def test_a_server_that_cannot_start_says_why_in_its_member_s_output(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").touch()
+    config = RLConfig.model_validate({"tasks": {"repository": "unused"}, "model": {"path": str(tmp_path / "none")}})
+    process = AwayProcess(tmp_path, config, "here-0", place=tmp_path)
+    with pytest.raises(UserError, match=r"the inference server exited with code 2: .*none"):
+        member.serve(process, threading.Event())
+    assert f"server | etude: {tmp_path}/none " in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("placer", ["local", "ray"])

@@ -9,7 +9,7 @@ import torch
 
 from etude.cli import main
 from etude.cli.overlays import read_toml
-from etude.config import LoraConfig, RLConfig, validate
+from etude.config import FleetConfig, LoraConfig, RLConfig, validate
 from etude.config.sections import bundled
 from etude.errors import UserError
 from etude.models.head import head_of
@@ -134,6 +134,26 @@ def test_recipes_for_one_gpu_fit_from_the_configuration_alone(tmp_path, name, ca
     (weights,) = (term for term in table.terms if term.name == "weights of the trainer")
     assert weights.bytes / 2 == pytest.approx(BILLIONS[name], rel=0.01)
     assert 0.8 * 79 * GIB < table.needed("cuda:0") < 79 * GIB, "neither too much, nor most of the GPU idle"
+
+
+def test_engines_of_a_fleet_are_not_on_the_trainer_s_device(tmp_path):
+    """On one GPU both need the memory of both; placed elsewhere, an engine takes nothing from the trainer."""
+    gpu = {"trainer": {"device": "cuda", "device_memory_gb": 80}, "inference": {"device": "cuda", "cache_mb": 900}}
+    config = config_of(folder_of(tmp_path, SHAPES["Qwen3-4B"]), **gpu)
+    engines = {"name": "eu", "gpus": 1, "count": 2}
+    placed = memory_table(config, validate(FleetConfig, {"engines": [{**engines, "placer": "ray"}]}, "fleet"))
+    together, alone = memory_table(config).needed("cuda:0"), placed.needed("cuda:0")
+    weights = placed.needed("cuda of each engine")
+    assert together - alone == pytest.approx(weights, rel=1e-9)
+    assert weights > 2 * BILLIONS["Qwen3-4B"]
+    assert not [t for t in placed.terms if t.name == "held and next version of the engines" and t.bytes]
+    here = memory_table(config, validate(FleetConfig, {"engines": [engines]}, "fleet"))
+    held = [
+        t.bytes for table in (memory_table(config), here) for t in table.terms if t.name.startswith("held and next")
+    ]
+    assert held[1] == 2 * held[0]
+    attached = {"name": "us", "placer": "attach", "urls": ["http://us:8000"]}
+    assert memory_table(config, validate(FleetConfig, {"engines": [attached]}, "fleet")).needed("cuda:0") == alone
 
 
 def test_what_does_not_fit_is_refused_by_the_name_of_the_largest_term(tmp_path, capsys):

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import sys
+import time
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -21,12 +22,13 @@ from etude.cli.overlays import read_toml
 from etude.config import FleetConfig, RLConfig, check_fleet, load_toml, validate
 from etude.errors import RunFailed, UserError
 from etude.fleet import Machine, Placed, kuberay_files, namespace, ray_log, slurm_files
-from etude.ledger import Ledger
+from etude.ledger import ELSEWHERE, Ledger
 from etude.protocol import TOKEN_VARIABLE, bearer, own_token
-from etude.run.jobs import check_reached, place_fleet
+from etude.run.jobs import PlacedFleet, check_reached, place_fleet
 
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0  # of a server, before a fleet is started
+_BEGIN_SECONDS = 90.0  # in which a placer says at the latest that there is no room
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -98,20 +100,34 @@ def _up(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{arguments.folder} has ended: resume it, with --fleet {arguments.fleet} if it is to have these"
         )
+    logs = folder / "logs" / "latest"
+    if not logs.exists():
+        raise UserError(f"{arguments.folder} has not begun: start its run first")
     if (token := own_token()) is None:
         raise UserError(f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for")
     _check_servers(fleet, folder, config, token)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         # The names are not those of jobs that the run has already.
-        mark, logs = f"-{secrets.token_hex(2)}", folder / "logs" / "latest"
+        mark = f"-{secrets.token_hex(2)}"
         with closing(place_fleet(fleet, folder, config, logs, token, mark=mark, away=True)) as placed:
             for name in (*placed.engines, *placed.players):
                 print(f"{name} starts: `etude fleet logs {arguments.folder} {name}` prints its log", flush=True)
             _join_attached(fleet, folder, config)
+            _see_begin(placed)
             _wait(placed.here)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _see_begin(placed: PlacedFleet) -> None:
+    """Waits until all jobs have begun. Raises UserError, once all are stopped, if one finds no room."""
+    jobs, deadline = [*placed.engines.values(), *placed.players.values()], time.monotonic() + _BEGIN_SECONDS
+    while time.monotonic() < deadline and not all(job.begun or job.exit_code is not None for job in jobs):
+        if why := next((job.waits for job in jobs if job.waits), ""):
+            placed.stop()
+            raise UserError(f"{why}: lower cpus, gpus or count, or add nodes")
+        time.sleep(_LOOK_SECONDS)
 
 
 def _check_servers(fleet: FleetConfig, folder: Path, config: RLConfig, token: str) -> None:
@@ -172,10 +188,19 @@ def _status(run: Path, *, as_json: bool) -> None:
         version = str(row.version) if row.version >= 0 else ""
         table.add_row(row.name, row.url, row.state, version, row.why or row.leaving)
     Console(width=max(100, shutil.get_terminal_size().columns)).print(table)
+    if not engines:
+        print("no engine has joined yet")
     for owner, count in players.items():
-        print(f"{owner} plays {count} episode{'s' if count > 1 else ''}")
+        print(f"{_name(owner)} plays {count} episode{'s' if count > 1 else ''}")
     for owner, why in resting.items():
-        print(f"{owner} rests: {why}")
+        print(f"{_name(owner)} rests: {why}")
+    if not runfolder.is_running(run):
+        print(f"{run} does not run: it ended like this, or was killed")
+
+
+def _name(owner: str) -> str:
+    """The name of a player, as that of its log, without that of this start."""
+    return owner.removeprefix(ELSEWHERE).partition(".")[0]
 
 
 def _drain(run: Path, urls: list[str]) -> None:
@@ -192,7 +217,8 @@ def _drain(run: Path, urls: list[str]) -> None:
 def _logs(run: Path, name: str, address: str | None) -> None:
     """Prints a log: of this machine's file, which the placer of the run keeps as well, else of the cluster."""
     runfolder.load_config(run)
-    path = run / "logs" / "latest" / f"{name}.log"
+    logs = run / "logs" / "latest"
+    path = logs / f"{name}.log"
     if address is None and "/" not in name and path.exists():
         with path.open(errors="replace") as file:
             return shutil.copyfileobj(file, sys.stdout)
@@ -200,7 +226,10 @@ def _logs(run: Path, name: str, address: str | None) -> None:
     if address is None and fleet is not None:
         address = next(iter(fleet.addresses), None)
     if address is None:
-        raise UserError(f"{path} does not exist: name a process of the run, or the --address of the head that has it")
+        there = ", ".join(sorted(log.stem for log in logs.glob("*.log"))) or "none"
+        raise UserError(
+            f"{run} has no log of {name!r}, only {there}: name one, or the --address of the head that has it"
+        )
     for piece in ray_log(address, namespace(run), name):
         sys.stdout.write(piece)
 

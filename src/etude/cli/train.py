@@ -14,7 +14,17 @@ from typing import Any
 from etude import runfolder
 from etude.cli.overlays import OF_RANKS, configuration_text, read_toml, split_overlays, with_ranks
 from etude.cli.ranks import run_ranks, silent
-from etude.config import FleetConfig, LiveConfig, RLConfig, Section, check_fleet, keys, load_toml, validate
+from etude.config import (
+    FleetConfig,
+    LiveConfig,
+    RLConfig,
+    Section,
+    check_fleet,
+    check_ranks_apart,
+    keys,
+    load_toml,
+    validate,
+)
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
 from etude.models import check_devices, check_present, has_weights
@@ -102,6 +112,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
         config = with_models(config)
         check_whole(config)
     else:
+        if arguments.config.is_dir():
+            where = arguments.config
+            raise UserError(f"{where} is a folder: give a TOML file, or continue a run with --resume {where}")
         if arguments.resume and not arguments.config.exists():
             raise UserError(f"there is no run folder or configuration {arguments.config}; runs lie in {OUTPUTS}/")
         data, where = read_toml(files[0], overrides, files[1:]), " @ ".join(map(str, files))
@@ -119,6 +132,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
             if kept != new:
                 _keep(config, folder)
     fleet = _fleet(arguments, config, folder)
+    check_ranks_apart(config, fleet)
     if arguments.dry_run:
         print(without_secrets(config).model_dump_json(indent=2), flush=True)
         from etude.sandbox.backends.choose import check_sandbox
@@ -129,7 +143,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int | None:
 
             part_of(config.tasks, None, config.rollout.budget())
         _check_models(config)
-        return _print_memory(config)
+        return _print_memory(config, fleet)
     if own_rank() is not None:
         raise UserError(
             "WORLD_SIZE names several ranks, and this command is one run: give it alone, with trainer.launcher = "
@@ -199,7 +213,7 @@ def _check_models(config: Any) -> None:
             print(f"no preflight: this installation has no {e.name}", file=sys.stderr)
 
 
-def _print_memory(config: RLConfig) -> None:
+def _print_memory(config: RLConfig, fleet: FleetConfig | None) -> None:
     """The engine of the run and the memory table, on stderr. Raises UserError for a run that does not fit its devices.
     What the engine lacks is told: another machine may have it."""
     from etude.run.vllm_environment import described
@@ -209,7 +223,7 @@ def _print_memory(config: RLConfig) -> None:
         from etude.trainer.rl.memory_table import memory_table
     except ModuleNotFoundError as e:
         return print(f"no memory table: this installation has no {e.name}", file=sys.stderr)
-    table = memory_table(config)
+    table = memory_table(config, fleet)
     print(table.text(), file=sys.stderr)
     if refusal := table.refusal():
         raise UserError(refusal)

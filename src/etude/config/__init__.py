@@ -7,7 +7,7 @@ absolute paths, so that a run can be resumed from any folder.
 # pyright: reportUnusedImport=false
 from etude.config.catalogue import CHAT_TEMPLATES, PRETRAINED, PretrainedModel, cache, pretrained
 from etude.config.engine import EngineConfig, InferenceConfig, ServerConfig, WeightSource
-from etude.config.fleet import EnginesTable, FleetConfig, PlayersTable, RanksTable, check_fleet
+from etude.config.fleet import EnginesTable, FleetConfig, PlayersTable, RanksTable, check_fleet, check_ranks_apart
 from etude.config.live import LiveConfig
 from etude.config.run import (
     AgentConfig,

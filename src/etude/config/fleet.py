@@ -155,3 +155,22 @@ def check_fleet(fleet: FleetConfig, config: RLConfig, where: str) -> None:
             )
     if fleet.trainer is not None and config.trainer.launcher == "external":
         raise UserError(f'{where}: its [trainer] places the ranks: drop trainer.launcher = "external", or the table')
+
+
+def check_ranks_apart(config: RLConfig, fleet: FleetConfig | None) -> None:
+    """Raises UserError for engines of the run on a device of its ranks. Those that a fleet places have others: a placer
+    gives them GPUs that the ranks do not have, or machines."""
+    trainer, inference = config.trainer, config.inference
+    ranks, kind = trainer.mesh.ranks, trainer.device
+    placed = fleet is not None and (
+        bool(fleet.engines) or (fleet.trainer is not None and fleet.trainer.placer == "ray")
+    )
+    if placed or trainer.launcher == "external" or ranks == 1 or kind == "cpu":
+        return
+    of_ranks = {f"{kind}:{rank}" for rank in range(ranks)}
+    for device in inference.devices:
+        if (device if ":" in device else f"{device}:0") in of_ranks:
+            raise UserError(
+                f'inference.device = "{inference.device}" is that of a rank of trainer.mesh, which takes {kind}:0 to '
+                f'{kind}:{ranks - 1}: set "{kind}:{ranks}" or a later one, or fewer ranks'
+            )

@@ -555,21 +555,6 @@ class RLConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _ranks_share_no_device(self) -> RLConfig:
-        trainer, inference = self.trainer, self.inference
-        ranks, kind = trainer.mesh.ranks, trainer.device
-        if trainer.launcher == "external" or ranks == 1 or kind == "cpu":
-            return self
-        of_ranks = {f"{kind}:{rank}" for rank in range(ranks)}
-        for device in inference.devices:
-            if (device if ":" in device else f"{device}:0") in of_ranks:
-                raise ValueError(
-                    f'inference.device = "{inference.device}" is that of a rank of trainer.mesh, which takes {kind}:0 '
-                    f'to {kind}:{ranks - 1}: set "{kind}:{ranks}" or a later one, or fewer ranks'
-                )
-        return self
-
-    @pydantic.model_validator(mode="after")
     def _outside_agents_show_less(self) -> RLConfig:
         if self.rollout.agent is not None:
             seen = {"malformed", "truncated", "unfinished"}

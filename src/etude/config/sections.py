@@ -105,7 +105,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except IsADirectoryError:
-        raise UserError(f"{path} is a folder; give a TOML file, or continue a run with --resume {path}") from None
+        raise UserError(f"{path} is a folder: give a TOML file") from None
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give the path of a TOML configuration") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
@@ -125,14 +125,14 @@ class OptionKey:
 
 
 def keys(kind: type[Section], above: str = "", values: Section | None = None, off: bool = False) -> Iterator[OptionKey]:
-    """Every option below `kind`, with the values of `values` as defaults. Of a choice between tables the default one
-    comes first; a key of several tables comes once."""
+    """Every option below `kind`, with the values of `values` as defaults, and those of the tables of its lists. Of a
+    choice between tables the default one comes first; a key of several tables comes once."""
     seen = set[str]()
     for name, field in kind.model_fields.items():
         key, meaning = f"{above}{name}", field.description or ""
         needed = values is None and field.is_required()
         default = None if needed else getattr(values, name) if values is not None else field.get_default()
-        tables = sorted(_tables(field.annotation, needed), key=lambda table: not isinstance(default, table))
+        tables = sorted(_tables(field.annotation), key=lambda table: not isinstance(default, table))
         entries: list[OptionKey] = []
         for number, table in enumerate(tables):
             here = isinstance(default, table)
@@ -149,15 +149,13 @@ def keys(kind: type[Section], above: str = "", values: Section | None = None, of
                 yield entry
 
 
-def _tables(annotation: Any, listed: bool) -> Iterator[type[Section]]:
-    """The tables that a value may be, and those in a list if `listed`."""
+def _tables(annotation: Any) -> Iterator[type[Section]]:
+    """The tables that a value may be, or of which it may be a list."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated) or (
-        listed and typing.get_origin(annotation) is tuple
-    ):
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated, tuple):
         for part in typing.get_args(annotation):
-            yield from _tables(part, listed)
+            yield from _tables(part)
 
 
 def _closest(key: str, names: list[str]) -> str:
@@ -194,7 +192,8 @@ def error_sentence(
         table = cast(dict[str, Any], table)[part] if inside else None
     key = ".".join(parts) or "the configuration"
     if first["type"] == "extra_forbidden":
-        close = _closest(key, [k.name for k in keys(kind)] if kind else [])
+        named = ".".join(part for part in parts if not part.isdecimal())  # without the number in a list of tables
+        close = _closest(named, [k.name for k in keys(kind)] if kind else [])
         stage = kind.model_fields["stage"].default if kind and "stage" in kind.model_fields else "rl"
         hint = f"did you mean {close}?" if close else f"`etude train --keys {stage}` prints the known keys"
         return f"{where}: unknown key {key}{shape}; {hint}"
@@ -205,6 +204,8 @@ def error_sentence(
     if first["type"] == "missing":
         return f"{where}: {key} is needed{shape}"
     if first["type"] == "tuple_type":
+        if kind and any(known.name.startswith(f"{key}.") for known in keys(kind)):
+            return f"{where}: {key} is a list of tables: write [[{key}]] above the keys of each"
         return f"""{where}: {key} is a list: write '["a", "b"]'"""
     return f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}"
 

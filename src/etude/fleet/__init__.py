@@ -13,7 +13,7 @@ A placer knows nothing of engines, players or trainers: jobs are argument lists.
 code alone, no torch. Nothing of etude's is pickled: actors take and return text.
 """
 
-from etude.fleet.jobs import FleetJob, Placed, Placer, namespace, stop_all
+from etude.fleet.jobs import FleetJob, Placed, PlacedJob, Placer, namespace, stop_all
 from etude.fleet.place import open_placer
 from etude.fleet.ray_jobs import ray_log
 from etude.fleet.schedulers import Machine, kuberay_files, slurm_files

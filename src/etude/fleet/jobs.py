@@ -68,10 +68,21 @@ class Placed(Protocol):
         ...
 
 
+class PlacedJob(Placed, Protocol):
+    """A job that is started again when it ends by itself. `waits`: why it has not begun for a while, else ""."""
+
+    waits: str
+
+    @property
+    def begun(self) -> bool:
+        """Whether it ran once."""
+        ...
+
+
 class Placer(Protocol):
     """Starts jobs in one place."""
 
-    def start(self, job: FleetJob) -> Placed:
+    def start(self, job: FleetJob) -> PlacedJob:
         """Starts a job, and again when it ends by itself. A placer whose jobs outlive it takes a running job of the
         same name, if it is the same job."""
         ...

@@ -12,7 +12,7 @@ from etude import processes
 from etude.code import need
 from etude.config import EnginesTable, PlayersTable, RanksTable
 from etude.errors import UserError
-from etude.fleet.jobs import FleetJob, Placed, Placer, namespace, with_folder, write_files
+from etude.fleet.jobs import FleetJob, Placed, PlacedJob, Placer, namespace, with_folder, write_files
 from etude.fleet.ray_jobs import RayPlacer
 from etude.fleet.supervise import Supervised
 
@@ -24,7 +24,7 @@ class LocalPlacer:
     def __init__(self, logs: Path, restarts: int, holds: Sequence[int] = (), gpu: int = 0) -> None:
         self._logs, self._restarts, self._holds, self._gpu = logs, restarts, holds, gpu
 
-    def start(self, job: FleetJob) -> Placed:
+    def start(self, job: FleetJob) -> PlacedJob:
         """Starts a job, and again when it ends by itself. Raises UserError without a GPU for it."""
         log, python = self._logs / f"{job.name}.log", job.python or sys.executable
         words, env = self._words(job), dict(job.env)

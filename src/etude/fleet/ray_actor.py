@@ -115,9 +115,9 @@ class JobActor:
         own = {"why": self._why, "actor": os.getpid(), "opened": self._opened}
         return json.dumps({**status, **own, "host": ray.util.get_node_ip_address()})
 
-    def stop(self, seconds: float) -> str:
-        """Stops the child for good: SIGTERM, SIGKILL after `seconds`. JSON of its last status."""
+    def stop(self, seconds: float, offset: int) -> str:
+        """Stops the child for good: SIGTERM, SIGKILL after `seconds`. JSON of its last status, and the log."""
         status: dict[str, Any] = {}
         with contextlib.suppress(OSError):
-            status = self._ask(seconds + 20, call="stop", seconds=seconds, offset=0, limit=0)
+            status = self._ask(seconds + 20, call="stop", seconds=seconds, offset=offset)
         return json.dumps(status)

@@ -14,12 +14,14 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from etude.errors import UserError, first_line
 from etude.fleet.keeper import DRAIN_SECONDS, digest
 
 _ANSWER_SECONDS, _POLL_SECONDS, _FREE_SECONDS = 10.0, 2.0, 20.0
+_BEGIN_SECONDS, _LOOK_SECONDS = 60.0, 0.1
 _OPEN = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).internal_kv_keys(b'', None, 5)"
 
 
@@ -68,6 +70,19 @@ def _cluster(head: str) -> str | None:
         return None
 
 
+@dataclass
+class _Stopping:
+    """A job that is being stopped for good: the answers of its actor, and times on the monotonic clock."""
+
+    actor: Any
+    alive: Any  # the answer to a question that waits for nothing
+    status: Any  # the last status, once the child has ended
+    wake: float  # until then an actor answers, or has never begun
+    last: float
+    ended: dict[str, Any] | None = None  # set when the actor is ended
+    free: float = 0.0  # until then its name is free
+
+
 class _Driver:
     """This process as a driver of Ray: the actors of a run by their names."""
 
@@ -79,6 +94,7 @@ class _Driver:
         self.ray, self.run, self.kind = ray, run, ray.remote(JobActor)
         self.actors: dict[str, Any] = {}
         self.pending: dict[str, Any] = {}  # by name, the status on its way
+        self.stopping: dict[str, _Stopping] = {}
         self.group: Any = None  # the placement group of ranks
         self.head, self.cluster = head, _cluster(head)
 
@@ -96,7 +112,8 @@ class _Driver:
             with contextlib.suppress(self.ray.exceptions.RayError):
                 if self.ray.get(actor.digest.remote(), timeout=_ANSWER_SECONDS) == digest(job):
                     return {"adopted": True}
-            self.stop(name, DRAIN_SECONDS)
+            while not self.stop(name, DRAIN_SECONDS)["done"]:
+                time.sleep(_LOOK_SECONDS)
         options: dict[str, Any] = {}
         if (node := self.node_at(host)) is not None:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -119,18 +136,17 @@ class _Driver:
         nodes = self.ray.nodes() if host else []
         return next((n["NodeID"] for n in nodes if n["Alive"] and n["NodeManagerAddress"] == host), None)
 
-    def start_group(self, order: dict[str, Any], count: int, seconds: float) -> dict[str, Any]:
-        """Places ranks together, then starts them. They end with this process. Raises UserError without room."""
-        from ray.util.placement_group import placement_group, remove_placement_group
+    def start_group(self, order: dict[str, Any], count: int) -> dict[str, Any]:
+        """Starts ranks together once their placement group has room; nothing but `has`, all that the cluster has, as
+        long as there is none. They end with this process."""
+        from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         job = order["job"]
         share = {"CPU": job["cpus"], **({"GPU": job["gpus"]} if job["gpus"] else {})}
-        self.group = placement_group([share] * count, strategy="PACK")
-        if not self.group.wait(seconds):
-            remove_placement_group(self.group)
-            needs = " and ".join(f"{n:g} {kind}" for kind, n in share.items())
-            raise UserError(f"Ray had no room for {count} ranks of {needs} each within {seconds:.0f} seconds")
+        self.group = self.group or placement_group([share] * count, strategy="PACK")
+        if not self.group.wait(0):
+            return self.has()
         names = [f"{job['name']}-{rank}" for rank in range(count)]
         for rank, name in enumerate(names):
             own = {**order, "job": {**job, "name": name}}
@@ -139,7 +155,7 @@ class _Driver:
                 max_restarts=0, max_concurrency=4, num_cpus=job["cpus"], num_gpus=job["gpus"], scheduling_strategy=place
             ).remote(json.dumps(own))
         refs = [self.actors[name].place.remote() for name in names]
-        places = [json.loads(text) for text in self.ray.get(refs, timeout=seconds)]
+        places = [json.loads(text) for text in self.ray.get(refs, timeout=_BEGIN_SECONDS)]
         alone = len({place["host"] for place in places}) == 1
         env = {
             "WORLD_SIZE": str(count),
@@ -150,6 +166,20 @@ class _Driver:
         begun = [self.actors[name].begin.remote(json.dumps({**env, "RANK": str(i)})) for i, name in enumerate(names)]
         self.ray.get(begun, timeout=_ANSWER_SECONDS)
         return {"names": names}
+
+    def has(self) -> dict[str, Any]:
+        """The CPUs and GPUs of all nodes."""
+        resources = self.ray.cluster_resources()
+        return {"has": [resources.get("CPU", 0.0), resources.get("GPU", 0.0)]}
+
+    def drop_group(self) -> dict[str, Any]:
+        """Gives the place of the ranks back."""
+        if self.group is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(self.group)
+            self.group = None
+        return {}
 
     def poll(self, offsets: dict[str, int]) -> dict[str, Any]:
         """The status of each job with its log from an offset on; `missing` where Ray knows no living actor, and
@@ -175,24 +205,39 @@ class _Driver:
             sys.exit("the head is another one, which does not know the actors: another bridge makes them")
         return answers
 
-    def stop(self, name: str, seconds: float) -> dict[str, Any]:
-        """Stops a job for good, and its actor."""
-        status: dict[str, Any] = {}
-        if (actor := self.known(name)) is None:
-            return status
-        with contextlib.suppress(self.ray.exceptions.RayError):
-            status = json.loads(self.ray.get(actor.stop.remote(seconds), timeout=seconds + _ANSWER_SECONDS))
-        self.ray.kill(actor, no_restart=True)
-        self.actors.pop(name, None)
-        self.pending.pop(name, None)
-        deadline = time.monotonic() + _FREE_SECONDS
-        while time.monotonic() < deadline:  # until the name is free
-            try:
+    def stop(self, name: str, seconds: float, offset: int = 0) -> dict[str, Any]:
+        """A look at a job that is to stop for good, with its actor; the first one begins it, and none waits, so that
+        many stop at once. With `done` all is over: the last status, with the log from `offset` on, and the name is
+        free."""
+        now = time.monotonic()
+        if name not in self.stopping:
+            if (actor := self.known(name)) is None:
+                return {"done": True}
+            wake, last = now + _ANSWER_SECONDS, now + seconds + _ANSWER_SECONDS
+            answers = actor.digest.remote(), actor.stop.remote(seconds, offset)
+            self.stopping[name] = _Stopping(actor, *answers, wake, last)
+        one = self.stopping[name]
+        if one.ended is None:
+            silent = now > one.wake and not self.came(one.alive)
+            if not (self.came(one.status) or silent or now > one.last):
+                return {"done": False}
+            one.ended, one.free = {}, now + _FREE_SECONDS
+            if self.came(one.status):
+                with contextlib.suppress(self.ray.exceptions.RayError):
+                    one.ended = json.loads(self.ray.get(one.status))
+            self.ray.kill(one.actor, no_restart=True)
+            self.actors.pop(name, None)
+            self.pending.pop(name, None)
+        if now < one.free:
+            with contextlib.suppress(ValueError):
                 self.ray.get_actor(name, namespace=self.run)
-            except ValueError:
-                break
-            time.sleep(0.1)
-        return status
+                return {"done": False}
+        del self.stopping[name]
+        return {"done": True, **(one.ended or {})}
+
+    def came(self, ref: Any) -> bool:
+        """Whether an answer, or an error in its place, has come."""
+        return bool(self.ray.wait([ref], timeout=0)[0])
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to one request."""
@@ -203,6 +248,10 @@ class _Driver:
                 return self.start_group(**request)
             case "poll":
                 return self.poll(**request)
+            case "drop group":
+                return self.drop_group()
+            case "has":
+                return self.has()
             case "stop":
                 return self.stop(**request)
             case call:

@@ -31,9 +31,12 @@ from etude.fleet.supervise import FIRST_SECONDS, LONGEST_SECONDS
 
 CONNECT_SECONDS = 90.0
 ROOM_REPORT_SECONDS = 60.0
+SMALL_REPORT_SECONDS = 5.0  # of a cluster that is too small as a whole, unless it grows
 ROOM_SECONDS = 300.0
 """Time in which a cluster must have room for a group of ranks."""
-_CALL_SECONDS, _POLL_SECONDS = 90.0, 1.0
+STOP_SECONDS = 45.0
+"""Time that the end of a job may take beyond that of its process."""
+_CALL_SECONDS, _POLL_SECONDS, _STOP_LOOK_SECONDS = 90.0, 1.0, 0.25
 
 
 class RayJob:
@@ -46,22 +49,32 @@ class RayJob:
         self.offset = 0
         self.host = ""  # the node where it runs
         self.delay, self.again_at = FIRST_SECONDS, 0.0
-        self.begun: float | None = time.monotonic()  # until its first status, or until its waiting is reported
+        self.placed_at: float | None = time.monotonic()  # until its first status
+        self.waits = ""
         self._placer, self._end = placer, ""
         self._code: int | None = None
         self._over = threading.Event()
 
     def update(self, status: dict[str, Any]) -> None:
         """Takes a new status, and the part of the log in it."""
-        self.begun = None
+        self.placed_at, self.waits = None, ""
         self.status, self.host = {**status, "log": ""}, status.get("host", self.host)
         self.delay = FIRST_SECONDS
-        if text := status.get("log"):
-            with self.log.open("a") as file:
-                file.write(text)
+        self.keep(text := status.get("log", ""))
         self.offset = status.get("offset", self.offset)
         if status.get("exit_code") is not None and not text:  # the log has been read to its end
             self.finish(status["exit_code"], status["end"])
+
+    @property
+    def begun(self) -> bool:
+        """Whether a node has had room for the job."""
+        return self.placed_at is None
+
+    def keep(self, text: str) -> None:
+        """Adds to the log on this machine."""
+        if text:
+            with self.log.open("a") as file:
+                file.write(text)
 
     def finish(self, code: int, end: str) -> None:
         """The job is gone for good."""
@@ -113,8 +126,7 @@ class RayRanks:
             return
         if failed := [rank for rank in self.ranks if rank.exit_code]:
             self._failed = failed[0]
-            for rank in self.ranks:
-                rank.stop(0.0)
+            stop_all(self.ranks, 0.0)
             self._code = failed[0].exit_code
         elif None in codes:
             return
@@ -183,9 +195,13 @@ class _Bridge:
         """The answer to a request. Raises OSError when the bridge is gone or late, RuntimeError for errors of Ray, and
         UserError."""
         with self.lock:
-            self._socket.settimeout(_CALL_SECONDS)
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
-            return self._read(limit)
+            try:
+                self._socket.settimeout(_CALL_SECONDS)
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
+                return self._read(limit)
+            except OSError:
+                self._socket.close()  # a late answer would be taken for that of the next request
+                raise
 
     def close(self) -> None:
         """Ends the bridge."""
@@ -203,6 +219,7 @@ class RayPlacer:
         check_token()
         self._address, self._run, self._logs, self._restarts = address, run, logs, restarts
         self._jobs = dict[str, RayJob]()
+        self._starting = threading.Lock()
         self._ranks: RayRanks | None = None
         self._bridge: _Bridge | None = None
         self._refusal: Exception | None = None
@@ -240,14 +257,20 @@ class RayPlacer:
         self._thread.join(10)
 
     def stop(self, job: RayJob, seconds: float) -> None:
-        """Stops a job for good."""
-        self._jobs.pop(job.name, None)
-        if job.exit_code is None:
-            status: dict[str, Any] = {}
-            with contextlib.suppress(OSError, RuntimeError):
-                status = self._open().ask(seconds + _CALL_SECONDS, call="stop", name=job.name, seconds=seconds)
-            code = status.get("exit_code")
-            job.finish(0 if code is None else code, status.get("end") or f"the {job.name} was stopped")
+        """Stops a job for good. Many threads may stop many jobs at once."""
+        with self._starting:  # afterwards nothing starts it again
+            self._jobs.pop(job.name, None)
+        status, deadline, offset = dict[str, Any](), time.monotonic() + seconds + STOP_SECONDS, job.offset
+        with contextlib.suppress(OSError, RuntimeError):
+            while job.exit_code is None and time.monotonic() < deadline:
+                status = self._open().ask(call="stop", name=job.name, seconds=seconds, offset=offset)
+                if status["done"]:
+                    break
+                time.sleep(_STOP_LOOK_SECONDS)
+        if job.offset == offset:
+            job.keep(status.get("log", ""))
+        code = status.get("exit_code")
+        job.finish(0 if code is None else code, status.get("end") or f"the {job.name} was stopped")
 
     def stop_ranks(self, ranks: RayRanks, seconds: float) -> None:
         """Stops ranks together: they wait for each other."""
@@ -269,17 +292,30 @@ class RayPlacer:
         placed.again_at = time.monotonic() + placed.delay
         placed.delay = min(2 * placed.delay, LONGEST_SECONDS)
         order = self._order(placed.job, grace=GRACE_SECONDS, restarts=self._restarts)
-        self._open().ask(call="start", order=order, host=placed.host)
+        with self._starting:
+            if placed.name in self._jobs:
+                self._open().ask(call="start", order=order, host=placed.host)
 
     def _place(self, ranks: RayRanks, job: FleetJob, count: int) -> None:
-        order = self._order(job, grace=0.0, restarts=0, ranks=count)
+        """Starts ranks once there is room, and refuses them after `ROOM_SECONDS` without. Each request is short: others
+        go on meanwhile."""
+        order, deadline = self._order(job, grace=0.0, restarts=0, ranks=count), time.monotonic() + ROOM_SECONDS
+        answer = dict[str, Any]()
         try:
-            answer = self._open().ask(
-                2 * ROOM_SECONDS + _CALL_SECONDS, call="group", order=order, count=count, seconds=ROOM_SECONDS
-            )
+            while ranks.exit_code is None and time.monotonic() < deadline:
+                if names := (answer := self._open().ask(call="group", order=order, count=count)).get("names"):
+                    ranks.ranks += [RayJob(self, FleetJob(n, job.argv), self._logs / f"{n}.log") for n in names]
+                    return
+                self._closed.wait(_POLL_SECONDS)
+            self._open().ask(call="drop group")
         except (UserError, OSError, RuntimeError) as e:
             return ranks.refuse(f"the {job.name}: {e}")
-        ranks.ranks += [RayJob(self, FleetJob(name, job.argv), self._logs / f"{name}.log") for name in answer["names"]]
+        if ranks.exit_code is None:
+            needs = f"{count} ranks, which need {_of(job.cpus, job.gpus)} each, and have to be placed together"
+            ranks.refuse(
+                f"the cluster of Ray had no room within {ROOM_SECONDS:.0f} seconds for {needs}: all of it "
+                f"has {_of(*answer['has'])}"
+            )
 
     def _tend(self) -> None:
         delay = FIRST_SECONDS
@@ -308,26 +344,43 @@ class RayPlacer:
                 self._ranks.look()
             self._closed.wait(_POLL_SECONDS)
 
+    def _lack(self, bridge: _Bridge, job: FleetJob, seconds: float) -> str:
+        """A sentence about a job that has had no room for so many seconds; "" if it is too soon for one."""
+        if seconds < SMALL_REPORT_SECONDS:
+            return ""
+        cpus, gpus = bridge.ask(call="has")["has"]
+        if seconds < ROOM_REPORT_SECONDS and job.cpus <= cpus and job.gpus <= gpus:
+            return ""
+        return (
+            f"the cluster of Ray has no room for {job.name}, which needs {_of(job.cpus, job.gpus)}: all of it has "
+            f"{_of(cpus, gpus)}, less what others use"
+        )
+
     def _look(self, bridge: _Bridge) -> None:
         """Takes news of all jobs, and starts those that Ray does not know."""
-        jobs = {**self._jobs, **{rank.name: rank for rank in (self._ranks.ranks if self._ranks else ())}}
-        going = {name: job for name, job in jobs.items() if job.exit_code is None}
+        ranks = {rank.name: rank for rank in (self._ranks.ranks if self._ranks else ())}
+        going = {name: job for name, job in {**self._jobs, **ranks}.items() if job.exit_code is None}
         if not going:
             return
         answers = bridge.ask(call="poll", offsets={name: job.offset for name, job in going.items()})
         for name, job in going.items():
-            if job.begun is not None and time.monotonic() - job.begun > ROOM_REPORT_SECONDS:
-                job.begun = None
-                needs = f"{job.job.cpus:g} CPUs and {job.job.gpus} GPUs"
-                print(f"etude: {name} waits: Ray has had no room for {needs} for a minute", file=sys.stderr)
+            if name in self._jobs and not job.waits and job.placed_at is not None:
+                job.waits = self._lack(bridge, job.job, time.monotonic() - job.placed_at)
+                if job.waits:
+                    print(f"etude: {job.waits}; it waits", file=sys.stderr)
         for name, status in answers.items():
             job = going[name]
             if "missing" not in status:
                 job.update(status)
-            elif name not in self._jobs:  # a rank
+            elif name in ranks:
                 job.finish(1, f"the {name} is lost: Ray has ended its node or its actor")
-            elif time.monotonic() > job.again_at:
+            elif time.monotonic() > job.again_at:  # else it is being started, or stopped
                 self._start(job)
+
+
+def _of(cpus: float, gpus: float) -> str:
+    """Resources in words."""
+    return f"{cpus:g} CPU{'s' * (cpus != 1)} and {gpus:g} GPU{'s' * (gpus != 1)}"
 
 
 def check_token() -> None:
@@ -359,6 +412,9 @@ def ray_log(address: str, run: str, name: str) -> Iterator[str]:
                     if status["offset"] == offset:
                         return
                     offset = status["offset"]
-            raise UserError(f"the process {name!r} did not answer for {_CALL_SECONDS:.0f} seconds")
+            raise UserError(
+                f"the process {name!r} did not answer for {_CALL_SECONDS:.0f} seconds: perhaps the cluster has no room "
+                "for it"
+            )
         finally:
             bridge.close()

@@ -24,7 +24,7 @@ class Supervised:
     def __init__(self, name: str, log: Path, begins: Callable[[], Child], restarts: int) -> None:
         self.name, self.log = name, log
         self._begins, self._left = begins, restarts
-        self.starts = 0
+        self.starts, self.waits = 0, ""
         self._child: Child | None = None
         self._refusal = ""  # why no process could be started
         self._stop, self._seconds = threading.Event(), 0.0
@@ -64,6 +64,11 @@ class Supervised:
         if self._thread.is_alive():
             return None
         return 1 if self._refusal or self._child is None else self._child.exit_code
+
+    @property
+    def begun(self) -> bool:
+        """Whether a process was started."""
+        return self.starts > 0
 
     @property
     def pids(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.code import fetch_library
-from etude.config import FleetConfig, RLConfig, SandboxConfig, TaskSource
+from etude.config import FleetConfig, RLConfig, SandboxConfig, TaskSource, check_ranks_apart
 from etude.errors import UserError
 from etude.harness import Toolset, check_context, import_tools
 from etude.ledger import parse_database_url
@@ -38,6 +38,7 @@ def check_inputs(config: RLConfig, fleet: FleetConfig | None = None) -> None:
     from etude.trainer.rl.presets import loss_preset
 
     tasks = config.tasks
+    check_ranks_apart(config, fleet)
     check_folder(Path(config.model.path))
     check_before_training(Path(config.model.path))
     renderer = renderer_of(config)

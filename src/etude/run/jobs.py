@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from etude.config import EnginesTable, FleetConfig, PlayersTable, RanksTable, RLConfig
 from etude.config.secrets import ledger_password
 from etude.errors import UserError
-from etude.fleet import FleetJob, Placed, Placer, open_placer, stop_all
+from etude.fleet import FleetJob, Placed, PlacedJob, Placer, open_placer, stop_all
 from etude.protocol import TOKEN_VARIABLE, is_loopback
 from etude.run.away import AwayProcess
 
@@ -24,7 +24,7 @@ class PlacedFleet:
     """The engines and players of a fleet that are started, by their names. `here` are those of this machine."""
 
     def __init__(self) -> None:
-        self.engines, self.players = dict[str, Placed](), dict[str, Placed]()
+        self.engines, self.players = dict[str, PlacedJob](), dict[str, PlacedJob]()
         self.here, self.placers = list[Placed](), list[Placer]()
 
     def stop(self) -> None:
@@ -100,8 +100,14 @@ class RunFleet:
 
     @property
     def playing(self) -> int:
-        """The number of players that run, or are started again."""
-        return sum(player.exit_code is None for player in self.placed.players.values())
+        """The number of players that run, or are started again; not those that wait for room."""
+        return sum(player.exit_code is None and not player.waits for player in self.placed.players.values())
+
+    @property
+    def trouble(self) -> str:
+        """Why an engine does not run, "" if all do or may soon."""
+        engines = self.placed.engines.values()
+        return next(filter(None, [job.waits or job.failure() for job in engines]), "")
 
     @property
     def attached(self) -> dict[str, str]:

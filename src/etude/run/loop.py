@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 
 from etude.errors import RunFailed
 from etude.ledger import MemberPlayer
+from etude.processes import settle_objects
 from etude.rollout import (
     STALL_LIMIT,
     Curriculum,
@@ -57,6 +58,7 @@ OWNER = "controller"
 
 async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
     """Admits and plays episodes until the trainer has published its last version. Raises RunFailed if a part dies."""
+    settle_objects()
     rollout, progress = run.config.rollout, run.progress
     curriculum = sources.curriculum_of(run.pool.taskset, rollout.group, run.config.seed)
     learned = 0

@@ -2,6 +2,7 @@
 
 The process starts the inference server as its child, joins the ledger with the server's URL, and watches both. Asked to
 leave, by SIGTERM or by the ledger, the server hands back the turns that it cannot finish, and new ones go to others.
+What the server prints is in this process's output, too, each line behind `SERVER_MARK`: the placer keeps that alone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -20,13 +23,20 @@ from etude.run.away import RESTART, AwayProcess, Patience, run_process
 from etude.run.engines import engine_token, start_engine, start_seconds
 
 LOOK_SECONDS = 1.0
+PRINT_SECONDS = 0.25  # between two looks at the server's log
 REJOIN_SECONDS = 60.0  # between two tries to join, at most
+SERVER_MARK = "server | "
 DRAIN_SECONDS = 25.0  # that a server has to end its turns, or to hand them back
 
 
 def serve(process: AwayProcess, stopping: threading.Event) -> int:
     """Serves until it is asked to leave or the server ends. Returns the exit code. Raises UserError."""
     process.check_store()
+    with printed(process.place / f"inference-{process.number}.log"):
+        return _serve(process, stopping)
+
+
+def _serve(process: AwayProcess, stopping: threading.Event) -> int:
     config, ledger = process.config, process.open_ledger()
     kind = config.inference.device.partition(":")[0]  # its placer shows it its own GPUs alone
     config = config.model_copy(update={"inference": config.inference.model_copy(update={"device": kind})})
@@ -56,6 +66,33 @@ def serve(process: AwayProcess, stopping: threading.Event) -> int:
     finally:
         engine.child.stop(1)
         ledger.close()
+
+
+@contextmanager
+def printed(log: Path) -> Iterator[None]:
+    """Prints what is added to a log meanwhile, line by line, behind `SERVER_MARK`."""
+    begin, over = log.stat().st_size if log.exists() else 0, threading.Event()
+
+    def follow() -> None:
+        rest, place, last = b"", begin, False
+        while not last:
+            last = over.wait(PRINT_SECONDS)
+            if log.exists():
+                with log.open("rb") as file:
+                    file.seek(place)
+                    added = file.read()
+                place += len(added)
+                *lines, rest = (rest + added).split(b"\n")
+                for line in [*lines, rest] if last and rest else lines:
+                    print(SERVER_MARK + line.decode(errors="replace").rstrip("\r").rpartition("\r")[2], flush=True)
+
+    thread = threading.Thread(target=follow, name="log of the server", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(LOOK_SECONDS * 10)
 
 
 def _until_it_leaves(process: AwayProcess, child: Child, stopping: threading.Event, url: str) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from etude.errors import UserError
 from etude.grading import open_sandbox
 from etude.ledger import ELSEWHERE, Ledger
+from etude.processes import settle_objects
 from etude.protocol.backends import EngineClient
 from etude.rollout import open_agent
 from etude.run.away import AwayProcess, Patience, run_process
@@ -77,6 +78,7 @@ async def _play(process: AwayProcess, stopping: threading.Event) -> None:
         # Its own name, not only that of the job: it must not renew what it held before it was killed.
         owner = f"{ELSEWHERE if process.away else ''}{process.name}.{secrets.token_hex(4)}"
         episodes = LeasedEpisodes(parts, owner, LEASE_SECONDS)
+        settle_objects()
         try:
             await _until_it_ends(process, parts, episodes, client, stopping, _Offer(parts, owner, process.episodes))
         finally:

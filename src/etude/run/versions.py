@@ -162,8 +162,14 @@ def _check_served(run: Run, swap: float) -> None:
         return
     limit = swap + start_seconds(run.config.inference, run.config.model.path)
     if now - engines.unserved > limit:
-        why = next((f": {state.url}: {state.why}" for state in reversed(engines.states) if state.why), "")
-        raise RunFailed(f"no engine has served for {limit:.0f} s{why}; continue with --resume {run.folder}")
+        raise RunFailed(f"no engine has served for {limit:.0f} s{_absence(run)}; continue with --resume {run.folder}")
+
+
+def _absence(run: Run) -> str:
+    """The reason why no engine serves, as the end of a sentence; "" if none is known."""
+    states = (f"{state.url}: {state.why}" for state in reversed(run.engines.states) if state.why)
+    why = run.fleet.trouble or next(states, "")
+    return f": {why}" if why else ""
 
 
 def _leaves(state: EngineState) -> str:
@@ -269,6 +275,8 @@ async def wait_for_version(run: Run, version: int, *, seconds: float | None = No
         if serving and all(state.version >= version for state in serving):
             return
         await asyncio.sleep(0.1)
+    if not run.engines.serving:
+        raise RunFailed(f"no engine serves after {seconds:.0f} s{_absence(run)}; continue with --resume {run.folder}")
     raise RunFailed(
         f"the engines did not reach version {version} within {seconds:.0f} seconds; raise weights.seconds, and "
         f"continue with --resume {run.folder}"

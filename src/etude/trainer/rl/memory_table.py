@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from etude.config import RLConfig
+from etude.config import FleetConfig, RLConfig
 from etude.errors import UserError
 from etude.models.dtypes import computed_dtype, main_dtype, narrower
 from etude.models.head import head_of
@@ -134,13 +134,16 @@ class MemoryTable:
         return ""
 
 
-def memory_table(config: RLConfig) -> MemoryTable:
-    """The table of a run. Raises UserError for a model folder without a configuration that transformers supports."""
-    trainer, engines = _trainer_device(config), [_device(name) for name in config.inference.devices]
+def memory_table(config: RLConfig, fleet: FleetConfig | None = None) -> MemoryTable:
+    """The table of a run, whose processes are where `fleet` places them. Raises UserError for a model folder without a
+    configuration that transformers supports."""
+    trainer, engines = _trainer_device(config, fleet), _engine_devices(config, fleet)
     model = sizes_of(config.model.path, config.trainer.dtype)
     lora = config.trainer.lora
     adapters = None if lora is None else Adapters(model, lora, dict.fromkeys(model.state_dict(), model.dtype))
-    terms = [*_states(config, model, adapters, trainer), *_pass(config, model, trainer), *_engines(config, model)]
+    here = _engines_here(config, fleet)
+    terms = [*_states(config, model, adapters, trainer, here), *_pass(config, model, trainer)]
+    terms += _engines(config, model, engines)
     devices = Counter([trainer, *engines])
     for device, count in devices.items():
         if device != "host":
@@ -153,8 +156,9 @@ def memory_table(config: RLConfig) -> MemoryTable:
     ordered = sorted(terms, key=lambda t: (t.device == "host", t.device))
     time = "" if trainer == "host" else _time(config, model)
     limits = _limits(set(devices), config.trainer.device_memory_gb)
-    if not absent and config.trainer.launcher == "local" and (here := _host_bytes()):
-        limits["host"] = here
+    away = fleet is not None and fleet.trainer is not None and fleet.trainer.placer == "ray"
+    if not absent and config.trainer.launcher == "local" and not away and (memory := _host_bytes()):
+        limits["host"] = memory
     return MemoryTable(tuple(ordered), limits, time, absent)
 
 
@@ -180,12 +184,32 @@ def _time(config: RLConfig, model: PreTrainedModel) -> str:
     )
 
 
-def _trainer_device(config: RLConfig) -> str:
+def _trainer_device(config: RLConfig, fleet: FleetConfig | None) -> str:
     """The device of the trainer, or that of each of its ranks, which may be on other machines."""
     trainer = config.trainer
-    if trainer.device == "cpu" or (trainer.mesh.ranks == 1 and trainer.launcher == "local"):
+    away = trainer.launcher == "external" or (fleet is not None and fleet.trainer is not None)
+    if trainer.device == "cpu" or (trainer.mesh.ranks == 1 and not away):
         return _device(trainer.device)
     return f"{trainer.device} of each rank"
+
+
+def _engine_devices(config: RLConfig, fleet: FleetConfig | None) -> list[str]:
+    """The device of each worker of the engines, none for those that others have started. The engines of a fleet have
+    GPUs that nothing else has: one stands for all."""
+    inference = config.inference
+    if fleet is None or not fleet.engines:
+        return [_device(name) for name in inference.devices]
+    if inference.on_cpu:
+        return ["host"] * _engines_here(config, fleet)
+    placed = any(table.placer != "attach" for table in fleet.engines)
+    return [f"{inference.device.partition(':')[0]} of each engine"] if placed else []
+
+
+def _engines_here(config: RLConfig, fleet: FleetConfig | None) -> int:
+    """The number of engines that are started on this machine."""
+    if fleet is None or not fleet.engines:
+        return 0 if config.inference.urls else config.inference.servers
+    return sum(table.count for table in fleet.engines if table.placer == "local")
 
 
 def _device(name: str) -> str:
@@ -214,7 +238,9 @@ def _host_bytes() -> float:
     return min(total, float(limit)) if limit.isdigit() and total else total
 
 
-def _states(config: RLConfig, model: PreTrainedModel, adapters: Adapters | None, device: str) -> list[Term]:
+def _states(
+    config: RLConfig, model: PreTrainedModel, adapters: Adapters | None, device: str, engines: int
+) -> list[Term]:
     trained = list(model.parameters()) if adapters is None else list(adapters.tensors.values())
     trainer, mesh = config.trainer, config.trainer.mesh
     published = narrower(main_dtype(Path(config.model.path)), model.dtype) if adapters is None else torch.float32
@@ -257,9 +283,8 @@ def _states(config: RLConfig, model: PreTrainedModel, adapters: Adapters | None,
     if device != "host" and not trainer.offload_optimizer:
         advice = "set trainer.offload_optimizer = true"
         terms.append(Term(device, "published weights, to find changes", size * count / share, advice))
-    engines = 0 if config.inference.urls else config.inference.servers
     if adapters is not None:
-        terms += _beside_adapters(config, adapters, live, device)
+        terms += _beside_adapters(config, adapters, live, device, engines)
     else:
         terms.append(Term("host", "held and next version of the engines", 2 * size * count * engines))
     if loss_preset(config.loss).kl_beta:
@@ -289,13 +314,12 @@ def _gathered(config: RLConfig, model: PreTrainedModel, device: str, each: int) 
     return terms
 
 
-def _beside_adapters(config: RLConfig, adapters: Adapters, live: int, device: str) -> list[Term]:
+def _beside_adapters(config: RLConfig, adapters: Adapters, live: int, device: str, engines: int) -> list[Term]:
     """The memory of adapters besides their states: the base, here and in engines that add to it."""
     base, offload = [held_rows(t).nbytes for t in adapters.base().values()], config.trainer.offload_optimizer
     mesh = config.trainer.mesh
     parts, each = mesh.shard * mesh.context, mesh.ranks if offload or device == "host" else 1
     advice = "" if offload or device == "host" else "set trainer.offload_optimizer = true"
-    engines = 0 if config.inference.urls else config.inference.servers
     return [
         Term("host" if offload else device, "base of the adapted layers", sum(base) / parts * each, advice),
         Term(
@@ -358,9 +382,9 @@ def _engine_dtype(config: RLConfig) -> torch.dtype:
     return computed_dtype(config.inference.dtype, config.inference.device, Path(config.model.path))
 
 
-def _engines(config: RLConfig, model: PreTrainedModel) -> list[Term]:
+def _engines(config: RLConfig, model: PreTrainedModel, devices: Sequence[str]) -> list[Term]:
     inference, text = config.inference, model.config.get_text_config()
-    devices = [_device(name) for name in inference.devices]
+    servers = len(devices)  # of etude's engine
     if not devices:  # others have started them, on other devices
         return []
     count = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
@@ -376,14 +400,14 @@ def _engines(config: RLConfig, model: PreTrainedModel) -> list[Term]:
     # A pass over a chunk of a prompt, and the logits of a batch with their softmax.
     work = inference.prefill_tokens * 8 * text.hidden_size * size + 3 * 4 * inference.max_batch * text.vocab_size
     terms = [
-        Term(device, "weights of the engines", inference.servers * count * size, "give them another inference.device"),
-        Term(device, cached, inference.servers * cache, other),
-        Term(device, "an engine's pass", inference.servers * work, "lower inference.max_batch"),
+        Term(device, "weights of the engines", servers * count * size, "give them another inference.device"),
+        Term(device, cached, servers * cache, other),
+        Term(device, "an engine's pass", servers * work, "lower inference.max_batch"),
     ]
     if device != "host":
-        terms.append(_staged(device, inference.servers * count))
+        terms.append(_staged(device, servers * count))
     if config.rollout.documents:
-        documents = inference.servers * inference.documents_mb * 2**20
+        documents = servers * inference.documents_mb * 2**20
         terms.append(Term(device, "documents of the engines", documents, "lower inference.documents_mb"))
     return terms
 

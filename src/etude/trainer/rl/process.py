@@ -43,7 +43,7 @@ import msgspec
 import torch
 
 from etude import runfolder
-from etude.config import RLConfig
+from etude.config import FleetConfig, RLConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.ledger import Ledger, get_blob
@@ -168,7 +168,7 @@ class Trainer:
         self._waited = 0.0  # seconds for checkpoints, since the last version
         self._line = run / "metrics.next.json"  # of the version in publication
         self._ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name) if world.first else None
-        self.learner = make_learner(config, world)
+        self.learner = make_learner(config, world, runfolder.load_fleet(run))
         model = self.learner.model
         self.routes = router_replay.shape(model) if config.trainer.router_replay else None
         self.checked: set[str] | None = set() if config.trainer.self_check else None
@@ -495,11 +495,12 @@ def guard_metrics(verdict: GuardVerdict, record: StepRecord) -> dict[str, float]
     }
 
 
-def make_learner(config: RLConfig, world: World) -> Learner:
+def make_learner(config: RLConfig, world: World, fleet: FleetConfig | None = None) -> Learner:
     """The model of the run with its optimizer, and the reference, value head and teacher that its loss needs. Raises
-    UserError for a model that does not fit its devices, or would not be computed exactly."""
+    UserError for a model that does not fit its devices, beside what `fleet` leaves there, or would not be computed
+    exactly."""
     options, preset = config.trainer, loss_preset(config.loss)
-    if options.device != "cpu" and (refusal := memory_table(config).refusal()):
+    if options.device != "cpu" and (refusal := memory_table(config, fleet).refusal()):
         raise UserError(f"{refusal} (trainer.device_memory_gb overrides the detected size)")
     model = load_sharded(config.model.path, getattr(torch, options.dtype), world)
     if world.first:
