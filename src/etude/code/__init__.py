@@ -42,7 +42,7 @@ from etude.code.mutate import (
 )
 from etude.code.operators import FLIPPED_OPERATORS, OPERATORS, SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator
 from etude.code.packages import NotInstallable, download_wheel, fetch_library, fetch_wheel, install_wheels
-from etude.code.secrets import credential_name, find_secrets, secret_in
+from etude.code.secrets import credential_name, find_secrets, redacted, secret_in
 from etude.code.shingles import text_shingles, token_runs
 
 PUBLIC = ("", "functions")

@@ -1,0 +1,61 @@
+"""The conversations of users who agree to training, as threads for a corpus (`etude corpus sessions --live`).
+
+A turn is left out if its session has no consent, if consent was taken back since (the account was forgotten, or the
+policy of the tenant no longer grants it), and if its content is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import sqlalchemy as sa
+
+from etude.corpus.sessions import AgentThread, SessionReport, answered_thread
+from etude.live.learn.window import LiveContents
+from etude.live.log import journal, tenants
+from etude.live.log.consent import SCOPE
+from etude.live.log.records import LivePolicy, ServedTurn, Session, TurnContent, TurnKind
+from etude.protocol.apis import RequestRefused
+
+
+def consented_threads(engine: sa.Engine, contents: LiveContents, report: SessionReport) -> Iterator[AgentThread]:
+    """The thread of each main turn with consent, in order of time; the other turns are counted in the report. Raises
+    UserError if the store of contents is away."""
+    now = time.time_ns()
+    with journal.reading(engine) as connection:
+        forgotten = {stone.account for stone in journal.tombstones(connection, now)}
+        policies = tenants.policies(connection)
+        sessions = {each.id: each for each in journal.sessions(connection, now)}
+        turns = list(journal.turns(connection, now))
+    keys = contents.keys(session.account for session in sessions.values())
+    for turn in turns:
+        session = sessions[turn.session]
+        key = None if session.account in forgotten else keys[session.account]
+        why = _unwanted(turn, session, policies) or ("consent was taken back" if key is None else "")
+        data = None if why or key is None else contents.read(key, turn.blob or "")
+        if data is None:
+            report.refuse(turn.id, why or "its content is gone")
+            continue
+        content = msgspec.msgpack.decode(data, type=TurnContent)
+        origin = {"path": turn.id, "session": session.id, "harness": session.client, "model": f"release {turn.release}"}
+        replaced = any(f"<{rule}>".encode() in content.response for rule in turn.scrubbed)
+        try:
+            request, answer = msgspec.json.decode(content.request), msgspec.json.decode(content.response)
+            reason = "scrubbed" if replaced else turn.stop
+            yield answered_thread(content.dialect, request, answer, reason, origin)
+        except (RequestRefused, msgspec.DecodeError) as e:
+            report.refuse(turn.id, str(e))
+
+
+def _unwanted(turn: ServedTurn, session: Session, policies: Mapping[str, LivePolicy]) -> str:
+    """The reason why a turn is left out, whatever its content, or ""."""
+    consent, policy = session.consent, policies.get(session.tenant, LivePolicy())
+    if not consent.granted or consent.scope != SCOPE:
+        return "it has no consent"
+    if not (policy.consent or (policy.may_grant and consent.policy == "header")):
+        return "consent was taken back"
+    if turn.kind != TurnKind.MAIN:
+        return "it is no turn of a person"
+    return "" if turn.blob else "its content was not kept"
