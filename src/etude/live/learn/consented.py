@@ -25,15 +25,15 @@ def consented_threads(engine: sa.Engine, contents: LiveContents, report: Session
     UserError if the store of contents is away."""
     now = time.time_ns()
     with journal.reading(engine) as connection:
-        forgotten = {stone.account for stone in journal.tombstones(connection, now)}
+        stones = {stone.account for stone in journal.tombstones(connection, now)}
         policies = tenants.policies(connection)
         sessions = {each.id: each for each in journal.sessions(connection, now)}
         turns = list(journal.turns(connection, now))
     keys = contents.keys(session.account for session in sessions.values())
     for turn in turns:
         session = sessions[turn.session]
-        key = None if session.account in forgotten else keys[session.account]
-        why = _unwanted(turn, session, policies) or ("consent was taken back" if key is None else "")
+        key = None if session.account in stones else keys[session.account]
+        why = _unwanted(turn, session, policies, key is None)
         data = None if why or key is None else contents.read(key, turn.blob or "")
         if data is None:
             report.refuse(turn.id, why or "its content is gone")
@@ -49,12 +49,12 @@ def consented_threads(engine: sa.Engine, contents: LiveContents, report: Session
             report.refuse(turn.id, str(e))
 
 
-def _unwanted(turn: ServedTurn, session: Session, policies: Mapping[str, LivePolicy]) -> str:
+def _unwanted(turn: ServedTurn, session: Session, policies: Mapping[str, LivePolicy], forgotten: bool) -> str:
     """The reason why a turn is left out, whatever its content, or ""."""
     consent, policy = session.consent, policies.get(session.tenant, LivePolicy())
     if not consent.granted or consent.scope != SCOPE:
         return "it has no consent"
-    if not (policy.consent or (policy.may_grant and consent.policy == "header")):
+    if forgotten or not (policy.consent or (policy.may_grant and consent.policy == "header")):
         return "consent was taken back"
     if turn.kind != TurnKind.MAIN:
         return "it is no turn of a person"
