@@ -33,7 +33,7 @@ def tell(log: StoryLog, story: Story, **answers: dict[str, Any]) -> None:
     log.write(story)
     owner = {session.id: session.account for session in story.sessions}
     with log.engine.begin() as connection:
-        keys = log.accounts.keys(connection, {account: "acme" for account in owner.values()}, BASE)
+        keys = log.accounts.keys(connection, dict.fromkeys(owner.values(), "acme"), BASE)
     for turn in story.turns:
         if turn.id in answers:
             request = json.dumps({"messages": answers[turn.id]["asked"]}).encode()
