@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import blake3
 
@@ -142,7 +142,7 @@ def _objects(file: Path) -> Iterator[dict[str, Any]]:
         text = file.read_text("utf-8")
         values = map(json.loads, filter(str.strip, text.split("\n"))) if file.suffix == ".jsonl" else [json.loads(text)]
         for value in values:
-            entries: list[Any] = value if isinstance(value, list) else [value]
+            entries = cast(list[Any], value) if isinstance(value, list) else [value]
             yield from (entry for entry in entries if isinstance(entry, dict))
     except ValueError as e:
         raise UserError(f"{file} is not JSON ({e}): save the forge's answer as it came") from None
@@ -261,7 +261,7 @@ async def _tell(
     box = TreeBox(before)
     name = blake3.blake3(request.head.encode()).hexdigest(length=8)
     text = f"{request.title}\n\n{request.body}".strip()
-    talk = _Turns(FullTools(box, Task(id=name, prompt=text), names=PULL_REQUEST_TOOLS), text)
+    talk = _RequestTurns(FullTools(box, Task(id=name, prompt=text), names=PULL_REQUEST_TOOLS), text)
     rng = random.Random(f"{seed}/{request.head}")
     for tree, review in stages:
         _check(box.files, tree)
@@ -294,7 +294,7 @@ def _check(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
                 raise _Untold("it changes files that are not UTF-8") from None
 
 
-class _Turns:
+class _RequestTurns:
     """A conversation in progress."""
 
     def __init__(self, tools: FullTools, text: str) -> None:
