@@ -38,7 +38,7 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
 def name_of(arguments: argparse.Namespace) -> str:
     """The command with its action, as in "tasks build"."""
     match arguments.command:  # "live serve" and its like hold the action already
-        case "tasks" | "weights" | "fleet" as command:
+        case "tasks" | "weights" | "fleet" | "corpus" as command:
             return f"{command} {arguments.action}"
         case "doctor" if arguments.check is not None:
             return f"doctor {arguments.check}"

@@ -95,26 +95,17 @@ def find_secrets(data: bytes, path: str = "") -> Iterator[SecretMatch]:
 
 
 def redacted(text: str, path: str = "") -> tuple[str, Counter[str]]:
-    """The text with `<RULE>` in place of each likely secret, and their number by rule. A text with a secret that has no
-    place in it (in base64, or in UTF-16) is `<RULE>` as a whole."""
+    """The text with `<RULE>` in place of each likely secret, and their number by rule. Secrets without a place in the
+    text, in base64 or UTF-16, stay: `secret_in` finds them."""
     counts: Counter[str] = Counter()
     data = text.encode("utf-8", "surrogatepass")
-    spans: list[tuple[int, int, str]] = []
+    parts, end = list[bytes](), 0
     for match in sorted(find_secrets(data, path), key=lambda each: (each.start, -each.end)):
-        if spans and match.start < spans[-1][1]:
-            start, end, rule = spans[-1]
-            spans[-1] = (start, max(end, match.end), rule)
-        else:
-            spans.append((match.start, match.end, match.rule))
-    out, last = list[bytes](), 0
-    for start, end, rule in spans:
-        counts[rule] += 1
-        out += [data[last:start], f"<{rule}>".encode()]
-        last = end
-    data = b"".join([*out, data[last:]])
-    if (rule := secret_in(data, path)) is not None:
-        return f"<{rule}>", counts + Counter([rule])
-    return data.decode("utf-8", "surrogatepass"), counts
+        if match.start >= end:
+            parts += [data[end : match.start], f"<{match.rule}>".encode()]
+            counts[match.rule] += 1
+        end = max(end, match.end)
+    return b"".join([*parts, data[end:]]).decode("utf-8", "surrogatepass"), counts
 
 
 def credential_name(path: str) -> str | None:

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 MAX_COMMITS = 2000
 MAX_BYTES = 200_000
-_VENDORED = frozenset({"vendor", "_vendor", "vendored", "node_modules", "third_party", "extern", "dist", "bundled"})
-_LOCKS = re.compile(r"(^|/)(package-lock|yarn|composer|poetry)[^/]*$|\.min\.|\.bundle\.|-min\.")
+VENDORED = frozenset({"vendor", "_vendor", "vendored", "node_modules", "third_party", "extern", "dist", "bundled"})
+LOCKS = re.compile(r"(^|/)(package-lock|pnpm-lock|yarn|composer|poetry)[^/]*$|\.min\.|\.bundle\.|-min\.")
 # Control characters, and line ends of other programs that git does not split at.
 _ODD = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x85\u2028\u2029]|\r(?!\n)")
 MAX_LINE = 200
@@ -95,7 +95,7 @@ def _chain(argument: str) -> list[Path]:
 def wanted(path: str, text: str) -> bool:
     """Whether a file is worth learning from: written by people, not vendored, of moderate size."""
     folders = set(PurePosixPath(path).parts[:-1])
-    if folders & _VENDORED or _LOCKS.search(path) or not text.strip() or len(text) > MAX_BYTES:
+    if folders & VENDORED or LOCKS.search(path) or not text.strip() or len(text) > MAX_BYTES:
         return False
     return not (generated(text) or _ODD.search(text) or max(map(len, shown_lines(text))) > MAX_LINE)
 

@@ -68,7 +68,7 @@ def session_rows(
     for row in thread_rows(every()):
         yield from _without_secrets(row, report)
     for row in whole:
-        if redacted(json.dumps(row, ensure_ascii=False))[1]:
+        if secret_in(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")) is not None:
             report.refuse(row["origin"]["path"], "a trajectory with tokens holds a likely secret")
             continue
         report.rows += 1
@@ -180,7 +180,7 @@ def _without_secrets(row: Row, report: SessionReport) -> Iterator[Row]:
         report.refuse(row["origin"]["path"], f"it holds more than {_MAX_SECRETS} likely secrets")
     elif not count:
         report.refuse(row["origin"]["path"], "no message in it is known to be the model's, whole and without secrets")
-    elif (rule := secret_in(json.dumps([messages, tools], ensure_ascii=False).encode("utf-8", "replace"))) is not None:
+    elif (rule := secret_in(json.dumps([messages, tools], ensure_ascii=False).encode("utf-8", "surrogatepass"))) is not None:
         report.refuse(row["origin"]["path"], f"it holds a likely secret that cannot be cut out ({rule})")
     else:
         report.rows += 1
