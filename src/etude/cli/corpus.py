@@ -1,16 +1,18 @@
-"""`etude corpus build`: makes documents to train on of your own code, packages, folders and replay data."""
+"""`etude corpus`: makes documents to train on of own code, packages and replay data (`build`), and conversations of
+agents' sessions and pull requests (`corpus_rows.py`)."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from etude.cli import corpus_rows
 from etude.cli.flags import add_flags, from_flags
 from etude.config import DocumentBuildConfig
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `etude corpus` and of its action."""
+    """The arguments of `etude corpus` and of its actions."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     build = actions.add_parser("build", help="make documents to train on", allow_abbrev=False)
     build.add_argument(
@@ -28,10 +30,22 @@ def add(parser: argparse.ArgumentParser) -> None:
     suites = "datasets of tasks and tables of edits whose answers and tests must not be learned"
     build.add_argument("--suite", nargs="+", default=[], metavar="DATASET", help=suites)
     add_flags(build, DocumentBuildConfig)
+    corpus_rows.add_sessions(actions)
+    corpus_rows.add_pull_requests(actions)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> None:
-    """Builds the corpus. Raises UserError."""
+    """Runs an action. Raises UserError."""
+    match arguments.action:
+        case "sessions":
+            corpus_rows.run_sessions(arguments)
+        case "pull-requests":
+            corpus_rows.run_pull_requests(arguments)
+        case _:
+            _build(arguments)
+
+
+def _build(arguments: argparse.Namespace) -> None:
     from etude.cli.progress import bar
     from etude.corpus.documents import build_documents
 

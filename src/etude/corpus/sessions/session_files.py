@@ -17,10 +17,10 @@ from typing import Any
 import blake3
 
 from etude.code import redacted, secret_in
-from etude.corpus.chats import chat_files
 from etude.corpus.sessions import claude_code, codex, pi
 from etude.corpus.sessions.request_logs import RequestLog
 from etude.corpus.sessions.thread import AgentThread, Row, learned, readable, thread_rows
+from etude.errors import UserError
 from etude.protocol.apis import RequestRefused, as_refusal, read, tools_of
 
 _AGENTS = {"claude-code": claude_code, "codex": codex, "pi": pi}
@@ -83,7 +83,7 @@ def _wanted(models: str, patterns: Sequence[str]) -> bool:
 def _threads(
     paths: Sequence[Path], report: SessionReport, models: Sequence[str], keep: Callable[[Row], None]
 ) -> Iterator[AgentThread]:
-    for path in dict.fromkeys(chain.from_iterable(map(chat_files, paths))):
+    for path in dict.fromkeys(chain.from_iterable(map(_files, paths))):
         lines = _lines(path, report)
         head = list(islice(lines, _HEAD))
         agent = next((name for name in _AGENTS if any(_AGENTS[name].is_session(line) for _, line in head)), None)
@@ -102,6 +102,17 @@ def _threads(
             formats.add(kind)
             yield from (_placed(thread, place) for thread in threads)
         report.files.update(formats)
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or the .json and .jsonl files below a folder, sorted. Raises UserError if there is none."""
+    if path.is_dir():
+        files = sorted(file for kind in ("*.json", "*.jsonl") for file in path.rglob(kind) if file.is_file())
+    else:
+        files = [path] if path.is_file() else []
+    if not files:
+        raise UserError(f"{path} is neither a file nor a folder with .json or .jsonl files: name the agent's logs")
+    return files
 
 
 def _lines(path: Path, report: SessionReport) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -180,7 +191,9 @@ def _without_secrets(row: Row, report: SessionReport) -> Iterator[Row]:
         report.refuse(row["origin"]["path"], f"it holds more than {_MAX_SECRETS} likely secrets")
     elif not count:
         report.refuse(row["origin"]["path"], "no message in it is known to be the model's, whole and without secrets")
-    elif (rule := secret_in(json.dumps([messages, tools], ensure_ascii=False).encode("utf-8", "surrogatepass"))) is not None:
+    elif (
+        rule := secret_in(json.dumps([messages, tools], ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    ) is not None:
         report.refuse(row["origin"]["path"], f"it holds a likely secret that cannot be cut out ({rule})")
     else:
         report.rows += 1
