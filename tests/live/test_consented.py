@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from etude.corpus.sessions import SessionReport, session_rows
-from etude.live.learn.consented import consented_threads
+from etude.live.learn.consented import committed_requests, consented_threads
 from etude.live.log.accounts import seal
 from etude.live.log.privacy import forget
 from etude.live.log.records import Consent, LivePolicy, TurnKind
 from etude.live.log.tenants import set_policy
+from etude.live.observe.agent_trace import TracedEdit, append_trace, trace_record
 from tests.helpers.live_story import BASE, Story, StoryLog, content
 
 ASKED, DONE = "Rename the flag.", "Renamed."
@@ -126,3 +127,15 @@ def test_an_answer_in_which_something_was_replaced_is_not_learned(log: StoryLog)
     tell(log, story, t1={"asked": asked, "answer": "To <email>: hello"}, t2={"asked": asked, "answer": "Written."})
     ((row,), _) = rows(log)
     assert [m["content"] for m in row["messages"] if m.get("weight")] == ["Written."]
+
+
+def test_requests_whose_changes_were_committed_become_words_for_tasks(log: StoryLog, tmp_path: Path) -> None:
+    two_turns(log)
+    edits = [TracedEdit("a.py", "c1", 1, 2, "t1", shown=2.0), TracedEdit("b.py", "c1", 1, 2, "t2", shown=1.0)]
+    append_trace(tmp_path, trace_record("c1", edits, "1.0", 5.0))
+    append_trace(tmp_path, trace_record("c2", [TracedEdit("a.py", "c2", 1, 2, "stranger")], "1.0", 5.0))
+    report = SessionReport()
+    (row,) = committed_requests(log.engine, log.contents, tmp_path, report)
+    assert row == {"commit": "c1", "request": "And its test?", "turn": "t2"}, "of the turn that was shown first"
+    set_policy(log.engine, "acme", LivePolicy(consent=False, may_grant=False))
+    assert list(committed_requests(log.engine, log.contents, tmp_path, report)) == []

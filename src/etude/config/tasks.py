@@ -35,6 +35,7 @@ class BuildConfig(Section):
     repeats: int = option(3, "times that each gate must hold", ge=1)
     workers: int = option(2, "boxes at a time", ge=1)
     hang_seconds: float = option(5.0, "a broken program that runs longer is dropped", gt=0)
+    requests: str | None = option(None, "users' words for commits (.jsonl of `etude live requests`), for kind commit")
     write_tests: str | None = option(None, "command that writes tests for functions that have none (docs/tasks.md)")
 
     @property
@@ -46,6 +47,8 @@ class BuildConfig(Section):
     def _possible(self) -> BuildConfig:
         if self.min_lines > self.max_lines:
             raise ValueError("min_lines must not be above max_lines")
+        if self.requests is not None and "commit" not in self.kinds:
+            raise ValueError("requests are words for commits: add commit to kinds, or drop requests")
         if self.bootstrap not in ("declared", "rules") and not self.bootstrap.startswith(("http://", "https://")):
             raise ValueError("bootstrap must be declared, rules, or the URL of an OpenAI-compatible server")
         return self
