@@ -23,7 +23,7 @@ RULES = {
     "too long": "more than 20,000 lines or 1 MB",
     "long lines": "code with a line over 1,000 characters, or 100 on average",
     "few letters": "less than a quarter",
-    "short tokens": "fewer than 2.5 characters per token: tables of numbers",
+    "short tokens": "fewer than 2 characters per token: tables of numbers",
     "few comments": "less than 1 % of the characters; own files may",
     "many comments": "more than 85 % of the characters",
     "neither a text nor a conversation": "a line of replay data without text or messages",

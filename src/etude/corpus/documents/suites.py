@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from etude.code import is_script, language_of, lines_of, run_codes, syntax_nodes, word_codes
+from etude.code import Span, is_script, language_of, lines_of, run_codes, syntax_nodes, word_codes
 from etude.corpus.documents.texts import decoded
 from etude.corpus.edits.synthetic import WORDS
 from etude.errors import UserError
@@ -196,29 +196,27 @@ def _operators(codes: np.ndarray) -> np.ndarray:
     return _OPERATORS[places] == codes
 
 
-def copies_in(text: str, index: SuiteIndex) -> list[tuple[int, int]]:
-    """The places (first and last character) at which pieces of suites or their copies stand in a text."""
+def copies_in(text: str, index: SuiteIndex) -> list[list[Span]]:
+    """The copies of pieces of suites in a text: of each the places (first character, end) of its runs."""
     codes = word_codes(_TOKEN.findall(text))
-    spans: set[tuple[int, int]] = set()
-    for kind, runs in enumerate(_runs(codes)):
-        spans |= _close_together(runs, index, kind)
-    if not spans:
+    copies = [runs for kind, runs in enumerate(_runs(codes)) for runs in _close_together(runs, index, kind)]
+    if not copies:
         return []
     places = [match.span() for match in _TOKEN.finditer(text)]
-    return sorted((places[low][0], places[high][1]) for low, high in spans)
+    return [[(places[run][0], places[run + RUN - 1][1]) for run in runs] for runs in copies]
 
 
-def _close_together(runs: np.ndarray, index: SuiteIndex, kind: int) -> set[tuple[int, int]]:
-    """Tokens (first, last) of the places at which enough runs of a piece stand together."""
+def _close_together(runs: np.ndarray, index: SuiteIndex, kind: int) -> list[list[int]]:
+    """The runs, by their first tokens, that stand together and are enough of a piece."""
     known, owners, counts = index.codes[kind], index.owners[kind], index.counts[kind]
     if not known.size or not runs.size:
-        return set()
+        return []
     lows, highs = np.searchsorted(known, runs, "left"), np.searchsorted(known, runs, "right")
     matches: dict[int, list[int]] = {}
     for place in np.flatnonzero(highs > lows).tolist():
         for piece in owners[lows[place] : highs[place]].tolist():
             matches.setdefault(piece, []).append(place)
-    spans: set[tuple[int, int]] = set()
+    copies: list[list[int]] = []
     share = (VERBATIM, RENAMED)[kind]
     for piece, places in matches.items():
         count = int(counts[piece])
@@ -230,8 +228,6 @@ def _close_together(runs: np.ndarray, index: SuiteIndex, kind: int) -> set[tuple
             while place - places[first] > _NEAR * (count + RUN):
                 first += 1
             if last - first + 1 >= needed and len({*runs[places[first : last + 1]].tolist()}) >= needed:
-                spans.add((places[first], place + RUN - 1))
-                first = last + 1
-                if first >= len(places):
-                    break
-    return spans
+                copies.append(places[first : last + 1])
+                break
+    return copies
