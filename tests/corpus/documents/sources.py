@@ -13,35 +13,40 @@ from typing import Any
 from etude.config import DocumentBuildConfig
 from etude.corpus.documents import build_documents
 
-WORDS = ["amount", "basket", "cargo", "depot", "engine", "fleet", "gauge", "harbor", "index", "journal", "kernel", "ledger", "margin", "number", "order", "parcel", "quota", "route", "sector", "tariff", "unit", "vendor", "weight", "yard", "zone"]  # fmt: skip
+WORDS = ["amount", "basket", "cargo", "depot", "engine", "fleet", "gauge", "harbor", "index", "journal", "kernel", "ledger", "margin", "number", "order", "parcel", "quota", "route", "sector", "tariff", "unit", "vendor", "weight", "yard", "zone"]
 
 
 def _term(rng: random.Random, names: list[str], depth: int = 0) -> str:
+    def inner() -> str:
+        return _term(rng, names, depth + 1)
+
     match rng.randrange(7 if depth < 3 else 3):
         case 0:
             return str(rng.randrange(9999))
         case 1 | 2:
             return rng.choice(names)
         case 3:
-            return f"{_term(rng, names, depth + 1)} {rng.choice(['+', '-', '*', '//', '%'])} {_term(rng, names, depth + 1)}"
+            return f"{inner()} {rng.choice(['+', '-', '*', '//', '%'])} {inner()}"
         case 4:
-            inside = ", ".join(_term(rng, names, depth + 1) for _ in range(rng.randint(1, 3)))
-            return f"{rng.choice(WORDS)}_{rng.randrange(99)}({inside})"
+            return f"{rng.choice(WORDS)}_{rng.randrange(99)}({', '.join(inner() for _ in range(rng.randint(1, 3)))})"
         case 5:
-            return f"{rng.choice(names)}[{_term(rng, names, depth + 1)}]"
+            return f"{rng.choice(names)}[{inner()}]"
         case _:
             return f"{rng.choice(names)}.{rng.choice(WORDS)}"
 
 
-def _statement(rng: random.Random, names: list[str], margin: str) -> str:
+def _statement(rng: random.Random, names: list[str]) -> str:
+    name, term = rng.choice(names), _term(rng, names)
     match rng.randrange(6):
         case 0:
             test = f"{_term(rng, names)} {rng.choice(['<', '>=', '==', '!=', 'in', 'is'])} {_term(rng, names)}"
-            return f"{margin}{rng.choice(['if', 'while', 'if not'])} {test}:\n{margin}    {rng.choice(names)} = {_term(rng, names)}\n"
+            return f"    {rng.choice(['if', 'while', 'if not'])} {test}:\n        {name} = {term}\n"
         case 1:
-            return f"{margin}for {rng.choice(names)} in {_term(rng, names)}:\n{margin}    {rng.choice(names)}.{rng.choice(WORDS)}({_term(rng, names, 1)})\n"
+            return (
+                f"    for {name} in {term}:\n        {rng.choice(names)}.{rng.choice(WORDS)}({_term(rng, names, 1)})\n"
+            )
         case _:
-            return f"{margin}{rng.choice(names)} {rng.choice(['=', '=', '+=', '-='])} {_term(rng, names)}\n"
+            return f"    {name} {rng.choice(['=', '=', '+=', '-='])} {term}\n"
 
 
 def module(seed: int, functions: int = 4, imports: str = "") -> str:
@@ -50,9 +55,9 @@ def module(seed: int, functions: int = 4, imports: str = "") -> str:
     parts = [f"# Module {seed}: {' '.join(rng.choices(WORDS, k=6))}.\n{imports}"]
     for number in range(functions):
         names = [f"{rng.choice(WORDS)}_{rng.choice(WORDS)}_{rng.randrange(999)}" for _ in range(4)]
-        body = "".join(_statement(rng, names, "    ") for _ in range(rng.randint(6, 12)))
-        head = f"def {names[3]}_{number}({names[0]}, {names[1]}):\n    # Of the {rng.choice(WORDS)}.\n    {names[2]} = {names[1]}\n"
-        parts.append(f"{head}{body}    return {names[2]}\n")
+        body = "".join(_statement(rng, names) for _ in range(rng.randint(6, 12)))
+        head = f"def {names[3]}_{number}({names[0]}, {names[1]}):\n    # Of the {rng.choice(WORDS)}.\n"
+        parts.append(f"{head}    {names[2]} = {names[1]}\n{body}    return {names[2]}\n")
     return "\n\n".join(parts)
 
 

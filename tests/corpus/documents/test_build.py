@@ -34,9 +34,8 @@ def everything(output):
 
 
 def test_any_number_of_workers_gives_the_same_bytes(shop, tmp_path):
-    replay = folder(tmp_path / "replay", {"a.jsonl": "".join(
-        json.dumps({"messages": [{"role": "user", "content": f"{n} {random.Random(n).random()}"}]}) + "\n" for n in range(300)
-    )})  # fmt: skip
+    chats = [{"messages": [{"role": "user", "content": f"{n} {random.Random(n).random()}"}]} for n in range(300)]
+    replay = folder(tmp_path / "replay", {"a.jsonl": "".join(json.dumps(chat) + "\n" for chat in chats)})
     named = {"own": [shop], "replay": [replay], "small": True, "hold_out_after": "2026-03-01"}
     one = build(tmp_path / "one", **named)
     two = build(tmp_path / "two", workers=2, **named)
@@ -153,8 +152,12 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(shop, tmp_pat
     ):
         with pytest.raises(UserError, match=message):
             build(tmp_path / "corpus", **named)
-    for source, message in ((gpl, "GPL-3.0.*not permissive"), (bare, "unknown.*not permissive"), (bare / "a.py", "is a file"),
-                            ("click", "neither a folder nor")):  # fmt: skip
+    for source, message in (
+        (gpl, "GPL-3.0.*not permissive"),
+        (bare, "unknown.*not permissive"),
+        (bare / "a.py", "is a file"),
+        ("click", "neither a folder nor"),
+    ):
         with pytest.raises(UserError, match=message):
             build(tmp_path / "corpus", source)
     with pytest.raises(UserError, match="exists"):
@@ -162,7 +165,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(shop, tmp_pat
     with pytest.raises(UserError, match="lies in"):
         build(bare / "corpus", own=[bare])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "empty", "gpl", "shop", "there"]
-    with pytest.raises(UserError, match="nothing is left.*too short 1"):
+    with pytest.raises(UserError, match=r"nothing is left.*too short 1"):
         build(tmp_path / "corpus", own=[folder(tmp_path / "tiny", {"a.py": "x = 1\n"})])
 
 
@@ -188,7 +191,7 @@ def test_odd_files_are_counted(tmp_path):
         "id_rsa.txt": "key\n" * 20,
         "big.py": "# a word of a comment\nx = call(1)\n" * 40_000,
         "sub/README.md": "# A title\n\n" + "one very long line of prose " * 80 + "\n\nEnd.\n",
-        "café/naïve.go": "package main\n\n" + "".join(f"func F{n}(a int) int {{\n\treturn a * {n}\n}}\n" for n in range(9)),
+        "café/naïve.go": "package main\n\n" + "".join(f"func F{n}(a int) int {{\n\treturn a\n}}\n" for n in range(9)),
     }  # fmt: skip
     root = repository(tmp_path / "odd", ("2026-01-01", files))
     (root / "link.py").symlink_to("good.py")
@@ -204,8 +207,8 @@ def test_odd_files_are_counted(tmp_path):
     assert len(paths) == 4
     dropped = made["sources"][0]["dropped"]
     expected = {
-        "not UTF-8": 1, "binary": 1, "long lines": 1, "lock file or minified": 1, "generated": 1, "vendored": 1, "syntax": 2,
-        "copy": 1, "near copy": 1, "link": 2, "submodule": 1, "too long": 1, "credentials": 1,
+        "not UTF-8": 1, "binary": 1, "long lines": 1, "lock file or minified": 1, "generated": 1, "vendored": 1,
+        "syntax": 2, "copy": 1, "near copy": 1, "link": 2, "submodule": 1, "too long": 1, "credentials": 1,
     }  # fmt: skip
     assert {reason: dropped.get(reason) for reason in expected} == expected
     assert dropped.keys() - expected.keys() <= {"few letters", "short tokens", "too short", "other kinds of files"}
@@ -221,7 +224,7 @@ def test_a_folder_below_a_clone_is_a_source(shop, tmp_path):
 
 def test_replay_keeps_texts_and_conversations(tmp_path):
     lines = [
-        json.dumps({"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n} it is."}],
+        json.dumps({"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}."}],
                     "tools": [{"type": "function", "function": {"name": "f"}}]}) for n in range(40)
     ] + [json.dumps({"text": f"Story {n} of {module(n)}", "licence": "CC0-1.0"}) for n in range(40)]  # fmt: skip
     bad = ["{", "[]", '{"text": 3}', '{"messages": []}', '{"text": "\\ud800"}', '{"messages": [{"content": "x"}]}']

@@ -12,8 +12,32 @@ from etude.corpus.documents.imports import import_order, imports_of
 from etude.corpus.documents.rows import pieces
 from tests.corpus.documents.sources import build, folder, module, repository, rows, whole
 
-SCRIPT = "import {a} from './b';\n\nexport class K {\n  m(x) {\n    return a(x, 'ü') + 1;\n  }\n}\n\nconst f = (y) => {\n  return y;\n};\n"
-GO = 'package main\n\nimport "fmt"\n\nfunc Add(a int, b int) int {\n\treturn a + b\n}\n\nfunc main() {\n\tfmt.Println(Add(1, 2))\n}\n'
+SCRIPT = """\
+import {a} from './b';
+
+export class K {
+  m(x) {
+    return a(x, 'ü') + 1;
+  }
+}
+
+const f = (y) => {
+  return y;
+};
+"""
+GO = """\
+package main
+
+import "fmt"
+
+func Add(a int, b int) int {
+	return a + b
+}
+
+func main() {
+	fmt.Println(Add(1, 2))
+}
+"""
 
 
 @pytest.mark.parametrize(("text", "language"), [(module(1) + "\nw = 'ü' + str(1)\n", "python"), (SCRIPT, "javascript"),
@@ -81,8 +105,8 @@ def test_windows_are_in_import_order(tmp_path):
 def test_imports_of_languages():
     assert imports_of("import a.b, c\nfrom .d import e as f, g\nfrom .. import h\nfrom x import *\n", "python") == (
         "a.b", "c", ".d.e", ".d.g", ".d", "..h", "..", "x")  # fmt: skip
-    assert imports_of("import x from './x.js'\nconst y = require('../y')\nimport z from 'z'\nimport './s'\n", "typescript") == (
-        "./x.js", "../y", "./s")  # fmt: skip
+    script = "import x from './x.js'\nconst y = require('../y')\nimport z from 'z'\nimport './s'\n"
+    assert imports_of(script, "typescript") == ("./x.js", "../y", "./s")
     assert imports_of('import "fmt"\nimport (\n\tx "a.com/m/x"\n\t"a.com/m/y"\n)\n', "go") == (
         "fmt",
         "a.com/m/x",

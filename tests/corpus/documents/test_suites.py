@@ -48,9 +48,12 @@ def dataset(root, pieces, splits=("heldout",)):
 def test_none_of_100_planted_copies_is_in_any_part(tmp_path):
     rng = random.Random(3)
     pieces = [definition(seed) for seed in range(1000, 1100)]
-    hidden = {"hidden/tests/test_m.py": "\n\n".join(f"def test_{n}():\n" + "".join(
-        f"    assert {rng.choice(WORDS)}_{rng.choice(WORDS)}({rng.randrange(999)}) == {rng.randrange(999)}\n" for _ in range(5)
-    ) for n in range(10))}  # fmt: skip
+
+    def check() -> str:
+        return f"    assert {rng.choice(WORDS)}_{rng.choice(WORDS)}({rng.randrange(999)}) == {rng.randrange(999)}\n"
+
+    tests = "\n\n".join(f"def test_{n}():\n{''.join(check() for _ in range(5))}" for n in range(10))
+    hidden = {"hidden/tests/test_m.py": tests}
     suite = folder(dataset(tmp_path / "suite", pieces), hidden)
     files: dict[str, str] = {}
     for number, piece in enumerate(pieces):

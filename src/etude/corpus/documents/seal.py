@@ -52,7 +52,7 @@ def _texts(document: CorpusDocument) -> list[bytes]:
 
 
 def _within(text: str) -> Any:
-    """The value of a string of JSON, such as the arguments of a call, in which escapes hide secrets; None for others."""
+    """The value of a string of JSON, such as a call's arguments, in which escapes hide secrets; None for others."""
     if not text.startswith(("{", "[")):
         return None
     try:
