@@ -13,7 +13,33 @@ from typing import Any
 from etude.config import DocumentBuildConfig
 from etude.corpus.documents import build_documents
 
-WORDS = ["amount", "basket", "cargo", "depot", "engine", "fleet", "gauge", "harbor", "index", "journal", "kernel", "ledger", "margin", "number", "order", "parcel", "quota", "route", "sector", "tariff", "unit", "vendor", "weight", "yard", "zone"]
+WORDS = (
+    "amount",
+    "basket",
+    "cargo",
+    "depot",
+    "engine",
+    "fleet",
+    "gauge",
+    "harbor",
+    "index",
+    "journal",
+    "kernel",
+    "ledger",
+    "margin",
+    "number",
+    "order",
+    "parcel",
+    "quota",
+    "route",
+    "sector",
+    "tariff",
+    "unit",
+    "vendor",
+    "weight",
+    "yard",
+    "zone",
+)
 
 
 def _term(rng: random.Random, names: list[str], depth: int = 0) -> str:
