@@ -96,7 +96,8 @@ def _notes(corpus: dict[str, Any]) -> str:
         "on."
         if after
         else "No file is held out by its date.",
-        f"Pieces of {', '.join(suites)} and their copies, renamed or reflowed, are not in it."
+        f"{options['suite_pieces']} pieces of {', '.join(suites)} and their copies (renamed, reflowed) are not in it; "
+        f"{options['suite_pieces_too_short']} were too short to be searched."
         if suites
         else "No suite was named: nothing keeps answers of a benchmark out.",
     ]

@@ -30,6 +30,9 @@ from etude.errors import UserError
 
 RUN = 13
 VERBATIM, RENAMED = 1 / 3, 0.9  # shares of a piece's runs
+LEAST_RENAMED = (
+    12  # runs of a piece whose renamed copies are sought: shorter ones, such as getters, are alike by chance
+)
 _NEAR = 2  # lengths of the piece, within which its runs are counted
 _TOKEN = re.compile(r"\w+|[^\w\s()\[\]{},;#\\'\"`]|//+")
 _CONTEXT = 5  # lines around a change that no definition holds
@@ -76,6 +79,17 @@ def suite_pieces(path: Path) -> Iterator[str]:
             yield from whole_pieces(text, language_of(file.name) or "")
 
 
+def index_of_suites(suites: Sequence[str]) -> SuiteIndex:
+    """The index of all suites. Raises UserError for one that holds nothing to be searched."""
+    pieces: list[str] = []
+    for suite in suites:
+        some = [*suite_pieces(Path(suite))]
+        if suite_index(some).counts[0].size == 0:
+            raise UserError(f"--suite {suite} holds no answer or test of {RUN} tokens, so nothing can be kept out")
+        pieces += some
+    return suite_index(pieces)
+
+
 def _split(task: Path) -> str:
     try:
         table = tomllib.loads((task / "task.toml").read_text(encoding="utf-8"))
@@ -90,6 +104,11 @@ def _of_task(task: Path) -> Iterator[str]:
         before, after = _text(task / "environment" / "files" / path), _text(file)
         if after is not None:
             yield from changed_pieces(before or "", after, language_of(file.name) or "")
+    if not (task / "solution" / "files").is_dir():  # a task that others wrote: a script or a patch
+        for file in _files(task / "solution"):
+            if (text := _text(file)) is not None:
+                lines = [line[1:] for line in lines_of(text) if line.startswith("+") and not line.startswith("+++")]
+                yield "\n".join(lines) or text
     for file in _files(task / "tests"):
         if (file.suffix == ".py" or is_script(file.name)) and (text := _text(file)) is not None:
             yield from whole_pieces(text, language_of(file.name) or "")
@@ -142,7 +161,8 @@ def suite_index(pieces: Iterator[str] | Sequence[str]) -> SuiteIndex:
             short += 1
             continue
         for kind, runs in enumerate(_runs(codes)):
-            parts[kind].append(np.unique(runs))
+            searched = kind == 0 or len(runs) >= LEAST_RENAMED
+            parts[kind].append(np.unique(runs) if searched else runs[:0])
     made: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for arrays in parts:
         counts = np.array([len(array) for array in arrays], dtype=np.int64)
