@@ -114,8 +114,9 @@ class _TreeNodes(SyntaxNodes):
             if node is None or node.has_error or node.parent is None or len(spans) == count:
                 continue
             start, end = self._character(node.start_byte), self._character(node.end_byte)
-            if 0 < end - start <= longest and end - start < len(self._text):
-                spans.append((start, end))
+            part = self._text[start:end].rstrip()  # some nodes end with their line
+            if 0 < len(part) <= longest and len(part) < len(self._text):
+                spans.append((start, start + len(part)))
         return spans
 
     def definition(self, start: int, end: int) -> Span | None:

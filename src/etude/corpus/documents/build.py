@@ -31,7 +31,7 @@ from etude.corpus.documents.read import read_shard
 from etude.corpus.documents.rows import make_rows
 from etude.corpus.documents.sources import check_dates, corpus_sources, iso, listed
 from etude.corpus.documents.structs import CorpusSource, DocumentPlan, SourceFile, SourceShard
-from etude.corpus.documents.suites import check_suite, load_index, save_index, suite_index, suite_pieces
+from etude.corpus.documents.suites import check_suite, index_of_suites, load_index, save_index
 from etude.errors import UserError
 
 VERSION = 1
@@ -151,9 +151,8 @@ def _planned(folder: Path, plan: DocumentPlan) -> tuple[DocumentPlan, Drops]:
     (folder / "plan").mkdir(exist_ok=True)
     for number, shard in enumerate(shards):
         work.write(work.file(folder, "plan", number, "json"), msgspec.json.encode(shard))
-    index = suite_index(piece for suite in plan.suites for piece in suite_pieces(Path(suite))) if plan.suites else None
-    if index is not None:
-        save_index(index, folder / "suite.npz")
+    if plan.suites:
+        save_index(index_of_suites(plan.suites), folder / "suite.npz")
     work.write(folder / "plan.json", data)
     return plan, drops
 
@@ -208,6 +207,8 @@ def _passes(folder: Path, plan: DocumentPlan, drops: Drops, workers: int, report
     work.run_tasks(folder, "parts", write_part, ranges, workers, report)
     parts, digest = gather(folder, ranges, folder / "out")
     made = _record(plan, drops, figures, parts, digest)
+    if (index := load_index(folder)) is not None:
+        made["options"] |= {"suite_pieces": int(index.counts[0].size), "suite_pieces_too_short": index.short}
     work.write(folder / "out" / "corpus.json", json.dumps(made, indent=1, ensure_ascii=False).encode() + b"\n")
     work.write(folder / "out" / "card.md", card(made).encode())
     return made

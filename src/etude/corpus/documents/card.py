@@ -23,7 +23,7 @@ RULES = {
     "too long": "more than 20,000 lines or 1 MB",
     "long lines": "code with a line over 1,000 characters, or 100 on average",
     "few letters": "less than a quarter",
-    "short tokens": "fewer than 2.5 characters per token: tables of numbers",
+    "short tokens": "fewer than 2 characters per token: tables of numbers",
     "few comments": "less than 1 % of the characters; own files may",
     "many comments": "more than 85 % of the characters",
     "neither a text nor a conversation": "a line of replay data without text or messages",
@@ -96,7 +96,8 @@ def _notes(corpus: dict[str, Any]) -> str:
         "on."
         if after
         else "No file is held out by its date.",
-        f"Pieces of {', '.join(suites)} and their copies, renamed or reflowed, are not in it."
+        f"{options['suite_pieces']} pieces of {', '.join(suites)} and their copies (renamed, reflowed) are not in it; "
+        f"{options['suite_pieces_too_short']} were too short to be searched."
         if suites
         else "No suite was named: nothing keeps answers of a benchmark out.",
     ]

@@ -88,10 +88,13 @@ class _Resolver:
         for path, place in self._place.items():
             folder, name = posixpath.split(path)
             if name.endswith((".py", ".pyi")):
-                self._modules.setdefault(self._module(path), place)
+                parts = path.rpartition(".")[0].removesuffix("/__init__").split("/")
+                for start in range(max(1, len(parts) - 1)):  # the folder from which it is imported is not known
+                    self._modules.setdefault(".".join(parts[start:]), place)
             elif name.endswith(".go") and not name.endswith("_test.go"):
                 self._folders[folder].append(place)
-            self._ends[posixpath.join(posixpath.basename(folder), name)].append(place)
+            for end in {name, posixpath.join(posixpath.basename(folder), name)}:
+                self._ends[end].append(place)
 
     def targets(self, path: str, language: str, imports: Sequence[str]) -> list[int]:
         """The places of the imported files, in order."""
@@ -128,7 +131,8 @@ class _Resolver:
         return held[:1]
 
     def _python(self, path: str, name: str) -> list[int]:
-        if name.startswith("."):
+        if name.startswith(".") or "." not in name:
+            name = name if name.startswith(".") else f".{name}"  # beside it
             up = len(name) - len(name.lstrip("."))
             package = posixpath.dirname(path)
             for _ in range(up - 1):
@@ -137,12 +141,3 @@ class _Resolver:
             tries = [f"{base}.py", f"{base}/__init__.py", f"{base}.pyi"]
             return next(([self._place[one]] for one in tries if one in self._place), [])
         return [self._modules[name]] if name in self._modules else []
-
-    def _module(self, path: str) -> str:
-        """The dotted name of a Python file, from the folder above its outermost package."""
-        folder, file = posixpath.split(path)
-        parts = [] if file.startswith("__init__.") else [file.rpartition(".")[0]]
-        while folder and f"{folder}/__init__.py" in self._place:
-            folder, name = posixpath.split(folder)
-            parts.insert(0, name)
-        return ".".join(parts)

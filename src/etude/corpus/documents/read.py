@@ -44,17 +44,18 @@ def read_shard(folder: Path, number: int) -> bytes:
     for document, words in _documents(plan, source, shard, drops):
         line = msgspec.json.encode(document) + b"\n"
         size = len(document.text) or len(line)
-        rows.append([out.tell(), len(line), size, *fingerprint(words)])
+        near = document.messages is None  # conversations share the definitions of tools
+        rows.append([out.tell(), len(line), size, *fingerprint(words, near)])
         out.write(line)
     work.write(work.file(folder, "read", number, "jsonl"), out.getvalue())
     work.write_array(work.file(folder, "read", number, "npy"), np.array(rows, dtype=np.uint64).reshape(-1, COLUMNS))
     return json.dumps(drops).encode()
 
 
-def fingerprint(words: list[str]) -> list[int]:
-    """The two halves of the digest of a text's tokens, and its MinHash bands."""
+def fingerprint(words: list[str], near: bool) -> list[int]:
+    """The two halves of the digest of a text's tokens, and its MinHash bands: zeros unless `near`."""
     halves = blake3(" ".join(words).encode("utf-8", "surrogatepass")).digest(16)
-    made = signature(np.unique(run_codes(word_codes(words), SHINGLE)), BANDS, BAND_ROWS)
+    made = signature(np.unique(run_codes(word_codes(words), SHINGLE)), BANDS, BAND_ROWS) if near else None
     bands = [0] * BANDS if made is None else run_codes([*made.T.astype(np.uint64)], BAND_ROWS).tolist()
     return [int.from_bytes(halves[:8], "little"), int.from_bytes(halves[8:], "little"), *bands]
 

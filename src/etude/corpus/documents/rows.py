@@ -24,15 +24,16 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from etude.code import SyntaxNodes, error_share, line_comment, lines_of, syntax_nodes
+from etude.code import Span, SyntaxNodes, error_share, line_comment, lines_of, syntax_nodes
 from etude.corpus.documents import work
 from etude.corpus.documents.seal import sealed
 from etude.corpus.documents.structs import CorpusDocument, DocumentGroup, DocumentPlace, DocumentPlan
-from etude.corpus.documents.suites import copies_in, load_index
+from etude.corpus.documents.suites import SuiteIndex, copies_in, load_index
 from etude.corpus.documents.texts import OWN_LINES
 from etude.corpus.fim import split
 
 MAX_ERRORS = 0.01  # share of a file's bytes that does not parse
+_CUTS = 20  # times that a text is searched and cut; a second copy of a piece shows when the first has gone
 _HOLE = 4000  # characters of a node that is to be filled in, at most
 
 
@@ -110,20 +111,24 @@ def _clean(
     index = load_index(folder)
     if index is None:
         return made, nodes
-    body = made.text if made.messages is None else "\n".join(_strings([made.messages, made.tools]))
-    if not (spans := copies_in(body, index)):
-        return made, nodes
-    text = None if made.messages is not None else without(made.text, spans, nodes)
-    if text is None or copies_in(text, index) or len(lines_of(text)) < OWN_LINES:
+    if made.messages is not None:
+        if not any(copies_in(text, index) for text in _strings([made.messages, made.tools])):
+            return made, None
         counter["drop suite"] += 1
         return None, None
-    counter["definitions of suites cut"] += len(spans)
-    made = msgspec.structs.replace(made, text=text)
-    nodes = syntax_nodes(text, made.language)
-    if error_share(text, made.language, nodes) > MAX_ERRORS:
-        counter["drop suite"] += 1
-        return None, None
-    return made, nodes
+    for _ in range(_CUTS):
+        text, count = without(made.text, index, nodes)
+        if text is not None and not count:
+            return made, nodes
+        if text is None or len(lines_of(text)) < OWN_LINES:
+            break
+        counter["definitions of suites cut"] += count
+        made = msgspec.structs.replace(made, text=text)
+        nodes = syntax_nodes(text, made.language)
+        if error_share(text, made.language, nodes) > MAX_ERRORS:
+            break
+    counter["drop suite"] += 1
+    return None, None
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -134,12 +139,21 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(each)
 
 
-def without(text: str, spans: list[tuple[int, int]], nodes: SyntaxNodes | None) -> str | None:
-    """The text without the definitions that hold the spans; None if one is held by none."""
-    cuts = [nodes.definition(start, end) if nodes is not None else None for start, end in spans]
-    for cut in sorted({cut for cut in cuts if cut is not None}, reverse=True):
-        text = text[: cut[0]] + text[cut[1] :]
-    return None if None in cuts else text
+def without(text: str, index: SuiteIndex, nodes: SyntaxNodes | None) -> tuple[str | None, int]:
+    """The text without the definitions that hold copies of pieces of suites, and their number; None if a copy stands
+    in no definition."""
+    cuts: set[Span] = set()
+    for runs in copies_in(text, index):
+        held = Counter(nodes.definition(start, end) if nodes is not None else None for start, end in runs)
+        cut = max(
+            held, key=lambda span: (span is not None, held[span])
+        )  # a run of a neighbour may be like one by chance
+        if cut is None:
+            return None, 0
+        cuts.add(cut)
+    for start, end in sorted(cuts, reverse=True):
+        text = text[:start] + text[end:]
+    return text, len(cuts)
 
 
 def document_rows(plan: DocumentPlan, document: CorpusDocument, nodes: SyntaxNodes | None) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ would hide it.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -25,24 +26,24 @@ def sealed(document: CorpusDocument) -> tuple[CorpusDocument | None, int]:
     if secret_in(labels) is not None:
         return None, 0
     counts = [0]
-    made = msgspec.structs.replace(
-        document,
-        text=_scrubbed(document.text, document.path, counts),
-        messages=_walked(document.messages, document.path, counts),
-        tools=_walked(document.tools, document.path, counts),
-    )
+    text = _scrubbed(document.text, document.path, counts)
+    try:
+        messages, tools = (_walked(value, document.path, counts) for value in (document.messages, document.tools))
+    except RecursionError:
+        return None, 0
+    made = msgspec.structs.replace(document, text=text, messages=messages, tools=tools)
     left = secret_in(b"\n".join(_texts(made)), document.path)
     return (None, 0) if counts[0] > MOST or left is not None else (made, counts[0])
 
 
 def _texts(document: CorpusDocument) -> list[bytes]:
     """The text, and every string of a conversation."""
-    out: list[bytes] = []
-    left: list[Any] = [document.text, document.messages, document.tools]
+    out, left = [document.text.encode("utf-8", "surrogatepass")], [document.messages, document.tools]
     while left:
         value = left.pop()
         if isinstance(value, str):
             out.append(value.encode("utf-8", "surrogatepass"))
+            left.append(_within(value))
         elif isinstance(value, dict):
             left += [*value.keys(), *value.values()]
         elif isinstance(value, list):
@@ -50,9 +51,21 @@ def _texts(document: CorpusDocument) -> list[bytes]:
     return out
 
 
+def _within(text: str) -> Any:
+    """The value of a string of JSON, such as a call's arguments, in which escapes hide secrets; None for others."""
+    if not text.startswith(("{", "[")):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _walked(value: Any, path: str, counts: list[int]) -> Any:
     if isinstance(value, str):
-        return _scrubbed(value, path, counts)
+        inner = _within(value)
+        clean = _walked(inner, path, counts)
+        return _scrubbed(value if clean == inner else json.dumps(clean, ensure_ascii=False), path, counts)
     if isinstance(value, dict):
         return {_scrubbed(key, path, counts): _walked(each, path, counts) for key, each in value.items()}
     return [_walked(each, path, counts) for each in value] if isinstance(value, list) else value

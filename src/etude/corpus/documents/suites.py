@@ -23,13 +23,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from etude.code import is_script, language_of, lines_of, run_codes, syntax_nodes, word_codes
+from etude.code import Span, is_script, language_of, lines_of, run_codes, syntax_nodes, word_codes
 from etude.corpus.documents.texts import decoded
 from etude.corpus.edits.synthetic import WORDS
 from etude.errors import UserError
 
 RUN = 13
 VERBATIM, RENAMED = 1 / 3, 0.9  # shares of a piece's runs
+LEAST_RENAMED = (
+    12  # runs of a piece whose renamed copies are sought: shorter ones, such as getters, are alike by chance
+)
 _NEAR = 2  # lengths of the piece, within which its runs are counted
 _TOKEN = re.compile(r"\w+|[^\w\s()\[\]{},;#\\'\"`]|//+")
 _CONTEXT = 5  # lines around a change that no definition holds
@@ -76,6 +79,17 @@ def suite_pieces(path: Path) -> Iterator[str]:
             yield from whole_pieces(text, language_of(file.name) or "")
 
 
+def index_of_suites(suites: Sequence[str]) -> SuiteIndex:
+    """The index of all suites. Raises UserError for one that holds nothing to be searched."""
+    pieces: list[str] = []
+    for suite in suites:
+        some = [*suite_pieces(Path(suite))]
+        if suite_index(some).counts[0].size == 0:
+            raise UserError(f"--suite {suite} holds no answer or test of {RUN} tokens, so nothing can be kept out")
+        pieces += some
+    return suite_index(pieces)
+
+
 def _split(task: Path) -> str:
     try:
         table = tomllib.loads((task / "task.toml").read_text(encoding="utf-8"))
@@ -90,6 +104,11 @@ def _of_task(task: Path) -> Iterator[str]:
         before, after = _text(task / "environment" / "files" / path), _text(file)
         if after is not None:
             yield from changed_pieces(before or "", after, language_of(file.name) or "")
+    if not (task / "solution" / "files").is_dir():  # a task that others wrote: a script or a patch
+        for file in _files(task / "solution"):
+            if (text := _text(file)) is not None:
+                lines = [line[1:] for line in lines_of(text) if line.startswith("+") and not line.startswith("+++")]
+                yield "\n".join(lines) or text
     for file in _files(task / "tests"):
         if (file.suffix == ".py" or is_script(file.name)) and (text := _text(file)) is not None:
             yield from whole_pieces(text, language_of(file.name) or "")
@@ -142,7 +161,8 @@ def suite_index(pieces: Iterator[str] | Sequence[str]) -> SuiteIndex:
             short += 1
             continue
         for kind, runs in enumerate(_runs(codes)):
-            parts[kind].append(np.unique(runs))
+            searched = kind == 0 or len(runs) >= LEAST_RENAMED
+            parts[kind].append(np.unique(runs) if searched else runs[:0])
     made: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for arrays in parts:
         counts = np.array([len(array) for array in arrays], dtype=np.int64)
@@ -196,29 +216,27 @@ def _operators(codes: np.ndarray) -> np.ndarray:
     return _OPERATORS[places] == codes
 
 
-def copies_in(text: str, index: SuiteIndex) -> list[tuple[int, int]]:
-    """The places (first and last character) at which pieces of suites or their copies stand in a text."""
+def copies_in(text: str, index: SuiteIndex) -> list[list[Span]]:
+    """The copies of pieces of suites in a text: of each the places (first character, end) of its runs."""
     codes = word_codes(_TOKEN.findall(text))
-    spans: set[tuple[int, int]] = set()
-    for kind, runs in enumerate(_runs(codes)):
-        spans |= _close_together(runs, index, kind)
-    if not spans:
+    copies = [runs for kind, runs in enumerate(_runs(codes)) for runs in _close_together(runs, index, kind)]
+    if not copies:
         return []
     places = [match.span() for match in _TOKEN.finditer(text)]
-    return sorted((places[low][0], places[high][1]) for low, high in spans)
+    return [[(places[run][0], places[run + RUN - 1][1]) for run in runs] for runs in copies]
 
 
-def _close_together(runs: np.ndarray, index: SuiteIndex, kind: int) -> set[tuple[int, int]]:
-    """Tokens (first, last) of the places at which enough runs of a piece stand together."""
+def _close_together(runs: np.ndarray, index: SuiteIndex, kind: int) -> list[list[int]]:
+    """The runs, by their first tokens, that stand together and are enough of a piece."""
     known, owners, counts = index.codes[kind], index.owners[kind], index.counts[kind]
     if not known.size or not runs.size:
-        return set()
+        return []
     lows, highs = np.searchsorted(known, runs, "left"), np.searchsorted(known, runs, "right")
     matches: dict[int, list[int]] = {}
     for place in np.flatnonzero(highs > lows).tolist():
         for piece in owners[lows[place] : highs[place]].tolist():
             matches.setdefault(piece, []).append(place)
-    spans: set[tuple[int, int]] = set()
+    copies: list[list[int]] = []
     share = (VERBATIM, RENAMED)[kind]
     for piece, places in matches.items():
         count = int(counts[piece])
@@ -230,8 +248,6 @@ def _close_together(runs: np.ndarray, index: SuiteIndex, kind: int) -> set[tuple
             while place - places[first] > _NEAR * (count + RUN):
                 first += 1
             if last - first + 1 >= needed and len({*runs[places[first : last + 1]].tolist()}) >= needed:
-                spans.add((places[first], place + RUN - 1))
-                first = last + 1
-                if first >= len(places):
-                    break
-    return spans
+                copies.append(places[first : last + 1])
+                break
+    return copies

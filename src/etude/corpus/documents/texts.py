@@ -1,8 +1,7 @@
 """The languages of files, and the rules by which a text is left out for what it is: a reason, or None.
 
 The bounds are those of NeMo Curator's filters of code and of StarCoder's: 10 to 20,000 lines, a quarter of letters, 1
-to 85 % comments, 2.5 characters per token. The user's own files may be short and without comments: they are what the
-model is to learn.
+to 85 % comments. The user's own files may be short and without comments: they are what the model is to learn.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from etude.corpus.filters import generated
 MAX_LINES, MIN_LINES, OWN_LINES = 20_000, 10, 3
 MAX_LINE, MEAN_LINE = 1000, 100  # characters of a line of code
 MIN_LETTERS, MIN_COMMENTS, MAX_COMMENTS = 0.25, 0.01, 0.85
-MIN_DENSITY = 2.5  # characters per token
+MIN_DENSITY = 2.0  # characters per token: a word or a sign; tokenizers join signs, so that 2.5 would be too much
 PROSE = frozenset({"markdown", "text", "html"})  # may have long lines
 _DATA = frozenset({"json", "yaml", "toml", "css", "make", "docker"})  # without comments, often
 # Languages without a parser here, and the endings of their files.
