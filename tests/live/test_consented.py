@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from etude.cli.main import main
 from etude.corpus.sessions import SessionReport, session_rows
 from etude.live.learn.consented import committed_requests, consented_threads
 from etude.live.log.accounts import seal
@@ -17,6 +20,7 @@ from etude.live.log.records import Consent, LivePolicy, TurnKind
 from etude.live.log.tenants import set_policy
 from etude.live.observe.agent_trace import TracedEdit, append_trace, trace_record
 from tests.helpers.live_story import BASE, Story, StoryLog, content
+from tests.rollout.test_pull_requests import History
 
 ASKED, DONE = "Rename the flag.", "Renamed."
 
@@ -139,3 +143,27 @@ def test_requests_whose_changes_were_committed_become_words_for_tasks(log: Story
     assert row == {"commit": "c1", "request": "And its test?", "turn": "t2"}, "of the turn that was shown first"
     set_policy(log.engine, "acme", LivePolicy(consent=False, may_grant=False))
     assert list(committed_requests(log.engine, log.contents, tmp_path, report)) == []
+
+
+def test_the_commands_of_the_page(log: StoryLog, tmp_path: Path, monkeypatch, capsys) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "corpus.md").read_text()
+    two_turns(log)
+    shop = History(tmp_path / "shop")
+    commit = shop.commit("Rename", {"a.py": "x = 1\n"})
+    append_trace(shop.root, trace_record(commit, [TracedEdit("a.py", commit, 1, 1, "t1", shown=1.0)], "1.0", 5.0))
+    here = tmp_path / "here"
+    here.mkdir()
+    clusters = '[[clusters]]\nname = "a"\nurls = ["http://127.0.0.1:1"]\nstore = "s"\n'
+    database = f'database = "sqlite:///{log.folder}/live.db"\n'
+    (here / "live.toml").write_text(f'stage = "live"\nfolder = "{log.folder}"\n{database}{clusters}')
+    monkeypatch.chdir(here)
+    for command in re.findall(r"etude (corpus sessions --live [^\n`]+|live requests [^`]+)[\n`]", page):
+        with pytest.raises(SystemExit) as end:
+            main([*shlex.split(command)])
+        assert end.value.code in (0, None), capsys.readouterr().err
+    (row,) = map(json.loads, (here / "users.jsonl").read_text().splitlines())
+    assert [m["content"] for m in row["messages"] if m.get("weight")] == [DONE, "Done, too."]
+    assert json.loads((here / "requests.jsonl").read_text()) == {"commit": commit, "request": ASKED, "turn": "t1"}
+    with pytest.raises(SystemExit) as end:
+        main(["live", "requests", "live.toml", "--repository", "../shop", "-o", "requests.jsonl"])
+    assert end.value.code == 2

@@ -25,6 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     build.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help=what)
     build.add_argument("--own", nargs="+", default=[], metavar="REPO", help="clones and folders that are yours")
     build.add_argument("--own-licence", default="own code", metavar="WORD", help="their licence, for the card")
+    rows = "conversations that are yours: files of `etude corpus sessions`, `pull-requests`, `etude tasks traces`"
+    build.add_argument("--conversations", nargs="+", default=[], metavar="FILE", help=rows)
     replay = "general data against forgetting: .jsonl of texts or conversations, .txt, .md, or folders of these"
     build.add_argument("--replay", nargs="+", default=[], metavar="PATH", help=replay)
     suites = "datasets of tasks and tables of edits whose answers and tests must not be learned"
@@ -57,6 +59,7 @@ def _build(arguments: argparse.Namespace) -> None:
             from_flags(arguments, DocumentBuildConfig),
             own=arguments.own,
             own_licence=arguments.own_licence,
+            conversations=arguments.conversations,
             replay=arguments.replay,
             suites=arguments.suite,
             progress=progress,

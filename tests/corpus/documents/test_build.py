@@ -244,6 +244,27 @@ def test_replay_keeps_texts_and_conversations(tmp_path):
     assert made["sources"][0]["dropped"] == {"neither a text nor a conversation": 6}
 
 
+def test_conversations_keep_their_origin_and_are_held_out_by_date(shop, tmp_path):
+    lines = [
+        {
+            "messages": [{"role": "user", "content": f"Change {n}."}, {"role": "assistant", "content": f"{n}."}],
+            "origin": {"path": f"session-{n}", "date": f"2026-0{n}-01"},
+        }
+        for n in (1, 5)
+    ]
+    file = tmp_path / "sessions.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = build(tmp_path / "corpus", own=[shop], conversations=[file], hold_out_after="2026-03-01")
+    for side, n in (("train", 1), ("held_out", 5)):
+        (row,) = [row for row in rows(tmp_path / "corpus", side) if row["source"] == "sessions"]
+        assert row["messages"] == lines[n // 4]["messages"]
+        assert row["origin"]["path"] == f"session-{n}"
+        assert row["origin"]["licence"] == "own code"
+    assert [source["kind"] for source in made["sources"]] == ["own", "conversations"]
+    with pytest.raises(UserError, match="is no file of rows"):
+        build(tmp_path / "other", conversations=[shop])
+
+
 def test_the_command(shop, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:

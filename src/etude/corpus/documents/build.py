@@ -49,6 +49,7 @@ def build_documents(
     *,
     own: Sequence[str] = (),
     own_licence: str = "own code",
+    conversations: Sequence[str] = (),
     replay: Sequence[str] = (),
     suites: Sequence[str] = (),
     progress: work.Progress | None = None,
@@ -63,7 +64,7 @@ def build_documents(
     for suite in suites:
         check_suite(Path(suite))
     report("sources", 0, 1)
-    chosen = corpus_sources(sources, own, own_licence, replay)
+    chosen = corpus_sources(sources, own, own_licence, conversations, replay)
     after = _after(chosen, options)
     plan = DocumentPlan(
         sources=chosen,

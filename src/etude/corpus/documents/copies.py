@@ -19,7 +19,7 @@ import numpy as np
 from etude.corpus.documents import work
 from etude.corpus.documents.imports import import_order
 from etude.corpus.documents.read import BANDS, CHARACTERS, DIGEST, LENGTH, MINHASH, OFFSET
-from etude.corpus.documents.structs import DocumentGroup, DocumentPlace, DocumentPlan
+from etude.corpus.documents.structs import OF_ROWS, DocumentGroup, DocumentPlace, DocumentPlan
 
 BAND_TEXT = "MinHash, 14 bands of 8 over 5-token shingles: Jaccard from about 0.8"
 _TASK_BYTES = 8 << 20  # of documents, for one list of groups
@@ -138,15 +138,15 @@ def _groups(
             if kept:
                 place = DocumentPlace(shard, int(row[OFFSET]), int(row[LENGTH]))
                 heads.append((head, place, int(row[CHARACTERS])))
-    replay = plan.sources[source].kind == "replay"
+    of_rows = plan.sources[source].kind in OF_ROWS
     for held_out in (False, True):
         side = [each for each in heads if each[0].held_out == held_out]
         files = [(head.path, head.language, head.imports) for head, _, _ in side]
-        order = range(len(side)) if replay else import_order(files)
+        order = range(len(side)) if of_rows else import_order(files)
         run: list[tuple[_DocumentHead, DocumentPlace, int]] = []
         total = 0
         for place in order:
-            if run and (replay or total + side[place][2] > plan.window_characters):
+            if run and (of_rows or total + side[place][2] > plan.window_characters):
                 yield _group(plan, source, run), total
                 run, total = [], 0
             run.append(side[place])

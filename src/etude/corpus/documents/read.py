@@ -25,7 +25,7 @@ from etude.corpus.dedup import signature
 from etude.corpus.documents import work
 from etude.corpus.documents.imports import imports_of
 from etude.corpus.documents.sources import contents
-from etude.corpus.documents.structs import CorpusDocument, CorpusSource, DocumentPlan, SourceFile, SourceShard
+from etude.corpus.documents.structs import OF_ROWS, CorpusDocument, CorpusSource, DocumentPlan, SourceFile, SourceShard
 from etude.corpus.documents.texts import decoded, language_of_file, refusal
 
 SHINGLE, BANDS, BAND_ROWS = 5, 14, 8
@@ -65,8 +65,8 @@ def _documents(
 ) -> Iterator[tuple[CorpusDocument, list[str]]]:
     """Documents of a shard with their tokens."""
     for file, data in contents(source, shard.files):
-        if source.kind == "replay":
-            yield from _replayed(shard.source, source, file, data, drops)
+        if source.kind in OF_ROWS:
+            yield from _rows(plan, shard.source, file, data, drops)
             continue
         text = decoded(data)
         if text is None:
@@ -89,10 +89,11 @@ def _documents(
         yield document, words
 
 
-def _replayed(
-    number: int, source: CorpusSource, file: SourceFile, data: bytes, drops: Counter[str]
+def _rows(
+    plan: DocumentPlan, number: int, file: SourceFile, data: bytes, drops: Counter[str]
 ) -> Iterator[tuple[CorpusDocument, list[str]]]:
-    """Texts and conversations of replay data."""
+    """The texts and conversations of a file of rows. Conversations of one's own are held out by their dates."""
+    source = plan.sources[number]
     path = file.path or Path(source.root).name
     if not file.end:
         text = decoded(data)
@@ -110,7 +111,15 @@ def _replayed(
         elif len(line) > _MAX_CONVERSATION:
             drops["too long"] += 1
         else:
-            where = {"source": number, "path": path, "licence": str(row.get("licence") or row.get("license") or "")}
+            origin = row["origin"] if isinstance(row.get("origin"), dict) else {}
+            date = str(origin.get("date") or "")
+            where = {
+                "source": number,
+                "path": str(origin.get("path") or path),
+                "date": date,
+                "licence": str(row.get("licence") or row.get("license") or origin.get("licence") or ""),
+                "held_out": bool(plan.after) and source.kind == "conversations" and date > plan.after,
+            }
             if "text" in row:
                 yield CorpusDocument(text=row["text"], language="text", **where), words_of(row["text"])
             else:

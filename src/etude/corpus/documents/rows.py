@@ -27,7 +27,7 @@ from blake3 import blake3
 from etude.code import Span, SyntaxNodes, error_share, line_comment, lines_of, syntax_nodes
 from etude.corpus.documents import work
 from etude.corpus.documents.seal import sealed
-from etude.corpus.documents.structs import CorpusDocument, DocumentGroup, DocumentPlace, DocumentPlan
+from etude.corpus.documents.structs import OF_ROWS, CorpusDocument, DocumentGroup, DocumentPlace, DocumentPlan
 from etude.corpus.documents.suites import SuiteIndex, copies_in, load_index
 from etude.corpus.documents.texts import OWN_LINES
 from etude.corpus.fim import split
@@ -164,7 +164,7 @@ def document_rows(plan: DocumentPlan, document: CorpusDocument, nodes: SyntaxNod
         yield _row(plan, held, document, _origin(plan, document, 1, 1))
         return
     rng = random.Random(f"{plan.seed}/{document.source}/{document.path}")
-    code = plan.sources[document.source].kind != "replay"
+    code = plan.sources[document.source].kind not in OF_ROWS
     for start, text in pieces(document.text, plan.window_characters, nodes):
         first = 1 + document.text.count("\n", 0, start)
         origin = _origin(plan, document, first, first + max(0, text.count("\n") - text.endswith("\n")))

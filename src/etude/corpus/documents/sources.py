@@ -18,7 +18,7 @@ import msgspec
 
 from etude.code import SUBMODULE, Clone, clone_around, find_permissive_licence, is_permissive, project_name
 from etude.config import cache
-from etude.corpus.documents.structs import CorpusSource, Kind, SourceFile
+from etude.corpus.documents.structs import OF_ROWS, CorpusSource, Kind, SourceFile
 from etude.corpus.documents.texts import language_of_file, passed_over
 from etude.corpus.sources import fetch_source
 from etude.errors import UserError
@@ -30,13 +30,18 @@ _HIDDEN_BUT_READ = (".github",)
 
 
 def corpus_sources(
-    sources: Sequence[str], own: Sequence[str], own_licence: str, replay: Sequence[str]
+    sources: Sequence[str],
+    own: Sequence[str],
+    own_licence: str,
+    conversations: Sequence[str],
+    replay: Sequence[str],
 ) -> tuple[CorpusSource, ...]:
     """The sources that a command line names, own ones first. Raises UserError for the first that cannot be used."""
-    if not (sources or own or replay):
+    if not (sources or own or conversations or replay):
         raise UserError("a corpus needs sources: give folders, NAME==VERSION, --own REPO or --replay FILE")
     made = [_own(path, own_licence) for path in own]
     made += [_package(text) if _PACKAGE.fullmatch(text) else _repository(text) for text in sources]
+    made += [_conversations(Path(path), own_licence) for path in conversations]
     made += [_replay(Path(path)) for path in replay]
     roots = Counter(str(Path(source.root).resolve()) for source in made)
     if twice := [root for root, count in roots.items() if count > 1]:
@@ -101,6 +106,18 @@ def _package(requirement: str) -> CorpusSource:
     )
 
 
+def _conversations(path: Path, licence: str) -> CorpusSource:
+    if not path.is_file() or path.suffix != ".jsonl":
+        raise UserError(
+            f"--conversations {path} is no file of rows: give a .jsonl of `etude corpus sessions`, `pull-requests` or "
+            "`etude tasks traces`"
+        )
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", path.stem)
+    return CorpusSource(
+        name=name, kind="conversations", root=str(path.absolute()), licence=licence, stated="--own-licence"
+    )
+
+
 def _replay(path: Path) -> CorpusSource:
     if not path.exists():
         raise UserError(f"--replay {path} does not exist: give a .jsonl, .txt or .md file, or a folder of them")
@@ -132,7 +149,7 @@ def iso(seconds: int) -> str:
 def listed(source: CorpusSource, drops: Counter[str], shard_bytes: int) -> list[SourceFile]:
     """The files of a source that may be read, sorted by path; `drops` counts the others by reason. Raises
     UserError."""
-    if source.kind == "replay":
+    if source.kind in OF_ROWS:
         return list(_replay_files(source, shard_bytes))
     every = _committed(source, drops) if source.history else _on_disk(source, drops)
     kept: list[SourceFile] = []

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
-Kind = Literal["own", "repository", "package", "replay"]
+Kind = Literal["own", "repository", "package", "conversations", "replay"]
+OF_ROWS = ("conversations", "replay")
+"""The kinds of sources whose files hold rows, in no order, rather than code."""
 
 
 class CorpusSource(msgspec.Struct, frozen=True, kw_only=True):
