@@ -53,6 +53,13 @@ def test_weights() -> None:
 
 
 @pytest.mark.slow
+def test_corpus() -> None:
+    result, values = bench("corpus")
+    assert all(result["checks"].values()), result["checks"]
+    assert values.keys() == {"documents/vs-plain-pipeline", "dedup/recall-at-0.8", "memory/share"}
+
+
+@pytest.mark.slow
 def test_documents() -> None:
     result, values = bench("documents")
     assert {name: ok for name, ok in result["checks"].items() if "ttft" not in name} == {

@@ -87,6 +87,18 @@ def _without_licence(root):
     return str(folder)
 
 
+def test_an_own_repository_needs_no_open_licence(tmp_path, capsys):
+    closed = _without_licence(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main.main(["tasks", "fast-apply", "--own", closed, "-o", str(tmp_path / "out"), "--max-lines", "40"])
+    assert end.value.code == 0
+    card = (tmp_path / "out" / "DATACARD.md").read_text()
+    assert "| closed | own code | the word of whoever built the table | files |" in card
+    with pytest.raises(UserError, match="no repository to train on"):
+        build_edit_table([], [closed], tmp_path / "none", EditTableConfig(), own=[closed])
+    assert not (tmp_path / "none").exists()
+
+
 def test_one_repository_on_both_sides_is_refused(releases, tmp_path):
     with pytest.raises(UserError, match="both trained on and held out"):
         build_edit_table([releases], [str(tmp_path / "lib-1.0")], tmp_path / "out", EditTableConfig())

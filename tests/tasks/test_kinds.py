@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from etude.code.operators import OPERATORS
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.records import CodeTask
-from etude.tasks import classes, features, leaks, synthesis
+from etude.tasks import classes, commits, features, leaks, synthesis
 from etude.tasks.build import build_dataset
 from etude.tasks.check import check_dataset
 from etude.tasks.dataset import Dataset
@@ -290,6 +291,25 @@ def test_commit_tasks(repository: Path, tmp_path: Path) -> None:
     assert overlap(data) == set()
     assert not (data.repository / ".git").exists()
     assert check_dataset(data.root, quiet).ok
+    commit = subprocess.run(["git", "rev-parse", "HEAD~1"], cwd=repository, capture_output=True, text=True, check=True)
+    words = tmp_path / "requests.jsonl"
+    words.write_text(
+        json.dumps({"commit": commit.stdout.strip(), "request": "labels too long!!\n", "turn": "01X"}) + "\n"
+    )
+    asked = build_dataset(repository, tmp_path / "asked", options.model_copy(update={"requests": str(words)}), quiet)
+    (task,) = [task for task in asked.tasks if task.kind == "commit"]
+    assert task.prompt.startswith("labels too long!!\n"), "a user's words, not the commit's"
+    assert "cut at their limit" not in task.prompt
+
+
+def test_requests_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    words = tmp_path / "requests.jsonl"
+    for text in ("{", '{"commit": "a"}', '{"commit": "a", "request": " "}', "[1]"):
+        words.write_text(text + "\n")
+        with pytest.raises(UserError, match="give the file that `etude live requests` wrote"):
+            commits.users_requests(words)
+    with pytest.raises(ValueError, match="add commit to kinds"):
+        BuildConfig(requests=str(words))
 
 
 @pytest.mark.slow

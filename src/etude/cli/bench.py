@@ -15,6 +15,7 @@ from etude.errors import UserError
 # Name of the command line -> module.
 BENCHMARKS = {
     "async": "asynchrony",
+    "corpus": "corpus",
     "documents": "documents",
     "edits": "edits",
     "engine": "engine",

@@ -46,6 +46,7 @@ ACTIONS = {
     "drill": "roll the canary's servers back and forward again, and tell how long that takes",
     "watch-canary": "decide on the release on trial each minute, until it is interrupted",
     "demo": "let simulated users teach the nano model through all of it, on two CPU cores",
+    "requests": "write the requests of users whose changes were committed, as words for tasks",
     "window": "compute what is learned from, or compute an earlier window again",
     "train": "learn from a window: the next version, a candidate for the gate",
 }

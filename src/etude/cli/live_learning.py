@@ -179,7 +179,42 @@ def run_demo(arguments: argparse.Namespace) -> int:
     return int(not (done.released and done.planted_stopped))
 
 
+# requests -------------------------------------------------------------------------------------------------------------
+
+
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live requests`."""
+    add_config(parser)
+    where = "clone in which `etude live watch` traced the edits"
+    parser.add_argument("--repository", type=Path, required=True, metavar="CLONE", help=where)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=".jsonl to write; must be new")
+
+
+def run_requests(arguments: argparse.Namespace) -> None:
+    """Writes the requests. Raises UserError."""
+    from etude import runfolder
+    from etude.corpus.sessions import SessionReport
+    from etude.live.learn import LiveContents, committed_requests
+
+    output = arguments.output
+    if output.exists():
+        raise UserError(f"{output} exists: name another file, or remove it")
+    report = SessionReport()
+    with opened(read_config(arguments.config)) as loop:
+        contents = LiveContents(loop.engine, loop.accounts, loop.contents)
+        rows = list(committed_requests(loop.engine, contents, arguments.repository, report))
+    if not rows:
+        raise UserError(
+            f"no commit of {arguments.repository} is traced to a turn with consent: `etude live watch` writes the "
+            "traces while people work"
+        )
+    runfolder.make(output.parent)
+    runfolder.write(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    print(f"{len(rows):,} requests in {output}, for `etude tasks build --kinds commit --requests {output}`")
+
+
 ACTIONS: dict[str, LiveAction] = {
+    "requests": (add_requests, run_requests),
     "window": (add_window, run_window),
     "train": (add_train, run_train),
     "demo": (add_demo, run_demo),

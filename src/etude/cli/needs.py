@@ -12,6 +12,8 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
     "serve": ("serve",),
     "bench": ("train",),
     "export": ("play",),
+    "corpus sessions": ("play",),
+    "corpus pull-requests": ("play",),
     "tasks fast-apply": ("apply",),
     "doctor mismatch": ("serve",),
     "doctor model": ("serve",),
@@ -38,7 +40,7 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
 def name_of(arguments: argparse.Namespace) -> str:
     """The command with its action, as in "tasks build"."""
     match arguments.command:  # "live serve" and its like hold the action already
-        case "tasks" | "weights" | "fleet" as command:
+        case "tasks" | "weights" | "fleet" | "corpus" as command:
             return f"{command} {arguments.action}"
         case "doctor" if arguments.check is not None:
             return f"doctor {arguments.check}"
@@ -53,6 +55,8 @@ def extras_of(arguments: argparse.Namespace) -> tuple[str, ...]:
             return () if arguments.dry_run else ("train",)
         case "apply":
             return ("serve",) if arguments.model is not None else ()
+        case "corpus sessions" if arguments.live is not None:
+            return "play", "live"
         case "eval":
             return _of_evaluation(arguments)
     return _ALWAYS.get(name, _ALWAYS.get(name.partition(" ")[0], ()))

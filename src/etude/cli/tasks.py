@@ -73,8 +73,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_flags(traces, TracesConfig)
     edits = actions.add_parser("fast-apply", help="make tables of applied edits from repositories", allow_abbrev=False)
     edits.add_argument(
-        "repositories", nargs="+", metavar="REPO", help="a git clone, a folder of files, or releases as OLD..NEW"
+        "repositories", nargs="*", metavar="REPO", help="a git clone, a folder of files, or releases as OLD..NEW"
     )
+    mine = "repositories that are yours: they need no open licence; trained on unless they are held out"
+    edits.add_argument("--own", nargs="+", default=[], metavar="REPO", help=mine)
     edits.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     edits.add_argument("--held-out", nargs="+", default=[], metavar="REPO", help="repositories for evaluation alone")
     add_flags(edits, EditTableConfig)
@@ -256,6 +258,8 @@ def _fast_apply(arguments: argparse.Namespace) -> int:
 
     options, output = from_flags(arguments, EditTableConfig), arguments.output
     with bar() as progress:
-        train, heldout = build_edit_table(arguments.repositories, arguments.held_out, output, options, progress)
+        train, heldout = build_edit_table(
+            arguments.repositories, arguments.held_out, output, options, progress, arguments.own
+        )
     print(f"{len(train)} edits to train on and {len(heldout)} held-out ones in {output}; see {output / 'DATACARD.md'}")
     return 0

@@ -99,6 +99,12 @@ def syntax_tree(text: str, language: str) -> Any:
     return None if parsed is None or parsed.root_node.has_error else parsed
 
 
+def tolerant_tree(text: str, language: str) -> Any:
+    """The tree-sitter tree of a text, which may hold errors; None if the language has no parser."""
+    parser = _parser(language)
+    return None if parser is None else parser.parse(text.encode("utf-8", "surrogatepass"))
+
+
 def _meaning(text: str, language: str) -> object:
     """A key that two texts share if their syntax is equal; None for a text that does not parse."""
     if language == "python":

@@ -38,4 +38,12 @@ from etude.config.sections import (
     load_toml,
     validate,
 )
-from etude.config.tasks import MIN_DECIDED, BuildConfig, EditTableConfig, TasksConfig, TaskSource, TracesConfig
+from etude.config.tasks import (
+    MIN_DECIDED,
+    BuildConfig,
+    DocumentBuildConfig,
+    EditTableConfig,
+    TasksConfig,
+    TaskSource,
+    TracesConfig,
+)

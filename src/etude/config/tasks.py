@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any, Literal, cast
 
 import pydantic
@@ -34,6 +35,7 @@ class BuildConfig(Section):
     repeats: int = option(3, "times that each gate must hold", ge=1)
     workers: int = option(2, "boxes at a time", ge=1)
     hang_seconds: float = option(5.0, "a broken program that runs longer is dropped", gt=0)
+    requests: str | None = option(None, "users' words for commits (.jsonl of `etude live requests`), for kind commit")
     write_tests: str | None = option(None, "command that writes tests for functions that have none (docs/tasks.md)")
 
     @property
@@ -45,6 +47,8 @@ class BuildConfig(Section):
     def _possible(self) -> BuildConfig:
         if self.min_lines > self.max_lines:
             raise ValueError("min_lines must not be above max_lines")
+        if self.requests is not None and "commit" not in self.kinds:
+            raise ValueError("requests are words for commits: add commit to kinds, or drop requests")
         if self.bootstrap not in ("declared", "rules") and not self.bootstrap.startswith(("http://", "https://")):
             raise ValueError("bootstrap must be declared, rules, or the URL of an OpenAI-compatible server")
         return self
@@ -146,3 +150,25 @@ class TracesConfig(Section):
     per_task: int = option(1, "traces of one task", ge=1)
     tools: tuple[str, ...] = option((), "as rollout.tools; read, edit, undo, test and finish are needed")
     workers: int = option(2, "boxes at a time", ge=1)
+
+
+class DocumentBuildConfig(Section):
+    """The flags of `etude corpus build`, which makes documents of repositories, packages and replay data."""
+
+    seed: int = option(1, "seed of every draw")
+    workers: int = option(2, "processes; any number gives the same bytes", ge=1)
+    hold_out_after: str | None = option(
+        None, "files whose last commit lies after this day (YYYY-MM-DD) are held out", pattern=r"^\d{4}-\d\d-\d\d$"
+    )
+    hold_out_months: int | None = option(None, "the same for the last months before the newest commit", ge=1)
+    fim: float = option(0.5, "share of the texts that are to be filled in the middle", ge=0, le=1)
+    windows: float = option(0.2, "share of the code that is joined to windows in import order", ge=0, le=1)
+    window_characters: int = option(100_000, "longest text, files and windows", ge=1000, le=4_000_000)
+
+    @pydantic.model_validator(mode="after")
+    def _one_date(self) -> DocumentBuildConfig:
+        if self.hold_out_after is not None and self.hold_out_months is not None:
+            raise ValueError("hold_out_after and hold_out_months exclude each other")
+        if self.hold_out_after is not None:
+            datetime.date.fromisoformat(self.hold_out_after)
+        return self

@@ -20,4 +20,4 @@ from etude.corpus.retrieval import (
 )
 from etude.corpus.sources import fetch_source
 
-PUBLIC = ("", "build", "dialect", "edits", "vocabulary")
+PUBLIC = ("", "build", "dialect", "documents", "edits", "sessions", "vocabulary")

@@ -19,7 +19,7 @@ from etude.errors import UserError
 
 log = logging.getLogger(__name__)
 _TOO_LONG = 200  # examples in a row that do not fit
-_FINDER = 3  # version of the search and the filters of functions: a cached corpus of another version is not used
+_FINDER = 4  # version of the search and the filters of functions: a cached corpus of another version is not used
 
 
 @dataclass(frozen=True)

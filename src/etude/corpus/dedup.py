@@ -12,15 +12,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from etude.code import text_shingles
+from etude.code import shingle_codes
 
 Item = TypeVar("Item")
-
-
-def _hashes_of(text: str, n: int) -> set[int]:
-    """64-bit hashes of the shingles of a text; comments and layout count, whitespace does not."""
-    joined = ("\x00".join(run) for run in text_shingles(text, n))
-    return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "little") for run in joined}
+_TOGETHER = 1024  # shingles that are hashed at once: the products stay in the processor's cache
 
 
 def exact(items: Sequence[Item], text: Callable[[Item], str]) -> list[Item]:
@@ -37,12 +32,21 @@ def exact(items: Sequence[Item], text: Callable[[Item], str]) -> list[Item]:
 
 def bands_of(text: str, *, n: int, bands: int, rows: int) -> set[tuple[int, bytes]]:
     """The MinHash bands of a text, by which similar texts are found; none for a text of fewer than `n` tokens."""
-    values = np.fromiter(_hashes_of(text, n), dtype=np.uint64)
-    if values.size == 0:
-        return set()
+    made = signature(np.unique(shingle_codes(text, n)), bands, rows)
+    return set() if made is None else {(band, row.tobytes()) for band, row in enumerate(made)}
+
+
+def signature(shingles: np.ndarray, bands: int, rows: int) -> np.ndarray | None:
+    """The MinHash signature [bands, rows] of a set of shingles' codes; None for the empty set."""
+    if shingles.size == 0:
+        return None
+    least = np.full(bands * rows, np.iinfo(np.uint64).max, dtype=np.uint64)
     multiply, add = _hashes(bands * rows)
-    signature = ((values[:, None] * multiply + add) >> np.uint64(32)).min(axis=0).reshape(bands, rows)
-    return {(band, row.tobytes()) for band, row in enumerate(signature)}
+    for start in range(0, shingles.size, _TOGETHER):
+        hashed = shingles[None, start : start + _TOGETHER] * multiply[:, None]
+        hashed += add[:, None]
+        np.minimum(least, hashed.min(axis=1), out=least)
+    return (least >> np.uint64(32)).reshape(bands, rows)
 
 
 @cache
@@ -88,14 +92,14 @@ def contamination(
     main()` are shared by unrelated projects, so a single common shingle does not flag."""
     known: set[int] = set()
     for text in repository:
-        known |= _hashes_of(text, n)
+        known.update(shingle_codes(text, n).tolist())
     items = overlapping = 0
     worst = 0.0
     shared: set[int] = set()
     flagged: list[int] = []
     for index, text in enumerate(corpus):
         items += 1
-        own = _hashes_of(text, n)
+        own = set(shingle_codes(text, n).tolist())
         common = own & known
         if common:
             overlapping += 1

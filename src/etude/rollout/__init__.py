@@ -35,6 +35,7 @@ from etude.rollout.probes import (
     reset_probes,
     take_probe_results,
 )
+from etude.rollout.pull_requests import PullRequest, pull_request_rows, read_pull_requests
 from etude.rollout.replay import replay_episode
 from etude.rollout.rewards import custom_component
 from etude.rollout.stall import STALL_LIMIT, StallSnapshot, StallWatchdog, diagnose_stall

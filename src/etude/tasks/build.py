@@ -49,7 +49,7 @@ from etude.tasks.search import Progress, Target, search
 from etude.tasks.survey import Survey, read_functions, survey_repository
 
 _TRACE_SECONDS = 600.0
-_RECORDED = BuildConfig.model_fields.keys() - {"write_tests"}  # options that a manifest holds
+_RECORDED = BuildConfig.model_fields.keys() - {"write_tests", "requests"}  # options that a manifest holds
 _ADVICE: dict[str, str] = {
     Rejected.LEAK: "the repository holds this code twice: leave the copy out with `--exclude FOLDER`",
     Rejected.HANGS: "its tests are slow: give more time with `--hang-seconds 30`",

@@ -6,14 +6,17 @@ of them.
 """
 
 import ast
+import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
+from types import MappingProxyType
 
 from etude.code import ByteEdit, Clone, Mutant, MutationCandidate, clone_around, lines_of, parsed_lines, secret_in
 from etude.code.functions import Function, is_test
+from etude.errors import UserError
 from etude.grading import answer_fingerprint
 
 MAX_COMMITS = 300  # looked at, newest first
@@ -39,24 +42,49 @@ _NOISE = (
 Reversal = tuple[MutationCandidate, frozenset[str], list[str]]
 
 
+def users_requests(path: Path) -> dict[str, str]:
+    """The requests of users by commit, of a file with a line {"commit", "request"} each; other keys are ignored. Raises
+    UserError."""
+    words: dict[str, str] = {}
+    try:
+        for number, line in enumerate(filter(str.strip, path.read_text("utf-8").split("\n")), 1):
+            row = json.loads(line)
+            if not isinstance(row["commit"], str) or not str(row["request"]).strip():
+                raise ValueError(f"line {number} has no commit, or an empty request")
+            words[row["commit"]] = str(row["request"]).strip()
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"requests = {path}: {e}; give the file that `etude live requests` wrote") from None
+    return words
+
+
 def reversals(
-    repository: Path, sources: Mapping[str, str], functions: Sequence[Function], modules: Iterable[str]
+    repository: Path,
+    sources: Mapping[str, str],
+    functions: Sequence[Function],
+    modules: Iterable[str],
+    requests: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Reversal]:
     """Reversible commits of a git clone, newest first; none for a folder without history. `modules` are the test files.
-    Raises UserError if git objects are missing."""
+    The task of a commit in `requests` has these words of a user, in place of the commit's message. Raises UserError if
+    git objects are missing."""
     clone = clone_around(repository) if (repository / ".git").exists() else None
     if clone is None or not (head := clone.id_of("HEAD")):
         return
     tested = frozenset(modules)
     listed = clone.demand("rev-list", "--first-parent", f"--max-count={MAX_COMMITS}", head, "--")
     for commit in listed.decode().split():
-        reversal = _reversal(clone, commit, sources, functions, tested)
+        reversal = _reversal(clone, commit, sources, functions, tested, requests.get(commit, ""))
         if reversal is not None:
             yield reversal
 
 
 def _reversal(
-    clone: Clone, commit: str, sources: Mapping[str, str], functions: Sequence[Function], modules: frozenset[str]
+    clone: Clone,
+    commit: str,
+    sources: Mapping[str, str],
+    functions: Sequence[Function],
+    modules: frozenset[str],
+    wording: str,
 ) -> Reversal | None:
     parent = clone.id_of(f"{commit}^1")
     if not parent:  # the first commit
@@ -82,17 +110,19 @@ def _reversal(
     if not changed or not members or sum(m.original.count("\n") for m in changed.values()) > MAX_LINES:
         return None
     message = clone.demand("log", "-1", "--format=%s%n%n%b", commit, "--").decode("utf-8", "replace")
-    if not (request := _request(message)):
-        return None
+    request = wording or _request(message)
     answers = [answer_fingerprint(mutant.source, mutant.text) for mutant in changed.values()]
+    if not request or any(answer.in_data(wording.encode()) for answer in answers):
+        return None
     notes = [_body(message, request), *(_noted(clone, parent, commit, p) for p in entries if _CHANGES.search(p))]
     wish = "\n".join(note for note in notes if note and not any(answer.in_data(note.encode()) for answer in answers))
+    wish = "" if wording else wish
     texts = {"": f"{request}\n{wish}", **{path: mutant.text for path, mutant in changed.items()}}
     if any(secret_in(text.encode(), path, marked=True) for path, text in texts.items()):
         return None
     where = ", ".join(changed)
     mutant = changed.pop(members[0].split("::")[0])
-    text = f"{request} ({where})" + (f"\n\n{wish}" if wish else "")
+    text = wording or f"{request} ({where})" + (f"\n\n{wish}" if wish else "")
     program = MutationCandidate("commit", mutant, tuple(changed.items()), text, sites=len(members))
     return program, tests, members
 

@@ -40,7 +40,7 @@ def find(
     made = {  # by generators: of other kinds, none is made
         "class": _classes(sources, callers, options),
         "feature": _features(sources, functions, callers),
-        "commit": _commits(repository, sources, functions, callers, modules),
+        "commit": _commits(repository, sources, functions, callers, modules, options.requests),
     }
     changes: list[MultiFunctionChange] = []
     for kind, changes_of_kind in made.items():
@@ -99,10 +99,12 @@ def _commits(
     functions: Sequence[Function],
     callers: split.Callers,
     modules: Sequence[str],
+    requests: str | None,
 ) -> Iterator[MultiFunctionChange]:
+    words = commits.users_requests(Path(requests)) if requests is not None else {}
     by_id = {function.id: function for function in functions}
     everything = {test for tests in callers.values() for test in tests}
-    for program, tests, members in commits.reversals(repository, sources, functions, modules):
+    for program, tests, members in commits.reversals(repository, sources, functions, modules, words):
         touched = {test for test in everything if test.split("::")[0] in tests}
         own = touched & {test for id in members for test in callers.get(id, ())}
         if own:

@@ -6,7 +6,7 @@ import random
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,14 +33,19 @@ def build_edit_table(
     output: Path,
     options: EditTableConfig,
     progress: Progress | None = None,
+    own: Collection[str] = (),
 ) -> tuple[list[Example], list[Example]]:
-    """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md. Raises UserError for a
-    repository that cannot be used or is on both sides, and if they give no example; then no file is left behind."""
+    """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md. Repositories named in
+    `own` need no open licence, and are trained on unless they are held out. Raises UserError for a repository that
+    cannot be used or is on both sides, and if they give no example; then no file is left behind."""
     if output.exists():
         raise UserError(f"{output} exists: give a folder that does not")
     report = progress or (lambda *_: None)
-    read_all = [_read(argument, i, len(training), report) for i, argument in enumerate(training)]
-    tests = [_read(argument, i, len(held_out), report) for i, argument in enumerate(held_out)]
+    training = list(dict.fromkeys([*training, *(name for name in own if name not in held_out)]))
+    if not training:
+        raise UserError("there is no repository to train on: name one, or give your own by --own")
+    read_all = [_read(argument, argument in own, i, len(training), report) for i, argument in enumerate(training)]
+    tests = [_read(argument, argument in own, i, len(held_out), report) for i, argument in enumerate(held_out)]
     clash = {_plain(r.name) for r in read_all} & {_plain(r.name) for r in tests}
     if clash:
         raise UserError(f"{', '.join(sorted(clash))} is both trained on and held out: name it on one side")
@@ -81,9 +86,9 @@ def _write(output: Path, train: Sequence[Example], tested: Sequence[Example], te
     partial.rename(output)
 
 
-def _read(argument: str, index: int, count: int, report: Progress) -> Repository:
+def _read(argument: str, own: bool, index: int, count: int, report: Progress) -> Repository:
     report("reading", index, count)
-    return read(argument)
+    return read(argument, own)
 
 
 def _plain(name: str) -> str:

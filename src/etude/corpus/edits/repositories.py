@@ -30,11 +30,12 @@ log = logging.getLogger(__name__)
 
 MAX_COMMITS = 2000
 MAX_BYTES = 200_000
-_VENDORED = frozenset({"vendor", "_vendor", "vendored", "node_modules", "third_party", "extern", "dist", "bundled"})
-_LOCKS = re.compile(r"(^|/)(package-lock|yarn|composer|poetry)[^/]*$|\.min\.|\.bundle\.|-min\.")
+VENDORED = frozenset({"vendor", "_vendor", "vendored", "node_modules", "third_party", "extern", "dist", "bundled"})
+LOCKS = re.compile(r"(^|/)(package-lock|pnpm-lock|yarn|composer|poetry)[^/]*$|\.min\.|\.bundle\.|-min\.")
 # Control characters, and line ends of other programs that git does not split at.
 _ODD = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x85\u2028\u2029]|\r(?!\n)")
 MAX_LINE = 200
+OWN = ("own code", "the word of whoever built the table")
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,18 @@ class Repository:
     changes: tuple[FileChange, ...]
 
 
-def read(argument: str) -> Repository:
-    """The repository that a command-line argument names. Raises UserError if it cannot be used."""
+def read(argument: str, own: bool = False) -> Repository:
+    """The repository that a command-line argument names; an `own` one needs no open licence. Raises UserError if it
+    cannot be used."""
     path = Path(argument)
     if path.is_dir():
-        licence = _licence(path)
+        licence = OWN if own else _licence(path)
         if (path / ".git").exists() and (clone := clone_around(path)) is not None:
             texts, changes = tuple(_head(clone)), tuple(_commits(clone))
             return Repository(project_name(path), *licence, "commits", texts, changes)
         return Repository(project_name(path), *licence, "files", tuple(_files(path).values()), ())
     if folders := _chain(argument):
-        return _releases(folders)
+        return _releases(folders, own)
     raise UserError(f"{argument} is not a folder: give a git clone, a folder of files, or releases as OLD..NEW")
 
 
@@ -95,7 +97,7 @@ def _chain(argument: str) -> list[Path]:
 def wanted(path: str, text: str) -> bool:
     """Whether a file is worth learning from: written by people, not vendored, of moderate size."""
     folders = set(PurePosixPath(path).parts[:-1])
-    if folders & _VENDORED or _LOCKS.search(path) or not text.strip() or len(text) > MAX_BYTES:
+    if folders & VENDORED or LOCKS.search(path) or not text.strip() or len(text) > MAX_BYTES:
         return False
     return not (generated(text) or _ODD.search(text) or max(map(len, shown_lines(text))) > MAX_LINE)
 
@@ -144,10 +146,10 @@ def _files(root: Path) -> dict[str, Text]:
     return texts
 
 
-def _releases(folders: Sequence[Path]) -> Repository:
+def _releases(folders: Sequence[Path], own: bool) -> Repository:
     """The files of the newest release, and the changes of each release against the one before, newest first."""
     new = folders[-1]
-    licence = _licence(new)
+    licence = OWN if own else _licence(new)
     releases = [_files(folder) for folder in folders]
     changes = tuple(
         FileChange(path, text.language, before[path].text, text.text, "")

@@ -17,7 +17,7 @@ _STRING = re.compile(r"""(["'])([A-Za-z][^"'\\\n]{2,40})\1""")
 _OPERATORS = {"==": "!=", "!=": "==", "<=": "<", ">=": ">", "<": "<=", ">": ">=", " + ": " - ", " - ": " + ",
               " and ": " or ", " or ": " and ", "&&": "||", "||": "&&"}  # fmt: skip
 _OPERATOR = re.compile("|".join(re.escape(o) for o in sorted(_OPERATORS, key=len, reverse=True)))
-_WORDS = frozenset(keyword.kwlist) | frozenset(
+WORDS = frozenset(keyword.kwlist) | frozenset(
     (
         "var",
         "let",
@@ -120,7 +120,7 @@ def _margin(line: str) -> str:
 
 
 def _names(text: str) -> list[str]:
-    return [name for name in _NAME.findall(text) if name not in _WORDS]
+    return [name for name in _NAME.findall(text) if name not in WORDS]
 
 
 def _fresh(rng: random.Random, like: str) -> str:
