@@ -25,6 +25,7 @@ COMMANDS = {
     "demo": "train the bundled nano model on a real library, on two CPU cores",
     "init": "write a configuration for the repository in this folder, or an environment of your own",
     "tasks": "make and check tasks from a repository",
+    "corpus": "say which documents a step was trained on",
     "train": "run a training stage: midtrain, sft, apply or rl",
     "eval": "measure a model on a task dataset",
     "serve": "serve a model over an OpenAI-compatible HTTP API",

@@ -10,7 +10,6 @@ from etude.corpus.chats import (
     RefusedRow,
     RowEncoders,
     chat_files,
-    chat_rows,
     encode_chat,
     is_corpus,
     middle_of,

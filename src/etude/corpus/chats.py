@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def encode_chat(chat: Chat, renderer: Renderer) -> Encoded:
 
 @dataclass(frozen=True)
 class RowEncoders:
-    """What rows are encoded with: conversations by the renderer; text, and the parts of fill-in-the-middle (prefix,
+    """The encoders of rows: conversations by the renderer; text, and the parts of fill-in-the-middle (prefix,
     suffix, middle), in mid-training alone. Trajectories with a reward below `min_reward`, or without a reward, are
     refused."""
 
@@ -95,21 +94,6 @@ class RowEncoders:
     text: Callable[[str], Encoded] | None = None
     middle: Callable[[str, str, str], LearnedRow] | None = None
     min_reward: float | None = None
-
-
-def chat_rows(
-    paths: Sequence[Path],
-    renderer: Callable[[], Renderer],
-    *,
-    text: Callable[[str], Encoded] | None = None,
-    min_reward: float | None = None,
-) -> Iterator[Row]:
-    """Every row of files and folders (.json and .jsonl below them, by name). Rows of plain text are encoded by `text`,
-    or refused. Raises UserError for a path without files, and any UserError of `renderer`."""
-    encoders = RowEncoders(renderer, text, None, min_reward)
-    for path in chain.from_iterable(map(chat_files, paths)):
-        for name, source in _sources(path):
-            yield from read_row(name, source, encoders)
 
 
 def read_row(name: str, source: str | bytes, encoders: RowEncoders) -> Iterator[Row]:
@@ -165,17 +149,6 @@ def chat_files(path: Path, part: str = "train") -> list[Path]:
     if not files:
         raise UserError(f"data.files: {path} is neither a file nor a folder with .json or .jsonl files")
     return files
-
-
-def _sources(path: Path) -> Iterator[tuple[str, str | bytes]]:
-    """Name and JSON of every row of a file: lines of a .jsonl, otherwise all of it."""
-    if path.suffix != ".jsonl":
-        yield path.name, path.read_bytes()
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"{path.name}:{number}", line
 
 
 def _rows_of(name: str, row: Any, encoders: RowEncoders) -> Iterator[Row]:

@@ -165,7 +165,7 @@ def held_out_documents(readers: Sequence[SourceReader], tokens: int) -> list[Enc
 
 
 class SourceReport(msgspec.Struct):
-    """What was read of a source in its first epoch."""
+    """The rows of a source that its first epoch has read."""
 
     rows: int
     tokens: int

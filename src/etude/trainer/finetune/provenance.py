@@ -1,4 +1,4 @@
-"""What a run's rows were made of: provenance.jsonl of the run folder, a line for each window of rows.
+"""The documents in a run's rows: provenance.jsonl of the run folder, a line for each window of rows.
 
 Each row is a list of pieces: a document, its first token in the row and the number of tokens, the separator included.
 So every token of a row but padding is in one piece, and a step's rows are known by their numbers. No torch here.
@@ -99,12 +99,12 @@ def _pieces(window: WindowTrace, number: int) -> Iterator[TracedPiece]:
         yield TracedPiece(number, name, source, window.files[file], line, first, count)
 
 
-class _Trainer(msgspec.Struct):
+class _StepShape(msgspec.Struct):
     batch: int
 
 
 class _Configuration(msgspec.Struct):
-    trainer: _Trainer
+    trainer: _StepShape
 
 
 def _batch(run: Path) -> int:

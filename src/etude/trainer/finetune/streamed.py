@@ -46,9 +46,7 @@ class StreamedRows:
                 self._ahead = [self._shared()]
             except UserError:
                 self.close()
-                if world.first:
-                    for name in ("config.json", FILE_LIST):
-                        (output / name).unlink(missing_ok=True)
+                world.only_first(self._forget)
                 raise
 
     def start(self, place: StreamPlace) -> None:
@@ -78,6 +76,11 @@ class StreamedRows:
         """Ends the reading."""
         if self._reader is not None:
             self._reader.close()
+
+    def _forget(self) -> None:
+        """Undoes the beginning of the run, but for the report."""
+        for name in ("config.json", FILE_LIST):
+            (self._output / name).unlink(missing_ok=True)
 
     def _shared(self) -> Frame:
         """The next frame, on all ranks."""

@@ -56,7 +56,7 @@ class Steps(Protocol):
         ...
 
     def state(self) -> str:
-        """What `start` needs to go on here, besides the number of steps."""
+        """The place that `start` needs to go on here, besides the number of steps."""
         ...
 
 
