@@ -15,7 +15,7 @@ def add_to(actions: Any) -> None:
     """Adds the action and its arguments."""
     what = "say which documents a step of midtrain or sft on [data] was trained on"
     parser = actions.add_parser("trace", help=what, description=what, allow_abbrev=False)
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("folder", type=Path, help="run folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="optimizer step, counted from 1")
     parser.add_argument("--json", action="store_true", help="a JSON object for each piece of a row")
 
@@ -26,7 +26,7 @@ def trace(arguments: argparse.Namespace) -> None:
 
     if arguments.step < 1:
         raise UserError(f"--step {arguments.step}: steps are counted from 1")
-    for piece in provenance.trace(arguments.run, arguments.step):
+    for piece in provenance.trace(arguments.folder, arguments.step):
         if arguments.json:
             print(json.dumps(asdict(piece)))
             continue
