@@ -31,9 +31,9 @@ def write(root: Path, name: str, **trainer: Any) -> Path:
     """The configuration of a run on two sources, of a few windows; the model and the sources are made once."""
     if not (root / "model").exists():
         write_folder(root / "model", "llama", 1300)
-        texts(root / "own.jsonl", 1500, "own", 6)
-        texts(root / "replay.jsonl", 1500, "replay", 6)
-        texts(root / "test.jsonl", 20, "test", 6)
+        texts(root / "own.jsonl", 1500, "own", 2)
+        texts(root / "replay.jsonl", 1500, "replay", 2)
+        texts(root / "test.jsonl", 20, "test", 2)
     options = {"batch": 32, "length": 64, "log_every": 1, "threads": 1, "checkpoint_minutes": 0.0001} | trainer
     lines = "".join(f"{key} = {value}\n" for key, value in options.items())
     path = root / f"{name}.toml"
@@ -51,26 +51,41 @@ def train(root: Path, name: str, *more: str, **environment: str) -> subprocess.P
         return subprocess.Popen(command, cwd=root, stdout=log, stderr=log, env={**os.environ, **environment})
 
 
+def crossing(root: Path) -> MidtrainConfig:
+    """The configuration of a run whose passes are quickly computed."""
+    file = write(root, "run", checkpoint_minutes=9, packing='"crossing"')
+    return MidtrainConfig.model_validate(tomllib.loads(file.read_text()))
+
+
+def code(*words: object) -> object:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    return end.value.code
+
+
 def same(one: Path, two: Path) -> None:
     """Both runs have the same weights, states, figures and provenance, bit for bit."""
     for a, b in ([*map(state_of, (one, two))], [load_file(run / "checkpoint/model.safetensors") for run in (one, two)]):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[key], b[key]) for key in a)
-    for name in ("loss/token", "eval/heldout/loss", "optim/lr"):
-        assert metrics(one, name)[-8:] == metrics(two, name)[-8:]
+    for name, count in (("loss/token", 8), ("eval/heldout/loss", 1), ("optim/lr", 8)):
+        assert metrics(one, name)[-count:] == metrics(two, name)[-count:]
     assert (one / "provenance.jsonl").read_bytes() == (two / "provenance.jsonl").read_bytes()
     assert (one / "data.json").read_bytes() == (two / "data.json").read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_run_on_two_sources_that_is_stopped_in_any_window_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    config = MidtrainConfig.model_validate(tomllib.loads(write(tmp_path, "run", checkpoint_minutes=9).read_text()))
+    config = crossing(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     pretrain.midtrain(config, whole)
     steps = len(metrics(whole))
     windows = (whole / "provenance.jsonl").read_text().splitlines()
     assert len(windows) >= 3
     rows = [json.loads(line)["row"] // 32 for line in windows]
-    for stop in (1, rows[1], rows[1] + 1, rows[2] + 3):
+    for stop in (rows[1], rows[1] + 1, rows[2] + 3):
         pretrain.midtrain(config, parts, resume=(parts / "config.json").exists(), stop_after=stop)
     pretrain.midtrain(config, parts, resume=True)
     same(whole, parts)
@@ -83,24 +98,37 @@ def test_a_run_on_two_sources_that_is_stopped_in_any_window_goes_on_bit_for_bit(
 
 
 def test_the_documents_of_a_step_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = MidtrainConfig.model_validate(tomllib.loads(write(tmp_path, "run", checkpoint_minutes=9).read_text()))
+    config = crossing(tmp_path)
     pretrain.midtrain(config, tmp_path / "run", stop_after=2)
     capsys.readouterr()
-    main(["corpus", "trace", str(tmp_path / "run"), "--step", "2", "--json"])
+    assert code("corpus", "trace", tmp_path / "run", "--step", 2, "--json") == 0
     pieces = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {piece["row"] for piece in pieces} == set(range(32, 64))
     lines = {name: (tmp_path / name).read_text().splitlines() for name in ("own.jsonl", "replay.jsonl")}
     for piece in pieces:
         assert json.loads(lines[Path(piece["file"]).name][piece["line"] - 1])["id"] == piece["id"]
-    main(["corpus", "trace", str(tmp_path / "run"), "--step", "2"])
+    assert code("corpus", "trace", tmp_path / "run", "--step", 2) == 0
     text = capsys.readouterr().out
     assert len(text.splitlines()) == len(pieces)
     first = pieces[0]
     assert f"of {first['id']} ({first['file']}:{first['line']})" in text.splitlines()[0]
-    for words, why in ((["--step", "0"], "counted from 1"), (["--step", "999"], "has no step 999 yet")):
-        with pytest.raises(SystemExit, match="2"):
-            main(["corpus", "trace", str(tmp_path / "run"), *words])
+    for step, why in ((0, "counted from 1"), (999, "has no step 999 yet")):
+        assert code("corpus", "trace", tmp_path / "run", "--step", step) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_the_data_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code("train", write(tmp_path, "run"), "--dry-run") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["data"]["sources"][0]["weight"] == 3
+    lines = [line for line in printed.err.splitlines() if line.startswith("data:")]
+    assert len(lines) == 3
+    assert "75.0% of the run, read at most 4 times" in lines[0]
+    assert "own.jsonl ends" in lines[2]
+    (tmp_path / "own.jsonl").write_text("{}\n")
+    assert code("train", tmp_path / "run.toml", "--dry-run") == 2
+    assert "own.jsonl can be learned from" in capsys.readouterr().err
+    assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.slow
