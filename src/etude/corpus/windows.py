@@ -22,7 +22,7 @@ from etude.store import write_durably
 
 DOCUMENTS = 2048
 _ROWS = 128  # a window's last row may be half empty: of so many rows that is less than 0.4 %
-_TOKENS = 2**22
+_TOKENS = 2**19
 
 
 class StreamPlace(msgspec.Struct):
