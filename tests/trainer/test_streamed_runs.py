@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from etude.cli.main import main
+from etude.corpus.windows import RowWindow, StreamPlace
 from etude.trainer import checkpoint
 from etude.trainer.finetune import pretrain
 from etude.trainer.finetune.config import MidtrainConfig
+from etude.trainer.finetune.reading import RowReader, StreamEnd
 from tests.helpers.folders import state_of, write_folder
 from tests.trainer.test_folder_stages import metrics
 from tests.trainer.test_streams import texts
@@ -155,3 +157,25 @@ def test_a_run_on_two_sources_that_is_killed_anywhere_goes_on_bit_for_bit(tmp_pa
     child.wait()
     assert train(tmp_path, "killed", *resumed).wait(SECONDS) == 0, (tmp_path / "killed.log").read_text()
     same(whole, killed)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+    """The process that reads 60 MB takes no more than for 6 MB, but for what an allocator keeps."""
+    write_folder(tmp_path / "model", "llama", 1300)
+    line = json.dumps({"text": "value = one + two\n" * 600}) + "\n"
+    peaks = list[int]()
+    for megabytes in (6, 60):
+        file, run = tmp_path / f"{megabytes}.jsonl", tmp_path / f"run{megabytes}"
+        file.write_text(line * (megabytes * 10**6 // len(line)))
+        run.mkdir()
+        values = {"model": {"path": tmp_path / "model"}, "data": {"files": [file]}, "trainer": {"length": 512}}
+        (run / "config.json").write_text(MidtrainConfig.model_validate(values).model_dump_json())
+        reader, windows = RowReader(run, 0, StreamPlace()), 0
+        while not isinstance(frame := reader.frame(), StreamEnd):
+            windows += isinstance(frame, RowWindow)
+            peaks_of = Path(f"/proc/{reader.pid}/status").read_text()
+        reader.close()
+        assert windows > megabytes / 3
+        peaks.append(int(peaks_of.split("VmHWM:")[1].split()[0]) // 1024)
+    assert peaks[1] < peaks[0] + 60, f"MB: {peaks}"

@@ -69,6 +69,11 @@ class RowReader:
         finally:
             os.close(into)
 
+    @property
+    def pid(self) -> int:
+        """The process that reads."""
+        return self._child.popen.pid
+
     def frame(self) -> Frame:
         """The next frame. Raises UserError for the reader's, RunFailed if it has ended without one, or after
         `WAIT_SECONDS`."""
